@@ -239,12 +239,13 @@ def refusals() -> str:
     """Return the page that maps reasons of refusals to checks, and errnos to functions that raise them."""
     members = defaultdict[tuple[str, str], set[str]](set)
     errnos = defaultdict[str, set[str]](set)
+    raising = _raising()
     for path, tree in sources():
         for name, node in functions(tree):
             for each in ast.walk(node) if isinstance(node, ast.FunctionDef) else ():
                 if (member := _member(each)) is not None:
                     members[member].add(place(path, name))
-                elif (word := _errno(each)) is not None:
+                for word in _errnos(each, raising):
                     errnos[word].add(place(path, name))
     rows = [
         (f"`{kind}`", f"`{name}`", *_answer(kind, name), _lines(ours))
@@ -279,13 +280,53 @@ def _member(node: ast.AST) -> tuple[str, str] | None:
     return None
 
 
-def _errno(node: ast.AST) -> str | None:
-    """Return the name of the errno if a node constructs a KernelError with one."""
-    if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "KernelError" or not node.args:
-        return None
-    number = node.args[0]
-    word = number.attr if isinstance(number, ast.Attribute) else getattr(number, "id", "")
-    return word if re.fullmatch(r"E[A-Z0-9]+", word) else None
+def _raising() -> dict[str, tuple[int, str]]:
+    """Return name -> number and name of the argument with the errno, of what makes a KernelError from it.
+
+    Functions count by their names, whatever their classes.
+    """
+    found = {"KernelError": (0, "errno")}
+    nodes = [
+        node for _, tree in sources() for _, node in functions(tree) if isinstance(node, ast.FunctionDef)
+    ]
+    known = 0
+    while known != len(found):
+        known = len(found)
+        for node in nodes:
+            names = [each.arg for each in node.args.args if each.arg not in ("self", "cls")]
+            for each in ast.walk(node):
+                for number in _numbers(each, found):
+                    if isinstance(number, ast.Name) and number.id in names:
+                        found[node.name] = names.index(number.id), number.id
+    return found
+
+
+def _numbers(node: ast.AST, raising: Mapping[str, tuple[int, str]]) -> list[ast.expr]:
+    """Return what the errno can be, if a node calls what makes a KernelError from it."""
+    if not isinstance(node, ast.Call):
+        return []
+    called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if called not in raising:
+        return []
+    index, name = raising[called]
+    given = [*node.args[index : index + 1], *(each.value for each in node.keywords if each.arg == name)]
+    return [part for each in given for part in _choices(each)]
+
+
+def _choices(node: ast.expr) -> list[ast.expr]:
+    """Return the values that an expression chooses from."""
+    if isinstance(node, ast.IfExp):
+        return _choices(node.body) + _choices(node.orelse)
+    return [node]
+
+
+def _errnos(node: ast.AST, raising: Mapping[str, tuple[int, str]]) -> list[str]:
+    """Return the names of errnos with which a node makes a KernelError, also by a function that does."""
+    words = [
+        number.attr if isinstance(number, ast.Attribute) else getattr(number, "id", "")
+        for number in _numbers(node, raising)
+    ]
+    return [word for word in words if re.fullmatch(r"E[A-Z0-9]+", word)]
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

@@ -36,6 +36,8 @@ class Probed:
     hit_places: int
     optimized: int
     """Number of places that were optimized at the end."""
+    native_traps: int
+    """Number of traps of hits that needed no Python."""
 
     def __add__(self, other: Probed) -> Probed:
         return Probed(*map(add, astuple(self), astuple(other)))
@@ -122,9 +124,12 @@ def probe(kernel: Kernel, addresses: Sequence[int]) -> Probed:
     Raises: AssertionError if an answer differs, the guest oopses, or the text stays changed.
     """
     expected = load(kernel)
+    hooks = kernel.machine.hooks
+    native = hooks.native_traps
     with _enabled(kernel, addresses):
         for _ in range(2):
             assert load(kernel) == expected
+        native = hooks.native_traps - native
         probes = [each for event in kernel.tracing.kprobe_events.events() for each in event.probes]
         counts = [(each.hits, each.nmissed) for each in probes]
         handles = [each.handle for each in probes if each.handle is not None]
@@ -136,7 +141,7 @@ def probe(kernel: Kernel, addresses: Sequence[int]) -> Probed:
     assert kernel.machine.text.ledger == {}
     assert ledger_mismatches(kernel.machine.text) == []
     hits, missed = (sum(column) for column in zip(*counts, strict=True))
-    return Probed(len(counts), hits, missed, sum(hit > 0 for hit, _ in counts), optimized)
+    return Probed(len(counts), hits, missed, sum(hit > 0 for hit, _ in counts), optimized, native)
 
 
 def _probed(kernel: Kernel, options: argparse.Namespace, part: int) -> Probed:
@@ -144,7 +149,7 @@ def _probed(kernel: Kernel, options: argparse.Namespace, part: int) -> Probed:
     if not options.functions:
         return probe(kernel, found[part :: options.parts])
     functions = by_function(kernel, found)[part :: options.parts]
-    return reduce(add, (probe(kernel, function) for function in functions), Probed(0, 0, 0, 0, 0))
+    return reduce(add, (probe(kernel, function) for function in functions), Probed(0, 0, 0, 0, 0, 0))
 
 
 def main(argv: list[str] | None = None) -> int:

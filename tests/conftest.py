@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 from emulated_kernel.image import builtin_image, trace_events
+from emulated_kernel.machine.native.routines import ROUTINES
 from emulated_kernel.util.control_lock import ControlLock
 from tests import own_thread
 from tests.sample import WHOLE, fewer
@@ -112,11 +113,18 @@ RECORDS = Path("/run/kprobefs")
 """Directory with the records of root's daemons; see kprobefs.common.daemon_registry."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option for the way of hosts that have no routine for traps."""
+    parser.addoption("--python-traps", action="store_true", help="let Python dispatch all traps of guests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give each worker its own mount namespace and daemon records.
 
     Commands that list all mounts or daemons then see only those of the test.
     """
+    if config.getoption("--python-traps"):
+        ROUTINES.clear()
     libc = ctypes.CDLL(None)
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():

@@ -1,4 +1,4 @@
-"""The hooks of an instruction set: the list of everything that differs between architectures.
+"""The hooks of an instruction set: everything that differs between architectures.
 
 Most hooks work on bytes and need no machine.
 """
@@ -31,16 +31,16 @@ class ByteMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Emulation(ABC):
-    """An instruction that is executed in software instead of out of line."""
+    """A probed instruction that is executed in software instead of out of line."""
 
     next_ip: int
-    """Address of the following instruction."""
+    """Address of the instruction after the emulated one."""
 
     @abstractmethod
     def run(self, regs: Any, memory: ByteMemory) -> None:
         """Execute the instruction on the live registers and set `ip` to the next address to execute.
 
-        Raises: the errors of `memory`. The registers are unchanged then.
+        Raises: the errors of `memory`. If an error is raised, the registers are unchanged.
         """
 
 
@@ -49,13 +49,13 @@ class ArchSpecificInsn:
     """The prepared form of a probed instruction (struct arch_specific_insn)."""
 
     length: int
-    """Bytes of the probed instruction."""
+    """Length of the probed instruction in bytes."""
     slot_bytes: bytes
-    """The insn slot's content: the copy, its displacement fixed up, and the breakpoint that ends the step."""
+    """Content of the insn slot: the copied instruction, its displacement adjusted, and a breakpoint."""
     boostable: bool
-    """Whether a jump back may follow the copy in place of the breakpoint."""
+    """Whether a jump back to the probed function may replace the breakpoint after the copy."""
     emulate: Emulation | None
-    """Set if the instruction must be emulated; its insn slot is never executed then."""
+    """Emulation of the instruction, whose insn slot is then never executed; None if the slot is executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class HandlerStub:
 
     code: bytes
     trap: int
-    """Offset of the breakpoint, in bytes."""
+    """Offset of the breakpoint in the code, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detour:
-    """Guest code of an optimized probe: the path to a handler in Python, then the replaced instructions.
+    """Guest code of an optimized probe: it calls a handler in Python, and runs the replaced instructions.
 
     All offsets are in bytes from the start of the code.
     """
@@ -81,12 +81,12 @@ class Detour:
     trap: int
     """Offset of the breakpoint at which the handler is called; sp points at a struct pt_regs there."""
     copied: int
-    """Offset of the replaced instructions, which a jump back follows."""
+    """Offset of the copied instructions, which are followed by a jump back."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnDispatch:
-    """A return trampoline that first looks for a handler in guest code.
+    """A return trampoline that looks for a handler in guest code before it traps to Python.
 
     Offsets are in bytes from the start of the code.
     """
@@ -105,24 +105,25 @@ class ReturnDispatch:
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """Names of a register file: register names in fetchargs -> attributes of the live registers."""
+    """Names of an architecture's registers, in fetchargs and as attributes of a register object."""
 
     names: Mapping[str, str]
     """Name after `%` in a fetcharg -> attribute of the register object."""
     arguments: tuple[str, ...]
-    """Attributes that hold $arg1, $arg2, ... on function entry."""
+    """Attributes of the registers that hold $arg1, $arg2, ... on function entry."""
     ip: str
     sp: str
     flags: str | None
     return_value: str
     link: str | None = None
-    """Attribute holding the return address on function entry; None if the return address is on the stack."""
+    """Attribute of the register with the return address on function entry; None if it is on the stack."""
 
 
 class ReturnCode(ABC):
     """Generator of return handlers in guest code.
 
-    With `saves_all`, the trampoline saves all registers; otherwise each handler saves the ones that it uses.
+    With `saves_all`, the trampoline saves all registers; otherwise each handler saves the registers that it
+    uses.
     """
 
     live: LiveRegisters
@@ -132,64 +133,64 @@ class ReturnCode(ABC):
     def dispatch(
         self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
     ) -> ReturnDispatch:
-        """Return the trampoline for the address `buffer`.
+        """Return the return trampoline, made for placement at the address `buffer`.
 
-        If `program` finds a handler, it ends in a JumpTo of that handler. `own` is the address that functions
-        return to, if it differs from the entry of this trampoline.
+        If `program` finds a handler, it ends in a JumpTo to that handler. `own` is the address that hooked
+        functions return to; None means this trampoline's entry.
         """
 
     @abstractmethod
     def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
-        """Return a handler for a `dispatch` made with the same `saves_all`.
+        """Return the code of a return handler that a `dispatch` with the same `saves_all` can jump to.
 
-        If the dispatch has a `finish`, the handler falls off its end into a jump there.
+        If the dispatch has a `finish`, the caller must append a jump to `finish` to the handler.
         """
 
 
 class Arch(ABC):
     """The hooks of one instruction set.
 
-    `code` is always bytes that start at `addr`; it may hold more than one instruction.
+    In all methods, `code` is the machine code at `addr`, which may be longer than one instruction.
     """
 
     name: str
     """Name of the architecture, as in MachineConfig.arch."""
     bits: int
     word_size: int
-    """Bytes of `unsigned long`."""
+    """Size of `unsigned long` in bytes."""
     registers: Registers
     breakpoint: bytes
-    """The shortest breakpoint instruction; when it traps, the CPU reports the ip after it."""
+    """The shortest breakpoint instruction. When it traps, the CPU reports the address after it as ip."""
     seen_ip = 0
-    """Bytes that the ip seen by a probe's handlers is above the probed address."""
+    """Difference in bytes between the ip that a probe's handlers see and the probed address."""
     max_insn_size: int
-    """Bytes that preparing a probe reads at its address, and the size of an insn slot."""
+    """Size of an insn slot in bytes; also the number of bytes that prepare() needs at the probed address."""
     jump_size: int
-    """Bytes of a `relative_jump`."""
+    """Size in bytes of the code that `relative_jump` returns."""
     call_size: int
-    """Bytes of a `relative_call`, and of an fentry site."""
+    """Size in bytes of the code that `relative_call` returns, and of an fentry site."""
     strategies: Mapping[str, OptimizationPolicy[Any]]
-    """Name -> policy by which a jump may replace a breakpoint."""
+    """Name -> optimization policy, by whose rules a jump may replace a breakpoint."""
     disassembler: Disassembler
     assembler: Assembler
     call_link: str | None = None
-    """The register in which `relative_call` leaves the return address; None if it is pushed."""
+    """Register in which `relative_call` stores the return address; None if the call pushes it."""
     general_registers: frozenset[str]
-    """The register names that a handler program may read."""
+    """Names of the registers that a handler program may read."""
     pt_regs: tuple[str, ...]
     """Register names in the order of struct pt_regs, one word each."""
     fixed_registers: Mapping[str, int]
-    """pt_regs name -> value, for the registers that have the same value at every hit."""
+    """pt_regs name -> value, for the fields that have the same value at every hit."""
     return_size: int
-    """Bytes of the return instruction that ends the ftrace trampoline."""
+    """Size in bytes of the return instruction at the end of the ftrace trampoline."""
     max_repetition: int
-    """Maximum size in bytes of the code made by `repetition`."""
+    """Maximum size in bytes of the code that `repetition` returns."""
     max_detour: int
     """Maximum size in bytes of a detour buffer without a compiled handler."""
     max_copied: int
-    """Maximum size in bytes of the code after the handler in a detour buffer; also the maximum for a stub."""
+    """Maximum size in bytes of the code after the handler in a detour buffer or a stub."""
     max_detoured: int
-    """Length in bytes of the longest region that a jump can replace, plus one."""
+    """Upper limit, exclusive, of the length in bytes of a region that a jump replaces."""
     task_size: int
     """The first address above user space."""
     thread_size = 16 << 10
@@ -205,21 +206,24 @@ class Arch(ABC):
 
     @property
     def mask(self) -> int:
-        """The value of a register with all bits set."""
+        """Value of a register with all bits set."""
         return (1 << self.bits) - 1
 
     @property
     def kept_at_return(self) -> frozenset[str]:
-        """Attributes of the live registers that hold a function's values after it has returned."""
+        """Registers that a return handler sees with the values that they have when the function returns."""
         returns = self.returns
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
-        """Import the library that decodes instructions. Raises: ImportError, OSError, MemoryError."""
+        """Import the library that decodes instructions, so that no later call opens files.
+
+        Raises: ImportError, OSError, MemoryError.
+        """
 
     @abstractmethod
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
-        """Return the addresses of the instructions in `code`, up to its end or the first undecodable one."""
+        """Return the addresses of the instructions in `code`, up to the first undecodable instruction."""
 
     def breakpoint_for(self, length: int) -> bytes:  # noqa: ARG002 - most architectures have only one
         """Return the breakpoint that arms a probe on an instruction of `length` bytes."""
@@ -227,11 +231,11 @@ class Arch(ABC):
 
     @abstractmethod
     def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:
-        """Analyse and copy the instruction at `addr` for out-of-line execution at `slot_addr`.
+        """Analyse the instruction at `addr`, and copy it for out-of-line execution at `slot_addr`.
 
         `may_fault`: an exception table entry exists for `addr`, so the instruction can't be boosted.
 
-        Raises: KernelError EINVAL (the instruction can't be copied), KernelError EOPNOTSUPP (it can be
+        Raises: KernelError EINVAL (the instruction can't be copied), EOPNOTSUPP (the instruction can be
         neither stepped nor emulated).
         """
 
@@ -244,23 +248,24 @@ class Arch(ABC):
 
     @abstractmethod
     def relative_call(self, source: int, target: int) -> bytes:
-        """Encode a call for the fentry site at `source`. Raises: KernelError ERANGE (too far)."""
+        """Encode a call of `target` for the fentry site at `source`. Raises: KernelError ERANGE (too far)."""
 
     def detour_jump(self, region: Region, target: int) -> bytes:
-        """Encode the jump that replaces the bytes of a region. Raises: KernelError ERANGE (too far)."""
+        """Encode the jump to `target` that replaces a region. Raises: KernelError ERANGE (too far)."""
         return self.relative_jump(region.addr, target)
 
     @abstractmethod
     def ftrace_trampoline(self) -> HandlerStub:
         """Return the trampoline that armed fentry sites call.
 
-        The saved ip is the address after the call, and the trampoline returns to it.
+        The saved ip is the address after the call. The trampoline returns to the saved ip, which handlers may
+        change.
         """
 
     ftrace_regs: tuple[str, ...] = ()
-    """Registers that matter at a function's entry: arguments, sp, ip. Mirrors: struct ftrace_regs."""
+    """Registers that a function's entry handler may read: arguments, sp, ip. Mirrors: struct ftrace_regs."""
     return_regs: tuple[str, ...] = ()
-    """Registers that matter at a function's exit: results, frame pointer.
+    """Registers that a function's exit handler may read: results, frame pointer.
 
     Mirrors: struct fgraph_ret_regs (v6.5).
     """
@@ -269,11 +274,11 @@ class Arch(ABC):
         *("startup_64", "startup_32", "_start", "_text", "_stext", "host_secondary_entry", "host_return"),
         *("ret_from_fork", "host_user_mode", "host_user_hlt", "host_user_resume", "host_syscall_return"),
     ))  # fmt: skip
-    """Symbols of the image that no function calls, so unwinding ends there; labels inside them count too."""
+    """Symbols of the image that no function calls, and labels inside them: unwinding ends there."""
     interrupt_entries = frozenset(("asm_host_interrupt", "handle_exception"))
-    """Symbols that interrupts enter."""
+    """Symbols at which interrupts enter the kernel."""
     kept_by_calls: frozenset[str]
-    """Registers that a called function preserves."""
+    """Names of the registers that a called function preserves."""
     stack_switches = frozenset(("__switch_to_asm",))
     """Functions that save one stack pointer and return on another stack, which they left earlier."""
 
@@ -287,12 +292,12 @@ class Arch(ABC):
 
     @abstractmethod
     def entry_frame(self, *, by_interrupt: bool) -> Frame:
-        """Return the frame that is known before a function's first instruction."""
+        """Return the stack frame before a function's first instruction."""
 
     def traced_entry(self) -> Frame:
-        """Return the frame before the first instruction of a trampoline that an fentry site calls.
+        """Return the stack frame before the first instruction of a trampoline that an fentry site calls.
 
-        If there is a `call_link`, it holds the return address into the traced function.
+        If there is a `call_link` register, it holds the return address into the traced function.
         """
         frame = self.entry_frame(by_interrupt=False)
         if self.call_link is not None and self.registers.link is not None:
@@ -301,7 +306,7 @@ class Arch(ABC):
         return frame
 
     def detour_entry(self) -> Frame:
-        """Return the frame before the first instruction of code that a jump enters.
+        """Return the stack frame before the first instruction of code that a jump enters, such as a detour.
 
         No register is known to hold a return address, because code that is jumped to doesn't return.
         """
@@ -309,38 +314,42 @@ class Arch(ABC):
         return Frame(regs | {self.registers.sp: (CFA, 0)}, {})
 
     no_return_hook: tuple[str, ...] = ()
-    """Functions that return on a different stack than they were called on. Mirrors: kretprobe_blacklist."""
+    """Functions that can't be return-probed, because they return on another stack than they were called on.
+
+    Mirrors: kretprobe_blacklist.
+    """
 
     trampoline_slot: int
-    """Offset from the caller's stack pointer to the real return address in a return trampoline's frame."""
+    """Offset in bytes from the caller's sp to the word that holds the real return address in a trampoline."""
 
     @property
     def returned_at(self) -> int:
-        """Offset from a return handler's stack pointer to the word of the real return address."""
+        """Offset in bytes from the sp that a return handler sees to the word of the real return address."""
         return self.trampoline_slot + (self.word_size if self.registers.link is None else 0)
 
     @abstractmethod
     def return_trampoline(self, address: int) -> HandlerStub:
-        """Return the return trampoline for `address`, where hooked functions return to.
+        """Return the return trampoline for placement at `address`, which hooked functions return to.
 
-        The saved sp is that of the caller, the saved ip that of the trampoline. The word above the saved
+        The saved sp is the caller's, and the saved ip is the trampoline's address. The word above the saved
         registers receives the real return address: the handler stores it there.
         """
 
     returns: ReturnCode | None = None
-    """Generator of return handlers in guest code; None if Python handles all returns."""
+    """Generator of return handlers in guest code; None if Python handles every return."""
 
     @abstractmethod
     def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         """Compile the handler of a probe at `addr` into code that works in any number of detours and stubs.
 
         With `live`, the code saves only registers that are both in `live` and written by the program. Without
-        it, the code saves every register as a struct pt_regs, and sp points at that when the host is called.
+        `live`, the code saves every register in a struct pt_regs, at which sp points in host calls.
         """
 
     def detour(self, region: Region, buffer: int) -> Detour:
-        """Return the detour buffer at `buffer`, whose handler is reached by a breakpoint.
+        """Return the detour of a region for the address `buffer`.
 
+        A breakpoint in it calls the handler in Python.
         Raises: KernelError EINVAL, ERANGE (an instruction cannot be moved that far).
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
         """
@@ -368,7 +377,10 @@ class Arch(ABC):
     def probe_checker(
         self, image: ProbedTables, strategy: OptimizationPolicy[Any] | None, *, ftrace: bool
     ) -> ProbeChecker[Any]:
-        """Return the probe checker for the kernel of `image`; see ProbeChecker."""
+        """Return a checker that decides where probes can be placed and optimized in the kernel of `image`.
+
+        `ftrace`: ftrace calls the probes on fentry sites.
+        """
 
     def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:
         """Return the first of the named policies that this architecture has, or None."""
@@ -376,9 +388,9 @@ class Arch(ABC):
 
     @abstractmethod
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
-        """Return code for address `at` that calls `entry` as often as the u64 at address `turns` says.
+        """Return a loop for the address `at` that calls `entry` as often as the u64 at address `turns` says.
 
-        Each call counts the u64 down. The code ends with a return instruction.
+        The loop decrements the u64 after each call, and ends with a return instruction.
         Raises: KernelError ERANGE (`entry` is too far away).
         """
 

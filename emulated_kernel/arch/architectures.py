@@ -1,4 +1,4 @@
-"""The supported architectures. A family's modules are imported only when one of its architectures is used."""
+"""The supported architectures. The modules of x86 or RISC-V are imported only when they are needed."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _PAD_SAMPLE = 8
-"""Number of fentry sites that are examined for landing pads."""
+"""Number of fentry sites that are examined to find out whether the kernel has landing pads."""
 MAX_KNOWN = 512
 """Maximum number of functions whose analyses are cached; the least recently used one is dropped."""
 Analysis = TypeVar("Analysis")
-"""Result of an architecture's analysis of one function."""
+"""Type of an architecture's analysis of one function, such as X86FunctionAnalysis."""
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,34 @@ class OptimizationPolicy(Generic[Analysis]):
     region: Callable[[Analysis, int], Region | Rejection]
     """(analysis, address) -> region that the jump replaces, or the first rule that the function breaks."""
     entered: Callable[[Region], range] | None = None
-    """Region -> addresses that code outside the function must not branch to; None: not checked."""
+    """Region -> addresses that code outside the function must not branch to.
+
+    None if the policy doesn't check branches from outside the function.
+    """
     by_data: bool = False
     """Whether exception fixups and pointers in data also count as branches from outside."""
     by_commit: bool = False
-    """Whether a commit writes the jumps, for probes that request one by `length`.
+    """Whether a djprobe commit writes the jumps, for the probes that request a jump by their `length`.
 
-    Otherwise the optimizer requests and writes all jumps by itself.
+    Otherwise the optimizer writes jumps for all probes without a request.
     """
     reasons: Callable[[Any, AnalyzedFunction[Analysis]], dict[int, RejectReason | None]] | None = None
-    """Faster implementation of ProbeChecker.reasons() for a whole function.
+    """Faster implementation of ProbeChecker.reasons(), for a whole function; None if there is none.
 
-    It takes a probe checker of the architecture, and a function that the blacklist doesn't overlap.
+    It takes a probe checker of the architecture, and a function without blacklisted addresses.
     """
     pairs: Callable[[Analysis], int] | None = None
-    """Number of a function's instructions that the authors of the policy count as optimizable.
+    """Analysis -> number of instructions that the authors of the policy count as optimizable.
 
     None if the authors count as ProbeChecker does.
     """
 
 
 class AnalyzedFunction(Generic[Analysis]):
-    """A function that contains a probe or a candidate. It is decoded when an instruction is first checked."""
+    """A function of the kernel with its analysis.
+
+    It is decoded when one of its instructions is first checked.
+    """
 
     def __init__(self, symbol: Symbol, function: Function, analyse: Callable[[Function], Analysis]) -> None:
         self.symbol = symbol
@@ -74,7 +80,9 @@ class AnalyzedFunction(Generic[Analysis]):
 
     @cached_property
     def reserved(self) -> dict[int, RejectReason]:
-        """Reasons why bytes that others patch or trap on can't be probed: address -> first of Linux's checks.
+        """Address -> reason why it can't be probed, for bytes that another subsystem patches or traps on.
+
+        If there are several reasons, the one that Linux checks first counts.
 
         Linux: up to v5.17, whole fentry sites are refused; later versions let a breakpoint be written into an
         instruction that ftrace patches as a whole.
@@ -97,16 +105,16 @@ class AnalyzedFunction(Generic[Analysis]):
 
 
 class ProbeChecker(ABC, Generic[Analysis]):
-    """Decides whether a probe can be registered and optimized. Each function is decoded at its first check.
+    """Decides where a probe can be registered and optimized. Each function is decoded at its first check.
 
-    Deviates: Linux searches for jumps into a region only in the function around it, and in its current text.
-    But the function's cold part, which is another symbol, jumps there too, and so does a disabled jump label.
+    Deviates: Linux searches for jumps into a region only in the current text of the function around it. But
+    the function's cold part, which is another symbol, may jump there too, and so may a disabled jump label.
     """
 
     all_live: LiveRegisters
     """Result of live_at() for an address whose function isn't known."""
     bits: int
-    """Bits of a word."""
+    """Size of a word in bits."""
     fentry_size: int
     """Size in bytes of an fentry site."""
     call_size = 0
@@ -114,7 +122,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     max_insn_size: int
     """Size in bytes of the longest instruction."""
     landing_pad: bytes = b""
-    """Instruction before a function's body that indirect branches must land on; empty if there is none."""
+    """Instruction before a function's body that indirect branches must reach; empty if there is none."""
 
     def __init__(
         self,
@@ -124,7 +132,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         *,
         ftrace: bool,
     ) -> None:
-        """Prepare checks of `image`.
+        """Prepare checks of addresses in the kernel of `image`.
 
         `ftrace`: ftrace calls the probes on fentry sites; otherwise the sites are plain nops.
         """
@@ -136,7 +144,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         self.mcount: Set[int] = frozenset()
         """Addresses of all fentry sites."""
         self.fentry: Set[int] = frozenset()
-        """Addresses of the fentry sites from which ftrace calls probes: all of them, or none."""
+        """Addresses of the fentry sites from which ftrace calls probes: all fentry sites, or none."""
         self.may_fault: frozenset[int] = frozenset()
         """Addresses of the instructions that have a fixup in __ex_table."""
         self.layout = self.text_layout(image)
@@ -148,7 +156,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @abstractmethod
     def analyse(self, function: Function) -> Analysis:
-        """Decode a function."""
+        """Decode a function and return its analysis."""
 
     @abstractmethod
     def insns(self, analysis: Analysis) -> Collection[int]:
@@ -156,7 +164,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @abstractmethod
     def check_insn(self, analysis: Analysis, addr: int) -> Rejection | None:
-        """Return why an instruction can't be executed out of line, or None.
+        """Return why the instruction at `addr` can't be executed out of line; None if it can.
 
         Mirrors: arch_prepare_kprobe (v6.1).
         """
@@ -184,9 +192,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
     # Tables
 
     def tables_changed(self) -> None:
-        """Read the tables again and drop the analyses of module functions.
+        """Read the image's tables again, and drop the analyses of module functions.
 
-        Call this after a module was loaded or unloaded.
+        The caller has loaded or unloaded a module.
         """
         image = self._image
         self._text_ranges = sorted(image.text_ranges)
@@ -218,9 +226,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.check_address_safe(where, addr) or self.check_prepare(addr)
 
     def function_entry(self, where: Location, addr: int) -> int | None:
-        """Return the address of a function entry probe: after the landing pad, if there is one.
+        """Return the address of a function entry probe: after the landing pad, if the function has one.
 
-        Returns None if `addr` is neither the function's start nor the address after its landing pad.
+        If `addr` is neither the function's start nor the address after its landing pad, return None.
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_adjust_kprobe_addr (v6.1).
         """
         body = addr - where.offset
@@ -247,13 +255,14 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @cached_property
     def _has_pads(self) -> bool:
-        """Whether the kernel has landing pads: then most traced functions start with one."""
+        """Whether the kernel has landing pads, which is tested on its first fentry sites."""
         size = len(self.landing_pad)
         return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:_PAD_SAMPLE])
 
     def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
-        """Return why the tables forbid a probe at `addr`, or None. `where` is the location of `addr`.
+        """Return why the image's tables forbid a probe at `addr`, or None.
 
+        `where` is the symbol that contains `addr`.
         Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1).
         """
         if _span(self._text_ranges, addr) is None:
@@ -267,7 +276,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def check_prepare(self, addr: int) -> Rejection | None:
         """Return why the instruction at `addr` can't be probed, or None.
 
-        The tables must allow a probe there.
+        check_address_safe() must have allowed `addr`.
         """
         if addr in self.fentry:
             return None
@@ -275,7 +284,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return found and self._named(found)
 
     def check_traced(self, addr: int) -> Rejection | None:
-        """Return the rejection of an event in a function that tracing itself may use, or None.
+        """Return the rejection of a kprobe event in a function that tracing itself may use, or None.
 
         Mirrors: kernel/trace/trace_kprobe.c:within_notrace_func (v6.1).
         """
@@ -285,7 +294,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return Rejection(RejectReason.NOTRACE, where.symbol.address)
 
     def is_traced(self, symbol: Symbol) -> bool:
-        """Return True if ftrace traces the function, or the function that the compiler split it off from."""
+        """Return True if ftrace can trace the function, or the function that it was split off from."""
         if _inside(self._mcount, symbol):
             return True
         whole = self._split_from(symbol)
@@ -293,9 +302,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return found is not None and bool(_inside(self._mcount, found.symbol))
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
-        """Return the rejection if the blacklist holds `addr`, or None.
+        """Return the rejection if the kprobe blacklist contains `addr`, or None.
 
-        The blacklist entry of `foo` also holds parts that the compiler split off (`foo.cold`, `foo.part.0`).
+        The blacklist entry of `foo` also covers parts that the compiler split off (`foo.cold`, `foo.part.0`).
         Mirrors: kernel/kprobes.c:within_kprobe_blacklist (v6.1).
         """
         entry = _span(self._blacklist, addr)
@@ -316,9 +325,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
     # Optimizing
 
     def optimized_region(self, addr: int) -> Region | Rejection:
-        """Return the region that the jump of a probe at `addr` would replace, or why there can be no jump.
+        """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
 
-        A probe at `addr` must be possible.
+        may_probe() must have allowed `addr`.
         Mirrors: arch_prepare_optimized_kprobe, can_optimize (v6.1).
         """
         where = self._symbols.lookup(addr)
@@ -341,7 +350,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def _entered(
         self, strategy: OptimizationPolicy[Analysis], inside: range, symbol: Symbol
     ) -> Rejection | None:
-        """Return the rejection if code or data outside the function leads into its region, or None."""
+        """Return the rejection if code or data outside the function `symbol` leads into `inside`, or None."""
         ways = self._entrances
         found = ways.label(inside)
         if found is None and strategy.by_data:
@@ -359,9 +368,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
     # Whole functions
 
     def check_each_insn(self, symbol: Symbol) -> Iterator[tuple[int, Rejection | None, Region | Rejection]]:
-        """Iterate over the instructions of a function: address, may_probe() and optimized_region().
+        """Iterate over a function's instructions: address, and results of may_probe() and optimized_region().
 
-        The rejections have no `blamed`.
+        The rejections are without `blamed`.
         """
         known = self._function(symbol)
         forbidden = self._has_forbidden(symbol)
@@ -378,7 +387,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.insns(self._function(symbol).analysis)
 
     def reasons(self, symbol: Symbol) -> dict[int, RejectReason | None]:
-        """Return instruction address -> first reason against a jump there; None if a jump is possible."""
+        """Return instruction address -> first reason against a jump there, or None if a jump is possible."""
         at_once = self.strategy and self.strategy.reasons
         if at_once and not self._has_forbidden(symbol):
             return at_once(self, self._function(symbol))
@@ -391,12 +400,15 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return found
 
     def pairs(self, symbol: Symbol) -> int | None:
-        """Return the policy's own count of optimizable instructions (`OptimizationPolicy.pairs`), if any."""
+        """Return the policy's count of optimizable instructions in a function (`OptimizationPolicy.pairs`).
+
+        Return None if the policy has no count of its own.
+        """
         count = self.strategy and self.strategy.pairs
         return count(self._function(symbol).analysis) if count else None
 
     def _is_forbidden(self, symbol: Symbol) -> bool:
-        """Return True if the blacklist holds the whole function, or the function it was split off from."""
+        """Return True if the blacklist contains the whole function, or the one that it was split off from."""
         whole = self._split_from(symbol)
         if whole is not None and _span(self._blacklist, whole) is not None:
             return True
@@ -404,7 +416,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return at >= 0 and self._blacklist[at][1] >= symbol.address + symbol.size
 
     def _has_forbidden(self, symbol: Symbol) -> bool:
-        """Return True if the blacklist holds any part of the function."""
+        """Return True if the blacklist contains any address of the function."""
         end = bisect_left(self._blacklist, symbol.address + symbol.size, key=itemgetter(0))
         # The spans are disjoint, so a span that reaches into the function is the last that begins before its
         # end.
@@ -463,11 +475,14 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return replace(finding, blamed=self.insn_text if is_insn else self.register_text)
 
     def register_text(self, addr: int) -> str:
-        """Return which register isn't free at `addr`, and why. Only jumps on RISC-V need a register."""
+        """Return text that names the register that isn't free at `addr`, and why.
+
+        Only jumps on RISC-V need a register.
+        """
         raise AssertionError(f"{addr:#x}: no jump of this architecture needs a register")
 
     def insn_text(self, addr: int) -> str:
-        """Disassemble the instruction at `addr`."""
+        """Return the disassembly of the instruction at `addr`."""
         where = self._symbols.lookup(addr)
         size = self.max_insn_size
         if where is not None:
@@ -483,6 +498,6 @@ def _inside(addresses: Sequence[int], symbol: Symbol) -> Sequence[int]:
 
 
 def _span(spans: Sequence[tuple[int, int] | tuple[int, int, str]], addr: int) -> int | None:
-    """Return the start of the span that holds `addr`, or None. The spans are sorted and disjoint."""
+    """Return the start of the span that contains `addr`, or None. The spans are sorted and disjoint."""
     at = bisect_right(spans, addr, key=itemgetter(0)) - 1
     return spans[at][0] if at >= 0 and addr < spans[at][1] else None

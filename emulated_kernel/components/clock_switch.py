@@ -1,4 +1,4 @@
-"""ClockSwitch: change the mode or the seed of the machine's clock, and everything that depends on it."""
+"""ClockSwitch: change the mode or seed of the machine's clock, and recompile code that reads the clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ClockSwitch:
         self._lock = lock
 
     def select(self, kind: str | None, seed: int | None) -> None:
-        """Select another mode and seed; None keeps the current one."""
+        """Select the clock's mode `kind` and its seed. None keeps the current mode or seed."""
         self._lock.assert_held()
         clock = self._clock
         clock.select(clock.kind if kind is None else kind, clock.seed if seed is None else seed)

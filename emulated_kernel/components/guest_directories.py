@@ -1,4 +1,4 @@
-"""GuestDirectories: the guest creates a directory for each new event, which probes of it can see.
+"""GuestDirectories: call the guest functions that create events' directories, so that probes on them are hit.
 
 Linux: registering an event calls tracefs_create_dir for its group and for the event itself.
 """
@@ -18,7 +18,7 @@ _REMOVES = "tracefs_remove"
 
 
 class GuestDirectories(EventWatcher):
-    """Creates and removes directories in the guest, for groups and events, while probes could see it.
+    """Creates directories in the guest for groups and events while its text is patched, and removes them.
 
     Deviates: the daemon's task calls the functions, because the task of the writer sleeps meanwhile.
     """
@@ -30,10 +30,10 @@ class GuestDirectories(EventWatcher):
         is_watched: Callable[[], bool],
         is_running: Callable[[], bool],
     ) -> None:
-        """Watch `registry`.
+        """Watch the events that `registry` adds and removes.
 
-        `call` calls a guest function by its name. `is_watched` tells whether text is patched. `is_running`
-        tells whether the guest runs, so that no function can be called.
+        `call` calls a guest function by its name. `is_watched` returns True if text of the guest is patched.
+        `is_running` returns True if the guest runs, so that no function can be called.
         """
         self._registry = registry
         self._function = call
@@ -44,7 +44,10 @@ class GuestDirectories(EventWatcher):
         registry.watch(self)
 
     def event_added(self, event: TraceEvent) -> None:
-        """Create the directory of a new event, and that of its group before the first event."""
+        """Create the directory of a new event; for the first event of a group, create the group's as well.
+
+        Do nothing if no text is patched or the guest runs.
+        """
         # In a hit, no guest function can be called.
         if not self._is_watched() or self._is_running():
             return
@@ -53,7 +56,10 @@ class GuestDirectories(EventWatcher):
         self._events[event] = self._call(MAKES, event.name, self._groups[event.group])
 
     def event_removed(self, event: TraceEvent) -> None:
-        """Remove the directory of an event, and that of its group after the last event."""
+        """Remove the directory of an event; after the last event of a group, remove the group's as well.
+
+        Directories that the guest has not created are ignored.
+        """
         directory = self._events.pop(event, 0)
         group = 0 if self._registry.has_group(event.group) else self._groups.pop(event.group, 0)
         for dentry in (directory, group):
@@ -61,7 +67,7 @@ class GuestDirectories(EventWatcher):
                 self._call(_REMOVES, dentry)
 
     def _call(self, function: str, *args: int | str) -> int:
-        """Call a guest function; return 0 if the guest is dead, lacks the function, or dies in it."""
+        """Return a guest function's result, or 0 if the guest is dead, lacks the function, or dies in it."""
         with suppress(KernelError, GuestFault):
             return self._function(function, *args)
         return 0

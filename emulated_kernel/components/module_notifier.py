@@ -32,8 +32,8 @@ class ModuleNotifier:
     ) -> None:
         """Store the parts to update.
 
-        `read` reads a struct module, and `name` its name. `forget` gets the ranges of a module's memory that
-        are about to be freed.
+        `read` and `name` take the address of a struct module and return its contents and its name. `forget`
+        gets the memory ranges that are about to be freed, and the module's name.
         """
         self._read = read
         self._name = name
@@ -65,7 +65,7 @@ class ModuleNotifier:
         self._events.module_coming(module.name)
 
     def _settle(self, name: str) -> None:
-        """Forget what is freed after the module's init function has returned."""
+        """Forget symbols, functions and probes of the init memory: a module's init function has returned."""
         module = self._live.find(name)
         if module is None:
             return
@@ -77,7 +77,7 @@ class ModuleNotifier:
         self._tables_changed()
 
     def _leave(self, name: str) -> None:
-        """Remove a module's symbols and tables, and let the probes in it be gone."""
+        """Remove a module's symbols and tables, and mark the probes in its text as gone."""
         module = self._live.find(name)
         if module is None:
             return
@@ -88,6 +88,6 @@ class ModuleNotifier:
         self._tables_changed()
 
     def _tables_changed(self) -> None:
-        """Drop what was derived from the symbols and tables before."""
+        """Empty the caches that were computed from the previous symbols and tables."""
         self._kprobes.tables_changed()
         self._symbols.tables_changed()

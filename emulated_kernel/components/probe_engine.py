@@ -29,7 +29,7 @@ class ProbedKernel:
     tables: ProbedTables
     """Symbols and text tables of the kernel and its loaded modules."""
     image: ProbedTables
-    """Symbols and text tables of the kernel alone."""
+    """Symbols and text tables of the kernel without modules."""
     abi: Mapping[str, int]
     """Offsets in the kernel's structures and per-CPU areas."""
     arch: Arch
@@ -46,8 +46,8 @@ class ProbedKernel:
 def build_probe_engine(kernel: ProbedKernel) -> ProbeRegistries:
     """Build the registries of all kinds of probes; no probe is registered yet.
 
-    Each phase needs the one before it. The return hooks are entered by kprobes and free their code through
-    them. Kretprobes and fprobes use the first set of return hooks.
+    The return hooks need the kprobes, which enter the hooks and free their code. Kretprobes and fprobes need
+    the first set of return hooks.
     """
     kprobes = _build_kprobes(kernel)
     hook_sets = _build_return_hooks(kernel, kprobes)
@@ -62,7 +62,7 @@ def build_probe_engine(kernel: ProbedKernel) -> ProbeRegistries:
 
 
 def _build_kprobes(kernel: ProbedKernel) -> Kprobes:
-    """Build the registry of kprobes and let its control block follow the current CPU."""
+    """Build the registry of kprobes, and switch its kprobe_ctlblk whenever the machine switches CPUs."""
     kprobes = Kprobes(
         kernel.machine,
         kernel.tables,

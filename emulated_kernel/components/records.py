@@ -1,4 +1,4 @@
-"""The components of a kernel that is probed, whichever kernel that is, as file trees use them."""
+"""Records of the components of a probed kernel of either make; the trees of files get them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProbeRegistries:
 
     kprobes: Kprobes
     jprobes: Jprobes | None
-    """None if the profile's kernel has no jprobes."""
+    """The registry of jprobes, or None if the profile's kernel has no jprobes."""
     kretprobes: Kretprobes
     hook_sets: HookSets
     """The return hooks of kretprobes, fprobes and the function graph."""
@@ -51,13 +51,13 @@ class TracingComponents:
     functions: KernelFunctions
     function_graph: GraphTracer | None
     function_profiler: FunctionProfiler | None
-    """None if calls cannot be followed to their returns; so is function_graph."""
+    """The function profiler. It and function_graph are None if calls cannot be followed to their returns."""
     stack_tracer: StackTracer
     printk_formats: Callable[[], Iterable[str]]
     """Returns the lines of the file printk_formats."""
     guest_records: GuestRecords
     handler_costs: HandlerCosts | None
-    """None if the kernel is not kprobefs's own."""
+    """Measurement of handlers' costs; None if the kernel is not kprobefs's own."""
     dynamic_events: DynamicEvents
     kprobe_events: KprobeEvents
     fprobe_events: FprobeEvents | None
@@ -68,7 +68,7 @@ class TracingComponents:
 
 @dataclass(frozen=True, eq=False)
 class KernelComponents:
-    """The components of any kernel that is probed."""
+    """The components that every probed kernel has: machine, probe engine and tracing."""
 
     arch: Arch
     machine: ProbedMachine

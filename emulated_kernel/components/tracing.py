@@ -1,4 +1,4 @@
-"""Build tracing over any kernel: events, trace arrays, tracers and the files of dynamic events."""
+"""Build tracing over any kernel: events, trace arrays, tracers, and the registries of dynamic events."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ from emulated_kernel.util.limits import Limits
 
 @dataclass(frozen=True, eq=False)
 class TracedKernel:
-    """The input of the builder: a booted kernel with its tracepoints, whichever kernel that is."""
+    """The input of build_trace(): a booted kernel of either make, with its tracepoints."""
 
     machine: ProbedMachine
     live: LiveImage[Any]
     """Text and tables of the kernel and its loaded modules."""
     abi: Mapping[str, int]
-    """Offsets in structures and per-CPU areas, by the names that the table of kprobefs's own image has."""
+    """Name -> offset in a structure or per-CPU area. The names are those of kprobefs's own image."""
     symbols: KernelSymbols
     tasks: Tasks
     context: HitContext
     events: Iterable[TraceEvent]
-    """The kernel's static events, in the order of their files."""
+    """The kernel's static events, in the order in which tracefs lists them."""
     points: Mapping[str, Tracepoint]
     """GROUP:EVENT -> tracepoint; complete only after `events` has been iterated."""
     syscall_name: Callable[[int], str | None]
-    """Returns the name of a system call's number."""
+    """Returns the name of the system call with a number, or None if there is no such call."""
     fentry: Collection[int]
-    """Addresses at which functions can be traced."""
+    """Addresses of the fentry sites, at which functions can be traced."""
     resched: NeedResched
     limits: Limits
     log: Callable[[str], None]
@@ -81,9 +81,9 @@ class TracedKernel:
     other_tracers: Mapping[str, Mapping[str, bool]] | None = None
     """Tracers that the kernel has and kprobefs does not run: name -> option -> whether it is on."""
     marker_ip: int | None = None
-    """Address of the code that writes markers; None stands for the start of MARKER_SYMBOL."""
+    """Address of the code that writes markers; None selects the start of MARKER_SYMBOL."""
     measured: Machine | None = None
-    """The machine, if handlers can run beside the kernel to measure their cost."""
+    """The machine on which handlers' costs are measured; None if costs cannot be measured."""
 
 
 def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> TracingComponents:
@@ -93,7 +93,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     records = GuestRecords(
         kernel.machine.records, kernel.tasks, cmdlines, kernel.machine.clock, kernel.machine.damage
     )
-    # Before anything that looks up tracepoints, which exist when the events have been iterated.
+    # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch)
     system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines)
     functions = _build_functions(kernel, engine, arch)
@@ -131,7 +131,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
 
 
 def _register_static_events(registry: EventRegistry, kernel: TracedKernel, arch: Arch) -> PrintEvent:
-    """Register the kernel's events and those of ftrace; return the event of markers."""
+    """Register the kernel's static events and ftrace's entry types; return the event of markers."""
     for event in kernel.events:
         registry.add(event)
     marker_ip = kernel.marker_ip or kernel.symbols.lookup_name(MARKER_SYMBOL)
@@ -176,7 +176,7 @@ def _build_services(
 
 
 def _build_functions(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> KernelFunctions:
-    """Build the tracing of calls at fentry sites."""
+    """Build the list of traceable functions, by which tracers attach to fentry sites."""
     kprobes = engine.kprobes
     called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
     return KernelFunctions(kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch)
@@ -185,7 +185,7 @@ def _build_functions(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) 
 def _build_arrays(
     kernel: TracedKernel, engine: ProbeRegistries, system: TracingServices, functions: KernelFunctions
 ) -> TraceArrays:
-    """Build the top trace array, to which instances are added later."""
+    """Build the collection of trace arrays, with only the top trace array."""
     hists = HistCommand(HistServices(system.events, kernel.syscall_name, HistMemory(kernel.limits)))
     now_ns = kernel.machine.clock.now_ns
     return TraceArrays(system, hists, functions, now_ns, engine.kprobes.lock, kernel.limits)
@@ -198,7 +198,7 @@ def _build_graphs(
     functions: KernelFunctions,
     addresses: GuestAddresses,
 ) -> tuple[GraphTracer | None, FunctionProfiler | None]:
-    """Build the function_graph tracer and the function profiler, if the kernel can have them."""
+    """Build the function_graph tracer and the function profiler, or return (None, None) without has_graph."""
     if not kernel.has_graph:
         return None, None
     top = arrays.top
@@ -217,7 +217,7 @@ def _build_graphs(
 def _build_probes(
     kernel: TracedKernel, engine: ProbeRegistries, arch: Arch, addresses: GuestAddresses
 ) -> ProbeEngine:
-    """Build what dynamic events register their probes with."""
+    """Build the ProbeEngine, by which dynamic events register their probes."""
     kprobes = engine.kprobes
     hit = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.hit_trace_ctx)
     return ProbeEngine(

@@ -1,5 +1,5 @@
-"""The kernel image: its sources (src/), its build, and the loaders that parse an image.
+"""The guest kernel's image: the sources of the built-in kernel (src/), its build, and loaders of images.
 
-Loaded images are immutable, except live_image.LiveImage: it gains and loses modules under the control lock.
-Only the subpackage linux takes locks. build_images is a command, which nothing imports at run time.
+Loaded images are immutable, except live_image.LiveImage: modules are added and removed under the control
+lock. Only the subpackage linux takes locks. build_images is a command, which no module imports at run time.
 """

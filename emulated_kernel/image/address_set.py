@@ -9,7 +9,7 @@ from typing import Self
 
 
 class AddressSet(Set[int]):
-    """An immutable set of addresses, 8 bytes each; the array can be mapped from a file."""
+    """An immutable set of addresses, in an array of 8 bytes each, which can be mapped from a file."""
 
     __slots__ = ("in_order",)
 
@@ -17,11 +17,15 @@ class AddressSet(Set[int]):
         self.in_order: Sequence[int] = (
             addresses.in_order if isinstance(addresses, AddressSet) else array("Q", sorted(set(addresses)))
         )
-        """The addresses in ascending order."""
+        """The addresses of the set in ascending order."""
 
     @classmethod
     def of_part(cls, part: memoryview) -> Self:
-        """Return the set whose `array("Q", in_order)` is at `part`, without a copy. Raises: TypeError."""
+        """Return the set of the addresses in `part`, without a copy.
+
+        `part` is an array of 8 bytes for each address, in ascending order.
+        Raises: TypeError.
+        """
         found = cls()
         found.in_order = part.cast("Q")
         return found

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 CPU_FEATURES = frozenset({26})
-"""X86_FEATURE numbers that the built-in image tests and the emulated CPU has: XMM2."""
+"""X86_FEATURE numbers for which the built-in image has alternatives, and which the emulated CPU has: XMM2."""
 _ENTRY = struct.Struct("<iiHBB")
 _RELATIVE = (0xE8, 0xE9)
 """Opcodes of call and jmp with a displacement, which depends on the instruction's address."""
@@ -25,7 +25,7 @@ _NOPS = (
 
 
 class Alternative(NamedTuple):
-    """One entry: address of the original, of its replacement, CPU feature, and both sizes in bytes."""
+    """An alternative: `replacement` replaces the code at `site` if the CPU has `feature`; sizes in bytes."""
 
     site: int
     replacement: int
@@ -35,14 +35,14 @@ class Alternative(NamedTuple):
 
 
 def alternatives(base: int, table: bytes) -> Iterator[Alternative]:
-    """Decode a table at address `base`: struct alt_instr of Linux 6.1 on x86."""
+    """Decode the table of alternatives at address `base`: struct alt_instr of Linux 6.1 on x86."""
     for at in range(0, len(table) - _ENTRY.size + 1, _ENTRY.size):
         site, replacement, feature, size, replacement_size = _ENTRY.unpack_from(table, at)
         yield Alternative(base + at + site, base + at + 4 + replacement, feature, size, replacement_size)
 
 
 def replaced(entry: Alternative, code: bytes) -> bytes:
-    """Return the bytes to write at the site; `code` is the replacement's code.
+    """Return the bytes that replace the code at the site; `code` is the code at the replacement's address.
 
     Mirrors: apply_alternatives() (v6.1).
     """

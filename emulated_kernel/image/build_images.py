@@ -1,4 +1,4 @@
-"""Build of the kernel images from src/: compile, link with the image's own symbol table, write a manifest.
+"""Build of the kernel images from src/: compile, link with the image's symbol table, write a manifest.
 
 `python -m emulated_kernel.image.build_images` writes prebuilt/. `--check` compares prebuilt/ with a fresh
 build byte for byte, `--output` writes one image to another file, and `--module` builds a user's module.
@@ -31,7 +31,7 @@ _EXPORT = "__ksymtab_"
 
 
 def dependencies(modules: Mapping[str, bytes]) -> dict[str, list[str]]:
-    """Return module name -> names of the modules whose exported symbols it uses.
+    """Return name of a module -> names of the modules whose exported symbols the module uses.
 
     Mirrors: depmod's modules.dep
     """
@@ -59,7 +59,7 @@ MANIFEST = PREBUILT / "manifest.json"
 EXIT_OTHER_COMPILER = 77
 _SCRIPT = "vmlinux.lds"
 _NOTES = ".prototypes"
-"""Suffix of the files into which gcc writes the prototypes of a source file (-aux-info)."""
+"""Suffix of the files into which gcc writes a source file's prototypes (-aux-info)."""
 
 COMMON_FLAGS = (
     "-std=gnu11 -O2 -ffreestanding -fno-builtin-printf -fno-strict-aliasing -fno-common "
@@ -79,7 +79,7 @@ class BuildTarget:
     linker_script: str
     """Path of the linker script, which the compiler preprocesses."""
     bits: int
-    """Word size; source files whose names end in _32 or _64 are only compiled for that size."""
+    """Word size in bits. Source files whose names end in _32 or _64 are compiled only for this word size."""
     flags: str
     linker_flags: str
     has_modules: bool = True
@@ -145,14 +145,14 @@ TARGETS["x86_64-retpoline"] = replace(
 
 @dataclass(frozen=True)
 class Built:
-    """A finished image with its manifest entry."""
+    """The result of a build: an image, its manifest entry, and its modules."""
 
     data: bytes
     manifest: dict[str, Any]
     modules: dict[str, bytes] = field(default_factory=dict)
     """Module name -> contents of the module file."""
     arguments: str = ""
-    """Contents of prototypes.FILE_NAME: the argument counts of its functions."""
+    """Contents of the file prototypes.FILE_NAME: the argument counts of the image's functions."""
 
 
 class BuildError(Exception):
@@ -160,7 +160,10 @@ class BuildError(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 for a difference or error, 77 for another compiler."""
+    """Run the command and return its exit status.
+
+    The status is 0, 1 for a difference or an error, or 77 for another compiler.
+    """
     parser = argparse.ArgumentParser(prog="python -m emulated_kernel.image.build_images", description=__doc__)
     parser.add_argument("--check", action="store_true", help="rebuild and compare with prebuilt/")
     parser.add_argument("--arch", choices=sorted(TARGETS), action="append", help="default: all")
@@ -184,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(arch: str) -> int:
-    """Build an image and write it and its manifest entry into prebuilt/."""
+    """Build an image, write it and its manifest entry into prebuilt/, and return exit status 0."""
     built = build(arch)
     _write_files(built, PREBUILT / arch / "vmlinux")
     _write_modules(PREBUILT / arch / MODULES, built.modules)
@@ -196,7 +199,10 @@ def write(arch: str) -> int:
 
 
 def write_image(arch: str, output: Path) -> int:
-    """Build an image for `--image`; the argument counts of its functions are written next to it."""
+    """Build an image into a file that `--image` accepts, and return exit status 0.
+
+    The argument counts of the image's functions are written to another file in the same directory.
+    """
     built = build(arch)
     _write_files(built, output)
     print(f"{output}: {len(built.data)} bytes")
@@ -210,7 +216,10 @@ def _write_files(built: Built, output: Path) -> None:
 
 
 def write_module(arch: str, directory: Path) -> int:
-    """Build a module, named like the directory, from the sources in a directory; for `load PATH`."""
+    """Build a module, which `load PATH` accepts, from the sources in a directory; return exit status 0.
+
+    The module has the directory's name.
+    """
     if not any(directory.glob("*.c")):
         raise BuildError(f"{directory}: the directory has no C files")
     with tempfile.TemporaryDirectory(prefix="kprobefs-module-") as work:
@@ -232,7 +241,10 @@ def _write_modules(directory: Path, modules: dict[str, bytes]) -> None:
 
 
 def check(arch: str) -> int:
-    """Compare a fresh build with prebuilt/; return 77 if the manifest names another compiler or linker."""
+    """Compare a fresh build with prebuilt/, and return the exit status.
+
+    The status is 0 if they are equal, 1 if they differ, 77 if the manifest names another compiler or linker.
+    """
     expected = read_manifest().get(arch)
     if expected is None:
         print(f"{arch}: not in the manifest")
@@ -264,7 +276,7 @@ def read_manifest() -> dict[str, Any]:
 
 
 def tool_version(tool: str) -> str:
-    """Return the first line of a tool's --version; "" if the tool isn't installed."""
+    """Return the first line that a tool prints for --version; "" if the tool isn't installed."""
     try:
         output = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -337,7 +349,7 @@ def _describe_modules(modules: dict[str, bytes]) -> dict[str, Any]:
 
 
 def sources(target: BuildTarget) -> list[Path]:
-    """Return all C and assembly files of a target, relative to src/, in a fixed order."""
+    """Return the paths of a target's C and assembly files, relative to src/ and in a fixed order."""
     found = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.[cS]")]
     found = [p for p in found if p.parts[0] != MODULES]
     mine = [p for p in found if p.parts[0] != "arch" or p.as_posix().startswith(target.arch_directory + "/")]
@@ -356,7 +368,10 @@ def _compile_all(target: BuildTarget, work: Path) -> list[Path]:
 
 
 def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -> None:
-    """Compile one file; the path relative to src/ keeps the build directory out of __FILE__ and symbols."""
+    """Compile one file.
+
+    The path relative to src/ keeps the name of the build directory out of __FILE__ and symbols.
+    """
     includes = ["-nostdinc", "-Iinclude", f"-I{target.arch_directory}/include"]
     flags = [*f"{COMMON_FLAGS} {target.flags}".split(), f"-ffile-prefix-map={output.parent}=.", *more]
     if source.suffix == ".c":
@@ -365,7 +380,7 @@ def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -
 
 
 def _link_with_symbols(target: BuildTarget, objects: list[Path], work: Path) -> Path:
-    """Link repeatedly, until the symbol table inside the image matches the image's symbols."""
+    """Link repeatedly until the kallsyms table in the image matches the image's symbols; return its path."""
     _preprocess_script(target, work)
     table = _assemble_symbols(target, None, work)
     previous = ""
@@ -389,7 +404,7 @@ def _link(target: BuildTarget, objects: list[Path], work: Path) -> Path:
 
 
 def _preprocess_script(target: BuildTarget, work: Path) -> None:
-    """Preprocess the linker script; with -undef, since predefined macros such as i386 would change it."""
+    """Preprocess the linker script, with -undef, since predefined macros such as i386 would change it."""
     command = [target.compiler, *target.flags.split(), "-undef", "-E", "-P", "-xc", target.linker_script]
     _run([*command, "-o", str(work / _SCRIPT)])
 
@@ -423,7 +438,9 @@ def _table(name: str, lines: list[str]) -> list[str]:
 
 
 def _sort_ex_table(data: bytes) -> bytes:
-    """Sort the exception table by address; each entry is relative to its own address.
+    """Return the image with its exception table sorted by address.
+
+    Each entry is relative to its own address.
 
     Mirrors: scripts/sorttable.c (v6.1)
     """

@@ -35,7 +35,7 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 
 
 class Segment(NamedTuple):
-    """Memory to map: virtual address, initial bytes, size in memory (the rest is zero), access rights."""
+    """Guest memory to map: address, initial bytes, size in memory (the rest is zero), access rights."""
 
     va: int
     data: bytes
@@ -71,13 +71,13 @@ class KernelImage:
     mcount: frozenset[int]
     """Addresses of the fentry sites."""
     bugs: Mapping[int, BugEntry]
-    """Address of the trap -> entry of the bug table."""
+    """Address of a trap instruction -> its entry in the bug table."""
     jump_labels: tuple[JumpLabel, ...]
     """Branches of static keys, sorted by address."""
     static_calls: tuple[StaticCall, ...]
-    """Calls of static calls, sorted by address."""
+    """Call sites of static calls, sorted by address."""
     abi: dict[str, int]
-    """The guest's table of structure layouts; empty if the image wasn't built from src/."""
+    """Offsets and sizes of the guest's structures (AbiTable); empty if the image wasn't built from src/."""
     version: str
     """The kernel's banner (linux_banner), including its newline."""
     bits: int = 64
@@ -93,19 +93,22 @@ class KernelImage:
         return replace(self, kallsyms=kallsyms)
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Return bytes of the image as they are before boot.
+        """Return `size` bytes of the image at address `va`, as they are before boot.
 
-        Raises: KernelError ENOEXEC (no segment contains them).
+        Raises: KernelError ENOEXEC (no segment contains the bytes).
         """
         return self._bytes.read(va, size)
 
     def string(self, va: int, limit: int = 512) -> str:
-        """Return the zero-terminated string at an address. Raises: KernelError ENOEXEC."""
+        """Return the zero-terminated string at an address, of at most `limit` bytes.
+
+        Raises: KernelError ENOEXEC (the address is below all segments).
+        """
         return self._bytes.string(va, limit)
 
     @cached_property
     def checksum(self) -> int:
-        """CRC-32 of the loaded segments, even if the file has changed since."""
+        """CRC-32 of the segments as they were loaded, even if the file has changed since then."""
         checksum = 0
         for segment in self.segments:
             checksum = zlib.crc32(segment.data, zlib.crc32(segment.va.to_bytes(8, "little"), checksum))
@@ -134,14 +137,14 @@ def load_image(path: Path | str | None = None, arch: str = "x86_64") -> KernelIm
 
 
 def prebuilt_dependencies(arch: str) -> dict[str, list[str]]:
-    """Return name of a prebuilt module -> names of the modules that it uses."""
+    """Return name of a prebuilt module -> names of the modules on which the module depends."""
     manifest = json.loads((PREBUILT / "manifest.json").read_text())
     modules = manifest.get(arch, {}).get("modules", {})
     return {name: module["depends"] for name, module in modules.items()}
 
 
 class _Bytes:
-    """The initial memory of an image, addressed virtually."""
+    """The initial memory of an image, by virtual address."""
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
         self._segments = sorted(segments)
@@ -202,7 +205,7 @@ class _Loader:
         )
 
     def _apply_alternatives(self) -> None:
-        """Apply the alternatives at load time, since the built-in kernel can't write to its text at boot."""
+        """Apply the alternatives to the segments: the built-in kernel can't write to its text at boot."""
         table = self._between("__alt_instructions", "__alt_instructions_end")
         changes = {
             entry.site: replaced(entry, self._bytes.read(entry.replacement, entry.replacement_size))
@@ -222,7 +225,7 @@ class _Loader:
         return Range(self._address(start), self._address(end))
 
     def _between(self, start: str, end: str) -> tuple[int, bytes]:
-        """Return address and contents of the table between two symbols; (0, b"") if it doesn't exist."""
+        """Return address and contents of the table between two symbols; (0, b"") if a symbol is missing."""
         first = self._kallsyms.lookup_name(start)
         last = self._kallsyms.lookup_name(end)
         if first is None or last is None or last <= first:
@@ -269,7 +272,7 @@ def _patched(segment: Segment, changes: Mapping[int, bytes]) -> Segment:
 
 
 def _segments(elf: ElfFile) -> tuple[Segment, ...]:
-    """Return the segments to map, at the physical address plus the offset of the kernel map.
+    """Return the segments to map, each at its physical address plus the offset of the kernel map.
 
     The virtual address in the program header isn't used, because the per-CPU segment is linked at address 0.
     """

@@ -12,7 +12,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import open_regular
 
 DEBUG_ROOT = Path("/usr/lib/debug")
-"""Directory where packages install debug files."""
+"""Directory in which packages install debug files."""
 MODULES_ROOT = Path("/lib/modules")
 _PART = 1 << 20
 _ADVICE = "install the package that contains it, or give its file by --debug-info"
@@ -30,11 +30,12 @@ def build_id(elf: Any) -> str:
 
 
 def find_debug_file(elf: Any, path: Path) -> Path:
-    """Return the path of the debug file for `elf`, an open ELF file that is or is packed in the file `path`.
+    """Return the path of the debug file for the open ELF file `elf`, whose own path is `path`.
 
-    Search by build id below /usr/lib/debug, by .gnu_debuglink, and by the names that kernel packages use.
-    Files of another build are skipped: the build id, or else the checksum of .gnu_debuglink, must match.
-    Raises: KernelError ENOENT (there is none), OSError.
+    `path` may be a compressed kernel that contains the ELF file. Search by build id below /usr/lib/debug, by
+    .gnu_debuglink, and by the names that kernel packages use. Files of another build are skipped: the build
+    id, or else the checksum of .gnu_debuglink, must match.
+    Raises: KernelError ENOENT (no debug file is found), OSError.
     """
     identity = build_id(elf)
     link = _debuglink(elf)
@@ -55,7 +56,7 @@ def find_debug_file(elf: Any, path: Path) -> Path:
 
 
 def _debuglink(elf: Any) -> tuple[str, int] | None:
-    """Return the debug file's name and the CRC of its contents from .gnu_debuglink."""
+    """Return the debug file's name and the CRC of its contents, from .gnu_debuglink, or None."""
     section = elf.get_section_by_name(".gnu_debuglink")
     if section is None:
         return None
@@ -90,7 +91,7 @@ def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator
 
 
 def _is_of(place: Path, identity: str, link: tuple[str, int] | None) -> bool:
-    """Return True if a file contains debug information of this build."""
+    """Return True if a file contains the debug information of the build that the build id or link names."""
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 

@@ -1,4 +1,4 @@
-"""DebugInfo: address ranges and machine code of an ELF file's functions, according to DWARF."""
+"""DebugInfo: address ranges and machine code of an ELF file's functions, from its DWARF."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _BITS = {"EM_386": 32, "EM_X86_64": 64}
 
 @dataclass(frozen=True, slots=True)
 class DescribedFunction:
-    """A DW_TAG_subprogram that has code (it isn't only inlined)."""
+    """A function of the debug information (DW_TAG_subprogram) that has code of its own."""
 
     name: str
     parts: tuple[range, ...]
-    """Address ranges of the function: first the part with the entry, then parts split off by the compiler."""
+    """Address ranges of the function: the part with the entry, then parts that the compiler split off."""
 
     def part_at(self, addr: int) -> range | None:
-        """Return the part that contains `addr`, or None."""
+        """Return the part of the function that contains `addr`, or None."""
         return next((part for part in self.parts if addr in part), None)
 
 
 class DebugInfo:
-    """The functions of one ELF file for x86; a compile unit is parsed when it is first needed."""
+    """Debug information about an ELF file for x86. A compile unit is parsed when it is first needed."""
 
     def __init__(self, code: Any, debug: Any) -> None:
-        """Combine two open ELF files, which may be the same: `code` has the text, `debug` the DWARF."""
+        """Use two open ELF files, which may be one: `code` contains the text, `debug` the DWARF."""
         self._code = code
         self._debug = debug
         machine = code["e_machine"]
@@ -60,9 +60,9 @@ class DebugInfo:
         raise KernelError(errno.ENOENT, f"{addr:#x} is in no function that the debug information describes")
 
     def named(self, name: str) -> tuple[DescribedFunction, int]:
-        """Return the function with a symbol of this name, or else with this DWARF name, and its address.
+        """Return the function with this symbol or, without one, with this DWARF name; and its address.
 
-        The latter are functions that the compiler changed; their symbol is NAME.isra.0 or similar.
+        Functions that the compiler changed have only the DWARF name; their symbol is NAME.isra.0 or similar.
 
         Raises: KernelError ENOENT.
         """
@@ -86,9 +86,9 @@ class DebugInfo:
         raise KernelError(errno.ENOENT, f"the debug information describes no function {name} with own code")
 
     def text(self, part: range) -> bytes:
-        """Return the machine code of one part of a function, such as its .cold part.
+        """Return the machine code of one part of a function; `part` is an item of DescribedFunction.parts.
 
-        Raises: KernelError ENODATA (the file doesn't contain it).
+        Raises: KernelError ENODATA (the ELF file doesn't contain the code).
         """
         for section in self._code.iter_sections():
             start = section["sh_addr"]
@@ -103,7 +103,7 @@ class DebugInfo:
         )
 
     def _units(self, addr: int) -> Iterator[Any]:
-        """Yield the compile unit that .debug_aranges names for an address, else all that may contain it."""
+        """Yield the compile unit that .debug_aranges names for an address, or else all possible units."""
         index = self._dwarf.get_aranges()
         offset = index.cu_offset_at_addr(addr) if index is not None else None
         if offset is not None:
@@ -149,10 +149,11 @@ class DebugInfo:
 
 @contextmanager
 def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -> Iterator[DebugInfo]:
-    """Open the debug information of an ELF file: `debug_path`, or the file's own, or a separate debug file.
+    """Open the debug information of an ELF file.
 
-    `path` is the path of the ELF file or of the compressed kernel that contains it.
-    Raises: OSError, KernelError EINVAL (no ELF file for x86), ENOENT (no debug information for it).
+    It is in `debug_path` if that is given, in the ELF file, or in a separate debug file, which is searched
+    for. `path` is the path of the ELF file or of the compressed kernel that contains it.
+    Raises: OSError, KernelError EINVAL (no ELF file for x86), ENOENT (no debug information is found).
     """
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
@@ -171,7 +172,7 @@ def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -
 
 
 def _name(die: Any) -> str:
-    """Return the name of a DIE, or of the declaration or inlined function that it refers to."""
+    """Return the name of a DIE, or of the declaration or inlined function to which the DIE refers."""
     for link in (None, "DW_AT_abstract_origin", "DW_AT_specification"):
         if link is None:
             at = die

@@ -1,4 +1,4 @@
-"""ELF reader for kernel images: segments, sections and symbols, but neither relocations nor DWARF."""
+"""ELF reader for kernel images: segments, sections and symbols, without relocations and DWARF."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SectionHeader:
 
 @dataclass(frozen=True, slots=True)
 class ProgramHeader:
-    """One PT_LOAD header; `flags` are ELF's: 1 execute, 2 write, 4 read."""
+    """One PT_LOAD header. `flags` are the ELF flags: 1 execute, 2 write, 4 read."""
 
     flags: int
     offset: int
@@ -54,7 +54,7 @@ class ProgramHeader:
 
 @dataclass(frozen=True, slots=True)
 class ElfSymbol:
-    """One entry of the symbol table."""
+    """One entry of the ELF symbol table."""
 
     name: str
     value: int
@@ -66,7 +66,7 @@ class ElfSymbol:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Formats of the headers of one ELF class for the struct module, without the byte order."""
+    """Formats of the headers of an ELF class (32 or 64 bits), for Python's struct module."""
 
     header: str
     program: str
@@ -82,9 +82,9 @@ _IDENT_SIZE = 16
 
 
 class ElfFile:
-    """An ELF file in memory.
+    """An ELF file that was read into memory.
 
-    Raises: UnusableFile (the data isn't a complete little-endian ELF file; `why` says what is wrong).
+    Raises: UnusableFile (the data isn't a complete little-endian ELF file; its `why` has the reason).
     """
 
     def __init__(self, data: bytes) -> None:
@@ -107,14 +107,14 @@ class ElfFile:
 
     @cached_property
     def symbols(self) -> list[ElfSymbol]:
-        """All symbols in the order of the file; empty if the file is stripped."""
+        """All symbols of the file, in its order; empty if the file is stripped."""
         for section in self.sections.values():
             if section.type == SHT_SYMTAB:
                 return self._read_symbols(section)
         return []
 
     def segment_data(self, segment: ProgramHeader) -> bytes:
-        """Return the bytes of a segment that the file contains."""
+        """Return the bytes of a segment that are in the file."""
         return self._slice(segment.offset, segment.file_size, f"segment at {segment.vaddr:#x}")
 
     def _read_segments(self, offset: int, size: int, count: int) -> list[ProgramHeader]:
@@ -178,7 +178,9 @@ class ElfFile:
 
 
 def nm_letter(binding: int, kind: int, flags: int, section: int) -> str:
-    """Return nm's letter of a symbol of type `kind`, in a section with these flags and the type `section`.
+    """Return the letter that nm prints for a symbol of type `kind`.
+
+    `flags` and `section` are the flags and the type of the symbol's section.
 
     Mirrors: bfd_decode_symclass
     """

@@ -37,14 +37,17 @@ _OWN_TABLES = frozenset(
         "token_table",
     )
 )
-"""The symbols of kallsyms's own tables, which kallsyms doesn't contain."""
+"""Names of the kallsyms tables themselves, which are not listed in kallsyms."""
 _REMEMBERED = 8192
-"""Largest number of Symbol objects in the cache; all of a distribution's kernel would take tens of MiB."""
+"""Maximum number of Symbol objects in the cache: all symbols of a kernel would take tens of MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A symbol; `type` is nm's letter, `size` the distance in bytes to the next higher symbol."""
+    """A kernel symbol. `type` is the letter that nm prints.
+
+    `size` is the distance in bytes to the next higher symbol.
+    """
 
     name: str
     address: int = field(metadata=ADDRESS)
@@ -56,13 +59,13 @@ class Symbol:
 
     @property
     def is_text(self) -> bool:
-        """True if the symbol is code."""
+        """Whether the symbol is code."""
         return self.type in "tTwW"
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """An address as a symbol and an offset in bytes."""
+    """A kernel address, as a symbol and an offset in bytes from it."""
 
     symbol: Symbol
     offset: int = field(metadata=ADDRESS)
@@ -81,16 +84,16 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class SymbolTable:
-    """Symbols in order of address, in a few arrays that can be mapped from a file.
+    """Table of symbols, sorted by address, in a few arrays that can be mapped from a file.
 
     Arrays save memory: a distribution's kernel has more than a hundred thousand symbols.
     """
 
     addresses: Sequence[int]
     types: Sequence[int]
-    """nm's letter of each symbol, as a byte."""
+    """The letter that nm prints for each symbol, as one byte."""
     starts: Sequence[int]
-    """Offset of each symbol's name in `names`, and at last the offset after the last name."""
+    """Offset of each symbol's name in `names`, and as the last item the offset after the last name."""
     names: bytes
     """All names, each followed by a zero byte."""
     by_name: Sequence[int]
@@ -98,7 +101,7 @@ class SymbolTable:
 
     @classmethod
     def of(cls, symbols: Sequence[Symbol]) -> Self:
-        """Return a table of symbols that are already sorted by address."""
+        """Return the table of symbols that are already sorted by address."""
         names = [symbol.name.encode("utf-8", "replace") for symbol in symbols]
         starts = accumulate((len(name) + 1 for name in names), initial=0)
         return cls(
@@ -111,7 +114,10 @@ class SymbolTable:
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, memoryview]) -> Self:
-        """Return the table whose `parts()` returned these arrays. Raises: KeyError, TypeError, ValueError."""
+        """Return the table whose method parts() returned the arrays `parts`.
+
+        Raises: KeyError, TypeError, ValueError.
+        """
         found = cls(
             parts["addresses"].cast("Q"),
             parts["types"],
@@ -129,11 +135,11 @@ class SymbolTable:
         return {field.name: bytes(memoryview(getattr(self, field.name))) for field in fields(self)}
 
     def name(self, index: int) -> bytes:
-        """Return the name of the symbol with this index."""
+        """Return the name of the symbol at this index in the table."""
         return self.names[self.starts[index] : self.starts[index + 1] - 1]
 
     def named(self, name: str) -> Sequence[int]:
-        """Return the indices of all symbols with this name, in order of address."""
+        """Return the indices in the table of all symbols with this name, sorted by address."""
         wanted = name.encode("utf-8", "replace")
         last = bisect_left(self.by_name, wanted, key=self.name)
         first = last
@@ -142,7 +148,7 @@ class SymbolTable:
         return self.by_name[first:last]
 
     def ending(self, pattern: str) -> Iterator[int]:
-        """Yield the indices, in order of address, of symbols whose names end with a match of `pattern`."""
+        """Yield the table's indices of symbols whose names end with a match of `pattern`, in order."""
         for match in re.finditer(pattern.encode() + b"(?=\\0)", self.names):
             yield bisect_right(self.starts, match.start()) - 1
 
@@ -150,7 +156,7 @@ class SymbolTable:
 class Kallsyms:
     """The symbols of one kernel.
 
-    `start` and `end`, the addresses of _stext and _end, bound the addresses that lookup() finds.
+    lookup() finds addresses from `start` (_stext) up to `end` (_end), exclusive.
 
     Mirrors: kernel/kallsyms.c (v6.1)
     """
@@ -159,18 +165,18 @@ class Kallsyms:
         self, symbols: Iterable[Symbol], start: int = 0, end: int = 1 << 64, word_size: int = 8
     ) -> None:
         self.digits = 2 * word_size
-        """Hexadecimal digits of an address."""
+        """Number of hexadecimal digits of an address."""
         self.start = start
         self.end = end
         self._table = SymbolTable.of(sorted(symbols, key=_order))
         self._met: dict[int, Symbol] = {}
-        """Cache of symbols that were looked up: index -> symbol."""
+        """Cache of symbols that were looked up: index in the table -> symbol."""
         self._numbers: dict[str, Sequence[int]] = {}
-        """Cache of names that were looked up: name -> indices."""
+        """Cache of names that were looked up: name -> indices in the table."""
 
     @classmethod
     def of_table(cls, table: SymbolTable, start: int, end: int) -> Self:
-        """Return a Kallsyms that uses an existing table."""
+        """Return a Kallsyms object that uses an existing table."""
         found = cls((), start, end)
         found._table = table
         return found
@@ -182,7 +188,7 @@ class Kallsyms:
 
     @property
     def symbols(self) -> tuple[Symbol, ...]:
-        """All symbols in order of address; each access makes new objects."""
+        """All symbols, sorted by address. Each access makes new Symbol objects."""
         return tuple(self._each())
 
     def _each(self) -> Iterator[Symbol]:
@@ -238,11 +244,11 @@ class Kallsyms:
         return False
 
     def count_name(self, name: str) -> int:
-        """Return the number of symbols with this name."""
+        """Return the number of symbols with this name, in the kernel and its modules."""
         return len(self._named(name)) + len(self._of_modules(name))
 
     def by_name(self, name: str) -> tuple[Symbol, ...]:
-        """Return all symbols with this name: first the kernel's in order of address, then the modules'."""
+        """Return all symbols with this name: the kernel's, sorted by address, and then those of modules."""
         own = [self._symbol(index) for index in self._named(name)]
         return (*own, *self._of_modules(name))
 
@@ -254,7 +260,9 @@ class Kallsyms:
         return [self._table.name(index).decode("utf-8", "replace") for index in found]
 
     def lookup(self, address: int) -> Location | None:
-        """Return the symbol that contains an address; of several at one address, the first in the table.
+        """Return the symbol that contains an address, or None.
+
+        If several symbols have one address, return the first in the table.
 
         Mirrors: kernel/kallsyms.c:get_symbol_pos (v6.1)
         """
@@ -277,18 +285,19 @@ class Kallsyms:
         return None
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        """Return the whole text of /proc/kallsyms; see kallsyms_lines()."""
+        """Return the whole text of /proc/kallsyms: all lines of kallsyms_lines()."""
         return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
 
     @property
     def line_count(self) -> int:
-        """Number of lines that kallsyms_lines() yields from index 0 on."""
+        """Number of lines of /proc/kallsyms."""
         return len(self)
 
     def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
-        """Yield the lines of /proc/kallsyms from index `start` on.
+        """Yield the lines of /proc/kallsyms, from the line with index `start` on.
 
-        `zero_addresses` is for readers without CAP_SYSLOG. Mirrors: kernel/kallsyms.c:s_show (v6.1).
+        `zero_addresses`: the reader has no CAP_SYSLOG.
+        Mirrors: kernel/kallsyms.c:s_show (v6.1).
         """
         table = self._table
         for index in range(start, len(table.addresses)):
@@ -298,7 +307,7 @@ class Kallsyms:
 
 
 def elf_symbols(elf: ElfFile) -> Iterator[Symbol]:
-    """Yield the symbols of a linked kernel that belong in kallsyms, without sizes.
+    """Yield the symbols of a linked kernel that kallsyms lists, without sizes.
 
     Mapping symbols, the compiler's local labels, and file and section symbols are left out.
     Per-CPU variables have their offset in the per-CPU area as address and are absolute, as in Linux.
@@ -328,7 +337,10 @@ def _is_kallsyms_symbol(symbol: ElfSymbol) -> bool:
 
 
 def _order(symbol: Symbol) -> tuple[int, bool, bool, int, str]:
-    """Return the sort key of a symbol. Weak aliases come last, then linker-made ones, then more underscores.
+    """Return the key by which symbols are sorted: first the address.
+
+    At one address, symbols that are not weak come first. After that, symbols that the linker script doesn't
+    define come first, and then names with fewer underscores.
 
     Mirrors: scripts/kallsyms.c:compare_symbols (v6.1)
     """
@@ -338,7 +350,7 @@ def _order(symbol: Symbol) -> tuple[int, bool, bool, int, str]:
 
 
 def _is_linker_made(name: str) -> bool:
-    """Return True for names that linker scripts define.
+    """Return True if the linker script may define a name.
 
     Mirrors: scripts/kallsyms.c:may_be_linker_script_provide_symbol (v6.1)
     """
@@ -348,7 +360,7 @@ def _is_linker_made(name: str) -> bool:
 
 
 def address_of(symbols: Kallsyms, name: str) -> int:
-    """Return the address of a symbol that must exist. Raises: KernelError ENOEXEC (it doesn't)."""
+    """Return the address of a symbol that must exist. Raises: KernelError ENOEXEC (no such symbol)."""
     address = symbols.lookup_name(name)
     if address is None:
         raise KernelError(errno.ENOEXEC, f"the kernel image has no symbol {name}")

@@ -1,4 +1,4 @@
-"""LiveImage: symbols and tables of a kernel together with those of its loaded modules."""
+"""LiveImage: symbols and tables of a kernel and of its loaded modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 class Module:
     """A module loaded in the guest; addresses are virtual.
 
-    After init, without_init() drops the init parts.
+    After its init function has returned, the module is replaced by the result of without_init().
     """
 
     name: str
@@ -41,9 +41,9 @@ class Module:
     mcount: frozenset[int]
     bugs: Mapping[int, BugEntry]
     code: Mapping[int, bytes]
-    """Address -> text as it was loaded."""
+    """Address -> text of the module at the address, as it was loaded."""
     contents: Mapping[int, bytes]
-    """Address -> data as it was loaded."""
+    """Address -> data of the module at the address, as it was loaded."""
     jump_labels: tuple[JumpLabel, ...] = ()
     static_calls: tuple[StaticCall, ...] = ()
     address: int = 0
@@ -55,7 +55,7 @@ class Module:
         return tuple(part for part in (self.text, self.init_text) if part.end > part.start)
 
     def contains(self, address: int) -> bool:
-        """Return True if an address is in text or data of this module. Mirrors: within_module (v6.1)."""
+        """Return True if an address is in the text or data of this module. Mirrors: within_module (v6.1)."""
         parts = self.text, self.init_text, *self.data, *self.init_data
         return any(part.start <= address < part.end for part in parts)
 
@@ -99,7 +99,10 @@ class ModuleSymbols:
         return self._by_name.get(name, ())
 
     def lookup(self, address: int) -> Location | None:
-        """Return the symbol that contains an address. Mirrors: find_kallsyms_symbol (v6.1)."""
+        """Return the module's symbol that contains an address, or None.
+
+        Mirrors: find_kallsyms_symbol (v6.1).
+        """
         if not self.module.contains(address):
             return None
         at = bisect_right(self._addresses, address) - 1
@@ -119,7 +122,10 @@ class ModuleSymbols:
 
 
 class LiveKallsyms(Kallsyms):
-    """The symbols of a kernel and its loaded modules; MODULE:NAME is looked up only in that module."""
+    """The symbols of a kernel and its loaded modules.
+
+    A name MODULE:NAME is looked up only in the module.
+    """
 
     def __init__(self, image: Kallsyms) -> None:
         # Share the image's immutable table: sorting and indexing it again would take 10 % of the boot time.
@@ -132,7 +138,7 @@ class LiveKallsyms(Kallsyms):
         self._modules: list[ModuleSymbols] = []
 
     def set_modules(self, modules: Iterable[Module]) -> None:
-        """Replace the list of loaded modules, the newest first."""
+        """Replace the list of loaded modules; `modules` begins with the newest."""
         self._modules = [ModuleSymbols(module) for module in modules]
 
     def has_module(self, name: str) -> bool:
@@ -143,7 +149,10 @@ class LiveKallsyms(Kallsyms):
         return any(symbols.module.name == name for symbols in self._modules)
 
     def _of_modules(self, name: str) -> tuple[Symbol, ...]:
-        """Return the symbols with this name in modules. Mirrors: module_kallsyms_lookup_name (v6.1)."""
+        """Return the symbols with this name in modules, the newest module first.
+
+        Mirrors: module_kallsyms_lookup_name (v6.1).
+        """
         wanted, colon, symbol = name.partition(":")
         modules = [each for each in self._modules if not colon or each.module.name == wanted]
         return tuple(found for each in modules for found in each.by_name(symbol if colon else name))
@@ -168,7 +177,7 @@ class LiveKallsyms(Kallsyms):
 
 
 class VmlinuxTables(ProbedTables, Protocol):
-    """Tables of a kernel without its modules."""
+    """Interface of a kernel's tables without its modules."""
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
         """Return a copy of this kernel with another symbol table."""
@@ -178,23 +187,23 @@ Core = TypeVar("Core", bound=VmlinuxTables)
 
 
 class LiveImage(Generic[Core]):
-    """All text that can be probed now: the tables of a kernel and of its loaded modules.
+    """Current tables of a kernel and of its loaded modules: all text that can be probed.
 
-    Implements ProbedTables.
+    The class implements ProbedTables.
     """
 
     def __init__(self, image: Core) -> None:
         self.kallsyms = LiveKallsyms(image.kallsyms)
         self.core = image.with_symbols(self.kallsyms)
-        """The kernel without its modules, but with a symbol table that includes them."""
+        """The kernel without its modules, except that its symbol table includes those of the modules."""
         self._modules: dict[str, Module] = {}
 
     def put(self, module: Module) -> None:
-        """Add a module, or replace the one with its name."""
+        """Add a module, or replace the module with its name."""
         self.put_all((module,))
 
     def put_all(self, modules: Iterable[Module]) -> None:
-        """Add or replace modules, given in the order in which they were loaded."""
+        """Add modules, in the order of loading. A module replaces the module with its name."""
         self._modules |= {module.name: module for module in modules}
         self.kallsyms.set_modules(reversed(self._modules.values()))
 
@@ -240,13 +249,13 @@ class LiveImage(Generic[Core]):
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
-        """Address and contents of each range of data, as it was loaded."""
+        """Address and contents of each range of data of kernel and modules, as they were loaded."""
         return chain(self.core.data, *(module.contents.items() for module in self._modules.values()))
 
     def read(self, va: int, size: int) -> bytes:
-        """Return the bytes at an address as they are without probes.
+        """Return `size` bytes at an address as they are without probes.
 
-        Raises: KernelError ENOEXEC (neither the image nor a module's text contains them).
+        Raises: KernelError ENOEXEC (neither the image nor a module's text contains the bytes).
         """
         for module in self._modules.values():
             for start, code in module.code.items():

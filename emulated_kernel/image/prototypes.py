@@ -1,4 +1,4 @@
-"""Argument counts of an image's functions: noted by the compiler, kept in a file next to the image."""
+"""Argument counts of an image's functions: from the compiler's notes, stored in a file next to the image."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from emulated_kernel.util.safe_read import read_regular
 
 FILE_NAME = "arguments.json"
 _LIMIT = 16 << 20
-"""Largest size of that file in bytes."""
+"""Maximum size of the file with the argument counts, in bytes."""
 _PROTOTYPE = re.compile(r"/\* [^ ]+:N[CF] \*/ (?:static|extern) .*?(\w+) \((.*?)\);")
-"""A line of gcc's -aux-info; the parameters end at the first ");"."""
+"""Regular expression for a line of gcc's -aux-info; the parameters end at the first ");"."""
 
 
 def argument_counts(texts: Iterable[str]) -> dict[str, int]:
     """Return function name -> number of named parameters, from gcc's -aux-info of many source files.
 
-    If several functions share a name, the lowest number is taken.
+    If several functions share a name, the lowest number counts.
     """
     counts: dict[str, int] = {}
     for text in texts:
@@ -29,7 +29,10 @@ def argument_counts(texts: Iterable[str]) -> dict[str, int]:
 
 
 def _count(parameters: str) -> int:
-    """Count parameters, which commas outside of parentheses separate; `...` doesn't count."""
+    """Return the number of parameters in the text of a parameter list, without `...`.
+
+    Commas outside of parentheses separate parameters.
+    """
     depth = 0
     parts = [""]
     for char in parameters:
@@ -42,13 +45,16 @@ def _count(parameters: str) -> int:
 
 
 def to_json(counts: Mapping[str, int], names: Iterable[str]) -> str:
-    """Return the text of the file with the counts of these functions, one per line."""
+    """Return the text of the file FILE_NAME, with the argument counts of the functions `names`."""
     known = {name: counts[name] for name in sorted(set(names)) if name in counts}
     return json.dumps(known, indent=0) + "\n"
 
 
 def load_argument_counts(image: Path) -> Mapping[str, int]:
-    """Return the counts for an image and its modules: function name -> number; empty if there is no file."""
+    """Return the argument counts for an image and its modules: function name -> number of parameters.
+
+    The result is empty if the image has no file with argument counts.
+    """
     try:
         counts: dict[str, int] = json.loads(read_regular(image.with_name(FILE_NAME), _LIMIT))
     except (OSError, ValueError):

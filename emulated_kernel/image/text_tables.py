@@ -1,4 +1,4 @@
-"""Decoders of the kernel's tables about its text: exception table, jump labels, static calls, bugs."""
+"""Decoders of the kernel's tables about its text: exceptions, jump labels, static calls, bugs, returns."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.util.fast_dataclass import dataclass
 
 RETURN_SIZE = 5
-"""Bytes of a return site, the jump to the return thunk."""
+"""Size in bytes of a return site, which is a jump to the return thunk."""
 BLACKLISTED = ("kprobes", "noinstr", "entry")
-"""Sections of text that must not be probed, in the order of debugfs kprobes/blacklist."""
+"""Names of the text sections that must not be probed, in the order of debugfs kprobes/blacklist."""
 _JMP32 = 0xE9
 _PLAIN_RETURN = b"\xc3\xcc\xcc\xcc\xcc"
 _KEY_FLAGS = 3
-"""Low bits of a key's address, which jump labels and static calls use as flags."""
+"""Mask of the low bits of a key's address, which jump labels and static calls use as flags."""
 _LONGEST = 1 << 9
-"""Largest number of bytes of a source file's name, including its zero byte."""
+"""Maximum length in bytes of a source file's name, including its zero byte."""
 
 
 class Range(NamedTuple):
-    """Addresses from `start` up to, but not including, `end`."""
+    """Range of addresses from `start` up to `end`, exclusive."""
 
     start: int
     end: int
 
 
 class ExTableEntry(NamedTuple):
-    """Addresses of an instruction that may fault, and of its fixup."""
+    """Entry of the exception table: addresses of an instruction that may fault, and of its fixup."""
 
     insn: int
     fixup: int
 
 
 class BlacklistEntry(NamedTuple):
-    """A function that must not be probed."""
+    """Entry of the kprobe blacklist: a function that must not be probed; `end` is exclusive."""
 
     start: int
     end: int
@@ -44,7 +44,10 @@ class BlacklistEntry(NamedTuple):
 
 
 class JumpLabel(NamedTuple):
-    """A nop at `code` that becomes a jump to `target` when the static key at `key` is enabled."""
+    """Branch of a static key: an instruction at `code` that is a nop or a jump to `target`.
+
+    The static key at `key` decides which.
+    """
 
     code: int
     target: int
@@ -52,7 +55,10 @@ class JumpLabel(NamedTuple):
 
 
 class StaticCall(NamedTuple):
-    """A call instruction at `site`, which updates of the static call at `key` patch."""
+    """Call site of a static call: the call instruction at `site` is patched when `key` is updated.
+
+    `key` is the address of the struct static_call_key.
+    """
 
     site: int
     key: int
@@ -60,7 +66,7 @@ class StaticCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BugEntry:
-    """A ud2 of BUG() or WARN()."""
+    """Entry of the bug table: the trap instruction of a BUG() or WARN(), and its place in the source."""
 
     address: int
     file: str
@@ -69,14 +75,14 @@ class BugEntry:
 
 
 class ProbedTables(Protocol):
-    """A kernel's text and the tables that describe it; all addresses are virtual."""
+    """Interface to a kernel's text and the tables about it. All addresses are virtual."""
 
     @property
     def kallsyms(self) -> Kallsyms: ...
 
     @property
     def text_ranges(self) -> Iterable[Range]:
-        """Each range of text, the core kernel's first."""
+        """Ranges of text that can be probed; the first one is that of the core kernel."""
 
     @property
     def blacklist(self) -> Iterable[BlacklistEntry]:
@@ -96,18 +102,18 @@ class ProbedTables(Protocol):
 
     @property
     def jump_labels(self) -> Iterable[JumpLabel]:
-        """Branches of static keys."""
+        """Branches of static keys (struct jump_entry)."""
 
     @property
     def static_calls(self) -> Iterable[StaticCall]:
-        """Call instructions of static calls."""
+        """Call sites of static calls (struct static_call_site)."""
 
     @property
     def data(self) -> Iterable[tuple[int, bytes]]:
-        """Address and contents of each range of data."""
+        """Address and contents of each range of the kernel's data."""
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Return the bytes at an address as they are without probes."""
+        """Return `size` bytes at an address as they are without probes."""
 
 
 def words(data: bytes, size: int = 8) -> tuple[int, ...]:
@@ -140,7 +146,7 @@ def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
 
 
 def bugs(address: int, data: bytes, string: Callable[[int, int], str]) -> dict[int, BugEntry]:
-    """Decode a bug table into address of the trap -> entry.
+    """Decode a bug table: return address of the trap instruction -> entry.
 
     `string(address, limit)` reads a string of at most `limit` bytes.
     Mirrors: include/asm-generic/bug.h:struct bug_entry (v6.1), with CONFIG_DEBUG_BUGVERBOSE.
@@ -186,7 +192,7 @@ def blacklist(symbols: Kallsyms, listed: Iterable[int], areas: Iterable[Range]) 
 
 
 def blacklisted(symbols: Kallsyms, address: int) -> BlacklistEntry | None:
-    """Return an entry from an address to the end of its function; None if no function is there."""
+    """Return a blacklist entry from an address to the end of its function; None if there is no function."""
     found = symbols.lookup(address)
     if found is None:
         return None
@@ -194,7 +200,7 @@ def blacklisted(symbols: Kallsyms, address: int) -> BlacklistEntry | None:
 
 
 def _entries(layout: str, data: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the offset and the fields of each complete entry."""
+    """Yield the offset and the fields of each complete entry of a table."""
     entry = struct.Struct(layout)
     whole = data[: len(data) // entry.size * entry.size]
     return zip(range(0, len(whole), entry.size), entry.iter_unpack(whole), strict=True)

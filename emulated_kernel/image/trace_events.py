@@ -1,4 +1,4 @@
-"""Decoders of the image's tables of trace events and system calls: their names and fields."""
+"""Decoders of the built-in image's tables of trace events and system calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STRING_MAX = 8192
 
 @dataclass(frozen=True, slots=True)
 class FieldDefinition:
-    """A field of an event's record, other than the common fields; sizes in bytes.
+    """A field of an event's record, except the common fields. Sizes are in bytes.
 
     The kernel computes the offsets at boot: each field is placed at the next multiple of its alignment.
     """
@@ -24,12 +24,12 @@ class FieldDefinition:
     align: int
     is_signed: bool
     length: int
-    """Number of elements of an array; 0 for other fields, and if only the type contains the number."""
+    """Number of elements of an array; 0 for other fields, and if the number is only in the type's text."""
 
 
 @dataclass(frozen=True)
 class EventDefinition:
-    """A trace event of the image; `address` is the address of its struct trace_event_call."""
+    """A trace event of the built-in image; `address` is the address of its struct trace_event_call."""
 
     address: int
     system: str
@@ -52,7 +52,7 @@ class SyscallDefinition:
 
 
 def event_definitions(image: KernelImage) -> Iterator[EventDefinition]:
-    """Yield the events of the table `ftrace_events`; none if the image has no such table."""
+    """Yield the events of the image's table `ftrace_events`; yield none if the image has no such table."""
     reader = _ImageReader(image)
     for address in reader.pointers("ftrace_events"):
         system, name, print_fmt, fields, count, key = reader.words(address, 6)
@@ -72,7 +72,7 @@ def _field(reader: _ImageReader, address: int) -> FieldDefinition:
 
 
 def syscall_definitions(image: KernelImage) -> Iterator[SyscallDefinition]:
-    """Yield each system call, from its struct syscall_metadata, in order of their numbers."""
+    """Yield the image's system calls, in the order of its table `syscalls_metadata`."""
     reader = _ImageReader(image)
     for address in reader.pointers("syscalls_metadata"):
         name_at, count, types, args = reader.words(address, 4)
@@ -86,7 +86,7 @@ def syscall_definitions(image: KernelImage) -> Iterator[SyscallDefinition]:
 
 
 class _ImageReader:
-    """Reads words and strings of the image as it is before boot."""
+    """Reader of words and strings in an image's memory as it is before boot."""
 
     def __init__(self, image: KernelImage) -> None:
         self._image = image

@@ -1,4 +1,4 @@
-"""Kernel: the public API of a kernel of kprobefs's own, which takes the control lock; no logic of its own."""
+"""Kernel: the public API of a kernel of kprobefs's own. Its methods take the control lock and forward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from emulated_kernel.vfs.mount import Mount
 
 _ROOT = Client(pid=0, uid=0, gid=0)
 _READ_SIZE = 1 << 16
-"""Bytes of one read; a read of fewer bytes need not be the last."""
+"""Size of one read in bytes. A shorter read does not mean the end of the file."""
 
 
 class Kernel:
@@ -50,13 +50,13 @@ class Kernel:
 
     `config` describes the emulated computer. `profile` takes precedence over the profile that `config` names;
     it is for switches that no preset has. `watch` reports host processes to the guest. `lock` is the held
-    lock of the kernel that this one replaces; see replace_kernel.
+    lock of the kernel that this one replaces with replace_kernel().
 
     Methods may be called from any thread: each takes the control lock. Hold `lock` around several calls to
     make them one step. After close(), each method raises KernelError ENODEV.
 
-    In a probe's handler, only methods that read or write text, symbols, memory, registers and the clock may
-    be called, and those that report a probe's state. All others raise KernelError EDEADLK there.
+    A probe's handler may call methods that access text, symbols, memory, registers and the clock, and methods
+    that report a probe's state. All other methods raise KernelError EDEADLK in a handler.
 
     Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that does not boot), OSError.
     """
@@ -99,7 +99,7 @@ class Kernel:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the control lock, for what a probe's handler may do too.
+        """Hold the control lock for an operation that a probe's handler may do too.
 
         Raises: KernelError ENODEV (closed).
         """
@@ -109,9 +109,9 @@ class Kernel:
 
     @contextmanager
     def _control(self) -> Iterator[None]:
-        """Hold the control lock, for what may sleep.
+        """Hold the control lock for an operation that may sleep.
 
-        Linux: in a probe's handler it would deadlock, or be a "scheduling while atomic".
+        Linux: in a probe's handler, the operation would deadlock or cause "scheduling while atomic".
 
         Raises: KernelError ENODEV (closed), EDEADLK (in a probe's handler).
         """
@@ -124,7 +124,7 @@ class Kernel:
 
     @contextmanager
     def _request(self) -> Iterator[None]:
-        """Hold the control lock, for what counts as a request: delayed work that is due is done first.
+        """Hold the control lock for a request. Delayed work that is due is done first.
 
         Raises: as _control.
         """
@@ -137,9 +137,9 @@ class Kernel:
     def register_kprobe(self, kprobe: Kprobe[RegsT]) -> None:
         """Register a kprobe, and arm it unless it is disabled or all kprobes are disarmed.
 
-        Raises: KernelError EINVAL (a contradicting place, registered already, blacklisted, no text, code that
-        cannot be assembled), ENOENT (an unknown symbol, or an address outside of any), EILSEQ (no boundary of
-        an instruction), EOPNOTSUPP (a handler that the profile's kernel does not have), ENOMEM.
+        Raises: KernelError EINVAL (a contradictory place, already registered, blacklisted, not in text, code
+        that cannot be assembled), ENOENT (an unknown symbol, or an address in no symbol), EILSEQ (not at an
+        instruction boundary), EOPNOTSUPP (a handler that the profile's kernel does not have), ENOMEM.
 
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
@@ -147,7 +147,7 @@ class Kernel:
             self.kprobes.register_kprobe(kprobe)
 
     def unregister_kprobe(self, kprobe: Kprobe[Any]) -> None:
-        """Disarm and forget a kprobe; one that is not registered only loses its address.
+        """Disarm and forget a kprobe. If the kprobe is not registered, only its `addr` is reset.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -177,7 +177,7 @@ class Kernel:
             self.kprobes.disable_kprobe(kprobe)
 
     def register_kprobes(self, kprobes: Sequence[Kprobe[Any]]) -> None:
-        """Register kprobes in order; if one fails, unregister those before it.
+        """Register kprobes in order. If one cannot be registered, unregister the kprobes before it.
 
         Raises: KernelError, as register_kprobe, EINVAL (an empty sequence).
 
@@ -201,7 +201,8 @@ class Kernel:
 
         Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.4.
 
-        Raises: KernelError EOPNOTSUPP (the profile's kernel has no djprobes), EBUSY (a task is in the way).
+        Raises: KernelError EOPNOTSUPP (the profile's kernel has no djprobes), EBUSY (a task is in a replaced
+        region).
         """
         with self._control():
             self.kprobes.commit_kprobes()
@@ -268,7 +269,7 @@ class Kernel:
         self.disable_kprobe(rp)
 
     def register_kretprobes(self, rps: Sequence[Kretprobe[Any]]) -> None:
-        """Register return probes in order; if one fails, unregister those before it.
+        """Register return probes in order. If one cannot be registered, unregister the probes before it.
 
         Raises: KernelError, as register_kretprobe, EINVAL (an empty sequence).
 
@@ -309,7 +310,7 @@ class Kernel:
             self.fprobes.unregister_fprobe(fp)
 
     def enable_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Let the handlers of an fprobe be called again.
+        """Call the handlers of an fprobe again, after disable_fprobe().
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -380,7 +381,7 @@ class Kernel:
         self.disable_kprobe(jprobe.kp)
 
     def register_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
-        """Register jprobes in order; if one fails, unregister those before it.
+        """Register jprobes in order. If one cannot be registered, unregister the jprobes before it.
 
         Raises: KernelError, as register_jprobe, EINVAL (an empty sequence).
 
@@ -432,7 +433,9 @@ class Kernel:
                 self.kprobes.optimizer.flush()
 
     def allow_optimization(self, allowed: bool) -> None:
-        """Optimize all kprobes that can be, or unoptimize all, as sysctl debug.kprobes-optimization does.
+        """Allow or forbid optimization for all kprobes, as sysctl debug.kprobes-optimization does.
+
+        If it is allowed, optimize the kprobes that can be optimized. If not, unoptimize all kprobes.
 
         Raises: KernelError EOPNOTSUPP (the profile's kernel has no optimizer).
 
@@ -442,7 +445,7 @@ class Kernel:
             self.kprobes.set_optimization(allowed)
 
     def set_optimized(self, kprobe: Kprobe[Any], wanted: bool) -> None:
-        """Unoptimize one address and hold it so, or ask for its optimization again.
+        """Request the optimization of a probe's address; if `wanted` is False, keep the address unoptimized.
 
         Raises: KernelError EINVAL (not registered), EOPNOTSUPP (no jump is possible; the message says why).
         """
@@ -578,7 +581,9 @@ class Kernel:
             return self.machine.memory.read_cstring(addr, limit)
 
     def ktime_get_ns(self) -> int:
-        """Read the guest's clock: nanoseconds since boot. With the virtual clock, each call advances it.
+        """Read the guest's clock and return the nanoseconds since boot.
+
+        Each call advances a virtual clock.
 
         Mirrors: include/linux/timekeeping.h:ktime_get_ns (v6.1).
         """
@@ -610,7 +615,7 @@ class Kernel:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the guest takes no more calls, because it has panicked or is lost."""
+        """Whether the guest accepts no more calls, because it panicked or was declared dead."""
         with self._locked():
             return self.guest.is_dead
 
@@ -630,7 +635,9 @@ class Kernel:
             self.guest.log(message)
 
     def load_module(self, name: str) -> None:
-        """Load a module that comes with the image, and those that it needs; or a file, if `name` has a slash.
+        """Load a module that comes with the image, and the modules that it needs.
+
+        If `name` contains a slash, it is the path of a module file.
 
         Raises: KernelError ENOENT (no such module, or an unresolved symbol), EINVAL (no regular file), EFBIG,
         ENOEXEC (no module for this kernel), EEXIST (a file's module is loaded), ENOMEM, the errno of its init
@@ -643,7 +650,7 @@ class Kernel:
             self.modules.load(files)
 
     def unload_module(self, name: str) -> None:
-        """Unload a module; probes in it are gone.
+        """Unload a module. Probes in its text get the mode "gone".
 
         Raises: KernelError ENOENT (not loaded), EWOULDBLOCK (in use), EBUSY (its init function has not
         returned, or it cannot be unloaded), EFAULT (its exit function was killed).
@@ -670,7 +677,7 @@ class Kernel:
 
     @contextmanager
     def _opened(self, path: str, flags: int) -> Iterator[OpenFile]:
-        """Open a control file as root; the lock must be held."""
+        """Open a control file as root, and release it at the end; the lock must be held."""
         opened = self._control_files.open(path, flags, _ROOT)
         try:
             yield opened
@@ -680,7 +687,7 @@ class Kernel:
     def read_file(self, path: str) -> str:
         """Return the text of a control file, for example "tracing/trace" or "kprobes/list".
 
-        Paths are those of a mount. Bytes that are no UTF-8 become surrogates.
+        Paths are relative to the root of a mount. Bytes that are not UTF-8 become surrogates.
 
         Deviates: no task of the guest opens the file, so that probes do not see the calls. To hit a probe,
         call a guest function, load a module, or use a mount: files in scratch/ belong to the guest.
@@ -722,7 +729,10 @@ class Kernel:
                 left = left[taken:]
 
     def _prepared(self, path: str, data: bytes) -> Callable[[], Steps] | None:
-        """Return the write of `data` to a file that reads host files, which are read now; None for others."""
+        """Read the host files that a write of `data` names, and return a function that begins the write.
+
+        Return None if the file at `path` does not read host files.
+        """
         with self._control():
             node = self._control_files.lookup(path)
         return node.prepare(_ROOT, data) if isinstance(node, HostReadingFile) else None
@@ -735,7 +745,8 @@ class Kernel:
     ) -> NodeTree:
         """Return the files of this kernel as a tree that belongs to `owner`, by default root.
 
-        `further` are more files of machine/, by name. They replace files of kprobefs with the same name.
+        `further` maps name -> file, for additional files of machine/. They replace files of kprobefs with the
+        same name.
 
         Raises: KernelError ENODEV (closed).
         """
@@ -743,7 +754,7 @@ class Kernel:
             return build_filesystem(self.components, layout, owner, further)
 
     def mount(self, layout: RootLayout = RootLayout.FULL, owner: Owner | None = None) -> Mount:
-        """Return a mount for a front end to serve: the files, with the guest's part in each request.
+        """Return a mount for a front end to serve. Its requests also make the guest do the system calls.
 
         Raises: KernelError ENODEV (closed).
         """
@@ -755,17 +766,19 @@ class Kernel:
         Raises: KernelError ENODEV (closed).
         """
         with self._locked():
-            return self._mounts.add(files)
+            mount = self._mounts.add(files)
+        mount.has_native_traps = self.machine.hooks.is_native
+        return mount
 
     def replace_kernel(self, old: Kernel, define: Callable[[], Iterable[None]]) -> Iterator[None]:
-        """Continue where `old` ended, a kernel of the same lock and configuration, in steps.
+        """Take over time and records of `old`, a kernel with the same lock and configuration, in steps.
 
-        Between two steps `old` works, and the lock may be given up. After the last one `old` is unusable.
-        Each step of the result does a step of `define`.
+        Each step of the result does a step of `define`. Between two steps, `old` works, and the caller may
+        release the lock. After the last step, `old` is unusable.
 
-        Time continues. Events that `define` registers get the ids that events of the same names had, so that
-        the old records can still be printed. A mark follows the old records. The lock must be held. If this
-        fails, the old kernel continues.
+        `old` is unusable afterwards, unless this fails. The lock must be held. Events that `define` registers
+        get the ids that events of the same names had, so that the old records can still be printed. A mark
+        follows the old records.
 
         Raises: MemoryError, as `define`.
         """
@@ -773,7 +786,7 @@ class Kernel:
         return self.components.replace_kernel(old.components, define)
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
-        """Let a mount of the kernel that this one replaces show `files`, of this kernel, from now on.
+        """Take over a mount of the kernel that this one replaces, and show in it `files` of this kernel.
 
         Raises: KernelError ENODEV (closed).
         """

@@ -71,7 +71,7 @@ def build(
 
 
 def _select_profile(config: MachineConfig, profile: Profile | None) -> Profile:
-    """Return the given profile, or the one that `config` names, with the registers that `config` saves."""
+    """Return `profile`, or the one that `config` names, with `config.save_regs` applied if it is set."""
     profile = profile or profile_named(config.profile)
     if config.save_regs is None:
         return profile
@@ -81,7 +81,7 @@ def _select_profile(config: MachineConfig, profile: Profile | None) -> Profile:
 def _build_on_machine(
     machine: Machine, live: LiveImage[KernelImage], watch: ProcessWatch, profile: Profile, lock: ControlLock
 ) -> BuiltinKernelComponents:
-    """Build everything that runs on the machine, in the order in which one part needs the other."""
+    """Build guest, probe engine, tracing and modules on the machine; each part needs the earlier ones."""
     config = machine.config
     arch = arch_named(config.arch)
     guest = _boot(machine, live.core, watch, lock)
@@ -109,7 +109,7 @@ def _build_on_machine(
 
 
 def _boot(machine: Machine, image: KernelImage, watch: ProcessWatch, lock: ControlLock) -> Guest:
-    """Boot the kernel to its first system call, and limit the memory of its files."""
+    """Boot the kernel to its first system call, and apply the limit scratch_bytes to its files."""
     guest = boot_guest(BuiltinKernel(machine, image), watch, TaskEvents(), lock)
     scratch_bytes = machine.config.limits[Limit.SCRATCH_BYTES]
     if scratch_bytes is not None:
@@ -126,7 +126,7 @@ def _probed_kernel(
     lock: ControlLock,
     profile: Profile,
 ) -> ProbedKernel:
-    """Describe the booted kernel to the builder of the probe engine."""
+    """Return the booted kernel's parts as build_probe_engine() needs them."""
     return ProbedKernel(
         machine=machine,
         tables=live,
@@ -151,7 +151,7 @@ def _traced_kernel(
     guest: Guest,
     engine: ProbeRegistries,
 ) -> TracedKernel:
-    """Describe the booted kernel and its tracepoints to the builder of tracing."""
+    """Return the booted kernel's parts and its tracepoints as build_trace() needs them."""
     kprobes = engine.kprobes
     image = live.core
     memory = machine.memory

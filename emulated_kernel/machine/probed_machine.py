@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.guest_clock import GuestClock
-from emulated_kernel.machine.interrupts.hooks import Breakpoints, TrapHooks
+from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.interrupts.trap_handlers import TrapHandlers
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.memory.record_memory import RecordMemory
@@ -78,12 +79,12 @@ class ProbedMachine(ABC):
         """Call `may_end` at the end of a quantum; if it returns False, the CPU runs one more instruction."""
 
     @property
-    def breakpoints(self) -> Breakpoints:
+    def breakpoints(self) -> TrapHandlers:
         """Address of an int3 -> handler, which is called during the run with regs.ip after the int3."""
         return self.hooks.breakpoints
 
     @property
-    def debug_traps(self) -> Breakpoints:
+    def debug_traps(self) -> TrapHandlers:
         """Address at which a single step ends -> handler, called during the run with regs.ip there."""
         return self.hooks.debug_traps
 

@@ -17,7 +17,7 @@ _THREAD_CPU_CLOCK = 6
 
 
 LOOK = 0.25
-"""Seconds between two calls of `is_unwanted` during a run."""
+"""Seconds between two calls of `is_unwanted` or `is_interrupted` during a run."""
 HANDLERS_FREE = 0.75
 """Share of the callbacks' time that doesn't count; the rest stops a guest that loops from hit to hit."""
 
@@ -84,8 +84,16 @@ class Watchdog:
     start of the current run. If nothing runs, it waits without a timeout.
     """
 
-    def __init__(self, stop: Callable[[], None], handler_time: HandlerTime, budget: float) -> None:
+    def __init__(
+        self,
+        stop: Callable[[], None],
+        handler_time: HandlerTime,
+        budget: float,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Take a function that stops runs of the main thread by returning True: `is_interrupted`."""
         self._stop = stop
+        self._is_interrupted = is_interrupted
         self._handler_time = handler_time
         self._budget = budget
         self._allowed = budget
@@ -107,6 +115,8 @@ class Watchdog:
         """The thread sleeps until a run's budget ends, without calls of `is_unwanted` in between."""
         self.was_unwanted = False
         """True if the last stopped run was stopped because nobody waits for its result."""
+        self.was_interrupted = False
+        """True if the last stopped run was stopped by `is_interrupted`."""
 
     @property
     def budget(self) -> float:
@@ -192,14 +202,16 @@ class Watchdog:
         self._sleeps_long = True
         is_unwanted = self._is_unwanted
         remaining = self._remaining(started)
-        self._sleeps_long = is_unwanted is None
+        is_main = self._ident == threading.main_thread().ident
+        self._sleeps_long = is_unwanted is None and not is_main
         was_unwanted = is_unwanted is not None and is_unwanted()
-        if remaining > 0 and not was_unwanted:
+        was_interrupted = is_main and self._is_interrupted()
+        if remaining > 0 and not (was_unwanted or was_interrupted):
             longest = max(remaining, self._allowed / 100)
         else:
-            self._expire(started, was_unwanted=was_unwanted)
+            self._expire(started, was_unwanted=was_unwanted, was_interrupted=was_interrupted)
             longest = self._allowed / 10
-        self._sleep(min(longest, LOOK) if is_unwanted else longest)
+        self._sleep(min(longest, LOOK) if is_unwanted or is_main else longest)
 
     def _remaining(self, started: float) -> float:
         """Return a lower bound of the seconds that the run may still take."""
@@ -233,13 +245,14 @@ class Watchdog:
             self._half = None
         return cpu
 
-    def _expire(self, started: float, *, was_unwanted: bool) -> None:
+    def _expire(self, started: float, *, was_unwanted: bool, was_interrupted: bool) -> None:
         self._stopping = started
         try:
             if self._started == started:
                 self._stop()
                 self._expired = started
                 self.was_unwanted = was_unwanted
+                self.was_interrupted = was_interrupted
         finally:
             # Otherwise disarm() would wait forever.
             self._stopping = -1.0

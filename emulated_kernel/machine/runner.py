@@ -27,7 +27,7 @@ class Runner:
         self._asked: Callable[[Regs], tuple[int, ...]] = attrgetter(*self.cpu.hypercall_arguments)
         self.memory = memory
         self._clock = clock
-        self.watchdog = Watchdog(stop, hooks.handler_time, budget)
+        self.watchdog = Watchdog(stop, hooks.handler_time, budget, self._engine.is_interrupted_again)
         self.is_running = False
         """True while the guest runs, also inside hooks."""
         self._number = attrgetter(self.cpu.hypercall_register)
@@ -39,8 +39,8 @@ class Runner:
 
         `budget` is the run's budget in seconds; None takes the machine's budget.
 
-        Raises: HardwareError (called from within a run; the emulator failed), Exception (what a Python hook
-        raised).
+        Raises: HardwareError (called from within a run; the emulator failed), KeyboardInterrupt (by a second
+        SIGINT), Exception (what a Python hook raised).
         """
         self.check_stopped()
         if tick:
@@ -50,9 +50,11 @@ class Runner:
             self.watchdog.arm(budget)
             try:
                 error = self.hooks.run(self.regs.ip)
-            finally:
-                expired = self.watchdog.disarm()
-            return self._why_stopped(error, expired)
+            except BaseException:
+                if self.watchdog.disarm():
+                    self._drain_stop(self.regs.ip)
+                raise
+            return self._why_stopped(error, self.watchdog.disarm())
         finally:
             self.is_running = False
 

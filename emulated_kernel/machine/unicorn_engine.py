@@ -15,6 +15,7 @@ from functools import cached_property
 from types import FrameType
 from typing import TypeVar
 
+from emulated_kernel.machine import pending_sigint
 from emulated_kernel.machine.traps.trap import HardwareError
 
 ARCH_X86 = 4
@@ -121,6 +122,7 @@ class Engine(CodeCache):
             # signal() raises ValueError in other threads; only the main thread runs signal handlers.
             with suppress(ValueError):
                 signal.signal(signal.SIGINT, _on_interrupt)
+                pending_sigint.watch()
         if cpu_model is not None:
             self._check(held.uc_ctl(handle, _CTL_CPU_MODEL, cpu_model), "uc_ctl_set_cpu_model")
         self._check(held.uc_ctl(handle, _CTL_TCG_BUFFER_SIZE, TRANSLATED), "uc_ctl_set_tcg_buffer_size")
@@ -205,12 +207,15 @@ class Engine(CodeCache):
         *,
         at: int | range | None = None,
         instruction: int | None = None,
+        data: int | None = None,
+        keep: tuple[object, ...] = (),
     ) -> ctypes.c_void_p:
         """Register a ctypes callback for an address, a range or all, and keep it as long as the engine.
 
-        `instruction` is Unicorn's number of an instruction, for HOOK_INSN.
+        `instruction` is Unicorn's number of an instruction, for HOOK_INSN. The callback can also be the
+        address of host code. It gets the address `data`; `keep` contains objects that it uses.
         """
-        self._keep.append(callback)
+        self._keep += (callback, *keep)
         hook = ctypes.c_void_p()
         if at is None:
             # All addresses.
@@ -228,7 +233,7 @@ class Engine(CodeCache):
             ctypes.byref(hook),
             kind,
             callback,
-            None,
+            ctypes.c_void_p(data),
             ctypes.c_uint64(begin),
             ctypes.c_uint64(end),
             *more,
@@ -249,6 +254,12 @@ class Engine(CodeCache):
     def start(self, address: int) -> int:
         """Run from `address` until the guest halts or is stopped; return the uc_err."""
         return int(self._emu_start(self.handle, address, 0, 0, 0))
+
+    def is_interrupted_again(self) -> bool:
+        """Return True if a second SIGINT waits for the main thread, which is in a run; from any thread."""
+        if signal.getsignal(signal.SIGINT) is not _on_interrupt:
+            return False
+        return self.is_interrupted + pending_sigint.pending() > 1
 
     def raise_interrupt(self) -> None:
         """Raise KeyboardInterrupt for the SIGINT noted in `is_interrupted`."""
@@ -353,9 +364,11 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
         at = at.f_back
     engine = None if at is None else at.f_locals["self"]
     if engine is None:
+        pending_sigint.take()
         signal.default_int_handler(number, frame)
-    engine.is_interrupted = not engine.is_interrupted
-    if not engine.is_interrupted:
+    came = engine.is_interrupted + pending_sigint.take()
+    engine.is_interrupted = came == 1
+    if came > 1:
         if callback is None or callback is not frame:
             signal.default_int_handler(number, frame)
         engine.parked = KeyboardInterrupt()

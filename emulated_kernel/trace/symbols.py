@@ -14,15 +14,18 @@ from emulated_kernel.util.abi import PAGE_SIZE
 FTRACE_TRAMPOLINE = "ftrace_regs_caller"
 """Name of the code that armed fentry sites call."""
 ADDED_TEXT = frozenset((RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE, FTRACE_TRAMPOLINE))
-"""Names of code that the host has added."""
+"""Names of the trampolines that the host has added to the guest's text."""
 _REMEMBERED = 8192
-"""Number of addresses whose symbols are cached; texts print the same few addresses again and again."""
+"""Maximum number of addresses whose symbols are cached; files print the same few addresses many times."""
 
 
 GENERATED_SYMBOL = "kprobe_insn_page"
-"""Name of each page of generated code. Mirrors: include/linux/kprobes.h:KPROBE_INSN_PAGE_SYM (v6.1)."""
+"""Name of the symbol of each page of generated code.
+
+Mirrors: include/linux/kprobes.h:KPROBE_INSN_PAGE_SYM (v6.1).
+"""
 GENERATED_MODULE = "__builtin__kprobes"
-"""Module of GENERATED_SYMBOL. Mirrors: kernel/kprobes.c:kprobe_cache_get_kallsym (v6.1)."""
+"""Module name of GENERATED_SYMBOL. Mirrors: kernel/kprobes.c:kprobe_cache_get_kallsym (v6.1)."""
 
 
 def _page_symbol(page: int) -> Symbol:
@@ -30,7 +33,7 @@ def _page_symbol(page: int) -> Symbol:
 
 
 class KernelSymbols:
-    """Lookup of symbols by address and by name."""
+    """Lookup of the guest's symbols by address and by name, with a cache."""
 
     def __init__(
         self,
@@ -39,13 +42,13 @@ class KernelSymbols:
         sites: FtraceSites | None,
         generated: Callable[[], Iterable[range]],
     ) -> None:
-        """Make the lookup. `generated` returns the ranges of code that kprobefs has generated."""
+        """Store the tables to search. `generated` returns the ranges of code that kprobefs has generated."""
         self._kallsyms = kallsyms
         self._generated = generated
         self.lookup_name = kallsyms.lookup_name
         """Returns the address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
         self.count_name = kallsyms.count_name
-        """Returns the number of symbols with a name, in the kernel and all modules."""
+        """Returns the number of symbols that have a given name, in the kernel and all modules."""
         self.has_module = kallsyms.has_module
         """Returns True if a module of that name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline = hook_sets.first.trampoline.is_one
@@ -57,7 +60,7 @@ class KernelSymbols:
         self._sites = sites
         self._freed: dict[str, list[Location]] = {}
         self.version = 0
-        """Number that changes whenever addresses may have got other symbols."""
+        """Count of the changes of the symbol tables; caches of symbols are valid while it is the same."""
         self.tables_changed()
 
     def tables_changed(self) -> None:
@@ -94,7 +97,7 @@ class KernelSymbols:
         return None
 
     def _lookup_generated(self, address: int) -> Location | None:
-        """Return the page of generated code that contains an address.
+        """Return the page of generated code that contains an address, or None.
 
         Mirrors: kernel/kallsyms.c:kallsyms_lookup_buildid (v6.1), for BPF programs and ftrace trampolines.
         """
@@ -103,7 +106,7 @@ class KernelSymbols:
         return Location(_page_symbol(address & -PAGE_SIZE), address % PAGE_SIZE, GENERATED_MODULE)
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        """Return the whole text of /proc/kallsyms; see kallsyms_lines()."""
+        """Return the whole text of /proc/kallsyms, which kallsyms_lines() yields."""
         return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
 
     def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
@@ -119,18 +122,18 @@ class KernelSymbols:
             yield f"{address:0{kallsyms.digits}x} t {GENERATED_SYMBOL}\t[{GENERATED_MODULE}]\n"
 
     def remember(self, module: str, functions: Iterable[Location]) -> None:
-        """Keep the names of functions in a module's init text, which was traced and is about to be freed.
+        """Keep the symbols of functions in a module's init text, which was traced and is about to be freed.
 
         Mirrors: kernel/trace/ftrace.c:save_ftrace_mod_rec (v6.1).
         """
         self._freed[module] = list(functions)
 
     def forget(self, module: str) -> None:
-        """Forget the names of freed init text, because the module is unloaded."""
+        """Forget the symbols of a module's freed init text, because the module is unloaded."""
         self._freed.pop(module, None)
 
     def _lookup_freed(self, address: int) -> Location | None:
-        """Return the function in freed init text.
+        """Return the function in freed init text that contained an address, or None.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_mod_address_lookup (v6.1).
         """
@@ -142,7 +145,7 @@ class KernelSymbols:
 
 
 def sprint_symbol(symbols: KernelSymbols, address: int) -> str:
-    """Return `name+0xoffset/0xsize [module]`, or the bare address.
+    """Return `name+0xoffset/0xsize [module]`, or the address in hexadecimal if no symbol contains it.
 
     Mirrors: kernel/kallsyms.c:sprint_symbol (v6.1).
     """
@@ -154,7 +157,7 @@ def sprint_symbol(symbols: KernelSymbols, address: int) -> str:
 
 
 def sprint_symbol_no_offset(symbols: KernelSymbols, address: int) -> str:
-    """Return `name [module]`, or the bare address.
+    """Return `name [module]`, or the address in hexadecimal if no symbol contains it.
 
     Mirrors: kernel/kallsyms.c:sprint_symbol_no_offset (v6.1).
     """
@@ -167,7 +170,7 @@ def sprint_symbol_no_offset(symbols: KernelSymbols, address: int) -> str:
 def print_ip(symbols: KernelSymbols, address: int, *, offset: bool, digits: int) -> str:
     """Return the text of an instruction address in an entry.
 
-    `digits` is the number of digits of the address that option sym-addr adds, or 0.
+    If option sym-addr is on, `digits` is the number of digits of the address that the text ends with, else 0.
     Mirrors: kernel/trace/trace_output.c:seq_print_ip_sym (v6.1).
     """
     if not address:

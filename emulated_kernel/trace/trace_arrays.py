@@ -1,4 +1,4 @@
-"""All trace arrays of a kernel: the top one and the instances, which users create and remove."""
+"""TraceArrays: all trace arrays of a kernel, which are the top one and the instances that users create."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class Tracing:
 
 
 class TraceArrays(TaskObserver):
-    """All trace arrays of a kernel. Callers serialise: Linux holds event_mutex and trace_types_lock.
+    """All trace arrays of a kernel.
 
-    `clock` returns the time of error logs in ns.
+    Callers hold the control lock, in the place of Linux's event_mutex and trace_types_lock. `clock` returns
+    the time in nanoseconds for error_log.
     Mirrors: kernel/trace/trace.c:ftrace_trace_arrays (v6.1).
     """
 
@@ -64,7 +65,7 @@ class TraceArrays(TaskObserver):
         self._lock = lock
         self._instances: dict[str, Tracing] = {}
         self._unlimited: set[str] = set()
-        """Names of instances that were not created by users."""
+        """Names of instances that users have not created, which do not count towards the limit."""
         self.top = self._tracing(TraceArray(system), None)
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
@@ -97,12 +98,12 @@ class TraceArrays(TaskObserver):
         return self._instances.keys()
 
     def find(self, name: str) -> Tracing | None:
-        """Return the instance of that name, or None."""
+        """Return the instance with a name, or None."""
         return self._instances.get(name)
 
     @property
     def limited(self) -> int:
-        """Number of instances that count towards the limit."""
+        """Number of instances that count towards Limit.INSTANCES."""
         return len(self._instances) - len(self._unlimited)
 
     def make(self, name: str, *, is_limited: bool = True) -> Tracing:
@@ -129,25 +130,29 @@ class TraceArrays(TaskObserver):
 
     @property
     def hist_memory(self) -> HistMemory:
-        """The budget of all histograms."""
+        """The memory budget that all histograms of the kernel share."""
         return self._hists.system.memory
 
     def instance_memory(self) -> tuple[int, int]:
-        """Return the bytes of pages and of each CPU's cells that a new instance allocates."""
+        """Return the sizes of the memory that a new instance allocates: of pages, and of each CPU's cells.
+
+        Both sizes are in bytes.
+        """
         sizes = [memory_size(pages_for(DEFAULT_BUFFER_SIZE)), memory_size(MIN_PAGES)]
         return self._system.cpus * sum(sizes), len(sizes) * CONTROL_SIZE
 
     def remove(self, name: str) -> None:
-        """Remove an instance that is not in use.
+        """Remove an instance, and free its buffers.
 
-        Raises: KernelError ENODEV (there is no such instance), EBUSY.
+        Raises: KernelError ENODEV (there is no such instance), EBUSY (a histogram has variables).
         Mirrors: kernel/trace/trace.c:__remove_instance (v6.1).
         """
         self._lock.assert_held()
         tracing = self._instances.get(name)
         if tracing is None:
             raise KernelError(errno.ENODEV, f"instances/{name}: no such instance")
-        # Mirrors: kernel/trace/trace_events_hist.c:save_hist_vars (v6.1), which takes a reference.
+        # Mirrors: kernel/trace/trace_events_hist.c:save_hist_vars (v6.1), which takes a reference to the
+        # instance.
         if self._hists.system.with_variables(tracing.array):
             raise KernelError(errno.EBUSY, f"instances/{name}: a histogram has variables; remove its trigger")
         del self._instances[name]
@@ -158,9 +163,9 @@ class TraceArrays(TaskObserver):
         tracing.array.release()
 
     def take_records(self, former: TraceArrays) -> None:
-        """Take the records of another kernel's trace arrays with the same names: all of them or none.
+        """Move the records of a replaced kernel's trace arrays to the trace arrays with the same names here.
 
-        Raises: MemoryError (nothing was taken).
+        Raises: MemoryError (no record was moved).
         """
         pairs = [(self.top.array, former.top.array)]
         for name, tracing in self._instances.items():
@@ -177,19 +182,25 @@ class TraceArrays(TaskObserver):
     # Events of the guest's tasks
 
     def call_ended(self) -> None:
-        """Wake readers that wait for records, if guest code may have written some."""
+        """Implement TaskObserver.call_ended: wake waiting readers if guest code has written records."""
         if self.top.array.listeners:
             self.top.array.notify_of_guest()
         for tracing in self._instances.values():
             tracing.array.notify_of_guest()
 
     def forked(self, parent: int, child: int) -> None:
-        """Trace a new task if its parent is traced, under the options event-fork and function-fork."""
+        """Implement TaskObserver.forked: add a new task to lists of pids that have its parent.
+
+        Options event-fork and function-fork select the lists.
+        """
         for pids in self._inherited_pids():
             pids.follow(parent, child)
 
     def exited(self, pid: int) -> None:
-        """Remove the pid of a task that has ended, under the options event-fork and function-fork."""
+        """Implement TaskObserver.exited: remove the pid of an ended task from lists of pids.
+
+        Options event-fork and function-fork select the lists.
+        """
         for pids in self._inherited_pids():
             pids.forget(pid)
 

@@ -1,4 +1,4 @@
-"""Constants shared by the guest kernel (image/src/include/host_abi.h) and the Python side."""
+"""Constants shared by the guest kernel (image/src/include/host_abi.h) and the host's Python code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ GuestAddr = NewType("GuestAddr", int)
 """A guest virtual address."""
 
 PAGE_SIZE = 4096
+"""Size of a page of the guest in bytes."""
 HZ = 250
+"""Number of jiffies per second."""
 
 
 class Prot(IntFlag):
-    """Access rights of a segment or page: ELF's p_flags and a bit for user mode."""
+    """Access rights of a segment or page, as the bits of ELF's p_flags; USER allows access in user mode."""
 
     EXEC = 1
     WRITE = 2
@@ -44,7 +46,7 @@ class Hypercall(IntEnum):
     MODULE = 6
     """The module loader asks the host for a service; arguments: ModuleOp, 0, two that depend on the op."""
     CPU_UP = 7
-    """Start another CPU; arguments: its number, entry point, stack pointer, per-CPU area."""
+    """Start another CPU; arguments: CPU number, entry point, stack pointer, per-CPU area."""
     YIELD = 8
     """This CPU busy-waits for another one; after it is resumed it continues to wait."""
     KPROBES = 9
@@ -52,7 +54,7 @@ class Hypercall(IntEnum):
 
 
 class HostfsWriter(IntEnum):
-    """Answer to HostfsOp.OPEN: the function of the guest's kernel that write(2) calls for the file."""
+    """Answer to HostfsOp.OPEN: selects the guest kernel's function that write(2) calls for the file."""
 
     GENERAL = 0
     TRACING_MARK = 1
@@ -60,7 +62,7 @@ class HostfsWriter(IntEnum):
 
 
 class HostfsOp(IntEnum):
-    """First argument of Hypercall.HOSTFS."""
+    """Operation on a file of the host: the first argument of Hypercall.HOSTFS."""
 
     OPEN = 0
     READ = 1
@@ -70,12 +72,12 @@ class HostfsOp(IntEnum):
 
 
 class ModuleOp(IntEnum):
-    """First argument of Hypercall.MODULE."""
+    """Service for the module loader: the first argument of Hypercall.MODULE."""
 
     ALLOC = 0
-    """Allocate memory; arguments: size in bytes, 1 for text; answer: an address or -ENOMEM."""
+    """Allocate memory; arguments: size in bytes, 1 for text or 0 for data; answer: an address or -ENOMEM."""
     PLACE = 1
-    """Copy code into allocated text; arguments: address of the text, address of the code."""
+    """Copy code into allocated text; arguments: destination in the text, address of the code."""
     FREE = 2
     """Free memory; argument: an address that ALLOC returned."""
     NOTIFY = 3
@@ -86,7 +88,7 @@ class ModuleOp(IntEnum):
 
 
 class KprobeOp(IntEnum):
-    """First argument of Hypercall.KPROBES; the answer is 0 or -errno."""
+    """Call of the kprobes API: the first argument of Hypercall.KPROBES; the answer is 0 or -errno."""
 
     REGISTER = 0
     REGISTER_RETURN = 1
@@ -128,6 +130,9 @@ class Vector(IntEnum):
 
 
 PARK = (1 << 64) - 1
-"""Answer to Hypercall.USER: there is no system call yet, sleep until woken. 32-bit registers truncate it."""
+"""Answer to Hypercall.USER: there is no system call yet, so the task sleeps until it is woken.
+
+32-bit registers hold the low half.
+"""
 ERESTARTSYS = 512
 """Answer to Hypercall.HOSTFS: the operation would block; the task sleeps until woken and tries again."""

@@ -1,10 +1,10 @@
-"""Machine code that is written as a listing: the bytes of each instruction beside its assembly text.
+"""Machine code that is written as a listing: the bytes of each instruction, and its assembly text.
 
 A line is `BYTES | INSTRUCTION`. The bytes are hexadecimal numbers and these fields, which name a symbol:
 
 - `rel32:NAME`: the distance from the end of the field to the symbol, 4 bytes;
-- `imm32:NAME` and `imm64:NAME`: the low 4 or 8 bytes of its value;
-- `org:OFFSET`, without an instruction: the code goes on there, and INT3 fills the gap.
+- `imm32:NAME` and `imm64:NAME`: the low 4 or 8 bytes of the symbol's value;
+- `org:OFFSET`, without an instruction: the code continues at this offset, and INT3 fills the gap.
 
 The instruction is for the reader. A test assembles it and compares the bytes.
 """
@@ -19,7 +19,7 @@ _REL32_SIZE = 4
 
 
 def machine_code(listing: str, at: int = 0, symbols: Mapping[str, int] | None = None) -> bytes:
-    """Return the bytes of a listing whose first byte has the address `at`.
+    """Return the bytes of a listing. `at` is the address of its first byte, and `symbols` maps name -> value.
 
     Raises: KeyError (no such symbol), OverflowError (a symbol is too far away).
     """

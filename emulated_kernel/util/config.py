@@ -13,11 +13,11 @@ from emulated_kernel.util.limits import Limits
 DEFAULT_RUN_BUDGET = 1.0
 """Default of MachineConfig.run_budget in seconds."""
 HOST = "host"
-"""Value that selects the kernel that the host runs, in place of an image's path."""
+"""Value of option --image that selects the kernel that the host runs, in place of a path."""
 MOST_SEED = (1 << 63) - 1
-"""Largest seed; the smallest is 0."""
+"""Largest seed of the virtual clock; the smallest is 0."""
 IMAGE_LIMIT = 1 << 30
-"""Largest kernel file in bytes. A kernel with debug information has a few hundred MiB."""
+"""Maximum size of a kernel file in bytes. A kernel with debug information has a few hundred MiB."""
 
 
 class ElfMachine(IntEnum):
@@ -34,7 +34,7 @@ ARCHITECTURES: Mapping[str, ElfMachine] = {
     "riscv64": ElfMachine.RISCV,
     "riscv64i": ElfMachine.RISCV,
 }
-"""Name of a supported architecture -> e_machine of its images; the default comes first."""
+"""Name of a supported architecture -> e_machine of its images; the default architecture comes first."""
 
 
 @immutable
@@ -51,7 +51,7 @@ class MachineConfig:
     image: Path | None = None
     """File of the kernel to run; None selects the architecture's prebuilt kernel."""
     clock: str = "virtual"
-    """"virtual" (same seed, same timestamps) or "real"."""
+    """Mode of the clock: "virtual" (runs with the same seed have the same timestamps) or "real"."""
     pauses: bool = True
     """Whether real time between two requests makes delayed work of kprobes due, such as the optimizer's.
 
@@ -65,12 +65,12 @@ class MachineConfig:
     For tests. The seed determines the exact places, and each instruction takes 0.1 microseconds.
     """
     stale_fetch: bool = False
-    """Let a CPU continue with instructions fetched before text changed, until it takes an interrupt.
+    """Whether a CPU executes instructions fetched before text changed, until it takes an interrupt.
 
     For tests of text patching; it needs a quantum.
     """
     run_budget: float = DEFAULT_RUN_BUDGET
-    """Wall time of one uninterrupted guest run, after which the guest counts as looping."""
+    """Maximum wall time of one uninterrupted guest run. A guest that runs longer counts as looping."""
     profile: str = "linux-6.1"
     """Set of kprobes features to emulate: a key of PROFILES."""
     save_regs: str | None = None
@@ -83,4 +83,7 @@ class MachineConfig:
     limits: Limits = field(default_factory=Limits, compare=False)
     """Resource limits of the mount; a kernel that replaces this one shares them."""
     fast_registers: bool = True
-    """Access registers in Unicorn's CPU structure if the start-up self-test finds it; False uses its API."""
+    """Whether registers are accessed in Unicorn's CPU structure, if the start-up self-test finds it.
+
+    Otherwise Unicorn's API is used.
+    """

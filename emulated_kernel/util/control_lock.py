@@ -9,9 +9,9 @@ from time import monotonic, sleep
 from typing import Self
 
 GIVING_WAY = 0.05
-"""Longest time in seconds for which yield_lock() waits."""
+"""Maximum time in seconds for which yield_lock() waits."""
 PATIENCE = 0.1
-"""Seconds that a thread waits for the lock before it enters `ControlLock.waiting`."""
+"""Time in seconds for which a thread waits for the lock before it enters `ControlLock.waiting`."""
 
 
 class _Pause(str):
@@ -19,7 +19,7 @@ class _Pause(str):
 
 
 PAUSE = _Pause()
-"""Part of a text without characters, after which its reader gives up the control lock for a moment."""
+"""Empty part of a file's text, after which the reading thread releases the control lock for a moment."""
 
 
 class ControlLock:
@@ -37,19 +37,19 @@ class ControlLock:
         self._acquire = lock.acquire
         self._release = lock.release
         self._owner = 0
-        """Identifier of the owning thread, 0 if there is none; only assert_held() uses it."""
+        """Identifier of the thread that holds the lock, or 0; only assert_held() uses it."""
         self._depth = 0
         self._waiters: set[object] = set()
-        """A token for each thread that waits now; a thread that waits a second time gets a new token."""
+        """One token for each thread that waits for the lock; each wait has a new token."""
         self.turn = 0
-        """Number of the latest entry from outside; quotas that hold for one entry restart when it changes."""
+        """Count of the entries from outside so far. Quotas for one entry restart when it changes."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Makes a context manager for a wait longer than PATIENCE.
+        """Returns a context manager, which a thread enters while it waits longer than PATIENCE.
 
         A thread that serves requests uses it to let another thread serve them while it waits.
         """
         self.is_abandoned: Callable[[], bool] = lambda: False
-        """Whether the process was killed whose write the calling thread serves. Long writes then stop."""
+        """Returns True if the calling thread serves a write of a killed process, which must stop."""
 
     def __enter__(self) -> Self:
         if not self._acquire(False):
@@ -78,7 +78,7 @@ class ControlLock:
             self._waiters.discard(wait)
 
     def yield_lock(self) -> None:
-        """Wait until all threads that wait for the lock now have got it, for GIVING_WAY seconds at most.
+        """Let the threads that are waiting for the lock take it first; wait at most GIVING_WAY seconds.
 
         The caller has just released the lock and will take it again.
         """

@@ -1,4 +1,4 @@
-"""KernelError, an exception that carries the errno which a system call returns, and exceptions like it."""
+"""KernelError, which carries the errno of a system call, and the exceptions of unfinished calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import errno as errno_module
 import os
 
 _LINUX_NAMES = {errno_module.EDEADLK: "EDEADLK", errno_module.EOPNOTSUPP: "EOPNOTSUPP"}
-"""Linux's names of numbers for which errno.errorcode has a different one."""
+"""errno -> Linux's name, where errno.errorcode has another name of the same number."""
 
 
 class KernelError(OSError):
-    """Error of the emulated kernel, raised where the check fails.
+    """Error of a call to the emulated kernel, with its errno. The check that fails raises the error.
 
     A process sees only the errno; `message` is for logs and Python callers.
     """
@@ -39,14 +39,14 @@ class WouldBlock(Exception):
 
 
 class YieldLock(WouldBlock):
-    """A long operation is only partly done; the caller lets others have the control lock and tries again."""
+    """A long operation is partly done; the caller releases the control lock for a moment and tries again."""
 
 
 def checked_count(count: int, room: int) -> int:
-    """Return `count`, the number of bytes or entries that the guest reports, if it is at most `room`.
+    """Return `count`, the number of bytes or entries that the guest reports, after checking its range.
 
-    Hazard: a damaged or hostile guest can report any number; copying that much would overwrite host memory.
-    Raises: KernelError EIO (more than `room`, or negative).
+    Hazard: a damaged or hostile guest can report any number. An unchecked copy would overwrite host memory.
+    Raises: KernelError EIO (negative, or more than the `room` bytes or entries of the buffer).
     """
     if not 0 <= count <= room:
         raise KernelError(errno_module.EIO, f"the guest reports {count} bytes or entries where {room} fit")

@@ -15,17 +15,20 @@ class Limit(Enum):
     """A limited resource; the value is its name in machine/limits."""
 
     PROBES = "probes"
-    """Dynamic events of all kinds."""
+    """Maximum number of dynamic events of all kinds."""
     INSTANCES = "instances"
-    """Instances of tracing."""
+    """Maximum number of directories in tracing/instances."""
     OPEN_FILES = "open_files"
-    """Open files and directories of a mount; files of machine/ can be opened beyond the limit."""
+    """Maximum number of open files and directories of a mount. Files of machine/ can always be opened."""
     USER_OPEN_FILES = "user_open_files"
-    """Open files and directories of one user except root; files of machine/ are excepted as well."""
+    """Maximum number of open files and directories of a user other than root.
+
+    Files of machine/ can always be opened.
+    """
     HIST_BYTES = "hist_bytes"
-    """Bytes of the host's memory that all histograms occupy, as far as they grow with keys and variables."""
+    """Maximum size of the host's memory for keys and variables of all histograms, in bytes."""
     SCRATCH_BYTES = "scratch_bytes"
-    """Bytes of data in files of scratch/ and dev/, in whole pages."""
+    """Maximum size of the data in scratch/ and dev/, in bytes; data takes whole pages."""
     RUN_BUDGET_MS = "run_budget_ms"
     """MachineConfig.run_budget in milliseconds."""
 
@@ -40,7 +43,7 @@ DEFAULTS: Mapping[Limit, int | None] = MappingProxyType(
         Limit.SCRATCH_BYTES: None,
     }
 )
-"""Default limits; None means no limit except memory."""
+"""Limit -> default value; None means that only memory limits the resource."""
 ERRNO = {
     Limit.PROBES: errno.ENOSPC,
     Limit.INSTANCES: errno.ENOSPC,
@@ -49,14 +52,14 @@ ERRNO = {
     Limit.USER_OPEN_FILES: errno.ENFILE,
     Limit.HIST_BYTES: errno.ENOMEM,
 }
-"""Limit -> errno when it is exceeded. The guest itself enforces SCRATCH_BYTES, with ENOSPC."""
+"""Limit -> errno of a request that would exceed it. The guest enforces SCRATCH_BYTES itself, with ENOSPC."""
 RECORD_BYTES = "record_bytes"
-"""Name of the line about the memory of all ring buffers and snapshots, which the machine limits."""
+"""Name of the line in machine/limits for the memory of all ring buffers, whose limit cannot be set."""
 UNLIMITED = "max"
 _NUMBER = re.compile(r"[0-9]{1,20}")
 _MOST = 1 << 48
 _RUN_BUDGETS_MS = range(10, 600_001)
-"""Allowed run budgets in milliseconds; all clients wait that long for a looping guest."""
+"""Allowed run budgets in milliseconds. While the guest loops, all clients wait for the run budget."""
 
 
 def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -> tuple[Limit, int | None]:
@@ -90,9 +93,9 @@ class Limits:
     def __init__(self, values: Mapping[Limit, int | None] = MappingProxyType({})) -> None:
         self._values = {**DEFAULTS, **values}
         self.open_files = 0
-        """Number of open files, which the mount counts."""
+        """Number of open files and directories, which the mount keeps up to date."""
         self.user_open_files = 0
-        """Number of open files of the user who has most of them, except root; the mount counts them."""
+        """Maximum of the numbers of open files of users other than root, which the mount keeps up to date."""
 
     def __getitem__(self, limit: Limit) -> int | None:
         return self._values[limit]
@@ -101,7 +104,10 @@ class Limits:
         self._values[limit] = value
 
     def check(self, limit: Limit, in_use: int) -> None:
-        """Check that one more than `in_use` is allowed. Raises: KernelError ENOSPC, ENFILE, ENOMEM."""
+        """Check that one more of a resource may be allocated; `in_use` are allocated already.
+
+        Raises: KernelError ENOSPC, ENFILE, ENOMEM.
+        """
         most = self._values[limit]
         if most is not None and in_use >= most:
             raise KernelError(ERRNO[limit], f"the limit of {limit.value} is reached: {most}")

@@ -21,11 +21,11 @@ from emulated_kernel.util.threads import start_thread
 T = TypeVar("T")
 
 _PART = 1 << 20
-"""Bytes per read(2), so that memory is only allocated for data that exists."""
+"""Size of one read(2) in bytes. Reading in parts allocates memory only for data that exists."""
 MOST_LATE = 8
-"""Largest number of threads that are blocked in slow file systems."""
+"""Maximum number of threads that are blocked in slow file systems."""
 PATIENCE = 1.0
-"""Seconds for which a client's write may read user-supplied files.
+"""Time in seconds for which a client's write may read user-supplied files.
 
 The host kernel blocks other writers to the same file during that time.
 """
@@ -55,7 +55,10 @@ def is_word(value: object) -> bool:
 
 
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
-    """Return device, inode, size and mtime, which change with the file's contents. Raises: OSError."""
+    """Return device, inode, size and mtime of a file; if they are unchanged, so are the file's contents.
+
+    Raises: OSError.
+    """
     found = os.stat(file)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -117,14 +120,15 @@ class BoundedFileReader:
         self._late: set[_Reading[Any]] = set()
 
     def read(self, path: str | os.PathLike[str], limit: int, deadline: float | None) -> bytes:
-        """All of a file, by `deadline` of time.monotonic(); None: whenever it answers.
+        """Return the contents of a regular file. Wait until `deadline`, a time of time.monotonic().
 
-        Raises: as `read_regular`, OSError ETIMEDOUT, EBUSY (while MOST_LATE are behind), ENOMEM.
+        If `deadline` is None, wait without a limit.
+        Raises: as read_regular(), OSError ETIMEDOUT, EBUSY (MOST_LATE threads are blocked), ENOMEM.
         """
         return self._answer(path, lambda: read_regular(path, limit), deadline)
 
     def look(self, path: str | bytes, deadline: float) -> os.stat_result:
-        """Return the attributes of a file, by `deadline` of time.monotonic().
+        """Return the attributes of a file. Wait until `deadline`, a time of time.monotonic().
 
         Raises: as stat(2), ValueError (a path with NUL), OSError ETIMEDOUT, EBUSY, ENOMEM, as read().
         """
@@ -149,7 +153,10 @@ class BoundedFileReader:
 
 
 class _Reading(Generic[T]):
-    """One file that a thread reads or looks at; it removes itself from `late` when it has an answer."""
+    """The reading of a file, or of its attributes, by a thread.
+
+    When the reading ends, the object removes itself from the set `late`.
+    """
 
     def __init__(
         self, path: str | bytes | os.PathLike[str], ask: Callable[[], T], late: set[_Reading[Any]]
@@ -161,7 +168,7 @@ class _Reading(Generic[T]):
         self._answer: T | Exception | None = None
 
     def run(self) -> None:
-        """Read the file or look at it, in the thread."""
+        """Call `ask` and keep its result or its exception. The thread runs this function."""
         try:
             self._answer = self._ask()
         except Exception as error:
@@ -171,7 +178,7 @@ class _Reading(Generic[T]):
             self._late.discard(self)
 
     def result(self) -> T:
-        """Return the answer. Raises: its OSError, ENOMEM (the thread got no answer)."""
+        """Return the result of `ask`. Raises: the exception of `ask`, OSError ENOMEM (there is no result)."""
         answer = self._answer
         if answer is None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), os.fspath(self._path))

@@ -1,7 +1,7 @@
-"""ControlFs: the file system of kprobefs's own files, and GuestCalls: the guest's part in it.
+"""ControlFs: the file system of control files, and GuestCalls: the guest's part in it.
 
-The host serves clients' system calls on control files. If a probe could notice such a call, the client's task
-in the guest makes the call, too. Each kind of guest has its own way to do this: a subclass of GuestCalls.
+The host serves clients' system calls on control files. If a probe could notice a call, the client's task in
+the guest *repeats* the call. Each kind of guest implements this in a subclass of GuestCalls.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from emulated_kernel.vfs.core.open_file import OpenFile, Piece, Steps
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
 ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
-"""Names of the system calls that make the host's kernel ask for the attributes of an open file."""
+"""Names of the system calls for which the host's kernel requests the attributes of an open file."""
 _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
-"""Directories of the files that set limits: they can be opened beyond the limit of open files."""
+"""Prefixes of the paths that can be opened beyond the limit of open files, as they set the limits."""
 
 
 class _Gated(Exception):
-    """A change must wait for `gate`, without the lock, because another kernel replaces this one."""
+    """Exception for a change that must wait for `gate` without the lock: another kernel replaces this one."""
 
     def __init__(self, gate: Event) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Gated(Exception):
 
 
 def _go_on() -> None:
-    """Do nothing between two steps of a read."""
+    """Do nothing: a read needs no check between two steps."""
 
 
 class ControlFile(FileDescription):
@@ -60,34 +60,34 @@ class ControlFile(FileDescription):
         self.client = client
         """The process that opened the file."""
         self.inner: OpenFile
-        """The node's open file, which has the content; GuestCalls.open sets it."""
+        """The node's open file, which implements reading and writing; GuestCalls.open() sets it."""
         self.fd: int | None = None
         """The guest's descriptor for the file.
 
-        It is None if no probe could notice calls at the open, or if the guest was dead or out of resources.
+        The value is None if no probe could notice the open, or if the guest was dead or out of resources.
         """
         self.number: int | None = None
-        """The descriptor number in the process that opened the file, if that number is known."""
+        """The descriptor's number in the process that opened the file, or None if it is unknown."""
         self.task: Any = None
-        """The guest's task that made the last call on the file; only GuestCalls uses it."""
+        """The guest's task that made the last call on the file, or None; only GuestCalls uses it."""
 
     @property
     def stream(self) -> bool:
-        """See FileDescription."""
+        """Implement FileDescription.stream: whether lseek(2) fails with ESPIPE."""
         return self.inner.stream
 
     @property
     def acts_on_close(self) -> bool:
-        """See FileDescription."""
+        """Implement FileDescription.acts_on_close, by the node's open file."""
         return self.inner.acts_on_close
 
     @property
     def reads_host(self) -> bool:
-        """See FileDescription."""
+        """Implement FileDescription.reads_host: writes name host files, and the file can be written."""
         return self.inner.node.reads_host and self.inner.writable
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileDescription."""
+        """Implement FileDescription.getattr, and let the guest repeat the client's call."""
         fs = self.fs
         with fs.lock:
             self.check()
@@ -97,26 +97,29 @@ class ControlFile(FileDescription):
             return fs.tree.stat(self.inner.node)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """See FileDescription."""
+        """Implement FileDescription.read, by GuestCalls.read()."""
         step = partial(self._read, client, size, offset)
         return retry_yielding_lock(self.fs.lock, step, _go_on)
 
     def _read(self, client: Client, size: int, offset: int) -> bytes:
-        """Do a step of a read. Lock: takes. Raises: YieldLock (there are more steps), as read()."""
+        """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), as read()."""
         with self.fs.lock:
             if self.error:
                 raise self.gone()
             return self.fs.calls.read(client, self, size, offset)
 
     def read_page(self, client: Client, size: int, offset: int) -> bytes:
-        """See FileDescription."""
+        """Implement FileDescription.read_page, by GuestCalls.read_page()."""
         del offset
         with self.fs.lock:
             self.check()
             return self.fs.calls.read_page(client, self, size)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """See FileDescription. If the write needs files of the host, read them first, without the lock."""
+        """Implement FileDescription.write, piece by piece.
+
+        If the write names files of the host, read them first, without the lock.
+        """
         if self.error:
             raise self.gone()
         while True:
@@ -131,29 +134,29 @@ class ControlFile(FileDescription):
                     wait.gate.wait()
 
     def _check_writer(self, client: Client) -> None:
-        """Stop a write whose process was killed. Lock: leaves. Raises: KernelError EINTR."""
+        """Raise KernelError EINTR if the process of the write was killed. Lock: leaves."""
         if self.fs.lock.is_abandoned():
             self.give_up(client, errno.EINTR)
             raise KernelError(errno.EINTR, "the process was killed")
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """See FileDescription."""
+        """Implement FileDescription.poll, by the node's open file. Lock: takes."""
         with self.fs.lock:
             self.check()
             return self.inner.poll(notify)
 
     def wait(self, timeout: float) -> None:
-        """See FileDescription."""
+        """Implement FileDescription.wait, by the node's open file."""
         self.inner.wait(timeout)
 
     def give_up(self, client: Client, error: int) -> None:
-        """See FileDescription."""
+        """Implement FileDescription.give_up: end the waiting call of the client's task in the guest."""
         with self.fs.lock:
             self.check()
             self.fs.calls.give_up(client, self, error)
 
     def ftruncate(self, client: Client, size: int) -> None:
-        """Do nothing, whatever the size."""
+        """Do nothing: control files have no size. The guest repeats the client's ftruncate call."""
         del size
         with self.fs.lock:
             self.check()
@@ -161,11 +164,14 @@ class ControlFile(FileDescription):
                 self.fs.calls.on_file(client, self.path, self, ("ftruncate",))
 
     def set_status_flags(self, flags: int) -> None:
-        """See FileDescription."""
+        """Implement FileDescription.set_status_flags: only O_NONBLOCK takes effect."""
         self.inner.set_status_flags(flags)
 
     def release(self) -> None:
-        """See FileDescription. Lock: takes."""
+        """Implement FileDescription.release: release the node's open file, and close the guest's descriptor.
+
+        Lock: takes.
+        """
         fs = self.fs
         with fs.lock:
             if self.error:
@@ -181,7 +187,7 @@ class ControlFile(FileDescription):
 
 
 class ControlDirectory(OpenDirectory):
-    """An open directory of control files, with `fd` and `number` as ControlFile has them."""
+    """An open directory of control files. `fd` and `number` have the meanings as in ControlFile."""
 
     __slots__ = ("fd", "number")
 
@@ -193,7 +199,7 @@ class ControlDirectory(OpenDirectory):
         self.number: int | None = None
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileDescription."""
+        """Implement FileDescription.getattr, and let the guest repeat the client's call."""
         fs = self.fs
         with fs.lock:
             if client is not None and fs.calls.sees_lookups:
@@ -202,12 +208,12 @@ class ControlDirectory(OpenDirectory):
             return fs.tree.getattr(still_there(self.path))
 
     def listed(self, client: Client) -> None:
-        """See OpenDirectory."""
+        """Implement OpenDirectory.listed, by GuestCalls.listed()."""
         with self.fs.lock:
             self.fs.calls.listed(client, self)
 
     def release(self) -> None:
-        """See FileDescription. Lock: takes."""
+        """Implement FileDescription.release, and close the guest's descriptor. Lock: takes."""
         with self.fs.lock:
             self.fs.opened.pop(self, None)
             if self.fd is not None and not self.error:
@@ -215,9 +221,9 @@ class ControlDirectory(OpenDirectory):
 
 
 class PendingWrite:
-    """One write(2) to a control file, done step by step. Between two steps other threads get the lock.
+    """One write(2) to a control file, done step by step. Between two steps, other threads get the lock.
 
-    Use it as a context manager. Inside, retry_yielding_lock() calls step() until that returns.
+    Use the object as a context manager. In the `with` block, call step() by retry_yielding_lock().
     """
 
     __slots__ = (
@@ -244,8 +250,8 @@ class PendingWrite:
     ) -> None:
         """Begin a write of `data` at `offset`.
 
-        `inner`: `file.inner` at the start. A reboot between two pieces replaces it in the file.
-        `prepared`: begins the write, if the file has read files of the host for this write; else None.
+        `inner` is `file.inner` at the start of the write. A reboot between two steps replaces `file.inner`.
+        `prepared` begins the write if OpenFile.prepare() has read files of the host for it; else it is None.
         """
         self.client = client
         self.file = file
@@ -254,20 +260,20 @@ class PendingWrite:
         self._prepared = prepared
         self._has_begun = False
         self._steps: Steps | None = None
-        """The steps of the current piece, if it has begun."""
+        """The steps of the current piece, or None before the piece has begun."""
         self.by_piece = ChunkedWrite(inner, data, offset, self._write)
-        """Do one more step, without the guest; return the number of bytes that all pieces have taken.
+        """Does one more step without the guest, and returns the number of bytes that all pieces have taken.
 
         Raises: YieldLock (more steps follow), KernelError.
         """
         self.plan: Callable[[], int] | None = None
-        """Function that does one step. GuestCalls.write, which runs once per step, keeps it here."""
+        """Function that does one step, or None. GuestCalls.write() stores it here between its calls."""
         self.kept = ExitStack()
-        """Resources that the guest's call needs until the write has ended."""
+        """Resources of the guest's call, which are released when the write has ended."""
 
     @property
     def is_prepared(self) -> bool:
-        """True if the file has read files of the host for this write."""
+        """Whether files of the host were read for this write."""
         return self._prepared is not None
 
     def __enter__(self) -> Self:
@@ -281,14 +287,14 @@ class PendingWrite:
         self.kept.__exit__(kind, error, traceback)
 
     def step(self) -> int:
-        """Do one more step and return the number of bytes that all pieces have taken.
+        """Do one more step, and return the number of bytes that all pieces have taken.
 
         Lock: takes. Raises: YieldLock (more steps follow), WouldBlock, KernelError ESTALE, EIO.
         """
         file = self.file
         with file.fs.lock:
             if not self._has_begun:
-                # The records of markers are taken over, so markers need not wait.
+                # The new kernel takes over the records of markers, so markers need not wait.
                 if not self.inner.node.notes_writer:
                     file.fs.check_gate()
                 self._has_begun = True
@@ -299,7 +305,9 @@ class PendingWrite:
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
-        """Do a step of a piece, and report the piece to the watcher after its last step.
+        """Do one step of a piece, and report the piece to the watcher after its last step.
+
+        Return the number of bytes taken.
 
         Hazard: read the watcher before the step, because the step may boot another kernel.
         Raises: YieldLock (more steps follow), KernelError.
@@ -326,14 +334,14 @@ class PendingWrite:
 
 
 class GuestCalls:
-    """The guest's part in clients' use of control files. In this base class the guest has no part.
+    """The guest's part in clients' use of control files. In this base class, the guest has no part.
 
-    All methods need the control lock, which ControlFs takes. If the guest refuses a call or is too broken to
-    make it, the control file works all the same. The methods raise only WouldBlock and YieldLock, in
-    addition to the errors of the file itself.
+    All methods need the control lock, which ControlFs takes. Control files work even if the guest refuses a
+    call or cannot make it. The methods raise only WouldBlock and YieldLock, in addition to the errors of the
+    file itself.
 
-    Each subclass decides for each method whether it begins a request. The decisions differ, and traces show
-    which methods let the guest's clock tick.
+    Each subclass decides for each method whether the method begins a request, which advances the guest's
+    clock.
     """
 
     fs: ControlFs
@@ -341,31 +349,34 @@ class GuestCalls:
 
     @property
     def is_dead(self) -> bool:
-        """True if the guest can't run any more."""
+        """Whether the guest cannot run any more."""
         return False
 
     @property
     def sees_lookups(self) -> bool:
-        """True if looked_up() and on_file() have work to do when a client asks for attributes."""
+        """Whether looked_up() and on_file() have work to do when a client asks for attributes."""
         return False
 
     def informed(self, client: Client) -> Client:
-        """See FileSystem. Lock: leaves, unlike the methods below."""
+        """Return the client with the facts about its process that the guest needs; see FileSystem.informed().
+
+        Lock: leaves, unlike the methods below.
+        """
         return client
 
     def request(self, client: Client) -> AbstractContextManager[object]:
-        """Return the context in which a client's request runs. The methods below use it."""
+        """Return the context in which a client's request runs. The methods below enter the context."""
         del client
         return nullcontext()
 
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
-        """Repeat the client's call if it ends with the lookup of `path`.
+        """Repeat the client's system call in the guest, if the call ends with the lookup of `path`.
 
-        `found`: the attributes of the file; None if it does not exist.
+        `found` has the attributes of the file, or is None if the file does not exist.
         """
 
     def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
-        """Repeat the client's call on the guest's descriptor of a file, if the call is one of `names`.
+        """Repeat the client's system call on the guest's descriptor of a file, if the call is one of `names`.
 
         If `file` is None, use any open file with this path.
         """
@@ -373,78 +384,85 @@ class GuestCalls:
     def tell(
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
-        """Repeat the client's call on a path, if the call is one of `names`.
+        """Repeat the client's system call on a path in the guest, if the call is one of `names`.
 
-        `more`: the further paths of the call.
-        `by_fd`: names of the calls that do the same on a descriptor.
+        `more` are the further paths of the call. `by_fd` are names of calls with the same effect on a
+        descriptor.
         """
 
     def chdir(self, client: Client, path: str) -> None:
-        """Repeat the client's change of its working directory."""
+        """Repeat the client's change of its working directory in the guest."""
 
     def open(self, client: Client, file: ControlFile) -> None:
-        """Open the file: set its `inner`. If the guest opens it, too, set `fd` and `number`."""
+        """Open a file: set `file.inner`. If the guest opens the file too, set `file.fd` and `file.number`."""
         with self.request(client):
             file.inner = file.fs.tree.open(file.path, file.flags, client)
 
     def open_unseen(self, files: Collection[ControlFile]) -> None:
-        """Open `files` in the guest, because probes could notice its calls from now on."""
+        """Open `files` in the guest, because probes could notice the guest's calls from now on."""
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
-        """Open a directory in the guest."""
+        """Open a directory in the guest, and set `directory.fd` and `directory.number`."""
 
     def listed(self, client: Client, directory: ControlDirectory) -> None:
-        """Repeat the client's getdents64(2)."""
+        """Repeat the client's getdents64(2) in the guest."""
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """Read from `file.inner`. Raises: YieldLock (the same call continues)."""
+        """Read from `file.inner`, in a context that request() returns.
+
+        Raises: YieldLock (call again to continue).
+        """
         with self.request(client):
             return file.inner.read_step(size, offset)
 
     def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
-        """Read a page from `file.inner`."""
+        """Read a page from `file.inner`, in a context that request() returns."""
         with self.request(client):
             return file.inner.read_page(size)
 
     def write(self, write: PendingWrite) -> int:
-        """Do one step of a write: write a piece, or make the guest's call that causes the piece."""
+        """Do one step of a write: write a piece, or make the guest's call during which the piece is written.
+
+        Return the number of bytes that all pieces have taken. Raises: YieldLock (more pieces follow).
+        """
         with self.request(write.client):
             return write.by_piece()
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """End the call in which the client's task waits for the file, with the errno `error`."""
+        """End the call in which the client's task in the guest waits for the file, with the errno `error`."""
 
     def release(self, file: ControlFile | ControlDirectory) -> None:
-        """Close the guest's descriptor `file.fd`."""
+        """Close the guest's descriptor `file.fd` of a file or directory."""
 
     def change(
         self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
     ) -> None:
-        """Create or remove a directory by `act`.
+        """Create or remove a directory by calling `act`.
 
-        `names`: the system calls that do so. `args`: the arguments after the path of the first of them.
+        `names` are the system calls that do this. `args` are the arguments after the path of the first of
+        these calls.
         """
         del names, path, args
         with self.request(client):
             act()
 
     def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
-        """Set the size of a file by `act`."""
+        """Set the size of a file by calling `act`."""
         del path
         with self.request(client):
             act()
 
     def close(self) -> None:
-        """End the guest's part, because the mount ends."""
+        """Release the guest's resources, because the mount ends."""
 
 
 class ControlFs(FileSystem):
-    """The file system of kprobefs's own files: a tree of nodes. `calls` is the guest's part in their use."""
+    """The file system of control files, which are a tree of nodes. `calls` is the guest's part."""
 
     def __init__(
         self, tree: NodeTree, lock: ControlLock | None = None, calls: GuestCalls | None = None
     ) -> None:
-        """Create a file system that shows a tree. `calls`: the guest's part; by default it has none."""
+        """Create a file system that shows `tree`. `calls` is the guest's part; by default there is none."""
         super().__init__(lock)
         self.tree = tree
         self.calls = calls or GuestCalls()
@@ -452,13 +470,13 @@ class ControlFs(FileSystem):
         self.watcher: ChangeWatcher | None = None
 
     def check_gate(self) -> None:
-        """Check that no other kernel is about to replace this one. Raises: _Gated."""
+        """Check that no other kernel is being built to replace this one. Raises: _Gated."""
         if self.gate is not None:
             raise _Gated(self.gate)
 
     @contextmanager
     def _changing(self, *, is_change: bool = True) -> Iterator[None]:
-        """Hold the lock. For a change of definitions, wait until no other kernel is about to replace this."""
+        """Hold the lock; if `is_change` is set, wait first while another kernel is built to replace this."""
         while True:
             with self.lock:
                 gate = self.gate
@@ -469,22 +487,22 @@ class ControlFs(FileSystem):
                 gate.wait()
 
     def files(self) -> list[ControlFile]:
-        """Return the open files, without directories, in the order of their opens."""
+        """Return the open files, without directories, in the order in which they were opened."""
         return [opened for opened in self.opened if isinstance(opened, ControlFile)]
 
     @property
     def sees_lookups(self) -> bool:
-        """See FileSystem."""
+        """Implement FileSystem.sees_lookups, by GuestCalls.sees_lookups."""
         return self.calls.sees_lookups
 
     def informed(self, client: Client) -> Client:
-        """See FileSystem."""
+        """Implement FileSystem.informed, by GuestCalls.informed()."""
         return self.calls.informed(client)
 
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileSystem."""
+        """Implement FileSystem.getattr by the tree, and let the guest repeat the client's call."""
         with self.lock:
             if client is None or not self.calls.sees_lookups:
                 return self.tree.getattr(path)
@@ -497,18 +515,18 @@ class ControlFs(FileSystem):
             return found
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """See FileSystem."""
+        """Implement FileSystem.readdir, by the tree."""
         del client
         with self.lock:
             return self.tree.readdir(path)
 
     def readlink(self, client: Client, path: str) -> str:
-        """See FileSystem."""
+        """Refuse to read a link. Raises: KernelError EINVAL (no control file is a link), as getattr()."""
         with self.lock:
             return self.tree.readlink(client, path)
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
-        """See FileSystem."""
+        """Implement FileSystem.open, by GuestCalls.open(), and report O_TRUNC to the watcher."""
         with self._changing(is_change=bool(flags & os.O_TRUNC)):
             file = ControlFile(self, path, flags, client)
             self.calls.open(client, file)
@@ -524,7 +542,7 @@ class ControlFs(FileSystem):
             return self.tree.create(path)
 
     def opendir(self, client: Client, path: str) -> ControlDirectory:
-        """See FileSystem."""
+        """Implement FileSystem.opendir. The guest opens the directory too if a probe could notice."""
         with self.lock:
             directory = ControlDirectory(self, path)
             self.calls.opendir(client, directory)
@@ -532,14 +550,14 @@ class ControlFs(FileSystem):
             return directory
 
     def chdir(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """Implement FileSystem.chdir, by GuestCalls.chdir()."""
         with self.lock:
             self.calls.chdir(client, path)
 
     # Changes
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem. In instances/ a new directory is a new trace array."""
+        """Implement FileSystem.mkdir, and report to the watcher. In instances/, create a trace array."""
         with self._changing():
             tree = self.tree
             self.calls.change(
@@ -549,7 +567,7 @@ class ControlFs(FileSystem):
                 self.watcher.made(path)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """Implement FileSystem.rmdir, and report to the watcher."""
         with self._changing():
             tree = self.tree
             self.calls.change(client, ("rmdir", "unlinkat"), path, lambda: tree.rmdir(client, path))
@@ -558,55 +576,61 @@ class ControlFs(FileSystem):
                 self.watcher.removed(path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Do nothing, whatever the size. Raises: KernelError EISDIR, EINVAL."""
+        """Do nothing: control files have no size. Raises: KernelError EISDIR, EINVAL (a negative size)."""
         with self.lock:
             tree = self.tree
             self.calls.truncate(client, path, lambda: tree.truncate(client, path, size))
 
     def unlink(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """Refuse to remove a file, after the guest repeated the client's call.
+
+        Raises: KernelError EPERM, EISDIR (a directory).
+        """
         with self.lock:
             self.calls.tell(client, path, ("unlink", "unlinkat"))
             self.tree.unlink(client, path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
-        """See FileSystem."""
+        """Refuse to rename a file, after the guest repeated the client's call. Raises: KernelError EPERM."""
         with self.lock:
             self.calls.tell(client, old, ("rename", "renameat2"), (), new)
             self.tree.rename(client, old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """See FileSystem."""
+        """Refuse to create a hard link. Raises: KernelError EPERM, EEXIST."""
         with self.lock:
             self.tree.link(client, old, new)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
-        """See FileSystem."""
+        """Refuse to create a symbolic link. Raises: KernelError EPERM, EEXIST."""
         with self.lock:
             self.tree.symlink(client, path, target)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem."""
+        """Refuse to create a file, after the guest repeated the client's call, unless it is for a device.
+
+        Raises: KernelError EPERM, EEXIST, EACCES (a regular file).
+        """
         with self.lock:
-            # The guest would create the device.
+            # Hazard: the guest would create a device.
             if not is_device(mode):
                 self.calls.tell(client, path, ("mknod", "mknodat"))
             self.tree.mknod(client, path, mode)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem."""
+        """Implement FileSystem.chmod by the tree, after the guest repeated the client's call."""
         with self.lock:
             self.calls.tell(client, path, ("chmod", "fchmodat"), ("fchmod",))
             self.tree.chmod(client, path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """See FileSystem."""
+        """Implement FileSystem.chown by the tree, after the guest repeated the client's call."""
         with self.lock:
             self.calls.tell(client, path, ("chown", "lchown", "fchownat"), ("fchown",))
             self.tree.chown(client, path, uid, gid)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """See FileSystem."""
+        """Implement FileSystem.utimens by the tree, after the guest repeated the client's call."""
         with self.lock:
             self.calls.tell(client, path, ("utimensat",), ("utimensat",))
             self.tree.utimens(client, path, atime_ns, mtime_ns)
@@ -614,7 +638,7 @@ class ControlFs(FileSystem):
     # Policy
 
     def needs_closes(self, path: str) -> bool:
-        """See FileSystem."""
+        """Implement FileSystem.needs_closes: return True for directories of instances/."""
         with self.lock:
             try:
                 above = self.tree.lookup(path.rpartition("/")[0])
@@ -623,18 +647,21 @@ class ControlFs(FileSystem):
             return isinstance(above, Directory) and above.is_kept_by_open_files
 
     def is_always_open(self, path: str) -> bool:
-        """See FileSystem."""
-        return path.startswith(_ALWAYS_OPEN)
+        """Implement FileSystem.is_always_open: return True for files of machine/, which set the limits."""
+        return any(path == each or path.startswith(f"{each}/") for each in _ALWAYS_OPEN)
 
     # For the daemon
 
     def open_in_guest(self) -> None:
-        """See FileSystem."""
+        """Implement FileSystem.open_in_guest, by GuestCalls.open_unseen()."""
         self.lock.assert_held()
         self.calls.open_unseen(self.files())
 
     def become(self, new: FileSystem) -> None:
-        """See FileSystem. The files' references to the old kernel are not released: they end with it."""
+        """Implement FileSystem.become: open each file again by its path in the tree of the new kernel.
+
+        The old kernel's objects of the open files are not released, because they end with the old kernel.
+        """
         assert isinstance(new, ControlFs)
         self.tree = new.tree
         self.calls = new.calls
@@ -659,25 +686,25 @@ class ControlFs(FileSystem):
         file.number = None
 
     def watch(self, watcher: ChangeWatcher | None) -> None:
-        """See FileSystem."""
+        """Implement FileSystem.watch: report changes to `watcher`, or to nothing if it is None."""
         self.watcher = watcher
 
     def is_between_parts(self) -> bool:
-        """See FileSystem."""
+        """Implement FileSystem.is_between_parts: return True if an open file keeps written data for later."""
         return any(file.inner.is_between_parts for file in self.files())
 
     def is_dead(self) -> bool:
-        """See FileSystem."""
+        """Implement FileSystem.is_dead, by GuestCalls.is_dead."""
         with self.lock:
             return self.calls.is_dead
 
     def close(self) -> None:
-        """See FileSystem. The release of a file wakes the threads that wait for it."""
+        """Implement FileSystem.close. Releasing an open file wakes the threads that wait for the file."""
         with self.lock:
             files = self.files()
             super().close()
             for file in files:
-                # The release executes a line without a newline at its end.
+                # The release may execute a line without a newline at its end.
                 with suppress(KernelError, GuestFault, MemoryFault):
                     self.tree.release(file.inner)
             if self.watcher is not None:

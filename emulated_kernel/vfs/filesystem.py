@@ -2,10 +2,10 @@
 
 Each method documents its use of the control lock by one of five words:
 
-- *takes*: it takes the lock and gives it back;
-- *yields*: it takes the lock, and gives it up for other threads between two pieces of its work;
+- *takes*: the method takes the lock and releases it;
+- *yields*: the method takes the lock, and releases it for other threads between two pieces of its work;
 - *needs*: the caller holds the lock;
-- *leaves*: it neither takes nor needs the lock, and must not wait for the thread that holds it;
+- *leaves*: the method neither takes nor needs the lock, and must not wait for the thread that holds it;
 - *either*: an implementation may take the lock.
 
 All methods raise KernelError with Linux's errno. The default implementations in this module behave like
@@ -32,52 +32,56 @@ from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 
 
 class FileSystem(ABC):
-    """One file system of a mount.
+    """Interface of a file system of a mount.
 
-    A file system lives as long as its mount. If another kernel replaces the one that it shows, `become`
+    A file system exists as long as its mount. If another kernel replaces the kernel that it shows, become()
     switches it to the new kernel. A request that waits for the lock meanwhile is served by the new kernel.
     Paths are absolute and start at the mount's root.
 
-    A method *begins a request* if it lets the guest's virtual clock advance. The host decides how often it
-    looks names up. Therefore `getattr`, `readdir` and `readlink` must not begin a request: traces would
-    depend on the host.
+    A method *begins a request* if it lets the guest's virtual clock advance. The host kernel decides how
+    often it looks names up. Therefore `getattr`, `readdir` and `readlink` must not begin a request: traces
+    would depend on the host.
     """
 
     guest: object | None = None
-    """The guest that owns the files; None if no guest does.
+    """The guest that owns the files, or None if they are control files.
 
-    Between two file systems of one guest, that guest refuses rename(2) and link(2). Between any other two
-    file systems both are EXDEV.
+    The guest itself refuses rename(2) and link(2) between two of its file systems. Between other file
+    systems, the mount refuses both calls with EXDEV.
     """
     is_read_only = False
-    """True if every operation that would change the file system is EROFS."""
+    """Whether every operation that would change the file system fails with EROFS."""
     clients_own: Collection[str] = ()
-    """Directories of the mount's root in which only clients create and remove names."""
+    """Directories in the mount's root in which only clients create and remove names."""
 
     def __init__(self, lock: ControlLock | None = None) -> None:
-        """Create a file system without open files. `lock`: the control lock of the kernel that it shows."""
+        """Create a file system without open files. `lock` is the control lock of the kernel that it shows."""
         self.lock = lock or ControlLock()
         self.opened: dict[FileDescription, None] = {}
-        """Open files and directories, in the order of their opens. Methods that open a file add it here."""
+        """Open files and directories, as keys in the order in which they were opened.
+
+        Methods that open a file add its description.
+        """
         self.gate: Event | None = None
-        """While another kernel is built to replace this one, changes of control files wait for this event."""
+        """Event for which changes of control files wait while another kernel is built to replace this one."""
 
     def request(self, client: Client | None) -> AbstractContextManager[object]:
         """Return the context in which an operation of `client` runs.
 
-        Entering it takes at least the lock, so the caller must not hold the lock.
+        Entering the context takes the lock, so the caller must not hold the lock.
         """
         return self.lock
 
     @property
     def sees_lookups(self) -> bool:
-        """True if getattr() uses its client at present. Lock: leaves."""
+        """Whether getattr() needs its client now, for the guest to repeat the client's call. Lock: leaves."""
         return False
 
     def informed(self, client: Client) -> Client:
-        """Return the client with the facts about its process that a request needs. Lock: leaves.
+        """Return `client` with the facts about its process that a request needs. Lock: leaves.
 
-        The mount calls it before each request. It can take 0.2 s if the process's memory does not answer.
+        The mount calls this method before each request. The method can take 0.2 s if the process's memory
+        cannot be read at once.
         """
         return client
 
@@ -87,8 +91,9 @@ class FileSystem(ABC):
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         """Return the attributes of a file. Lock: takes.
 
-        `client`: returns the process that asks; None if no process does. If the process's system call ends
-        with this lookup, the guest may repeat the call, even if the file does not exist.
+        `client` returns the process that requests the attributes; it is None if no process does. If the
+        process's system call ends with this lookup, the guest may repeat the call, even if the file does not
+        exist.
 
         Raises: KernelError ENOENT, ENOTDIR, ENAMETOOLONG.
         """
@@ -100,11 +105,11 @@ class FileSystem(ABC):
         The mount itself adds the entries of file systems that are mounted in the directory. If `path` is the
         root of this file system, the mount corrects the inode number of "..".
 
-        Raises: KernelError ENOTDIR, as getattr.
+        Raises: KernelError ENOTDIR, as getattr().
         """
 
     def readlink(self, client: Client, path: str) -> str:
-        """Return the target of a symbolic link. Lock: takes. Raises: KernelError EINVAL (it is no link)."""
+        """Return the target of a symbolic link. Lock: takes. Raises: KernelError EINVAL (not a link)."""
         raise KernelError(errno.EINVAL, path)
 
     @abstractmethod
@@ -112,7 +117,7 @@ class FileSystem(ABC):
         """Open a file with the flags of a system call, including O_TRUNC. Lock: takes. Begins a request.
 
         The implementation adds the description to `opened`.
-        Raises: KernelError EISDIR, EACCES, as getattr.
+        Raises: KernelError EISDIR, EACCES, as getattr().
         """
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
@@ -129,9 +134,9 @@ class FileSystem(ABC):
         return directory
 
     def chdir(self, client: Client, path: str) -> None:
-        """Report to the guest that a client changes its working directory. Lock: either.
+        """Report a client's change of its working directory to the guest, which cannot refuse the change.
 
-        The guest can't refuse the change.
+        Lock: either.
         """
 
     def statfs(self, path: str) -> StatFs:
@@ -145,7 +150,7 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """Remove a directory. Afterwards the paths of open directories at and below `path` are GONE.
+        """Remove a directory. The paths of open directories at and below `path` become GONE.
 
         Raises: KernelError EPERM, EBUSY.
         """
@@ -156,14 +161,14 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
-        """Rename a file or directory. The paths of open directories at and below `old` change with it.
+        """Rename a file or directory, and change the paths of open directories at and below `old`.
 
         Raises: KernelError EPERM, EXDEV (the paths are in two file systems of a guest).
         """
         raise self._refused(errno.EPERM, old)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """Give a file an additional name. Raises: KernelError EPERM, EXDEV, as rename."""
+        """Create a hard link `new` to the file `old`. Raises: KernelError EPERM, EXDEV, as rename()."""
         raise self._refused(errno.EPERM, new)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
@@ -171,26 +176,26 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Create a FIFO, a socket or an empty file. Raises: KernelError EPERM (always for a device)."""
+        """Create a FIFO, a socket or an empty file. Raises: KernelError EPERM (for a device always)."""
         raise self._refused(errno.EPERM, path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Set the size of a file. O_TRUNC is handled by `open` instead. Raises: KernelError EINVAL."""
+        """Set the size of the file at `path`. For O_TRUNC, open() is called. Raises: KernelError EINVAL."""
         raise self._refused(errno.EINVAL, path)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
-        """Set the permission bits. The front end has checked that the client may set them.
+        """Set the permission bits of a file, after the front end has checked the client's permission.
 
         Raises: KernelError EPERM.
         """
         raise self._refused(errno.EPERM, path)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """Set the owner; -1 leaves a field unchanged. Raises: KernelError EPERM."""
+        """Set user and group of a file; -1 leaves either unchanged. Raises: KernelError EPERM."""
         raise self._refused(errno.EPERM, path)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Set the times, in nanoseconds since the epoch; None leaves a time unchanged.
+        """Set the times of a file, in nanoseconds since the epoch; None leaves a time unchanged.
 
         Raises: KernelError EPERM.
         """
@@ -199,9 +204,9 @@ class FileSystem(ABC):
     # Policy that a front end would otherwise have to implement
 
     def needs_closes(self, path: str) -> bool:
-        """Return True if rmdir(2) of `path` is EBUSY while files are open below it. Lock: takes.
+        """Return True if rmdir(2) of `path` fails with EBUSY while files below `path` are open. Lock: takes.
 
-        Such an rmdir(2) also frees thousands of nodes.
+        For such a directory, rmdir(2) also frees thousands of nodes.
         """
         return False
 
@@ -212,29 +217,32 @@ class FileSystem(ABC):
     # For the daemon. Lock: needs, except for is_dead and close, which take it.
 
     def open_in_guest(self) -> None:
-        """Open the open files in the guest, too: from now on probes could notice its calls on them."""
+        """Open the open files in the guest too, because probes could notice the guest's calls from now on."""
 
     def become(self, new: FileSystem) -> None:
         """Show the files of another kernel, which `new`, a file system of the same class, shows.
 
-        The descriptions in `opened` stay. If a file can't be opened again by its path, its description gets
-        `error` ESTALE.
+        The descriptions in `opened` remain valid. If a file cannot be opened again by its path, the `error`
+        of its description becomes ESTALE.
         """
         raise KernelError(errno.EOPNOTSUPP, "no other kernel can take the place of this one")
 
     def watch(self, watcher: ChangeWatcher | None) -> None:
-        """Report clients' changes to `watcher` from now on; None ends the reports."""
+        """Report clients' changes of control files to `watcher` from now on. None ends the reports."""
 
     def is_between_parts(self) -> bool:
         """Return True if a file waits for the next part of a long write(2)."""
         return False
 
     def is_dead(self) -> bool:
-        """Return True if the guest can't run any more."""
+        """Return True if the guest cannot run any more."""
         return False
 
     def close(self) -> None:
-        """End the file system with its mount: free its resources, wake waiters. May be called twice."""
+        """Free the resources of the file system and wake waiters, because the mount ends.
+
+        A second call has no effect.
+        """
         for opened in list(self.opened):
             opened.error = errno.EIO
         self.opened.clear()
@@ -245,7 +253,7 @@ class FileSystem(ABC):
     def _moved(self, old: str, new: str) -> None:
         """Update the paths of open directories after rename(2) of `old` to `new`. Lock: needs.
 
-        After rmdir(2) of `old`, `new` is GONE.
+        For rmdir(2) of `old`, pass GONE as `new`.
         """
         for opened in list(self.opened):
             if opened.is_directory:
@@ -253,45 +261,48 @@ class FileSystem(ABC):
 
 
 class FileDescription:
-    """An open file. Each handle of the mount has its own description; two descriptions are never equal."""
+    """Interface of an open file. Each handle of the mount has its own description; no two are equal."""
 
     __slots__ = ("error", "flags", "fs", "handle", "path")
 
     is_directory: ClassVar[bool] = False
 
     def __init__(self, fs: FileSystem, path: str, flags: int) -> None:
-        """Describe a file that open(2) opened with `flags`."""
+        """Create the description of a file that open(2) opened with `flags`."""
         self.fs = fs
         self.path = path
         self.flags = flags
         self.error = 0
-        """ESTALE if another kernel without such a file has replaced the file's; EIO if the mount has ended.
+        """0 while the description is usable, else the errno of requests on it.
 
-        It is 0 while the description is usable.
+        It is ESTALE if the kernel was replaced by one without the file, and EIO if the mount has ended.
 
-        The mount checks it before each call except read() and write(), which check it after they have taken
-        the lock. Every other method that waits for the lock has to check it again.
+        The mount checks `error` before each call except read() and write(), which check it after they have
+        taken the lock. Other methods that wait for the lock have to check it again.
         """
         self.handle = 0
-        """The mount's handle for this description; 0 until the mount has assigned one."""
+        """The mount's handle for this description, or 0 before the mount has assigned it."""
 
     @property
     def stream(self) -> bool:
-        """True if lseek(2) is ESPIPE. Lock: leaves."""
+        """Whether lseek(2) fails with ESPIPE. Lock: leaves."""
         return False
 
     @property
     def acts_on_close(self) -> bool:
-        """True if other files show an effect of its release. Lock: leaves; it is evaluated after the open."""
+        """Whether release() has an effect that other files show. Lock: leaves.
+
+        The mount evaluates this once, after the open.
+        """
         return False
 
     @property
     def reads_host(self) -> bool:
-        """True if a write reads files of the host, which can take long. Lock: leaves."""
+        """Whether a write reads files of the host, which can take long. Lock: leaves."""
         return False
 
     def check(self) -> None:
-        """Check that the description is still usable. Raises: KernelError ESTALE, EIO (see `error`)."""
+        """Check that the description is usable. Raises: KernelError ESTALE, EIO (see `error`)."""
         if self.error:
             raise self.gone()
 
@@ -305,28 +316,28 @@ class FileDescription:
         return self.fs.getattr(still_there(self.path), client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Read at most `size` bytes; b"" means the end of the file. Lock: takes. May begin a request.
+        """Return at most `size` bytes, or b"" at the end of the file. Lock: takes. May begin a request.
 
-        Raises: KernelError EINVAL, WouldBlock (no data yet: call wait() and read again, or give_up()).
+        Raises: KernelError EINVAL, WouldBlock (no data yet: call wait() and read again, or call give_up()).
         """
         raise KernelError(errno.EINVAL, self.path)
 
     def read_page(self, client: Client, size: int, offset: int) -> bytes:
-        """Read a page for the host's page cache, on behalf of splice(2), sendfile(2) or mmap(2).
+        """Return a page for the host's page cache, for splice(2), sendfile(2) or mmap(2).
 
-        Lock, requests and errors are those of read().
+        Lock: takes. May begin a request. Raises: KernelError, as read().
         """
         return self.read(client, size, offset)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Write data and return the number of bytes taken. Lock: yields; each piece may begin a request.
+        """Write data, and return the number of bytes taken. Lock: yields; each piece may begin a request.
 
-        Raises: KernelError EINVAL, WouldBlock (as read).
+        Raises: KernelError EINVAL, WouldBlock (as for read()).
         """
         raise KernelError(errno.EINVAL, self.path)
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """Return the ready events as a poll mask; call `notify` once when the mask changes. Lock: either."""
+        """Return the mask of ready poll events; call `notify` once when the mask changes. Lock: either."""
         return ALWAYS_READY
 
     def wait(self, timeout: float) -> None:
@@ -336,10 +347,10 @@ class FileDescription:
         """
 
     def give_up(self, client: Client, error: int) -> None:
-        """End a call that raised WouldBlock: the client gets the errno `error` as its result. Lock: takes."""
+        """End a call that raised WouldBlock and whose client gets the errno `error`. Lock: takes."""
 
     def fsync(self, client: Client) -> None:
-        """Write cached data to storage. Lock: either. Raises: KernelError EINVAL (as without ->fsync)."""
+        """Write cached data to storage. Lock: either. Raises: KernelError EINVAL (Linux: no ->fsync)."""
         raise KernelError(errno.EINVAL, self.path)
 
     def ftruncate(self, client: Client, size: int) -> None:
@@ -347,18 +358,18 @@ class FileDescription:
         raise KernelError(errno.EINVAL, self.path)
 
     def set_status_flags(self, flags: int) -> None:
-        """Follow fcntl(F_SETFL): a request on the file has brought new status flags. Lock: leaves."""
+        """Set the status flags of the open file to `flags`, which fcntl(F_SETFL) has set. Lock: leaves."""
 
     def release(self) -> None:
         """Release the description, because its last descriptor was closed. Lock: either.
 
-        The request comes from no process.
+        The request has no client.
         """
         self.fs.opened.pop(self, None)
 
 
 class OpenDirectory(FileDescription):
-    """An open directory. `path` is its current path or GONE; operations for files raise EISDIR."""
+    """An open directory, whose `path` is its current path or GONE. Operations for files raise EISDIR."""
 
     __slots__ = ("entries",)
 
@@ -367,13 +378,13 @@ class OpenDirectory(FileDescription):
     def __init__(self, fs: FileSystem, path: str) -> None:
         super().__init__(fs, path, 0)
         self.entries: list[DirEntry] | None = None
-        """Entries at the time when a client last listed the directory from its beginning."""
+        """Entries from the last listing that began at index 0, or None before the first listing."""
 
     def listed(self, client: Client) -> None:
-        """Let the guest repeat the client's getdents64(2). Lock: takes."""
+        """Let the guest repeat the client's getdents64(2). By default do nothing. Lock: takes."""
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Refuse to read. Raises: KernelError EISDIR, like the methods below."""
+        """Refuse to read. Raises: KernelError EISDIR, as the methods below."""
         raise KernelError(errno.EISDIR, self.path)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
@@ -390,5 +401,5 @@ class OpenDirectory(FileDescription):
 
 
 def is_device(mode: int) -> bool:
-    """Return True if mknod(2) with this mode would create a device. No file system here creates devices."""
+    """Return True if mknod(2) with `mode` would create a device, which all file systems refuse."""
     return stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK)

@@ -1,8 +1,8 @@
 """Mount: the files that a front end serves, as a table of file systems and a table of open files.
 
-The mount never holds the control lock; each file system takes it. There are three reasons: a write gives the
-lock up between two pieces, a release must not wait for it, and each file system prepares the guest for a
-request in its own way.
+The mount never holds the control lock; each file system takes the lock. There are three reasons. A write
+releases the lock between two pieces. A release must not wait for the lock. Each file system prepares the
+guest for a request in its own way.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, stil
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory
 
 CLOSING = 0.05
-"""Seconds that rmdir(2) waits at most for the release requests of files that were just closed."""
+"""Maximum time in seconds for which rmdir(2) waits for the release of files that were just closed."""
 _KEPT = 500
-"""Number of paths whose file system is cached. Clients use few paths at a time."""
+"""Maximum number of paths whose file system is cached. Clients use few paths at a time."""
 
 
 class Mount:
@@ -56,36 +56,41 @@ class Mount:
 
         The prefix "/" is required. A prefix may be the path of a single file.
 
-        `limits`: how many files may be open. Two opens at the same time may both get the last place.
-        `lasting`: directories of the root that exist as long as the mount, whichever kernel it shows.
+        `limits` has the maximum number of open files. Two simultaneous opens may exceed the number by one.
+        `lasting` has directories of the root that exist as long as the mount, whichever kernel it shows.
         """
+        self.has_native_traps = False
+        """Whether hits of handlers in guest code need no Python; set by the builder, for reports."""
         self._table = dict(table)
         self._root = self._table["/"]
         self._file_systems = list(dict.fromkeys((self._root, *self._table.values())))
         self._limits = limits
         self.lock: ControlLock = self._root.lock
-        """The control lock, for front ends and tests; the mount itself does not take it."""
+        """The control lock of the kernel, for front ends and tests; the mount itself does not take it."""
         self.lasting = frozenset(lasting)
         self.clients_own = frozenset[str]().union(*(fs.clients_own for fs in self._file_systems))
         self._below: dict[str, list[str]] = {}
-        """Path of a directory -> prefixes that are mounted directly in it."""
+        """Path of a directory -> prefixes that are mounted directly in the directory."""
         for prefix in self._table:
             if prefix != "/":
                 self._below.setdefault(posixpath.dirname(prefix), []).append(prefix)
         self.filesystem_at: Callable[[str], FileSystem] = lru_cache(_KEPT)(self._find)
-        """Return the file system that a path belongs to."""
+        """Cached version of _find(): returns the file system that a path belongs to."""
         self._roots: dict[str, DirEntry] = {}
-        """Prefix -> its entry in the parent directory. The entries remain usable after the guest has died."""
+        """Cached entries: prefix -> its entry in the parent directory, usable after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
         self._users: dict[int, int] = {}
-        """Handle -> the user who opened it, unless that is root."""
+        """Handle -> uid of the client that opened the file, except root."""
         self._open_files: Counter[int] = Counter()
-        """User -> number of open files."""
+        """uid -> number of open files of the user, except root."""
         self.acting: set[int] = set()
-        """Handles whose release has an effect that other files show. A front end orders requests after it."""
+        """Handles whose release has an effect that other files show.
+
+        A front end must make later requests wait for the release of such a handle.
+        """
         self._numbers = count(1)
         self._pollers: dict[int, Callable[[], None]] = {}
-        """Handle -> function that announces the next change of the file's poll mask."""
+        """Handle -> function to call at the next change of the file's poll mask."""
         self._closed = False
 
     def _find(self, path: str) -> FileSystem:
@@ -96,12 +101,15 @@ class Mount:
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.getattr."""
         fs = self.filesystem_at(path)
         return fs.getattr(path, client and _informed(fs, client))
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """See FileSystem. A mounted prefix takes the place of an entry with the same name."""
+        """Return the entries of a directory from its file system; see FileSystem.readdir.
+
+        A mounted prefix takes the place of an entry with the same name.
+        """
         entries = self.filesystem_at(path).readdir(path, client)
         if path != "/" and path in self._table:
             with suppress(KernelError):
@@ -115,11 +123,11 @@ class Mount:
         return entries
 
     def _root_entry(self, prefix: str) -> DirEntry | None:
-        """Return the entry of a prefix in its parent directory; None if the guest died before the first call.
+        """Return the entry of a prefix in its parent directory, or None if the guest died before.
 
-        The lookup has no client, because no client's system call asks for these attributes.
+        The lookup has no client, because it is not the purpose of a client's system call.
         """
-        # replace() may install a new dictionary meanwhile: this kernel's entry must not get into it.
+        # replace() may install a new dictionary meanwhile, which must not get this kernel's entry.
         roots = self._roots
         entry = roots.get(prefix)
         if entry is None:
@@ -130,35 +138,35 @@ class Mount:
         return entry
 
     def readlink(self, client: Client, path: str) -> str:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.readlink."""
         fs = self.filesystem_at(path)
         return fs.readlink(fs.informed(client), path)
 
     def chdir(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.chdir."""
         fs = self.filesystem_at(path)
         fs.chdir(fs.informed(client), path)
 
     def statfs(self, path: str) -> StatFs:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.statfs."""
         return self.filesystem_at(path).statfs(path)
 
     # Changes
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.mkdir."""
         fs = self.filesystem_at(path)
         fs.mkdir(fs.informed(client), path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`, after recent closes have arrived; see FileSystem.rmdir."""
         fs = self.filesystem_at(path)
         is_large = fs.needs_closes(path)
         if is_large:
             self._await_closes(fs, f"{path}/")
         fs.rmdir(fs.informed(client), path)
         if is_large:
-            # The removed nodes refer to each other: five directories occupy 40 MB until a full collection.
+            # The removed nodes refer to each other. Five directories occupy 40 MB until a full collection.
             gc.collect()
 
     @staticmethod
@@ -175,22 +183,31 @@ class Mount:
             sleep(CLOSING / 50)
 
     def unlink(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.unlink."""
         fs = self.filesystem_at(path)
         fs.unlink(fs.informed(client), path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
-        """See FileSystem. Raises: KernelError EXDEV, EROFS (between two file systems)."""
+        """Forward to the file system of `old`; see FileSystem.rename.
+
+        Raises: KernelError EXDEV, EROFS (`new` is in another file system).
+        """
         fs = self._across(old, new)
         fs.rename(fs.informed(client), old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """See FileSystem. Raises: KernelError EXDEV, EROFS (between two file systems)."""
+        """Forward to the file system of `old`; see FileSystem.link.
+
+        Raises: KernelError EXDEV, EROFS (`new` is in another file system).
+        """
         fs = self._across(old, new)
         fs.link(fs.informed(client), old, new)
 
     def _across(self, old: str, new: str) -> FileSystem:
-        """Return the file system that serves a call with two paths. Raises: KernelError EXDEV, EROFS."""
+        """Return the file system that serves a call with two paths.
+
+        Raises: KernelError EXDEV, EROFS (the paths are in two file systems, and no guest serves both).
+        """
         source = self.filesystem_at(old)
         target = self.filesystem_at(new)
         if source is not target:
@@ -201,32 +218,32 @@ class Mount:
         return source
 
     def symlink(self, client: Client, path: str, target: str) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.symlink."""
         fs = self.filesystem_at(path)
         fs.symlink(fs.informed(client), path, target)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.mknod."""
         fs = self.filesystem_at(path)
         fs.mknod(fs.informed(client), path, mode)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.truncate."""
         fs = self.filesystem_at(path)
         fs.truncate(fs.informed(client), path, size)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.chmod."""
         fs = self.filesystem_at(path)
         fs.chmod(fs.informed(client), path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.chown."""
         fs = self.filesystem_at(path)
         fs.chown(fs.informed(client), path, uid, gid)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """See FileSystem."""
+        """Forward to the file system of `path`; see FileSystem.utimens."""
         fs = self.filesystem_at(path)
         fs.utimens(fs.informed(client), path, atime_ns, mtime_ns)
 
@@ -243,14 +260,14 @@ class Mount:
         return self._add(fs.open(fs.informed(client), path, flags), client)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
-        """Create a regular file, open it and return the handle. Raises: as open()."""
+        """Create a regular file, open it, and return its handle. Raises: KernelError, as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_room(self._limits, fs, path, client)
         return self._add(fs.create(fs.informed(client), path, mode, flags), client)
 
     def opendir(self, client: Client, path: str) -> int:
-        """Open a directory and return the handle for getdents(). Raises: as open()."""
+        """Open a directory, and return its handle for getdents(). Raises: KernelError, as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_room(self._limits, fs, path, client)
@@ -262,7 +279,7 @@ class Mount:
             if client.uid:
                 limits.check(Limit.USER_OPEN_FILES, self._open_files[client.uid])
         except KernelError:
-            # The files that raise the limit can be opened beyond it.
+            # The files that raise the limit can be opened beyond the limit.
             if not fs.is_always_open(path):
                 raise
 
@@ -282,13 +299,13 @@ class Mount:
         return handle
 
     def _count(self) -> None:
-        """Tell the limits how many files are open."""
+        """Set the numbers of open files that machine/limits shows."""
         if self._limits is not None:
             self._limits.open_files = len(self._handles)
             self._limits.user_open_files = max(self._open_files.values(), default=0)
 
     def _opened(self, handle: int) -> FileDescription:
-        """Return the description of a handle. Raises: KernelError EBADF, ESTALE, EIO."""
+        """Return the usable description of a handle. Raises: KernelError EBADF, ESTALE, EIO."""
         try:
             opened = self._handles[handle]
         except KeyError:
@@ -303,15 +320,15 @@ class Mount:
         return KernelError(errno.EBADF, f"no handle {handle}")
 
     def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
-        """Return the attributes of an open file or directory, whose name may be gone."""
+        """Return the attributes of an open file or directory, whose name may have been removed."""
         opened = self._opened(handle)
         return opened.getattr(client and _informed(opened.fs, client))
 
     def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
         """Return the entries of an open directory from index `start` on.
 
-        If `start` is 0, list the directory again; later calls continue in that snapshot.
-        Raises: KernelError ENOTDIR, EBADF, ENOENT (the directory has been removed).
+        If `start` is 0, read the directory again. Later calls return entries of that reading.
+        Raises: KernelError ENOTDIR, EBADF, ENOENT (the directory was removed).
         """
         directory = self._opened(handle)
         if not isinstance(directory, OpenDirectory):
@@ -330,11 +347,11 @@ class Mount:
         return self._opened(handle).reads_host
 
     def set_status_flags(self, handle: int, flags: int) -> None:
-        """See FileDescription."""
+        """Forward to the description of `handle`; see FileDescription.set_status_flags."""
         self._opened(handle).set_status_flags(flags)
 
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
-        """See FileDescription."""
+        """Forward to the description of `handle`; see FileDescription.read."""
         try:
             opened = self._handles[handle]
         except KeyError:
@@ -342,12 +359,12 @@ class Mount:
         return opened.read(opened.fs.informed(client), size, offset)
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
-        """See FileDescription."""
+        """Forward to the description of `handle`; see FileDescription.read_page."""
         opened = self._opened(handle)
         return opened.read_page(opened.fs.informed(client), size, offset)
 
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
-        """See FileDescription."""
+        """Forward to the description of `handle`; see FileDescription.write."""
         try:
             opened = self._handles[handle]
         except KeyError:
@@ -355,32 +372,35 @@ class Mount:
         return opened.write(opened.fs.informed(client), data, offset)
 
     def wait(self, handle: int, timeout: float) -> None:
-        """See FileDescription."""
+        """Forward to the description of `handle`; see FileDescription.wait."""
         self._opened(handle).wait(timeout)
 
     def give_up(self, client: Client, handle: int, error: int) -> None:
-        """See FileDescription."""
+        """Forward to the description of `handle`; see FileDescription.give_up."""
         self._opened(handle).give_up(client, error)
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
-        """See FileDescription."""
+        """Forward to the description of `handle`; see FileDescription.poll.
+
+        A reboot also calls `notify`.
+        """
         opened = self._opened(handle)
         if notify is not None:
             self._pollers[handle] = notify
         return opened.poll(notify)
 
     def fsync(self, client: Client, handle: int) -> None:
-        """See FileDescription."""
+        """Forward to the description of `handle`; see FileDescription.fsync."""
         opened = self._opened(handle)
         opened.fsync(opened.fs.informed(client))
 
     def ftruncate(self, client: Client, handle: int, size: int) -> None:
-        """See FileDescription."""
+        """Forward to the description of `handle`; see FileDescription.ftruncate."""
         opened = self._opened(handle)
         opened.ftruncate(opened.fs.informed(client), size)
 
     def release(self, handle: int) -> None:
-        """Release a handle; do nothing if it does not exist."""
+        """Release the description of a handle; do nothing if the handle does not exist."""
         opened = self._handles.pop(handle, None)
         self._pollers.pop(handle, None)
         user = self._users.pop(handle, None)
@@ -398,7 +418,7 @@ class Mount:
     # For the daemon. The caller holds the lock, except for is_dead and close.
 
     def watch(self, watcher: ChangeWatcher | None) -> None:
-        """Report clients' changes of control files to `watcher` from now on; None ends the reports."""
+        """Report clients' changes of control files to `watcher` from now on. None ends the reports."""
         for fs in self._file_systems:
             fs.watch(watcher)
 
@@ -408,15 +428,16 @@ class Mount:
         return any(fs.is_between_parts() for fs in self._file_systems)
 
     def open_in_guest(self) -> None:
-        """Open the open files in the guest, too, before its text changes: probes could notice its calls."""
+        """Open the open files in the guest too, before its text is patched and probes can see its calls."""
         for fs in self._file_systems:
             fs.open_in_guest()
 
     @contextmanager
     def holding_changes(self) -> Iterator[None]:
-        """Let changes of control files wait until the end of this context, because they would be lost.
+        """Make changes of control files wait until the end of the `with` block.
 
-        The caller holds the lock when it enters and leaves the context.
+        A kernel that replaces this one would lose the changes. Hold the lock at the start and the end of the
+        block.
         """
         self.lock.assert_held()
         gate = Event()
@@ -432,8 +453,8 @@ class Mount:
     def replace(self, table: Mapping[str, FileSystem]) -> None:
         """Show the files of another kernel, with the same lock and file systems at the same prefixes.
 
-        Open control files continue as the new kernel's files of the same paths. Further use of the old
-        guest's own files fails with ESTALE.
+        Open control files continue as the new kernel's files of the same paths. Later use of open files of
+        the old guest itself fails with ESTALE.
         """
         self.lock.assert_held()
         for old, new in dict.fromkeys((self._table[prefix], new) for prefix, new in table.items()):
@@ -446,22 +467,25 @@ class Mount:
             notify()
 
     def is_dead(self) -> bool:
-        """Return True if the guest can't run any more. Lock: takes, as every request does."""
+        """Return True if the guest cannot run any more. Lock: takes, as every request does."""
         return self._root.is_dead()
 
     def close(self) -> None:
-        """End the mount: wake every waiter and refuse further requests with EIO."""
+        """End the mount: wake all waiters, and refuse further requests with EIO."""
         self._closed = True
         # Hazard: clear the handles before waiting for the lock, so that woken waiters find no handle.
         self._handles = {}
-        # Each file system is closed, even if another one fails.
+        # All file systems are closed, even if closing one of them fails.
         with ExitStack() as closing:
             for fs in reversed(self._file_systems):
                 closing.callback(fs.close)
 
 
 def _informed(fs: FileSystem, client: Callable[[], Client]) -> Callable[[], Client]:
-    """Return the function that returns the client of a getattr(), whose facts are read now."""
+    """Return a function that returns the client of a getattr() with its facts.
+
+    If the file system needs the facts, they are read now, without the lock.
+    """
     if not fs.sees_lookups:
         return client
     found = fs.informed(client())

@@ -22,6 +22,9 @@ from kprobefs.common.errors import CliError, ExitStatus
 MS_RDONLY = 1
 MS_BIND = 0x1000
 MS_MOVE = 0x2000
+MS_REMOUNT = 0x20
+KEPT_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
+"""Flags of a mount that a user namespace may have locked; mount(2) has the same values."""
 OPEN_TREE = 428
 MOVE_MOUNT = 429
 OPEN_TREE_CLONE = 1
@@ -41,6 +44,12 @@ FILES = {
     "/proc/modules": "machine/modules",
     "/proc/meminfo": "machine/meminfo",
 }
+KERNEL_SETTINGS = (
+    *("sysfs", "configfs", "securityfs", "efivarfs", "pstore", "bpf", "binfmt_misc", "selinuxfs", "smackfs"),
+    *("fusectl", "resctrl", "nfsd"),
+)
+"""File systems through which the host's kernel is set."""
+WRITE_BITS = 0o222
 SYSCTL = "/proc/sys"
 SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
 """Those of ours in it."""
@@ -67,7 +76,7 @@ class System:
         """
         self.environment: dict[str, str] = {}
         """What is added to the command's."""
-        _lay_over(directory, work)
+        _lay_over(directory, work, real_root=real_root)
         if real_root:
             _tell("--real-root: the host's tracefs and debugfs are within reach of the command")
         answerer = CallAnswerer(
@@ -172,11 +181,13 @@ def _type_of(file: str | int) -> int:
     return 0 if failed else buffer[0]
 
 
-def _lay_over(directory: str, work: Path) -> None:
+def _lay_over(directory: str, work: Path, *, real_root: bool) -> None:
     _make_places()
     trees = {fstype: _tree_of_host(fstype, work) for fstype in PLACES}
     _detach_those_of_host()
-    _keep_pristine_proc()
+    if not real_root:
+        _keep_kernel_settings()
+    _keep_pristine_proc(real_root=real_root)
     for fstype, tree in trees.items():
         if tree is not None:
             _attach(tree, PLACES[fstype])
@@ -270,8 +281,54 @@ def _detach_those_of_host() -> None:
                 _mount("tmpfs", point.directory, MS_RDONLY, "tmpfs")
 
 
-def _keep_pristine_proc() -> None:
-    """Keep a /proc with nothing over it out of reach: without one, `unshare --mount-proc` is refused."""
+def _keep_kernel_settings() -> None:
+    """Make read-only what sets the host's kernel: its own part of each /proc, sysfs and others like it.
+
+    Root in a user namespace has root's ids, and so the rights of their owner.
+    """
+    for point in filter(_is_in_reach, mountpoints.mount_points()):
+        if point.fstype == "proc":
+            _keep_own_part(point.directory)
+    for point in filter(_is_in_reach, mountpoints.mount_points()):
+        if point.fstype in KERNEL_SETTINGS:
+            _make_read_only(point.directory)
+
+
+def _is_in_reach(point: mountpoints.MountPoint) -> bool:
+    """Whether a path leads to a file system that sets the kernel; another mount may cover it."""
+    if point.fstype not in ("proc", *KERNEL_SETTINGS):
+        return False
+    try:
+        device = os.stat(point.directory).st_dev
+    except OSError:
+        return False
+    return point.device == f"{os.major(device)}:{os.minor(device)}"
+
+
+def _keep_own_part(proc: str) -> None:
+    """Make read-only what a /proc has beside its processes; of a part of one, all."""
+    if not os.path.islink(f"{proc}/self"):
+        _make_read_only(proc)
+        return
+    for name in os.listdir(proc):
+        path = f"{proc}/{name}"
+        mode = os.lstat(path).st_mode if not name.isdecimal() else 0
+        if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and mode & WRITE_BITS):
+            _mount(path, path, MS_BIND | MS_REC)
+            _make_read_only(path)
+
+
+def _make_read_only(place: str) -> None:
+    """Make a mount read-only, and keep its other flags."""
+    kept = os.statvfs(place).f_flag & KEPT_FLAGS
+    _mount("none", place, MS_BIND | MS_REMOUNT | MS_RDONLY | kept)
+
+
+def _keep_pristine_proc(*, real_root: bool) -> None:
+    """Keep a /proc with nothing over it out of reach: without one, `unshare --mount-proc` is refused.
+
+    It is read-only, so the kernel allows a user namespace only others that are.
+    """
     _mount("tmpfs", DEBUG, 0, "tmpfs")
     place = f"{DEBUG}/{PRISTINE_PROC}"
     os.mkdir(place)
@@ -280,6 +337,8 @@ def _keep_pristine_proc() -> None:
     except CliError:
         # An ordinary user's namespace has locked mounts below it.
         _mount("/proc", place, MS_BIND | MS_REC)
+    if not real_root:
+        _make_read_only(place)
     _mount("tmpfs", DEBUG, 0, "tmpfs")
 
 

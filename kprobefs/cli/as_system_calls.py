@@ -1,22 +1,19 @@
-"""System calls of a command under `--as-system` that a filter takes: statfs(2) and those that copy files.
-
-FUSE has one f_type for all file systems, and splices nothing from files of size 0. A seccomp filter passes
-these calls to a process of kprobefs. It answers for files of the mount, and lets the kernel execute the rest.
-"""
+"""Answers to the system calls of a command under `--as-system` that its filter passes on."""
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import errno
 import fcntl
 import os
-import platform
 import stat
 import struct
-import threading
+from collections.abc import Callable
 from contextlib import suppress
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.cli.as_system_filter import Call, Kind, this_machine
+from kprobefs.cli.as_system_lookup import CAP_SYS_ADMIN, Found, Lookup, owner_of_namespace
 
 TRACEFS_MAGIC = 0x74726163
 DEBUGFS_MAGIC = 0x64626720
@@ -25,14 +22,14 @@ NAME_MAX = 255
 PATH_MAX = 4096
 ST_FLAGS = 0x1026
 """Flags of the mount in statfs(2): valid, relatime, nodev and nosuid."""
-STATFS = struct.Struct("=qqQQQQQIIqqq32x")
-"""struct statfs of 64-bit machines: type, block size, five counts, two words of fsid, name length, flags."""
+PROC = b"proc"
+MS_RDONLY = 1
+MS_MAGIC = 0xC0ED0000
+"""What old programs pass in addition. Mirrors: MS_MGC_VAL."""
+MS_MAGIC_MASK = 0xFFFF0000
+MS_NOT_NEW = 0x20 | 0x1000 | 0x2000 | 1 << 17 | 1 << 18 | 1 << 19 | 1 << 20
+"""Flags with which mount(2) mounts no new file system."""
 
-_SECCOMP_SET_MODE_FILTER = 1
-_FILTER_FLAG_NEW_LISTENER = 1 << 3
-_RET_USER_NOTIF = 0x7FC00000
-_RET_ERRNO = 0x00050000
-_RET_ALLOW = 0x7FFF0000
 _NOTIF_RECV = 0xC0502100
 _NOTIF_SEND = 0xC0182101
 _NOTIF_ID_VALID = 0x40082102
@@ -40,114 +37,8 @@ _NOTIF_CONTINUE = 1
 _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
 """struct seccomp_notif: id, pid, flags, number, architecture, instruction pointer, arguments."""
 _RESPONSE = struct.Struct("=QqiI")
-_LOAD = 0x20
-_JUMP_EQUAL = 0x15
-_RETURN = 0x06
-_OFFSET_NUMBER = 0
-_OFFSET_ARCH = 4
-_OPENAT2 = 437
-_RESOLVE_IN_ROOT = 0x10
-_AT_STATX_DONT_SYNC = 0x4000
-_STATX_BASIC_STATS = 0x7FF
-_STATX = struct.Struct("=IIQIIIH2xQQQQ64xIIII")
-"""The first 144 bytes of struct statx, as far as the number of its device."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True)
-class _Machine:
-    """Numbers of system calls of one kind of machine."""
-
-    arch: int
-    """AUDIT_ARCH_*"""
-    seccomp: int
-    statfs: int
-    fstatfs: int
-    copying: dict[int, int]
-    """System call -> index of its argument with the file that is read."""
-    ids: tuple[int, int, int]
-    """setgroups(2), setresgid(2) and setresuid(2), which the C library would execute in all threads."""
-    perf_event_open: tuple[tuple[int, int], ...]
-    """Architecture and number, those of compatible programs included."""
-
-
-_GENERIC_COPYING = {71: 1, 76: 0, 285: 0}
-_GENERIC_IDS = (159, 149, 147)
-_MACHINES = {
-    "x86_64": _Machine(
-        arch=0xC000003E,
-        seccomp=317,
-        statfs=137,
-        fstatfs=138,
-        copying={40: 1, 275: 0, 326: 0},
-        ids=(116, 119, 117),
-        perf_event_open=((0xC000003E, 298), (0xC000003E, 298 | 1 << 30), (0x40000003, 336)),
-    ),
-    "aarch64": _Machine(
-        arch=0xC00000B7,
-        seccomp=277,
-        statfs=43,
-        fstatfs=44,
-        copying=_GENERIC_COPYING,
-        ids=_GENERIC_IDS,
-        perf_event_open=((0xC00000B7, 241), (0x40000028, 364)),
-    ),
-    "riscv64": _Machine(
-        arch=0xC00000F3,
-        seccomp=277,
-        statfs=43,
-        fstatfs=44,
-        copying=_GENERIC_COPYING,
-        ids=_GENERIC_IDS,
-        perf_event_open=((0xC00000F3, 241),),
-    ),
-}
-
-
-def install_filter(*, refuse_perf: bool, listen: bool) -> int | None:
-    """Install the filter on the calling process and return the listener's descriptor.
-
-    `refuse_perf`: perf_event_open(2) fails with EACCES, because ids of events are those of the host's kernel.
-    `listen`: statfs(2) and the copying calls wait for the listener. Without it, the result is None.
-
-    Raises: OSError (ENOSYS: the machine's system calls are unknown; EBUSY: there is a listener already).
-    """
-    machine = _MACHINES.get(platform.machine())
-    if machine is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    code = _filter_code(machine, refuse_perf=refuse_perf, listen=listen)
-    text = ctypes.create_string_buffer(b"".join(code))
-    program = struct.pack("@HP", len(code), ctypes.addressof(text))
-    flags = _FILTER_FLAG_NEW_LISTENER if listen else 0
-    result = _system_call(machine.seccomp, _SECCOMP_SET_MODE_FILTER, flags, program)
-    return result if listen else None
-
-
-def _filter_code(machine: _Machine, *, refuse_perf: bool, listen: bool) -> list[bytes]:
-    """Return the filter's instructions; for each architecture a list of numbers and their verdicts."""
-    verdicts: dict[int, list[tuple[int, int]]] = {machine.arch: []}
-    if refuse_perf:
-        for arch, number in machine.perf_event_open:
-            verdicts.setdefault(arch, []).append((number, _RET_ERRNO | errno.EACCES))
-    if listen:
-        for number in (machine.statfs, machine.fstatfs, *machine.copying):
-            verdicts[machine.arch].append((number, _RET_USER_NOTIF))
-    code = [_instruction(_LOAD, _OFFSET_ARCH)]
-    for arch, numbers in verdicts.items():
-        body = [_instruction(_LOAD, _OFFSET_NUMBER)]
-        for number, verdict in numbers:
-            body.append(_instruction(_JUMP_EQUAL, number, otherwise=1))
-            body.append(_instruction(_RETURN, verdict))
-        body.append(_instruction(_RETURN, _RET_ALLOW))
-        code.append(_instruction(_JUMP_EQUAL, arch, otherwise=len(body)))
-        code += body
-    return [*code, _instruction(_RETURN, _RET_ALLOW)]
-
-
-def _instruction(code: int, value: int, otherwise: int = 0) -> bytes:
-    """Return a struct sock_filter; `otherwise`: instructions that a failed comparison skips."""
-    return struct.pack("=HBBI", code, 0, otherwise, value)
 
 
 class CallAnswerer:
@@ -155,76 +46,77 @@ class CallAnswerer:
 
     def __init__(self, device: int, tracing: tuple[str, ...], debug: tuple[str, ...]) -> None:
         """`device`: st_dev of the mount; `tracing` and `debug`: where it is a tracefs or a debugfs."""
-        self._machine = _MACHINES[platform.machine()]
         self._device = os.major(device), os.minor(device)
         self._fsid = device
         self._tracing = tracing
         self._debug = debug
 
     def serve(self, listener: int) -> None:
-        """Answer the next call. A lookup that another file system may delay has a thread of its own."""
+        """Answer the next call, in a thread of its own if another file system or the caller may delay it."""
         buffer = bytearray(_NOTIFICATION.size)
         try:
             fcntl.ioctl(listener, _NOTIF_RECV, buffer, True)
         except OSError:
             # Its caller was killed meanwhile.
             return
-        call = _Call(listener, bytes(buffer))
-        if call.number == self._machine.statfs:
-            try:
-                threading.Thread(target=self._answer, args=(call,), daemon=True).start()
-            except RuntimeError:
-                # There is no thread left. This one keeps its ids, so the kernel answers.
-                call.finish(None)
-        else:
-            self._answer(call)
+        waiting = _Waiting(listener, bytes(buffer))
+        if waiting.call.kind is Kind.COPY:
+            self._answer(waiting)
+            return
+        try:
+            # Its start is not waited for, as threading.Thread would.
+            _thread.start_new_thread(self._answer, (waiting,))
+        except RuntimeError:
+            # There is no thread left. This one keeps its ids, so the kernel answers.
+            waiting.finish(None)
 
-    def _answer(self, call: _Call) -> None:
+    def _answer(self, waiting: _Waiting) -> None:
         result = None
         try:
-            result = self._result(call)
+            result = self._result(waiting)
         except (OSError, OverflowError, RuntimeError, ValueError):
             # The kernel answers a call that cannot be inspected here, for example one with a bad address.
             pass
         finally:
             # Hazard: a caller without an answer waits until it is killed.
-            call.finish(result)
+            waiting.finish(result)
 
-    def _result(self, call: _Call) -> int | None:
+    def _result(self, waiting: _Waiting) -> int | None:
         """Return 0 or an errno; None where the kernel shall execute the call. Raises: OSError."""
-        if call.number in self._machine.copying:
-            return self._copying(call)
-        memory = call.open_memory()
-        try:
-            if call.number == self._machine.fstatfs:
-                return self._statfs(call.descriptor(0), call.arguments[1], memory)
-            opened = call.open_path(memory, self._machine)
-            try:
-                return self._statfs(f"/proc/self/fd/{opened}", call.arguments[1], memory)
-            finally:
-                os.close(opened)
-        finally:
-            os.close(memory)
+        if waiting.call.kind is Kind.COPY:
+            return self._copying(waiting)
+        with _Caller(waiting) as caller:
+            if waiting.call.kind is Kind.MOUNT:
+                return _mount(waiting, caller)
+            layout = waiting.call.layout
+            assert layout is not None
+            if layout.sizes and waiting.arguments[1] not in layout.sizes:
+                return errno.EINVAL
+            if waiting.call.kind is Kind.FSTATFS:
+                return self._statfs(caller.open_descriptor(waiting.arguments[0]), waiting, caller)
+            opened = caller.look_up(waiting.arguments[0])
+            return self._statfs(opened, waiting, caller)
 
-    def _copying(self, call: _Call) -> int | None:
+    def _copying(self, waiting: _Waiting) -> int | None:
         """Return EINVAL for a text of the mount, as from tracefs, so that the caller reads it."""
-        found = _Found(call.descriptor(self._machine.copying[call.number]))
+        number = waiting.arguments[waiting.call.file] & 0xFFFFFFFF
+        found = Found(f"/proc/{waiting.task}/fd/{number}")
         is_text = found.device == self._device and stat.S_ISREG(found.mode) and not found.size
         return errno.EINVAL if is_text else None
 
-    def _statfs(self, path: str, address: int, memory: int) -> int | None:
-        """Answer as Linux's simple_statfs() does for the file system that `path` stands for."""
-        if _Found(path).device != self._device:
+    def _statfs(self, opened: int, waiting: _Waiting, caller: _Caller) -> int | None:
+        """Answer as Linux's simple_statfs() does for the file system of an open file."""
+        if Found(opened, only_device=True).device != self._device:
             return None
-        magic = DEBUGFS_MAGIC if self._is_debug(os.readlink(path)) else TRACEFS_MAGIC
+        magic = DEBUGFS_MAGIC if self._is_debug(caller.path_of(opened)) else TRACEFS_MAGIC
+        layout = waiting.call.layout
+        assert layout is not None
         fsid = self._fsid & 0xFFFFFFFF
-        text = STATFS.pack(
-            magic, PAGE_SIZE, 0, 0, 0, 0, 0, fsid, self._fsid >> 32, NAME_MAX, PAGE_SIZE, ST_FLAGS
+        counts = (0,) * 5
+        text = layout.fields.pack(
+            magic, PAGE_SIZE, *counts, fsid, self._fsid >> 32, NAME_MAX, PAGE_SIZE, ST_FLAGS
         )
-        try:
-            return 0 if os.pwrite(memory, text, address) == len(text) else errno.EFAULT
-        except (OSError, OverflowError):
-            return errno.EFAULT
+        return caller.write(waiting.arguments[2 if layout.sizes else 1], text)
 
     def _is_debug(self, name: str) -> bool:
         return any(_is_in(name, each) for each in self._debug) and not any(
@@ -232,66 +124,20 @@ class CallAnswerer:
         )
 
 
-class _Call:
+class _Waiting:
     """A system call that waits for its answer."""
 
     def __init__(self, listener: int, notification: bytes) -> None:
         fields = _NOTIFICATION.unpack(notification)
         self._listener = listener
         self._id: int = fields[0]
-        self._task: int = fields[1]
-        self.number: int = fields[3]
+        self.task: int = fields[1]
+        self.call: Call = this_machine().call(fields[4] & 0xFFFFFFFF, fields[3])
         self.arguments: tuple[int, ...] = fields[6:]
 
-    def descriptor(self, index: int) -> str:
-        """Return the link to the open file whose number is argument `index`."""
-        return f"/proc/{self._task}/fd/{self.arguments[index] & 0xFFFFFFFF}"
-
-    def open_path(self, memory: int, machine: _Machine) -> int:
-        """Open the path of the first argument with O_PATH, from the caller's root and with its ids.
-
-        This thread keeps the ids, and so serves no other call.
-
-        Raises: OSError.
-        """
-        path = _read_text(memory, self.arguments[0])
-        for own in (b"/proc/self/", b"/proc/thread-self/"):
-            if path.startswith(own):
-                path = b"/proc/%d/%s" % (self._task, path.removeprefix(own))
-                return os.open(path, os.O_PATH | os.O_CLOEXEC)
-        is_absolute = path.startswith(b"/")
-        start = os.open(f"/proc/{self._task}/{'root' if is_absolute else 'cwd'}", os.O_PATH | os.O_CLOEXEC)
-        try:
-            self._take_ids(machine)
-            if not is_absolute:
-                return os.open(path, os.O_PATH | os.O_CLOEXEC, dir_fd=start)
-            how = struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT)
-            return _system_call(_OPENAT2, start, path, how, len(how))
-        finally:
-            os.close(start)
-
-    def _take_ids(self, machine: _Machine) -> None:
-        """Give this thread the caller's ids, by which FUSE and modes let in. Raises: OSError."""
-        own = _ids("self")
-        theirs = _ids(str(self._task))
-        setgroups, setresgid, setresuid = machine.ids
-        if own["Groups:"] != theirs["Groups:"]:
-            groups = theirs["Groups:"]
-            _system_call(setgroups, len(groups), struct.pack(f"={len(groups)}I", *groups))
-        if own["Gid:"] != theirs["Gid:"]:
-            _system_call(setresgid, *theirs["Gid:"][:3])
-        if own["Uid:"] != theirs["Uid:"]:
-            _system_call(setresuid, *theirs["Uid:"][:3])
-
-    def open_memory(self) -> int:
-        """Open the caller's memory, after which its pid is known not to be another's. Raises: OSError."""
-        memory = os.open(f"/proc/{self._task}/mem", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.ioctl(self._listener, _NOTIF_ID_VALID, struct.pack("=Q", self._id))
-        except OSError:
-            os.close(memory)
-            raise
-        return memory
+    def check(self) -> None:
+        """Check that the caller still waits. Raises: OSError."""
+        fcntl.ioctl(self._listener, _NOTIF_ID_VALID, struct.pack("=Q", self._id))
 
     def finish(self, result: int | None) -> None:
         """Let the caller go on: with 0, an errno, or None for what the kernel says."""
@@ -301,52 +147,150 @@ class _Call:
             fcntl.ioctl(self._listener, _NOTIF_SEND, _RESPONSE.pack(self._id, 0, -(result or 0), flags))
 
 
-class _Found:
-    """Attributes of an open file, as far as its file system has told them already."""
+class _Caller:
+    """The task of a call: its memory and its files, in a thread that serves no other task."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, waiting: _Waiting) -> None:
         """Raises: OSError."""
-        # Requests of this process are none of the command's: they would be in its traces.
-        buffer = ctypes.create_string_buffer(256)
-        encoded = os.fsencode(path)
-        if _libc.statx(-100, encoded, _AT_STATX_DONT_SYNC, _STATX_BASIC_STATS, buffer):
-            raise OSError(ctypes.get_errno(), path)
-        fields = _STATX.unpack_from(buffer)
-        self.mode: int = fields[6]
-        self.size: int = fields[8]
-        self.device: tuple[int, int] = fields[13:15]
+        self._proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)
+        self._opened = [self._proc]
+        self._lookup: Lookup | None = None
+        try:
+            self._task = self.open(str(waiting.task), os.O_PATH, self._proc)
+            self._memory = self.open("mem", os.O_RDWR)
+            self._maps = self.open("maps")
+            # After this the directory is known to be the caller's.
+            waiting.check()
+        except OSError:
+            self.close()
+            raise
+
+    def __enter__(self) -> _Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close each file that was opened here."""
+        if self._lookup is not None:
+            self._lookup.close()
+        for each in self._opened:
+            os.close(each)
+
+    def open(self, name: str, flags: int = os.O_RDONLY, directory: int | None = None) -> int:
+        """Open a file of the task's directory, until the end. Raises: OSError."""
+        directory = self._task if directory is None else directory
+        self._opened.append(os.open(name, flags | os.O_CLOEXEC, dir_fd=directory))
+        return self._opened[-1]
+
+    def open_descriptor(self, number: int) -> int:
+        """Open an open file of the task with O_PATH. Raises: OSError."""
+        return self.open(f"fd/{number & 0xFFFFFFFF}", os.O_PATH)
+
+    def path_of(self, opened: int) -> str:
+        """Return the path of a file that this process has open. Raises: OSError."""
+        return os.readlink(f"self/fd/{opened}", dir_fd=self._proc)
+
+    @property
+    def lookup(self) -> Lookup:
+        """This thread in the task's place. Raises: OSError."""
+        if self._lookup is None:
+            self._lookup = Lookup(self._task)
+        return self._lookup
+
+    def look_up(self, address: int) -> int:
+        """Open the path at an address with O_PATH, in the task's place. Raises: OSError."""
+        return self.lookup.open(self.read_text(address))
+
+    def read_text(self, address: int) -> bytes:
+        """Return the text at `address`, without its end. Raises: OSError."""
+        found = b""
+        while b"\0" not in found and len(found) < PATH_MAX:
+            # What lies behind the page may not be there.
+            place = address + len(found)
+            part = os.pread(self._memory, PAGE_SIZE - place % PAGE_SIZE, place)
+            if not part:
+                # The caller has died, and its memory with it.
+                raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+            found += part
+        if b"\0" not in found[:PATH_MAX]:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        return found.split(b"\0")[0]
+
+    def write(self, address: int, text: bytes) -> int:
+        """Write to the task's memory; return 0 or EFAULT."""
+        try:
+            # Hazard: /proc/PID/mem writes to what the task itself may only read.
+            if not self._may_write(address, address + len(text)):
+                return errno.EFAULT
+            return 0 if os.pwrite(self._memory, text, address) == len(text) else errno.EFAULT
+        except (OSError, OverflowError):
+            return errno.EFAULT
+
+    def _may_write(self, start: int, end: int) -> bool:
+        """Whether the task may write to all of a range."""
+        with open(os.dup(self._maps), "rb") as lines:
+            for line in lines:
+                words = line.split(None, 2)
+                first, last = (int(word, 16) for word in words[0].split(b"-"))
+                if first <= start < last and words[1][1:2] == b"w":
+                    start = last
+        return start >= end
 
 
-def _ids(task: str) -> dict[str, list[int]]:
-    """Return the lines Uid, Gid and Groups of a task's status. Raises: OSError."""
-    with open(f"/proc/{task}/status", encoding="utf-8", errors="replace") as lines:
-        words = [line.split() for line in lines]
-    names = ("Uid:", "Gid:", "Groups:")
-    return {each[0]: [int(word) for word in each[1:]] for each in words if each[0] in names}
+def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
+    """Mount a /proc for the caller, read-only: the kernel refuses another one.
+
+    Return 0 or an errno; None where the kernel shall execute the call. Raises: OSError.
+    """
+    source, target, fstype, flags, data = waiting.arguments[:5]
+    if flags & MS_MAGIC_MASK == MS_MAGIC:
+        flags &= ~MS_MAGIC_MASK
+    if flags & (MS_NOT_NEW | MS_RDONLY) or not fstype or caller.read_text(fstype) != PROC:
+        return None
+    namespaces = [caller.open(f"ns/{name}") for name in ("user", "mnt", "pid")]
+    if owner_of_namespace(namespaces[1]) != os.fstat(namespaces[0]).st_ino:
+        return None
+    texts = [caller.read_text(each) if each else None for each in (source, data)]
+    opened = caller.look_up(target)
+    if not caller.lookup.credentials.effective & CAP_SYS_ADMIN:
+        return None
+
+    def mount() -> None:
+        for namespace in namespaces:
+            _check(_libc.setns(namespace, 0))
+        os.fchdir(opened)
+        # Processes are in a namespace of pids that their parent has entered.
+        if failure := errno_of(act):
+            raise OSError(failure, os.strerror(failure))
+
+    def act() -> None:
+        _check(_libc.mount(texts[0], b".", PROC, ctypes.c_ulong(flags | MS_RDONLY), texts[1]))
+
+    caller.lookup.take_all_rights()
+    return errno_of(mount)
 
 
-def _read_text(memory: int, address: int) -> bytes:
-    """Return the text at `address`, without its end. Raises: OSError."""
-    found = b""
-    while b"\0" not in found and len(found) < PATH_MAX:
-        # What lies behind the page may not be there.
-        place = address + len(found)
-        part = os.pread(memory, PAGE_SIZE - place % PAGE_SIZE, place)
-        if not part:
-            # The caller has died, and its memory with it.
-            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-        found += part
-    return found.split(b"\0")[0]
+def errno_of(action: Callable[[], None]) -> int:
+    """Return the errno with which an action fails in a forked process, or 0."""
+    child = os.fork()
+    if not child:
+        status = errno.EIO
+        try:
+            action()
+            status = 0
+        except OSError as failure:
+            status = failure.errno or errno.EIO
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _check(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _is_in(path: str, directory: str) -> bool:
     return path == directory or path.startswith(f"{directory}/")
-
-
-def _system_call(number: int, *arguments: int | bytes) -> int:
-    """Raises: OSError."""
-    words = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    result = int(_libc.syscall(ctypes.c_long(number), *words))
-    if result < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return result

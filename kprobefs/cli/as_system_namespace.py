@@ -7,6 +7,8 @@ one, uncovering one, and the ways through other processes. The helper process st
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import select
 import selectors
@@ -15,7 +17,8 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from kprobefs.cli.as_system_calls import CallAnswerer, install_filter
+from kprobefs.cli.as_system_calls import CallAnswerer, errno_of
+from kprobefs.cli.as_system_filter import install_filter
 from kprobefs.common.errors import CliError, ExitStatus
 
 CLONE_NEWNS = 0x00020000
@@ -25,8 +28,7 @@ MS_PRIVATE = 1 << 18
 MS_SHARED = 1 << 20
 MESSAGE_SIZE = 256
 _MAP = b"map %d"
-_LISTENER = b"listener"
-_DONE = b"done"
+_LISTENER = b"listener %d"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,7 +46,8 @@ class CommandNamespace:
         """
         self._own_user = own_user
         self._listens = answerer is not None
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours, theirs = map(_above_standard_streams, pair)
         self._helper = _forked(lambda: _Helper(theirs, answerer).run(), keep=theirs.fileno())
         theirs.close()
         self.unanswered = ""
@@ -56,15 +59,15 @@ class CommandNamespace:
         if self._own_user:
             self._enter_user()
         if self._listens:
-            listener = install_filter(refuse_perf=self._own_user, listen=True)
+            listener = install_filter(own_user=self._own_user, listen=True)
             assert listener is not None
-            socket.send_fds(self._ours, [_LISTENER], [listener])
+            socket.send_fds(self._ours, [_LISTENER % os.getpid()], [listener])
             os.close(listener)
             self._confirmed()
         elif self._own_user:
             # Without seccomp, perf_event_paranoid and the user namespace are what refuse it.
             with suppress(OSError):
-                install_filter(refuse_perf=True, listen=False)
+                install_filter(own_user=True, listen=False)
 
     def close(self) -> None:
         """Let the helper go; it ends after the last process whose calls it answers."""
@@ -83,15 +86,21 @@ class CommandNamespace:
         _libc.mount(b"none", b"/sys", b"none", MS_REC | MS_SHARED, None)
 
     def _confirmed(self) -> None:
-        answer = self._ours.recv(MESSAGE_SIZE)
-        if answer != _DONE:
-            raise OSError(int(answer or b"5"), os.strerror(int(answer or b"5")))
+        own = os.getpid()
+        asker = 0
+        failure = errno.EIO
+        while asker != own:
+            # Others may be the answers to a process that was killed before it read them.
+            answer = self._ours.recv(MESSAGE_SIZE)
+            asker, failure = map(int, answer.split()) if answer else (own, errno.EIO)
+        if failure:
+            raise OSError(failure, os.strerror(failure))
 
     def _try(self) -> None:
         """Enter in a process of its own, first without the listener. Raises: CliError."""
         listens = self._listens
         self._listens = False
-        if failure := _failure_of(self.enter):
+        if failure := errno_of(self.enter):
             self.close()
             raise CliError(
                 f"--as-system: a user namespace: {os.strerror(failure)};"
@@ -100,7 +109,7 @@ class CommandNamespace:
             )
         if listens:
             self._listens = True
-            if failure := _failure_of(self.enter):
+            if failure := errno_of(self.enter):
                 self.unanswered = os.strerror(failure)
                 self._listens = False
 
@@ -124,20 +133,25 @@ class _Helper:
                     self._serve(key.fd)
 
     def _receive(self) -> None:
-        message, descriptors, _, _ = socket.recv_fds(self._connection, MESSAGE_SIZE, 1)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._connection, MESSAGE_SIZE, 1)
+        except ConnectionResetError:
+            # The other side was closed with an answer in it.
+            message, descriptors = b"", []
         if not message:
             self._selector.unregister(self._connection)
             return
         for listener in descriptors:
             self._selector.register(listener, selectors.EVENT_READ)
-        answer = _DONE
+        asker = int(message.split()[1])
+        failure = 0
         if not descriptors:
             try:
-                _map_ids(int(message.split()[1]))
-            except OSError as failure:
-                answer = b"%d" % (failure.errno or 5)
+                _map_ids(asker)
+            except OSError as refused:
+                failure = refused.errno or errno.EIO
         with suppress(OSError):
-            self._connection.send(answer)
+            self._connection.send(b"%d %d" % (asker, failure))
 
     def _serve(self, listener: int) -> None:
         if _has_hung_up(listener):
@@ -167,19 +181,11 @@ def _map_ids(pid: int) -> None:
             os.close(descriptor)
 
 
-def _failure_of(action: Callable[[], None]) -> int:
-    """Return the errno with which an action fails in a forked process, or 0."""
-    child = os.fork()
-    if not child:
-        status = 5
-        try:
-            action()
-            status = 0
-        except OSError as failure:
-            status = failure.errno or 5
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def _above_standard_streams(connection: socket.socket) -> socket.socket:
+    """Return a socket whose number is none of a standard stream's, which may have been closed."""
+    number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, 3)
+    connection.close()
+    return socket.socket(fileno=number)
 
 
 def _forked(serve: Callable[[], None], keep: int) -> int:

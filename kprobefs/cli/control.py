@@ -27,13 +27,14 @@ class MountStatus:
 
     @property
     def details(self) -> list[str]:
-        """Return words about the daemon for the output: pid, architecture, layout and start time."""
+        """Return words about the daemon for the output: pid, architecture, layout, traps and start time."""
         if self.daemon is None:
             return []
         return [
             f"pid {self.daemon.pid},",
             f"{self.daemon.arch},",
             f"{self.daemon.layout},",
+            *([f"{self.daemon.traps} traps,"] if self.daemon.traps else []),
             self.daemon.started,
         ]
 

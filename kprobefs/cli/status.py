@@ -20,7 +20,7 @@ def print_table(states: Sequence[MountStatus]) -> None:
     from rich.text import Text
 
     console = terminal.console()
-    heads = ["STATE", "DIRECTORY", "PID", "ARCH", "LAYOUT", "SINCE"]
+    heads = ["STATE", "DIRECTORY", "PID", "ARCH", "LAYOUT", "SINCE", "TRAPS"]
     rows = [_cells(state) for state in states]
     widths = [max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)]
     while len(heads) > FEWEST and sum(widths[: len(heads)]) > console.width:
@@ -37,7 +37,8 @@ def print_table(states: Sequence[MountStatus]) -> None:
 
 def _cells(state: MountStatus) -> list[str]:
     daemon = state.daemon
-    details = ["-"] * 4
+    details = ["-"] * 5
     if daemon is not None:
-        details = [str(daemon.pid), daemon.arch, daemon.layout, daemon.started.replace("T", " ")[:16]]
+        since = daemon.started.replace("T", " ")[:16]
+        details = [str(daemon.pid), daemon.arch, daemon.layout, since, daemon.traps or "-"]
     return [state.condition.value, *(escape_for_terminal(text) for text in (state.directory, *details))]

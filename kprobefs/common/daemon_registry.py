@@ -60,6 +60,8 @@ class Daemon:
     version: str
     started: str
     """Time of its start: ISO 8601, with the offset from UTC."""
+    traps: str = ""
+    """`native` if hits of handlers in guest code need no Python, else `python`; empty before the boot."""
 
 
 def process_of(pid: int) -> Process:
@@ -98,17 +100,25 @@ class Registration:
     def __init__(self, daemon: Daemon) -> None:
         """Write the record. Raises: CliError (another daemon serves the directory)."""
         sweep()
+        self.daemon = daemon
         self._path = _record_path(daemon.directory)
-        record = json.dumps({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))})
         try:
             self._file = self._locked(daemon.directory)
         except OSError as error:
             raise unwritable(self._path, error) from None
         try:
-            self._file.truncate(0)
-            os.write(self._file.fileno(), record.encode())
-        except OSError as error:
+            self.write(daemon)
+        except CliError:
             self.close()
+            raise
+
+    def write(self, daemon: Daemon) -> None:
+        """Write the record, or replace it. Raises: CliError (it cannot be written)."""
+        record = json.dumps({"daemon": asdict(daemon), "process": asdict(process_of(daemon.pid))}).encode()
+        try:
+            os.pwrite(self._file.fileno(), record, 0)
+            os.ftruncate(self._file.fileno(), len(record))
+        except OSError as error:
             raise unwritable(self._path, error) from None
 
     def _locked(self, directory: str) -> TextIO:

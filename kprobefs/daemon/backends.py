@@ -102,7 +102,7 @@ def _native_mount(options: MountOptions) -> Mount:
     with explained(image):
         tasks = started(image, options.machine.seed)
         modules = ModuleFiles(kernel_file(image), tasks.release)
-    return native_mount(
+    served = native_mount(
         tasks,
         HostProcesses(),
         _owner(),
@@ -110,6 +110,8 @@ def _native_mount(options: MountOptions) -> Mount:
         is_tracefs=options.layout == "tracefs",
         is_clock_real=options.machine.clock != CLOCKS[0],
     )
+    served.has_native_traps = tasks.machine.delivers_breakpoints
+    return served
 
 
 def _probed_mount(options: MountOptions) -> Mount:
@@ -128,6 +130,7 @@ def _probed_mount(options: MountOptions) -> Mount:
         engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
         modules = ModuleFiles(kernel_file(image), tasks.release)
     served = probed_mount(engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
+    served.has_native_traps = engine.machine.hooks.is_native
     # Most pages of the kernel's file are read only at the start.
     kernel.release_pages()
     return served
@@ -154,7 +157,9 @@ def _vmcore_mount(options: MountOptions, vmcore: str) -> Mount:
         with explained(vmcore), read_as("dump"):
             guest, kernel = started_core(vmcore)
             engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
-            return vmcore_mount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
+            served = vmcore_mount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
+            served.has_native_traps = engine.machine.hooks.is_native
+            return served
     except MemoryFault as fault:
         why = unmapped(fault.address)
         raise CliError(f"{vmcore}: not a usable dump: {why}", ExitStatus.USAGE) from fault

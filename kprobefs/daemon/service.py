@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -171,7 +172,7 @@ class Service:
                 watcher = UnmountWatcher(self._options.directory, at_killed)
                 self._companions.add(watcher.pid)
                 on_prepared()
-                self._serve(watchdog, watcher, on_ready)
+                self._serve(watchdog, watcher, registration, on_ready)
         finally:
             if watcher is not None:
                 watcher.end()
@@ -180,7 +181,11 @@ class Service:
             registration.close()
 
     def _serve(
-        self, watchdog: ServiceWatchdog | None, watcher: UnmountWatcher, on_ready: Callable[[], object]
+        self,
+        watchdog: ServiceWatchdog | None,
+        watcher: UnmountWatcher,
+        registration: Registration,
+        on_ready: Callable[[], object],
     ) -> None:
         from kprobefs.fuse.operations import FuseOptions, Server
 
@@ -188,6 +193,11 @@ class Service:
         # The kernel's objects live as long as the mount. Frozen, they do not slow down full collections.
         gc.disable()
         served = self._build(self._options)
+        traps = "native" if served.has_native_traps else "python"
+        # Without room for the longer record, `status` goes on to show the first one.
+        with suppress(CliError):
+            registration.write(replace(registration.daemon, traps=traps))
+        log.info("hits of handlers in guest code: traps are %s", traps)
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS)
         gc.enable()

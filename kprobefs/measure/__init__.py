@@ -1,1 +1,1 @@
-"""Benchmarks and analyses that the program offers as commands."""
+"""Benchmarks and analyses: the commands `bench`, `coverage` and `djprobe-analyze`."""

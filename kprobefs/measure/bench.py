@@ -1,6 +1,6 @@
-"""`kprobefs bench hit`: time of a probe hit, for each kind of handler and each mode.
+"""`kprobefs bench hit`: the time that a probe hit takes, for each kind of handler and each mode.
 
-The helpers of the other benchmarks are here, too.
+Functions that other benchmarks also use are here, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kprobefs.common.progress import counted
 ARCHITECTURES = tuple(config.ARCHITECTURES)
 _RISCV = tuple(name for name, elf in config.ARCHITECTURES.items() if elf is ElfMachine.RISCV)
 FUNCTION = "int_sqrt"
-"""Kernel function that is probed."""
+"""Name of the kernel function that the benchmarks probe."""
 STEPPED = "stepped"
 TRAP_FLAG = "trap-flag"
 BOOSTED = "boosted"
@@ -60,7 +60,10 @@ MODES = {
     SAVE_ALL: replace(_OPTIMIZED, saving=RegisterSaving.ALL),
     OPTIMIZED: _OPTIMIZED,
 }
-"""Mode -> profile that takes hits by it. The return trampoline of the first two is a breakpoint."""
+"""Mode -> profile that takes hits by this mode.
+
+With the first two profiles, the return trampoline is a breakpoint.
+"""
 _X86_MODES = (TRAP_FLAG, BOOSTED)
 TARGETS = {
     (RECORDING, OPTIMIZED): 30.0,
@@ -69,7 +72,7 @@ TARGETS = {
     (RETURNING, SAVE_ALL): 250.0,
     (EVENT, OPTIMIZED): 60.0,
 }
-"""Handler and mode -> target of the net nanoseconds a hit, on x86_64."""
+"""Handler and mode -> target for the net nanoseconds a hit, on x86_64."""
 
 ELSEWHERE = (
     ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 563, 248, 49),
@@ -78,7 +81,7 @@ ELSEWHERE = (
     ("Xeon E5410 2.33 GHz, x86-64 (jump optimization, 2009)", 910, 400, 60),
     ("Linux 6.1 under QEMU TCG, empty handler", 1189, None, 164),
 )
-"""Published nanoseconds a kprobe hit: machine and source, stepped, boosted, optimized."""
+"""Published nanoseconds a kprobe hit. Each row: machine and source, stepped, boosted, optimized."""
 RISCV_ELSEWHERE = "RISC-V under gem5 (optprobes, 2023): by a jump over 5 times as fast as by ebreak"
 RETURNS_ELSEWHERE = (
     ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 718, 405, 211),
@@ -88,30 +91,30 @@ RETURNS_ELSEWHERE = (
     ("Pentium M 1495 MHz (documentation, 2010)", 920, None, None),
     ("Opteron 246 1994 MHz, x86-64 (documentation, 2010)", 800, None, None),
 )
-"""Published nanoseconds a kretprobe hit: machine and source, stepped, boosted, optimized."""
+"""Published nanoseconds a kretprobe hit. Each row: machine and source, stepped, boosted, optimized."""
 
 
 @dataclass(frozen=True)
 class HitCase:
-    """A mode of taking hits, with one kind of handler."""
+    """One measurement of `bench hit`: a mode of taking hits, with one kind of handler."""
 
     probe: str
     mode: str
     arch: str = ARCHITECTURES[0]
     profile: str | None = None
-    """Name of a preset profile that has the mode, or None for the mode's own profile."""
+    """Name of the preset profile that is measured, or None for the profile in MODES."""
 
 
 @dataclass(frozen=True)
 class HitFigure:
-    """Nanoseconds of host CPU time a call of the probed function, one sample a round."""
+    """Result of a HitCase: nanoseconds of host CPU time a call of the probed function, one sample a round."""
 
     case: HitCase
     probed: tuple[float, ...]
     net: tuple[float, ...]
-    """Nanoseconds that the probe adds, compared with the unprobed rounds before and after."""
+    """Nanoseconds that the probe adds to a call, compared with the unprobed rounds before and after."""
     detour: int | None = None
-    """Bytes of the detour buffer, including a compiled handler; None if the probe is not optimized."""
+    """Size in bytes of the detour buffer, with a compiled handler; None if the probe is not optimized."""
 
     def as_dict(self) -> dict[str, object]:
         net = sorted(self.net)
@@ -142,12 +145,15 @@ NOISE_NOTE = f"{NOISE}: rounds differ by more than what is measured; take more -
 
 
 def measured(net: Sequence[float]) -> float | None:
-    """Return the median of what a probe adds, or None if rounds differ by more than that."""
+    """Return the median of the samples, or None if the rounds differ too much.
+
+    They do if the 10th percentile is 0 or negative.
+    """
     return statistics.median(net) if quantile(net, 1) > 0 else None
 
 
 def verdict(net: Sequence[float], target: float | None) -> str:
-    """Return "met" or "missed" with the target, "-" without a target, or NOISE."""
+    """Return the target with "met" or "missed"; "-" if there is no target; NOISE without a result."""
     found = measured(net)
     if found is None:
         return NOISE
@@ -155,20 +161,20 @@ def verdict(net: Sequence[float], target: float | None) -> str:
 
 
 def notes(nets: Iterable[Sequence[float]]) -> Iterator[str]:
-    """Yield the notes below a table."""
+    """Yield the notes below a table: NOISE_NOTE, if a measurement has no result."""
     if any(measured(net) is None for net in nets):
         yield NOISE_NOTE
 
 
 def quantile(samples: Sequence[float], tenth: int) -> float:
-    """Return the `tenth` decile, 1 to 9. For one sample, return that sample."""
+    """Return the decile `tenth` (1 to 9) of the samples. For one sample, return this sample."""
     if len(samples) == 1:
         return samples[0]
     return statistics.quantiles(samples, n=10, method="inclusive")[tenth - 1]
 
 
 def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
-    """Return the modes of an architecture, or only those of a preset profile."""
+    """Return the modes that an architecture supports, or only the modes that a preset profile uses."""
     if profile is None:
         return tuple(mode for mode in MODES if arch not in _RISCV or mode not in _X86_MODES)
     preset = PROFILES[profile]
@@ -186,7 +192,10 @@ def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
 
 
 def built(mode: str, profile: str | None) -> Profile:
-    """Return the profile for measuring a mode: the preset without the modes that it would prefer."""
+    """Return the profile for measuring a mode.
+
+    It is a preset without the other modes that the preset would prefer, or the profile in MODES.
+    """
     if profile is None:
         return MODES[mode]
     preset = PROFILES[profile]
@@ -195,12 +204,15 @@ def built(mode: str, profile: str | None) -> Profile:
 
 
 def cases(arch: str, profile: str | None = None) -> list[HitCase]:
-    """Return all cases that are measured on an architecture."""
+    """Return the cases of `bench hit` that are measured on an architecture."""
     return [HitCase(probe, mode, arch, profile) for probe in HANDLERS for mode in modes(arch, profile)]
 
 
 def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
-    """Measure a case in a kernel of its own, with `hits` calls a round. The first round only warms up."""
+    """Measure a case in a new kernel, with `hits` calls a round.
+
+    The first round is not counted: it warms up the emulator.
+    """
     profile = built(case.mode, case.profile)
     config = MachineConfig(arch=case.arch, run_budget=60)
     with Kernel(config, profile=profile) as kernel, kernel.lock:
@@ -225,7 +237,7 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
 
 
 def check_mode(kernel: Kernel, probe: Kprobe, mode: str) -> None:
-    """Check that hits were taken by `mode`. Raises: AssertionError."""
+    """Check that the kernel takes hits of `probe` by `mode`. Raises: AssertionError."""
     found = kernel.probe_mode(probe)
     wanted = _SHOWN.get(mode, mode)
     if found != wanted:
@@ -233,11 +245,11 @@ def check_mode(kernel: Kernel, probe: Kprobe, mode: str) -> None:
 
 
 _SHOWN = {STEPPED: "int3", TRAP_FLAG: "int3", SAVE_ALL: OPTIMIZED}
-"""Mode of the benchmark -> its name in the `mode` file, if that differs."""
+"""Mode of the benchmark -> its name in the `mode` file, if the two differ."""
 
 
 def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
-    """Return the bytes of a probe's detour buffer, or None if the probe is not optimized."""
+    """Return the size in bytes of a probe's detour buffer, or None if the probe is not optimized."""
     head = kernel.kprobes.table.valid(probe)
     if head is None or head.detour is None or not head.is_optimized:
         return None
@@ -246,8 +258,7 @@ def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
     """Return a function that calls FUNCTION `hits` times in the guest, and returns nanoseconds a call."""
-    loop = _loop if kernel.arch.name in _RISCV else _x86_loop
-    code, begin = loop(kernel, hits)
+    code, begin = loop_of_calls(kernel, hits)
 
     def run() -> float:
         with kernel.lock:
@@ -260,11 +271,19 @@ def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
 
 
 Loop = tuple[int, Callable[[], None]]
-"""Address of a loop in the guest, and a function that prepares each run."""
+"""Address of a loop in the guest, and a function to call before each run of the loop."""
+
+
+def loop_of_calls(kernel: Kernel, hits: int) -> Loop:
+    """Make guest code that calls FUNCTION `hits` times."""
+    return (_loop if kernel.arch.name in _RISCV else _x86_loop)(kernel, hits)
 
 
 def _loop(kernel: Kernel, hits: int) -> Loop:
-    """Make a loop of calls. The result is the next argument, and that of 0 is 0 again."""
+    """Write a loop of calls into the guest's text, for RISC-V.
+
+    The result of a call is the argument of the next one; for 0, the result is 0.
+    """
     machine = kernel.machine
     arch = kernel.arch
     turns = machine.alloc_pages(1)
@@ -295,16 +314,16 @@ def _x86_loop(kernel: Kernel, hits: int) -> Loop:
 
 @dataclass(frozen=True)
 class MeasuredProbe:
-    """A probe that is measured."""
+    """A probe that is measured, and functions that use it."""
 
     enable: Callable[[bool], None]
     hits: Callable[[], int | None]
-    """Return the number of hits, or None if the handler does not count."""
+    """Function that returns the number of hits, or None if the handler does not count hits."""
     probe: Callable[[], Kprobe]
 
 
 def place(kernel: Kernel, kind: str, offset: int) -> MeasuredProbe:
-    """Register a disabled probe with one of HANDLERS, `offset` bytes after the function's entry."""
+    """Register a disabled probe with a handler of HANDLERS, `offset` bytes after the entry of FUNCTION."""
     if kind == EVENT:
         return _event(kernel, offset)
     if kind == RETURNING:
@@ -373,7 +392,7 @@ def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> Me
 
 
 def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
-    """Wait until the optimizer has written or removed all jumps. A djprobe's jump is requested here."""
+    """Wait until the optimizer has written or removed all jumps; first request the jump of a djprobe."""
     kprobes = kernel.kprobes
     if enabled is not None and kprobes.optimizer is not None and kprobes.profile.djprobe is not None:
         kernel.set_optimized(enabled, True)
@@ -384,7 +403,7 @@ def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
 
 
 def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_json: bool) -> None:
-    """Measure all cases, and print a table or JSON."""
+    """Measure all cases of `bench hit`, and print a table or JSON."""
     figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, profile))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
@@ -393,7 +412,7 @@ def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_jso
 
 
 def table(figures: Sequence[HitFigure]) -> Iterator[str]:
-    """Yield the lines of a table: net nanoseconds, their ratio to SAVE_ALL's, and published figures."""
+    """Yield the lines of a table: net nanoseconds, their ratio to those of SAVE_ALL, published figures."""
     head = f"{'':21} {'net ns':>8} {'p10':>8} {'p90':>8} {'peak':>8} {'ratio':>7}  target"
     for probe, title in HANDLERS.items():
         rows = [figure for figure in figures if figure.case.probe == probe]
@@ -416,7 +435,7 @@ def table(figures: Sequence[HitFigure]) -> Iterator[str]:
 
 
 def subject(arch: str, profile: str | None, title: str) -> Iterator[str]:
-    """Yield the lines above a table."""
+    """Yield the lines above a table: architecture and title, and the profile if it is a preset."""
     yield f"{arch}, {title}"
     if profile is not None:
         yield f"profile {profile}"
@@ -430,7 +449,7 @@ def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
 
 
 def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) -> Iterator[str]:
-    """Yield the lines of published figures."""
+    """Yield the lines of a table with published figures."""
     yield f"{'measured elsewhere, ns (ratio)':38} {STEPPED:>13} {BOOSTED:>13} {OPTIMIZED:>13}"
     for name, *costs in rows:
         least = costs[-1]
@@ -442,7 +461,7 @@ def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) ->
 
 
 def cost(figure: float) -> str:
-    """Return nanoseconds in six characters, with tenths below a thousand."""
+    """Return nanoseconds as text of six characters, with a decimal below a thousand."""
     return f"{figure:6.0f}" if abs(figure) >= 1000 else f"{figure:6.1f}"
 
 

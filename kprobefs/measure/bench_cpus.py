@@ -1,4 +1,4 @@
-"""`kprobefs bench hit --cpus`: time of a probe hit on several CPUs.
+"""`kprobefs bench hit --cpus`: the time that a probe hit takes on several CPUs.
 
 Source: "Djprobe" (Ottawa Linux Symposium 2007), table 2, for the figures of a dual core.
 """
@@ -47,38 +47,39 @@ ELSEWHERE = {
     (RETURNING, BOOSTED): 558,
     (RETURNING, OPTIMIZED): 312,
 }
-"""Handler and mode -> nanoseconds a hit on a Core Duo at 1667 MHz with an SMP kernel ("Djprobe", table 2)."""
+"""Handler and mode -> published nanoseconds a hit on a Core Duo at 1667 MHz, with an SMP kernel."""
 _TURNS_OF_A_ROUND = 4
-"""Turns of each CPU in a round."""
+"""Number of turns that each CPU has in a round."""
 
 
 @dataclass(frozen=True)
 class CpusCase:
-    """A mode of taking hits, on a number of CPUs."""
+    """One measurement of `bench hit --cpus`: a mode of taking hits, on a number of CPUs."""
 
     probe: str
     mode: str
     cpus: int
     arch: str = "x86_64"
     profile: str | None = None
-    """Name of a preset profile that has the mode, or None for the mode's own profile."""
+    """Name of the preset profile that is measured, or None for the profile in MODES."""
 
 
 @dataclass(frozen=True)
 class CpusFigure:
-    """Host CPU time and guest instructions that a hit adds to a call."""
+    """Result of a CpusCase: host CPU time and guest instructions that a hit adds to a call."""
 
     case: CpusCase
     net: tuple[float, ...]
-    """Nanoseconds of host CPU time, the mean of all CPUs, one sample a round."""
+    """Nanoseconds of host CPU time that a hit adds, the mean of all CPUs, one sample a round."""
     instructions: float | None
-    """Guest instructions, when all CPUs are in the function and take turns of one instruction.
+    """Guest instructions that a hit adds, when all CPUs are in the function and take random turns.
 
-    None if the host handles a part of the hit, and on RISC-V, whose CPUs have no trap flag for counting.
+    A turn is one instruction. None if the host handles a part of the hit, and on RISC-V, whose CPUs have no
+    trap flag for counting.
     """
 
     detour: int | None = None
-    """Bytes of the detour buffer, including a compiled handler; None if the probe is not optimized."""
+    """Size in bytes of the detour buffer, with a compiled handler; None if the probe is not optimized."""
 
     @property
     def median(self) -> float:
@@ -104,7 +105,7 @@ class CpusFigure:
 
 
 def cases(arch: str, cpus: Sequence[int], profile: str | None = None) -> list[CpusCase]:
-    """Return the cases: all modes of a preset, or without one those of the source, on each number of CPUs."""
+    """Return the cases: all modes of a preset, or else the modes of the source, on each number of CPUs."""
     ways = [mode for mode in modes(arch, profile) if mode not in (FTRACE, TRAP_FLAG, SAVE_ALL) or profile]
     return [
         CpusCase(probe, mode, number, arch, profile)
@@ -115,7 +116,7 @@ def cases(arch: str, cpus: Sequence[int], profile: str | None = None) -> list[Cp
 
 
 def measure(case: CpusCase, hits: int, rounds: int) -> CpusFigure:
-    """Measure a case in a kernel of its own: rounds without the probe and with it, all CPUs in turns."""
+    """Measure a case in a new kernel: rounds without the probe and with it, with all CPUs in turns."""
     profile = built(case.mode, case.profile)
     config = MachineConfig(arch=case.arch, cpus=case.cpus, run_budget=60)
     with Kernel(config, profile=profile) as kernel:
@@ -161,7 +162,7 @@ def _on(kernel: Kernel, cpu: int, run: Callable[[], float]) -> float:
 def hits_on(
     arch: str, hits: int, rounds: int, cpus: Sequence[int], profile: str | None = None, *, as_json: bool
 ) -> None:
-    """Measure all cases, and print a table or JSON."""
+    """Measure all cases of `bench hit --cpus`, and print a table or JSON."""
     figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, cpus, profile))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))

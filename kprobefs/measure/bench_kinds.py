@@ -1,4 +1,4 @@
-"""`kprobefs bench kinds`: time of a hit of kprobes, jprobes, return probes and pairs, for each profile."""
+"""`kprobefs bench kinds`: the time of a hit of kprobes, jprobes, return probes and pairs, by profile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from kprobefs.common.progress import counted
 from kprobefs.measure.bench import FUNCTION, NOISE, caller, measured, notes, quantile
 
 KINDS = ("k", "j", "r", "kr", "jr", "c", "cr")
-"""Kinds of section 6 of "Kernel Probes" (2010): kprobe, jprobe, return probe, and pairs with the last.
+"""Kinds of probes in section 6 of "Kernel Probes" (2010), one letter a probe; see LEGEND.
 
-The jprobes of the last two have no mirror function, but a handler in guest code that reads the arguments.
+The last two kinds are not in the source: their jprobe has a handler in guest code in place of a mirror
+function.
 """
 TITLES = {"c": "jc", "cr": "jcr"}
-"""Kind -> its name in tables, if that differs."""
+"""Kind -> its name in tables, if the two differ."""
 LEGEND = (
     "k a kprobe, j a jprobe, r a return probe; kr, jr both on the same function;",
     "jc, jcr a jprobe whose handler is guest code, alone and with a return probe",
@@ -32,18 +33,18 @@ ELSEWHERE = (
     ("x86_64, Opteron 246 1994 MHz", (0.49, 0.76, 0.80, 0.82, 1.07)),
     ("ppc64, POWER5 1656 MHz", (0.77, 1.31, 1.26, 1.45, 1.99)),
 )
-"""Published microseconds a hit: machine, and a figure for each of the first five KINDS."""
+"""Published microseconds a hit. Each row: machine, and a figure for each of the first five KINDS."""
 
 
 STEPPED = "kprobes-2010, nothing boosted"
-"""Name of a variant that single-steps by the trap flag after each breakpoint, as the source did."""
+"""Name of a variant that single-steps by the trap flag after each breakpoint, as in the source."""
 BUILT = {**PROFILES, STEPPED: replace(PROFILES["kprobes-2010"], preemption=True)}
-"""Name -> profile that is measured: all presets, and the variant STEPPED."""
+"""Name -> profile that can be measured: all presets, and the variant STEPPED."""
 
 
 @dataclass(frozen=True)
 class KindCase:
-    """Probes of one or two kinds on a function's entry, in a kernel with a profile of BUILT."""
+    """One measurement of `bench kinds`: one or two probes on a function's entry, with a profile of BUILT."""
 
     profile: str
     kind: str
@@ -52,7 +53,7 @@ class KindCase:
 
 @dataclass(frozen=True)
 class KindFigure:
-    """Microseconds of host CPU time that the probes add to a call, one sample a round."""
+    """Result of a KindCase: microseconds of host CPU time that the probes add to a call, by round."""
 
     case: KindCase
     net: tuple[float, ...]
@@ -75,7 +76,7 @@ class KindFigure:
 
 
 def cases(arch: str) -> list[KindCase]:
-    """Return all kinds of all profiles of the architecture."""
+    """Return the cases of an architecture: all kinds, with all profiles that it supports."""
     is_riscv = arch.startswith("riscv")
     return [
         KindCase(name, kind, arch)
@@ -87,7 +88,7 @@ def cases(arch: str) -> list[KindCase]:
 
 
 def measure(case: KindCase, hits: int, rounds: int) -> KindFigure:
-    """Measure a case in a kernel of its own. The first probed round only warms up."""
+    """Measure a case in a new kernel. The first probed round is not counted: it warms up the emulator."""
     config = MachineConfig(arch=case.arch, run_budget=60)
     with Kernel(config, profile=BUILT[case.profile]) as kernel:
         run = caller(kernel, hits)
@@ -114,7 +115,7 @@ def _kprobe(kernel: Kernel) -> Count:
 
 
 def _jprobe(kernel: Kernel) -> Count:
-    """Register a jprobe whose mirror function only returns."""
+    """Register a jprobe whose mirror function only returns, and return a function that counts nothing."""
     text = kernel.machine.text
     arch = kernel.arch
     entry = text.alloc_text(arch.jump_size)
@@ -141,7 +142,7 @@ _PLACING = {"k": _kprobe, "j": _jprobe, "c": _compiled_jprobe, "r": _kretprobe}
 
 
 def kinds(arch: str, hits: int, rounds: int, *, as_json: bool) -> None:
-    """Measure all cases, and print a table or JSON."""
+    """Measure all cases of `bench kinds`, and print a table or JSON."""
     figures = [measure(case, hits, rounds) for case in counted("bench kinds", cases(arch))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))

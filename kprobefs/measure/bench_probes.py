@@ -1,4 +1,4 @@
-"""`kprobefs bench probes`: time of registering and arming many probes, and their memory."""
+"""`kprobefs bench probes`: the time of registering and arming many probes, and their memory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.progress import Progress
 
 DETOUR_ELSEWHERE = 200
-"""Bytes of a detour buffer in the jump optimization of 2009, approximately."""
+"""Approximate size in bytes of a detour buffer in the jump optimization of 2009."""
 NO_DETOUR = "no detour buffers"
 WARMING = 100
-"""Probes that are registered before the measurement."""
+"""Number of probes that are registered and unregistered before the measurement."""
 RESOLUTION_KB = 4096
-"""kB below which memory is not measurable: Python takes memory from the host by the MiB."""
+"""Minimum memory in kB that can be measured: Python takes memory from the host by the MiB."""
 
 
 @dataclass(frozen=True)
 class ManyProbes:
-    """Time and memory of `count` probes."""
+    """Result of `bench probes`: time and memory of `count` probes."""
 
     count: int
     register_s: float
     arm_ms: tuple[float, ...]
-    """Milliseconds to arm all of them by kprobes/enabled, one sample a round."""
+    """Milliseconds that arming all probes by kprobes/enabled takes, one sample a round."""
     memory_kb: float | None
-    """kB of host memory a probe; None if all of them take less than RESOLUTION_KB."""
+    """kB of host memory a probe; None if all probes together take less than RESOLUTION_KB."""
     detours: tuple[int, ...]
-    """Bytes of guest text in each detour buffer."""
+    """Size in bytes of each detour buffer in the guest's text."""
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -58,7 +58,7 @@ class ManyProbes:
 
 
 def probes(arch: str, count: int, rounds: int, profile: str | None = None, *, as_json: bool) -> None:
-    """Measure many probes, and print lines or JSON."""
+    """Measure `count` probes, and print the result as lines or JSON."""
     found = many_probes(arch, count, rounds, profile)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))

@@ -1,4 +1,4 @@
-"""`kprobefs bench return`: time of a hooked return for each shadow stack, with many tasks and CPUs."""
+"""`kprobefs bench return`: the time of a hooked return by shadow stack, with many tasks and CPUs."""
 
 from __future__ import annotations
 
@@ -48,11 +48,14 @@ FPROBE = "fprobe"
 FPROBE_REGS = "fprobe-pt_regs"
 FPROBES = (FPROBE, FPROBE_REGS)
 HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], saving=RegisterSaving.ALL)}
-"""Mode -> profile: the modes of a kretprobe, and an fprobe's exit handler with ftrace_regs or pt_regs."""
+"""Mode -> profile that takes hits by this mode.
+
+The hooks are a kretprobe in each of its modes, and an fprobe's exit handler with ftrace_regs or pt_regs.
+"""
 BY_FENTRY = (FTRACE, *FPROBES)
 SLOW = {STEPPED, TRAP_FLAG, BOOSTED}
 TARGETS = {OPTIMIZED: 60.0, FTRACE: 60.0, FPROBE: 60.0, SAVE_ALL: 250.0}
-"""Mode -> target of the net nanoseconds a hooked call, on x86_64."""
+"""Mode -> target for the net nanoseconds of a hooked call, on x86_64."""
 NEEDS_FENTRY = "unified"
 _QUICKEST = (OPTIMIZED, SAVE_ALL, FTRACE, BOOSTED, STEPPED, TRAP_FLAG)
 TASKS = (1, 100, 500)
@@ -63,7 +66,10 @@ _FIRST_PID = 10_000
 
 @dataclass(frozen=True)
 class ReturnCase:
-    """A shadow stack and a mode, with a number of tasks in the hooked function, and a number of CPUs."""
+    """One measurement of `bench return`: a shadow stack and a mode, with a number of tasks and CPUs.
+
+    The tasks are in the hooked function.
+    """
 
     backend: str
     mode: str
@@ -71,27 +77,27 @@ class ReturnCase:
     cpus: int = 1
     arch: str = "x86_64"
     profile: str | None = None
-    """Name of a preset profile that has the mode, or None for the mode's own profile."""
+    """Name of the preset profile that is measured, or None for the profile in HOOKED."""
 
 
 @dataclass(frozen=True)
 class ReturnFigure:
-    """Host CPU time, traps and guest instructions that hooking adds to a call."""
+    """Result of a ReturnCase: host CPU time, traps and guest instructions that hooking adds to a call."""
 
     case: ReturnCase
     net: tuple[float, ...]
-    """Nanoseconds, one sample a round."""
+    """Nanoseconds that hooking adds to a call, one sample a round."""
     traps: float
-    """Breakpoints and debug traps a call."""
+    """Number of breakpoints and debug traps a call."""
     instructions: float | None
-    """Guest instructions a call that hooking adds, when all CPUs call at the same time.
+    """Guest instructions that hooking adds to a call, when all CPUs call at the same time.
 
     None if the host handles the hit, and on RISC-V, whose CPUs have no trap flag for counting.
     """
     locked: float | None
-    """Instructions a call while a lock is held; None as for `instructions`."""
+    """Guest instructions of a call that run while a lock is held; None if `instructions` is None."""
     detour: int | None = None
-    """Bytes of the entry's detour buffer, including a compiled handler; None if there is none."""
+    """Size in bytes of the entry probe's detour buffer, with a compiled handler; None if there is none."""
 
     @property
     def median(self) -> float:
@@ -124,7 +130,7 @@ def cases(
     backends: Sequence[str] = RETURN_HOOKS,
     profile: str | None = None,
 ) -> list[ReturnCase]:
-    """Return the cases: each mode with one task and CPU, then the fastest one with more tasks, or more CPUs.
+    """Return the cases: each mode with one task and CPU, and the fastest mode with more tasks or CPUs.
 
     With a preset, only its shadow stack and modes are measured.
     """
@@ -150,7 +156,10 @@ def _built(case: ReturnCase) -> Profile:
 
 
 def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
-    """Measure a case in a kernel of its own, in turns with and without the probe. The first only warms up."""
+    """Measure a case in a new kernel, in turns with and without the probe.
+
+    The first round is not counted: it warms up the emulator.
+    """
     config = MachineConfig(arch=case.arch, run_budget=60, cpus=case.cpus, return_hook=case.backend)
     if case.mode in SLOW:
         hits = max(1, hits // 4)
@@ -186,7 +195,7 @@ def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
 
 
 def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
-    """Return the number of breakpoints and debug traps in a run."""
+    """Call `run`, and return the number of breakpoints and debug traps that it takes."""
     met = 0
     ways = kernel.machine.breakpoints, kernel.machine.debug_traps
 
@@ -210,10 +219,10 @@ def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
 def _hooked(
     kernel: Kernel, ring: HitRing, case: ReturnCase
 ) -> tuple[Callable[[bool], None], Callable[[], ReturnHook], Kprobe | None]:
-    """Make a hook of FUNCTION.
+    """Prepare a return hook of FUNCTION by a kretprobe or an fprobe.
 
-    Return a function that switches hooking, one that returns the hook while it is on, and the kretprobe if
-    there is one.
+    Return a function that switches hooking on or off, a function that returns the hook while hooking is on,
+    and the kretprobe or None.
     """
     nodes = case.tasks + case.cpus
     fp = ring.fprobe(FUNCTION, nr_maxactive=nodes)
@@ -239,7 +248,7 @@ def _hooked(
 
 @contextmanager
 def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
-    """Let `number` other tasks have one call of the hooked function pending."""
+    """Within the context, let `number` other tasks have one pending call of the hooked function."""
     stack = kernel.kretprobes.hooks.stack
     place = hook.address
     with kernel.lock:
@@ -265,7 +274,7 @@ def returns(
     *,
     as_json: bool,
 ) -> None:
-    """Measure all cases, and print a table or JSON."""
+    """Measure all cases of `bench return`, and print a table or JSON."""
     found = counted("bench return", cases(arch, tasks, cpus, profile=profile))
     figures = [measure(case, hits, rounds) for case in found]
     if as_json:

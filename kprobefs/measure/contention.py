@@ -1,6 +1,6 @@
-"""Count of the instructions of a function that several CPUs call at the same time.
+"""Count of the guest instructions of a function that several CPUs call at the same time.
 
-The CPUs take random turns of one instruction.
+The CPUs take turns of one instruction, in a random order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INTERRUPT_FLAG = 1 << 9
 
 @dataclass(frozen=True)
 class InstructionCounts:
-    """Guest instructions a call, including those that are repeated because of other CPUs."""
+    """Guest instructions a call, including instructions that are repeated because of other CPUs."""
 
     all: float
     locked: float
@@ -31,7 +31,10 @@ class InstructionCounts:
 
 
 def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _CALLS) -> InstructionCounts:
-    """Count the instructions a call of `function`, with a task for each CPU. The turns are reproducible."""
+    """Count the guest instructions a call of `function`, with a task for each CPU.
+
+    The order of turns is reproducible.
+    """
     address = kernel.image.kallsyms.lookup_name(function)
     assert address is not None
     taken = 0
@@ -54,7 +57,7 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
 
 @contextmanager
 def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuContext]]:
-    """Yield CPUs that are about to call the function. Restore the guest's state afterwards."""
+    """Yield CPUs that are about to call the function at `address`. Restore the guest's state afterwards."""
     machine = kernel.machine
     abi = kernel.image.abi
     word = kernel.arch.word_size
@@ -96,7 +99,7 @@ class _CpuContext:
         return self._state.ip == self._pad
 
     def step(self) -> None:
-        """Run one instruction, with the handler if it is a breakpoint."""
+        """Run one instruction on this CPU, or the handler if the instruction is a breakpoint."""
         self._current[0], self._number[0] = self._identity
         # The other contexts go on later: the machine must not drop their state.
         start = self._state._replace(flags=self._state.flags | _TRAP_FLAG)

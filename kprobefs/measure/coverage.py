@@ -1,4 +1,4 @@
-"""`kprobefs coverage`: how many instructions of a kernel can be probed or optimized, and why not others."""
+"""`kprobefs coverage`: how many instructions of a kernel can be probed or optimized, and reasons if not."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from kprobefs.measure import coverage_subject
 from kprobefs.measure.coverage_subject import Subject
 
 _RISCV_PROFILE = "riscv-optprobes-2023"
-"""Default profile for RISC-V, where Linux itself does not optimize."""
+"""Name of the default profile for RISC-V, on which Linux itself does not optimize."""
 _X86_PROFILE = "linux-6.1"
 _LINUX_RULES = {"optprobe": "optprobe-linux"}
-"""Strategy -> the one with Linux's rules: kprobefs also checks branches from other functions."""
+"""Policy -> policy with exactly Linux's rules. The first one also checks branches from other functions."""
 _X86_FILLER = b"\0\xcc"
 _INT3 = 0xCC
 
 
 class ProbeOutcome(Enum):
-    """How a probe takes hits, or that it is refused. The values are the names in tables."""
+    """How a probe takes its hits, or that the probe is refused. The values are the names in tables."""
 
     __hash__ = object.__hash__
 
@@ -47,21 +47,21 @@ class ProbeOutcome(Enum):
 
 
 Reasons = Counter[RejectReason | None]
-"""Reason why a probe is not optimized, or None if it is -> number of instructions."""
+"""Reason why a probe is not optimized, or None if it is optimized -> number of instructions."""
 
 
 @dataclass
 class Coverage:
-    """Counts for one subject."""
+    """Result of `coverage` for one subject."""
 
     subject: Subject
     profile: str
     symbols: list[tuple[Symbol, Reasons]] = field(default_factory=list)
-    """Functions with their counts."""
+    """Functions of the subject, with their counts of instructions by reason."""
     pairs: int | None = None
-    """RISC-V: instructions that the authors of the patch series would count as optimizable."""
+    """Number of instructions that the authors of a policy count as optimizable; None except on RISC-V."""
     seconds: float = 0.0
-    """Seconds of CPU time."""
+    """CPU time of the analysis in seconds."""
 
     @property
     def total(self) -> Reasons:
@@ -69,7 +69,7 @@ class Coverage:
 
     @property
     def sections(self) -> dict[str, Reasons]:
-        """Return section of the text -> counts of its functions, the largest section first."""
+        """Section of the text -> counts of its functions, the largest section first."""
         found: dict[str, Reasons] = {}
         for symbol, reasons in self.symbols:
             found.setdefault(self.subject.section(symbol.address), Counter()).update(reasons)
@@ -77,7 +77,7 @@ class Coverage:
 
 
 class FunctionCoverage:
-    """Counter of the outcomes of a probe on each instruction of a function."""
+    """Counts, for functions of a subject, what happens to a probe on each instruction."""
 
     def __init__(self, subject: Subject, profile: Profile) -> None:
         self._subject = subject
@@ -88,10 +88,10 @@ class FunctionCoverage:
         self._verdict = arch.probe_checker(subject.tables, strategy, ftrace=profile.ftrace)
         self._is_x86 = not subject.arch.startswith("riscv")
         self.pairs: int | None = 0 if strategy and strategy.pairs else None
-        """See Coverage.pairs."""
+        """Sum of the counts for Coverage.pairs up to now; None if the policy has no count of its own."""
 
     def reasons(self, symbol: Symbol) -> Reasons:
-        """Count the instructions of a function by reason."""
+        """Return the numbers of a function's instructions by reason."""
         if self._is_notrace(symbol):
             found: dict[int, RejectReason | None] = dict.fromkeys(
                 self._verdict.boundaries(symbol), RejectReason.NOTRACE
@@ -105,9 +105,9 @@ class FunctionCoverage:
     def _without_filler(
         self, symbol: Symbol, found: dict[int, RejectReason | None]
     ) -> Collection[RejectReason | None]:
-        """Return the reasons without those of filler.
+        """Return the reasons of a function's instructions, without those of filler.
 
-        Zeros at the end are filler. On x86 int3 is filler too, which boot also writes after returns.
+        Zeros at the function's end are filler. On x86, int3 is filler too; boot also writes it after returns.
         """
         filler = _X86_FILLER if self._is_x86 else b"\0"
         code = self._subject.tables.read(symbol.address, symbol.size).rstrip(filler)
@@ -120,7 +120,10 @@ class FunctionCoverage:
         return [reason for addr, reason in found.items() if addr < end]
 
     def _is_notrace(self, symbol: Symbol) -> bool:
-        """Return True if events refuse the function. A part of an unknown function counts as traceable."""
+        """Return True if kprobe events refuse the function because it is notrace.
+
+        A split-off part whose whole function is unknown counts as traceable.
+        """
         if not self._profile.ftrace or not (self._subject.complete or self._verdict.has_whole(symbol)):
             return False
         return not self._verdict.is_traced(symbol)
@@ -135,7 +138,10 @@ def _outcome(reason: RejectReason | None) -> ProbeOutcome:
 
 
 def coverage(subject: Subject, profile_name: str | None) -> Coverage:
-    """Count all instructions of all functions. Raises: CliError (the profile is unknown)."""
+    """Count the instructions of all functions of a subject, with a profile.
+
+    Raises: CliError (the profile is unknown).
+    """
     name = profile_name or (_RISCV_PROFILE if subject.arch.startswith("riscv") else _X86_PROFILE)
     try:
         judge = FunctionCoverage(subject, profile_named(name))
@@ -156,7 +162,7 @@ def coverage(subject: Subject, profile_name: str | None) -> Coverage:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Stop Python's garbage collection, which would take a quarter of the time and find nothing."""
+    """Stop Python's garbage collection in a context: it would take a quarter of the time and find nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -170,7 +176,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def subjects(arch: str | None, image: str | None, functions: str | None) -> Iterator[Subject]:
-    """Yield the subjects that the options name. Raises: CliError."""
+    """Yield the subjects that the command's options name. Raises: CliError."""
     try:
         if image is not None:
             yield from coverage_subject.linux_image(image)
@@ -187,7 +193,7 @@ def subjects(arch: str | None, image: str | None, functions: str | None) -> Iter
 def run(
     arch: str | None, image: str | None, functions: str | None, profile: str | None, *, as_json: bool
 ) -> None:
-    """Print tables, or all counts as JSON. Raises: CliError."""
+    """Run `kprobefs coverage`: print tables, or all counts as JSON. Raises: CliError."""
     found = [coverage(subject, profile) for subject in subjects(arch, image, functions)]
     if as_json:
         print(json.dumps([_as_dict(each) for each in found]))

@@ -27,42 +27,42 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import read_named
 
 _RECORDED_LIMIT = 256 << 20
-"""Bytes of recorded functions, unpacked."""
+"""Maximum size in bytes of a file of recorded functions, unpacked."""
 _SECTIONS = (
     "entry", "noinstr", "kprobes", "sched", "cpuidle", "lock", "irqentry", "softirqentry", "static_call",
 )  # fmt: skip
-"""Sections of the text between __NAME_text_start and __NAME_text_end in the kernel's linker script."""
+"""Names of text sections, whose borders are the symbols __NAME_text_start and __NAME_text_end."""
 _TEXT = ".text"
 _UNKNOWN = "?"
-"""Name of the text between recorded functions."""
+"""Symbol name for the text between recorded functions."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The functions of one kernel."""
+    """What `coverage` analyses: the functions of one kernel, and its tables."""
 
     title: str
     """Name of the kernel in tables."""
     arch: str
     tables: ProbedTables
     symbols: tuple[Symbol, ...]
-    """Functions, with the first symbol of each address."""
+    """The functions, each as the first symbol of its address."""
     sections: tuple[tuple[range, str], ...] = ()
     complete: bool = True
-    """Whether `symbols` has all functions of the kernel."""
+    """Whether `symbols` contains all functions of the kernel."""
 
     def section(self, addr: int) -> str:
-        """Return the section of the text that contains an address."""
+        """Return the name of the text section that contains an address."""
         return next((name for part, name in self.sections if addr in part), _TEXT)
 
 
 def own_image(arch: str) -> Subject:
-    """Return the built-in image of an architecture. Raises: KernelError ENOENT (there is none)."""
+    """Return the built-in image of an architecture as a subject. Raises: KernelError ENOENT (no image)."""
     return _subject(f"our own kernel for {arch}", arch, load_image(None, arch))
 
 
 def linux_image(source: str) -> Iterator[Subject]:
-    """Yield a distribution's kernel once for each form of returns that boot may patch in.
+    """Yield a distribution's kernel as subjects, one for each way in which boot may rewrite its returns.
 
     Raises: KernelError, OSError.
     """
@@ -74,9 +74,9 @@ def linux_image(source: str) -> Iterator[Subject]:
 
 
 def recorded_functions(path: Path) -> Subject:
-    """Return recorded functions with their tables, as in tests/oracle/functions-*.json.gz.
+    """Return the functions in a file like tests/oracle/functions-*.json.gz as a subject.
 
-    Raises: KernelError EINVAL (this is another file), OSError.
+    Raises: KernelError EINVAL (not a file of recorded functions), OSError.
     """
     data = _unpacked(path)
     try:
@@ -104,10 +104,10 @@ def _unpacked(path: Path) -> bytes:
 
 
 class RecordedTables:
-    """ProbedTables of recorded functions. The text between them belongs to no function."""
+    """The tables of recorded functions (ProbedTables). The text between the functions belongs to none."""
 
     def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:
-        """Make the tables. Raises: ValueError, KeyError, TypeError, AttributeError (this is no recording)."""
+        """Decode a recording. Raises: ValueError, KeyError, TypeError, AttributeError (no recording)."""
         ranges = {name: _address(value) for name, value in about.get("ranges", {}).items()}
         if ranges:
             self.arch = "x86_64"
@@ -138,14 +138,14 @@ class RecordedTables:
         self.data: list[tuple[int, bytes]] = []
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Return bytes of the function at an address, or none if it was not recorded."""
+        """Return at most `size` bytes of the function at an address; b"" if the function was not recorded."""
         where = self.kallsyms.lookup(va)
         code = b"" if where is None else self._code.get(where.symbol.address, b"")
         return b"" if where is None else code[where.offset : where.offset + size]
 
 
 def _symbols(spans: dict[str, tuple[int, int]], ranges: dict[str, int], text: tuple[int, int]) -> Kallsyms:
-    """Return the symbols of functions, of the gaps between them, and of the borders of ranges."""
+    """Return symbols for functions, for the gaps between them, and for the borders of ranges."""
     starts = {start for start, _ in spans.values()}
     ends = {sum(span) for span in spans.values()}
     known = [Symbol(name, start, "t") for name, (start, _) in spans.items()]

@@ -1,4 +1,4 @@
-"""`kprobefs djprobe-analyze`: the region that a djprobe would replace at an address, or why it cannot.
+"""`kprobefs djprobe-analyze`: the region that a djprobe would replace at an address, or why it can't.
 
 Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.2, and its tool djprobe_static_code_analyzer.
 """
@@ -22,7 +22,7 @@ from kprobefs.common.errors import CliError, ExitStatus
 
 @dataclass(frozen=True)
 class AnalysisResult:
-    """Result of the analysis of one address. `length` is in bytes, 0 if djprobe cannot be used."""
+    """Result of the analysis of one address. `length` is that of the region, 0 if djprobe cannot be used."""
 
     address: str
     function: str
@@ -31,7 +31,7 @@ class AnalysisResult:
     reason: str
 
     def text(self) -> str:
-        """Return one line: the length, and why it is 0."""
+        """Return one line: the length, and the reason if the length is 0."""
         return f"{self.length} {self.reason}".rstrip()
 
     def as_dict(self) -> dict[str, str | int]:
@@ -41,7 +41,8 @@ class AnalysisResult:
 def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: int = 2) -> AnalysisResult:
     """Analyze an address (0x...) or SYMBOL[+OFFSET] of an ELF file or a compressed kernel.
 
-    `bug_size`: bytes of a BUG() in its code. Raises: CliError (`place` is no place), KernelError, OSError.
+    `bug_size`: size in bytes of a BUG() in the code.
+    Raises: CliError (`place` is malformed), KernelError, OSError.
     """
     with open_elf(path) as file, open_debuginfo(file, path, debug_path) as info:
         function, addr = _find(info, place)
@@ -57,7 +58,7 @@ def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: in
 
 
 def _region(info: DebugInfo, function: DescribedFunction, addr: int, bug_size: int) -> Region | Rejection:
-    """Return the region that a jump at `addr` would replace, or why there is none.
+    """Return the region that a jump at `addr` would replace, or the rejection of the jump.
 
     Jumps from other parts of a split function into the region count, too.
     """

@@ -1,4 +1,4 @@
-"""`kprobefs bench return --memory`: memory of return hooks, beside the figures of a talk.
+"""`kprobefs bench return --memory`: memory of return hooks, and the figures of a talk.
 
 Source: "Unifying return hooks" (LPC 2023).
 """
@@ -18,7 +18,7 @@ SLIDES = {
     "objpool": ("1.6KB", "160KB", "65KB", "6.5MB"),
     "fgraph": ("2MB",) * 4,
 }
-"""Shadow stack -> the talk's figures: 1 and 100 probes, with a node for each CPU, then for each task."""
+"""Shadow stack -> figures of the talk, for 1 and 100 probes: with a node for each CPU, and for each task."""
 NOTES = (
     "Of hooks, their nodes; of objpool's rings, their entries; of fgraph, the tasks'",
     "  arrays. As there, control blocks and rings' heads aren't counted.",
@@ -31,11 +31,11 @@ NOTES = (
     "instances: not in the talk; rethook's nodes, and 64 heads of lists that all",
     "  probes share.",
 )
-"""Lines below the table: differences from the talk, and their reasons."""
+"""Text below the table: differences from the talk, and their reasons."""
 
 
 def memory(*, as_json: bool) -> None:
-    """Print the table with NOTES, or JSON."""
+    """Compute the memory of return hooks, and print a table with NOTES, or JSON."""
     rows = memory_table(SHADOW_STACKS.values(), cpus=CPUS, tasks=TASKS)
     if as_json:
         print(json.dumps([cell for row in rows for cell in _cells(row)], indent=2))

@@ -128,7 +128,10 @@ class CompiledPlace(Place):
             self._note("unregistered", "code isn't freed")
 
     def _stubs(self) -> Group:
-        """Compile a stub by a hit of the breakpoint, and return the CPUs in its code."""
+        """Compile a stub by a hit of the breakpoint; return the CPUs in its code and in the slot after it.
+
+        From the stub on, the host's routine handles the traps, and a CPU has no other state than its ip.
+        """
         self._change()
         with enabled(self.compiler):
             self._all("compiling a stub", None)
@@ -138,7 +141,13 @@ class CompiledPlace(Place):
                 self._note("compiling a stub", "there is none")
             return [[] for _ in self.cpus]
         self._all("compiled stub", None)
-        return [self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus]
+        native = self.kernel.machine.hooks.native_traps
+        slots = [self._slot(cpu) for cpu in self.cpus]
+        if any(standing.running is not None for group in slots for standing in group) or (
+            self.kernel.machine.hooks.is_native and self.kernel.machine.hooks.native_traps == native
+        ):
+            self._note("compiled stub", "Python takes part in its hits")
+        return joined([self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus], slots)
 
     def _compile(self) -> None:
         """Compile the detour as the first hit of the jump does, but without running the machine."""

@@ -155,10 +155,11 @@ class OtherCpu:
     def _compare(self, standing: Standing, registers: State, hits: int) -> str | None:
         self._put(standing)
         ctlblk = self.probed.kernel.kprobes.hits.ctlblk
-        ctlblk.running, ctlblk.status = standing.running, standing.status
+        ctlblk.set_running(standing.running)
+        ctlblk.status = standing.status
         before = self.count()
         deviation = self.bench.deviation(registers, self.expected)
-        ctlblk.running = None
+        ctlblk.set_running(None)
         counted = self.count() - before
         if deviation:
             return f"{standing.what}: {deviation}"

@@ -96,7 +96,7 @@ def test_a_removed_instance_is_gone() -> None:
 def test_more_than_was_asked_for_is_a_fault() -> None:
     """libfuse's buffer has the room that the request says."""
     adapter = pytest.importorskip("kprobefs.fuse.operations")
-    mount = SimpleNamespace(lasting=(), clients_own=(), read=lambda *_request: b"x" * 9)
+    mount = SimpleNamespace(lasting=(), clients_own=(), acting=(), read=lambda *_request: b"x" * 9)
     operations = adapter._Operations(mount, threading.Event())
 
     def read(size: int) -> object:

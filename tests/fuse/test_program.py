@@ -230,7 +230,8 @@ class TestMount:
 
     def test_status_for_people(self, mounted: Daemon) -> None:
         result = kprobefs("status")
-        assert f"serving {mounted.directory} pid {mounted.process.pid}, x86_64, full, " in result.stdout
+        daemon = f"pid {mounted.process.pid}, x86_64, full, native traps, "
+        assert f"serving {mounted.directory} {daemon}" in result.stdout
         assert "\033" not in result.stdout
 
     def test_layout_tracefs(self, directory: Path) -> None:

@@ -62,7 +62,7 @@ def traps(kernel: Kernel, value: int) -> int:
         return handler(*given)
 
     for ways in (hooks.breakpoints, hooks.debug_traps):
-        ways |= {address: partial(counting, handler) for address, handler in ways.items()}
+        ways.update({address: partial(counting, handler) for address, handler in ways.items()})
     raise_exception = hooks.raise_exception
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks, "raise_exception", partial(counting, raise_exception))

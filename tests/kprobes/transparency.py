@@ -66,7 +66,7 @@ class Stepper:
         raise AssertionError(f"{start.ip:#x} repeats without an end")
 
     def up_to(self, start: RegisterSet, next_ip: int) -> Effect:
-        """By a breakpoint behind it: for pushf, which shows the trap flag, and for pause.
+        """By a breakpoint behind it: for pushf, which shows the trap flag, for pause, and for native hits.
 
         Unicorn: `pause` doesn't trap, and the instruction behind it is run too.
         """

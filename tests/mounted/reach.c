@@ -97,6 +97,45 @@ static int act_sysfs(void)
 	return mount("nodev", path, "tracefs", 0, NULL);
 }
 
+static int writable(const char *path)
+{
+	return open(path, O_WRONLY);
+}
+
+/* A /proc of a namespace of pids of its own. */
+static int act_proc(void)
+{
+	char path[256];
+	int status;
+
+	snprintf(path, sizeof path, "%s/proc", base);
+	mkdir(path, 0755);
+	if (fork()) {
+		wait(&status);
+		errno = WEXITSTATUS(status);
+		return errno ? -1 : 0;
+	}
+	if (mount("proc", path, "proc", MS_MGC_VAL | MS_NOSUID, NULL) < 0)
+		exit(ENOSYS);
+	if (mount("proc", path, NULL, MS_REMOUNT | MS_BIND, NULL) == 0 || errno != EPERM)
+		exit(ENOTUNIQ);
+	if (mount("proc", path, "proc", MS_REMOUNT, NULL) == 0 || errno != EPERM)
+		exit(ENOTUNIQ);
+	strcat(path, "/sys/kernel/core_pattern");
+	exit(writable(path) < 0 ? errno : 0);
+}
+
+static int act_new_proc(void)
+{
+	int status;
+
+	if (!fork())
+		exit(new_mount("proc") < 0 ? errno : 0);
+	wait(&status);
+	errno = WEXITSTATUS(status);
+	return errno ? -1 : 0;
+}
+
 int main(int count, char **words)
 {
 	char place[256];
@@ -129,6 +168,11 @@ int main(int count, char **words)
 	nested(act_mount, "nested-mount", CLONE_NEWUSER | CLONE_NEWNS);
 	nested(act_umount, "nested-detach", CLONE_NEWUSER | CLONE_NEWNS);
 	nested(act_umount, "nested-namespace-detach", CLONE_NEWNS);
+	tell("sysctl", writable("/proc/sys/kernel/core_pattern"));
+	tell("sysfs", writable("/sys/devices/system/clocksource/clocksource0/current_clocksource"));
+	nested(act_proc, "own-proc", CLONE_NEWNS | CLONE_NEWPID);
+	nested(act_proc, "nested-proc", CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID);
+	nested(act_new_proc, "new-proc", CLONE_NEWNS | CLONE_NEWPID);
 	nested(act_sysfs, "new-sysfs", CLONE_NEWNS | CLONE_NEWNET);
 	return 0;
 }

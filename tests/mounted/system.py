@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fuse.harness import ROOT
 
+SOURCES = Path(__file__).parent
 TIMEOUT = 60
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a user namespace with all ids needs root")
 OWN_LOCK = """case $HOME/ in /var/tmp/*) ;; *) mount --rbind "$HOME" /var/tmp ;; esac
 """
 """perf-tools let one tool trace at a time, by a file that all tests would share, /var/tmp/.ftrace-lock."""
@@ -34,3 +39,21 @@ def beside(script: str, home: Path, *options: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} isn't installed")
+
+
+def built(name: str, to: Path, *options: str) -> Path:
+    """Return a program of a C source beside this file."""
+    program = to / f"{name}{'-static' if '-static' in options else ''}"
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("cc isn't installed")
+    done = subprocess.run(
+        [compiler, "-O2", "-o", program, *options, SOURCES / f"{name}.c"], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"{name}.c can't be built: {done.stderr.decode().splitlines()[-1]}")
+    return program

@@ -64,6 +64,7 @@ NEAR = 14
 FETCHED = ("", "s=$stack0", "c=$comm", "s=$stack1 b=+0($stack0):x32")
 RETURNED = ("", "v=$retval", "c=$comm v=$retval:s32")
 EVENTS = 14
+PROBES = 8
 SIZE, ROOM = 300, 1024
 """Bytes of each file, and of each task's part of a buffer."""
 
@@ -77,6 +78,7 @@ class Storm:
         self.probes: list[Kprobe] = []
         self.kretprobes: list[Kretprobe] = []
         self.fprobes: list[Fprobe] = []
+        self._ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
         self._hits = 0
         self._is_busy = False
         find = kernel.tracing.kprobe_events.registry.find
@@ -85,6 +87,8 @@ class Storm:
         self._acts: list[Callable[[], object]] = [
             self._register,
             self._register,
+            self._register_compiled,
+            self._register_compiled,
             lambda: self._take_back(self.probes, kernel.unregister_kprobe),
             self._register_kretprobe,
             lambda: self._take_back(self.kretprobes, kernel.unregister_kretprobe),
@@ -123,6 +127,12 @@ class Storm:
             with suppress(KernelError):
                 self.kernel.tracing.kprobe_events.write(self.dice.choice((entry, returning)).encode())
 
+    def register_compiled(self) -> None:
+        """Before the storm, too: hits in guest code from the first call on."""
+        for _ in range(PROBES):
+            with suppress(KernelError):
+                self._register_compiled()
+
     def act(self) -> None:
         """One act, or none; none within another one, which may run the guest."""
         if self._is_busy or self.dice.randrange(3):
@@ -157,6 +167,17 @@ class Storm:
         )
         self.kernel.register_kprobe(probe)
         self.probes.append(probe)
+
+    def _register_compiled(self) -> None:
+        """With a handler in guest code from the first hit on, so that no int3 hit enters Python."""
+        kernel = self.kernel
+        function = self.dice.choice(FUNCTIONS)
+        probe = self._ring.probe(symbol_name=function, offset=self.dice.choice(self._places[function]))
+        kernel.register_kprobe(probe)
+        self.probes.append(probe)
+        head = kernel.kprobes.table.valid(probe)
+        if head is not None and head.insn is not None:
+            kernel.kprobes.routes.compile_stub(head)
 
     def _register_kretprobe(self) -> None:
         rp = Kretprobe(
@@ -243,6 +264,9 @@ def test_a_storm(boot: Boot, arch: str, profile: str) -> None:
         tasks, storm = clients(kernel, cpus), Storm(kernel, seed)
         kernel.trace.expand()
         storm.define_events()
+        storm.register_compiled()
         with between_turns(storm.kernel, storm.act):
             work(kernel, tasks)
         assert storm.end() > 0
+        native = kernel.machine.hooks.native_traps
+        assert native > 0 or not kernel.machine.hooks.is_native

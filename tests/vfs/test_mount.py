@@ -298,13 +298,16 @@ def test_files_and_directories_are_told_apart() -> None:
 def test_open_files_are_counted_where_there_is_a_limit() -> None:
     limits = Limits({Limit.OPEN_FILES: 1})
     tree = NodeTree(
-        Directory(0o755, {name: AttributeFile(0o444, lambda: "1\n") for name in ("machine", "a")})
+        Directory(
+            0o755, {name: AttributeFile(0o444, lambda: "1\n") for name in ("machine", "machinery", "a")}
+        )
     )
     mount = Mount({"/": ControlFs(tree)}, limits=limits)
     first = mount.open(CLIENT, "/a", os.O_RDONLY)
     assert limits.open_files == 1
     assert error_of(lambda: mount.open(CLIENT, "/a", os.O_RDONLY)) == errno.ENFILE
     assert error_of(lambda: mount.opendir(CLIENT, "/")) == errno.ENFILE
+    assert error_of(lambda: mount.open(CLIENT, "/machinery", os.O_RDONLY)) == errno.ENFILE
     mount.release(mount.open(CLIENT, "/machine", os.O_RDONLY))
     mount.release(first)
     assert limits.open_files == 0

@@ -1,4 +1,4 @@
-"""Backward data flow over one function: the registers that may still be read."""
+"""Backward data flow analysis of one function: the registers that may still be read at each instruction."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Control(NamedTuple):
-    """Destination of control after an instruction that does not continue with the next one."""
+    """Where control goes after an instruction that may not continue with the next one."""
 
     falls_through: bool
     targets: tuple[int, ...] = ()
-    """Distances in bytes from the instruction to its targets."""
+    """Distances in bytes from the instruction to its branch targets."""
     leaves: bool = False
     """Whether control may leave the function, to code that this analysis doesn't see."""
 
@@ -25,14 +25,15 @@ class Effect(NamedTuple):
     keeps: int
     """Mask of everything except the registers and flags that the instruction always overwrites completely."""
     control: Control | None = None
-    """None if control continues with the next instruction."""
+    """Control flow of the instruction; None if control always continues with the next instruction."""
 
 
 def solve(effects: dict[int, Effect], everything: int) -> dict[int, int]:
-    """Return the live mask before each instruction: address -> mask; `everything` where control leaves.
+    """Return address -> mask of the live registers and flags before the instruction at the address.
 
-    `effects` is ordered by address and has no gaps between instructions. The result is the least fixed point.
-    Instructions are visited backwards, in one pass, or more if there are loops.
+    `effects` is ordered by address and has no gaps between instructions. `everything` is the mask that is
+    live where control leaves the function. The result is the least fixed point. Instructions are visited
+    backwards, in one pass, or in several if there are loops.
     """
     live = dict.fromkeys(effects, 0)
     order = [*reversed(effects.items())]

@@ -33,13 +33,13 @@ class Region:
 
     addr: int = field(metadata=ADDRESS)
     code: bytes
-    """The region's instructions without any probe."""
+    """Machine code of the region, without the bytes that probes patch."""
     scratch: ScratchRegisters | None = None
-    """None if the jumps overwrite no register."""
+    """Registers that the jumps to and from the detour overwrite; None if they overwrite no register."""
 
     @property
     def length(self) -> int:
-        """Size in bytes."""
+        """Size of the region in bytes."""
         return len(self.code)
 
     @property

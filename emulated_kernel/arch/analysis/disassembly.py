@@ -1,4 +1,4 @@
-"""Disassembly for messages and listings."""
+"""Disassembly of machine code, for messages and listings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any, cast
 
 
 class Disassembler:
-    """Capstone for one instruction set.
+    """Disassembler of one instruction set, by capstone.
 
-    It is loaded on first use, because loading takes a quarter of a second.
+    Capstone is loaded on first use, because loading it takes a quarter of a second.
     """
 
     def __init__(self, arch: str, *modes: str, width: int) -> None:
-        """Take names of capstone's constants; `width` is the number of columns for an instruction's bytes."""
+        """Store the names of capstone's constants for the architecture and its modes.
+
+        `width` is the number of columns that lines() reserves for the bytes of an instruction.
+        """
         self._arch = arch
         self._modes = modes
         self._width = width
@@ -31,12 +34,12 @@ class Disassembler:
         return engine
 
     def insns(self, code: bytes, addr: int) -> Iterator[tuple[int, int, str]]:
-        """Iterate over the instructions: address, size in bytes, and text."""
+        """Iterate over the instructions of `code` at `addr`: address, size in bytes, and text."""
         for at, size, mnemonic, operands in self._engine.disasm_lite(code, addr):
             yield at, size, f"{mnemonic} {operands}".rstrip()
 
     def lines(self, code: bytes, addr: int) -> list[str]:
-        """Return one line per instruction: address, bytes, mnemonic and operands."""
+        """Return one line per instruction of `code`: address, bytes, mnemonic and operands."""
         return [
             f"{at:#x}: {code[at - addr : at - addr + size].hex(' '):<{self._width}} {text}"
             for at, size, text in self.insns(code, addr)

@@ -10,7 +10,7 @@ _EMPTY_RANGE = range(0)
 
 @dataclass(frozen=True, slots=True)
 class PatchSite:
-    """A piece of text that another subsystem patches."""
+    """Range of kernel text that a subsystem other than kprobes patches, such as ftrace."""
 
     addr: int
     size: int
@@ -31,13 +31,16 @@ class Function:
     addr: int
     size: int
     code: bytes
-    """The text in memory without any probe; shorter than `size` if part of it couldn't be read."""
+    """Machine code of the function, without the bytes that probes patch.
+
+    It is shorter than `size` if part of the text couldn't be read.
+    """
     fentry_sites: tuple[PatchSite, ...] = ()
-    """The function's mcount locations."""
+    """Fentry sites inside the function (its mcount locations)."""
     exception_entries: frozenset[int] = frozenset()
-    """Instructions that have a fixup in __ex_table."""
+    """Addresses of the instructions that have a fixup in __ex_table."""
     bug_entries: frozenset[int] = frozenset()
-    """The trap instructions listed in __bug_table."""
+    """Addresses of the trap instructions that __bug_table lists."""
     jump_labels: tuple[PatchSite, ...] = ()
     static_calls: tuple[PatchSite, ...] = ()
 
@@ -49,7 +52,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class TextLayout:
-    """Address ranges of the kernel that the probe checks refer to."""
+    """Address ranges of the kernel to which probe checks refer."""
 
     text: range = _EMPTY_RANGE
     """Kernel text, from _stext to _etext."""
@@ -59,9 +62,9 @@ class TextLayout:
 
 
 def reserved_range(function: Function, first: int, last: int) -> Rejection | None:
-    """Return the rejection if a patch site overlaps first..last, both inclusive; None if there is none.
+    """Return the rejection if a patch site of the function overlaps first..last, both inclusive; else None.
 
-    Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1), its last lines.
+    Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1), the end of that function.
     """
     for sites, reason in (
         (function.fentry_sites, RejectReason.RESERVED_BY_FTRACE),

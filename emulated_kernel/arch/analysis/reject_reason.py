@@ -1,4 +1,4 @@
-"""Rejections: why a probe can't be registered or isn't optimized, with the address that breaks the rule."""
+"""Rejections: why a probe can't be registered or can't be optimized, and which address breaks the rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RejectReason(Enum):
     # Enum's own __hash__ is Python code and too slow: coverage counts millions of instructions by reason.
     __hash__ = object.__hash__
     errno: int
-    """Errno of registering the probe; 0 if the probe is registered, but not optimized."""
+    """Errno with which registering the probe fails; 0 if the probe can be registered, but not optimized."""
     about: RejectSubject | None
 
     def __new__(cls, text: str, errno: int = 0, about: RejectSubject | None = None) -> Self:
@@ -46,7 +46,7 @@ class RejectReason(Enum):
     NOT_A_BOUNDARY = "not an instruction boundary", EILSEQ
     NOT_COPYABLE = "instruction can't be copied", EINVAL, RejectSubject.INSN
     NOT_EMULATED = "control transfer that can be neither stepped nor emulated", EOPNOTSUPP, RejectSubject.INSN
-    TOO_LONG = "no room for the breakpoint behind the instruction's copy", ENOSPC, RejectSubject.INSN
+    TOO_LONG = "no room for the breakpoint after the instruction's copy", ENOSPC, RejectSubject.INSN
 
     NOT_BUILT = "this kernel is built without jump optimization"
     FTRACE = "fentry site: ftrace calls the probe"
@@ -97,11 +97,11 @@ class Rejection:
     reason: RejectReason
     addr: int = field(metadata=ADDRESS)
     blamed: Callable[[int], str] | None = field(default=None, compare=False, repr=False)
-    """Return the text of the instruction or register to blame at an address."""
+    """Function that returns the text of the instruction or register at the rejection's address."""
 
     @property
     def errno(self) -> int:
-        """Errno of registering the probe; 0 if it is registered, but not optimized."""
+        """Errno with which registration fails; 0 if the probe can be registered, but not optimized."""
         return self.reason.errno
 
     @property

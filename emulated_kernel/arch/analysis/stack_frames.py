@@ -1,4 +1,4 @@
-"""Stack frames of a function before each instruction, used to find the caller from any address."""
+"""Stack frames of a function before each instruction, which an unwinder needs to find the caller."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CFA = "cfa"
-"""Base of values: the caller's stack pointer."""
+"""Base of a Value: the stack pointer in the caller (canonical frame address)."""
 ALIGNED = "aligned"
-"""Base of values: the function's own stack pointer after an alignment by an unknown number of bytes."""
+"""Base of a Value: the function's stack pointer after an alignment by an unknown number of bytes."""
 IP = "ip"
-"""Base of values: the address that the function returns to."""
+"""Base of a Value: the address that the function returns to."""
 Value = tuple[str, int]
 """A base and an offset added to it. A register name as the base means its value at the function's entry."""
 _Regs = tuple[tuple[str, Value], ...]
@@ -51,7 +51,7 @@ class Frame:
         return Frame(self.regs, self.slots)
 
     def meet(self, other: Frame) -> bool:
-        """Keep only facts that both frames share; return True if this frame lost any."""
+        """Keep only the contents that both frames share; return True if this frame lost anything."""
         regs = dict(self.regs.items() & other.regs.items())
         slots = dict(self.slots.items() & other.slots.items())
         changed = len(regs) != len(self.regs) or len(slots) != len(self.slots)
@@ -60,12 +60,15 @@ class Frame:
         return changed
 
     def at(self, register: str, offset: int = 0) -> Value | None:
-        """Return the stack address `offset` bytes above a register's value; None if it isn't on the stack."""
+        """Return the stack address `offset` bytes above a register's value.
+
+        Return None if the register isn't known to hold a stack address.
+        """
         base, distance = self.regs.get(register, ("", 0))
         return (base, distance + offset) if base in (CFA, ALIGNED) else None
 
     def set(self, register: str, value: Value | None) -> None:
-        """Set a register's value; None means unknown."""
+        """Set the value of a register; None marks it as unknown."""
         if value is None:
             self.regs.pop(register, None)
         else:
@@ -81,11 +84,17 @@ class Frame:
         self.set(register, self.at(source, offset) if offset else self.regs.get(source))
 
     def load(self, register: str, place: Value | None) -> None:
-        """Load a register from a stack slot."""
+        """Load a register from the stack slot `place`.
+
+        The register's value becomes unknown if `place` is None or the slot's content is unknown.
+        """
         self.set(register, None if place is None else self.slots.get(place))
 
     def store(self, place: Value | None, value: Value | None, size: int, word: int) -> None:
-        """Store `size` bytes to a stack slot. Stores elsewhere (`place` None) are ignored."""
+        """Store `size` bytes to the stack slot `place`.
+
+        A store whose `place` is None isn't to the stack and is ignored.
+        """
         if place is None:
             return
         base, offset = place
@@ -95,54 +104,60 @@ class Frame:
             self.slots[place] = value
 
     def drop_below(self, stack_pointer: str) -> None:
-        """Drop slots below the stack pointer: the next interrupt overwrites them."""
+        """Forget the slots below the stack pointer, because the next interrupt overwrites them."""
         top = self.at(stack_pointer)
         if top is not None:
             self.slots = {at: v for at, v in self.slots.items() if at[0] != top[0] or at[1] >= top[1]}
 
 
 Effect = Callable[[Frame], None]
-"""Changes a frame as an instruction does."""
+"""Function that changes a frame as the execution of an instruction does."""
 
 
 def unchanged(_frame: Frame) -> None:
-    """Leave the frame unchanged.
+    """Leave the frame unchanged: the effect of an instruction that changes nothing in it.
 
-    This is also right for a function that switches to another stack with an identical frame.
+    It is also the effect of switching to another stack that holds an identical frame.
     """
 
 
 def add_to_register(to: str, source: str, offset: int = 0) -> Effect:
-    """Return the effect of `to = source + offset`; without an offset it is a copy of any value."""
+    """Return the effect of `to = source + offset`.
+
+    With an offset other than 0, the result is known only if `source` holds a stack address.
+    """
     return lambda frame: frame.add(to, source, offset)
 
 
 def take_address(to: str, base: str, offset: int) -> Effect:
-    """Return the effect of `to = base + offset`, which is known if it is on the stack."""
+    """Return the effect of `to = base + offset`, whose result is known only if it is a stack address."""
     return lambda frame: frame.set(to, frame.at(base, offset))
 
 
 def load_word(to: str, base: str, offset: int) -> Effect:
-    """Return the effect of a load from `base + offset`."""
+    """Return the effect of loading the register `to` with the word at `base + offset`."""
     return lambda frame: frame.load(to, frame.at(base, offset))
 
 
 def store_register(source: str, base: str, offset: int, size: int, word: int) -> Effect:
-    """Return the effect of a store of `size` bytes, in a machine of `word` bytes, to `base + offset`."""
+    """Return the effect of storing `size` bytes of the register `source` at `base + offset`.
+
+    `word` is the machine's word size in bytes.
+    """
     return lambda frame: frame.store(frame.at(base, offset), frame.regs.get(source), size, word)
 
 
 def forget_registers(names: Sequence[str]) -> Effect:
-    """Return the effect of writing values that nobody knows to registers."""
+    """Return the effect of writing unknown values to the named registers."""
     return lambda frame: frame.forget(names)
 
 
 @dataclass(frozen=True, slots=True)
 class FrameInsn:
-    """Effect of one instruction on the stack frame."""
+    """An instruction's effect on the stack frame, and where control goes after the instruction."""
 
     length: int
-    """Length in bytes."""
+    """Length of the instruction in bytes."""
     effect: Effect
     flow: Flow = Flow.NEXT
     target: int | None = None
@@ -150,9 +165,9 @@ class FrameInsn:
 
 
 class FunctionFrames:
-    """Frames of a function, by address.
+    """Stack frames of a function, by instruction address.
 
-    They are stored as shared tuples, because a kernel has thousands of functions.
+    The frames are stored as shared tuples, because a kernel has thousands of functions.
     """
 
     def __init__(self, frames: Mapping[int, Frame], by_interrupt: bool, exits: Mapping[int, Frame]) -> None:
@@ -166,7 +181,10 @@ class FunctionFrames:
         self.exits = exits
         self._addresses: list[int] = []
         self._frames: list[tuple[_Regs, _Slots]] = []
-        """Frames that each hold until the next address in `_addresses`: most instructions change nothing."""
+        """Frame at each address in `_addresses`.
+
+        It is valid until the next address: most instructions change nothing.
+        """
         shared: dict[Any, Any] = {}
         for address in sorted(frames):
             frame = frames[address]
@@ -185,7 +203,7 @@ class FunctionFrames:
 
 
 def _tuple(table: Mapping[Any, Value], shared: dict[Any, Any]) -> Any:
-    """Return the table as a tuple whose items are shared through `shared`."""
+    """Return the items of `table` as a tuple. Equal tuples are one object, which is looked up in `shared`."""
     items = tuple(shared.setdefault(item, item) for item in table.items())
     return shared.setdefault(items, items)
 
@@ -197,12 +215,14 @@ def find_frames(
     stack_pointer: str,
     by_interrupt: bool,
 ) -> FunctionFrames:
-    """Compute the frames of a function that is entered at `entries`.
+    """Compute the stack frames before all instructions of a function.
 
-    `ways`: address -> further targets of that instruction, such as a fixup or a jump label.
+    `entries`: address at which the function is entered -> known frame there.
+    `ways`: instruction address -> its further targets, such as a fixup or a jump label.
 
-    A call or trap may never return, so code after it counts only if nothing else leads there. If another path
-    with a different stack pointer is found, the call is recorded as a dead end and the search restarts.
+    A call or trap may never return, so it determines the frame after it only if no other path leads there. If
+    another path arrives with a different stack pointer, the call is recorded as a dead end and the search
+    restarts.
     """
     dead_ends: set[int] = set()
     while True:
@@ -228,12 +248,12 @@ class _Search:
         self.frames = {at: frame.copied() for at, frame in entries.items()}
         self.exits: dict[int, Frame] = {}
         self._after: dict[int, int] = {}
-        """Address -> the call or trap after which it was reached."""
+        """Address -> address of the call or trap after which the search reached it."""
         self._pending = list(entries)
         self._behind: dict[Flow, list[tuple[int, int, Frame]]] = {Flow.CALL: [], Flow.TRAP: []}
-        """Pending continuations after calls and traps.
+        """Calls and traps after which the search has not continued yet: address, next address, frame there.
 
-        Calls are followed first, as they are more likely to return.
+        The continuations of calls are searched first, as calls are more likely to return.
         """
         self._guessed: set[int] = set()
         """Addresses that no known path reaches, such as padding."""

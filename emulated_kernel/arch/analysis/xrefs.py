@@ -18,7 +18,7 @@ IsInsn = Callable[[Symbol, int], bool]
 PossibleBranches = Callable[[int, bytes], Iterator[tuple[int, int]]]
 """(address, code) -> (target, source) of each bit pattern that looks like a direct branch.
 
-Patterns may start at any byte, in the middle of an instruction too.
+A pattern may start at any byte, even in the middle of an instruction.
 """
 
 
@@ -30,12 +30,15 @@ _NONE: Ways = array("H"), array("q")
 
 
 class XrefIndex:
-    """References ordered by target. Each 64 KiB part is sorted on first use, since there can be a million."""
+    """Index of references, ordered by target.
+
+    Each part of 64 KiB is sorted on first use, since a kernel can have a million references.
+    """
 
     def __init__(self, ways: Iterable[tuple[int, int]], distance: str = "q") -> None:
-        """Index `ways`, pairs of target and source.
+        """Index `ways`, pairs of target address and source address.
 
-        `distance` is the array type code for the distance between the two.
+        `distance` is the array type code that can hold the distance between target and source.
         """
         targets: defaultdict[int, array[int]] = defaultdict(lambda: array("H"))
         sources: defaultdict[int, array[int]] = defaultdict(lambda: array(distance))
@@ -47,11 +50,11 @@ class XrefIndex:
         self._sorted: dict[int, Ways] = {}
 
     def into(self, region: range) -> list[int]:
-        """Return the sources of all references into a region, ordered by target."""
+        """Return the source addresses of all references into a region, ordered by target."""
         return [source for _, source in self.pairs(region)]
 
     def pairs(self, region: range) -> list[tuple[int, int]]:
-        """Return the target and source of each reference into a region."""
+        """Return the target and source address of each reference into a region, ordered by target."""
         found: list[tuple[int, int]] = []
         for part in range(region.start >> _PART_BITS, (region.stop >> _PART_BITS) + 1):
             base = part << _PART_BITS
@@ -75,7 +78,10 @@ class XrefIndex:
 
 
 class CodeXrefs:
-    """All references of an image. Each kind is collected on first use."""
+    """All references of an image: from code and from data.
+
+    Each kind of reference is collected on first use.
+    """
 
     def __init__(self, image: ProbedTables, bits: int, possible_branches: PossibleBranches) -> None:
         self._image = image
@@ -83,34 +89,41 @@ class CodeXrefs:
         self._possible_branches = possible_branches
 
     def tables_changed(self) -> None:
-        """Drop the references that modules contribute. Call this after a module was loaded or unloaded."""
+        """Drop the cached references that modules contribute. The caller has loaded or unloaded a module."""
         for name in ("_labels", "_fixups", "_pointers", "_module_branches"):
             self.__dict__.pop(name, None)
 
     def targets(self, region: range) -> set[int]:
-        """Return the targets in `region` of jump labels and of possible branches from outside it."""
+        """Return the addresses in `region` that jump labels, or possible branches from outside, lead to."""
         branches = (*self._own_branches.pairs(region), *self._module_branches.pairs(region))
         found = {target for target, source in branches if source not in region}
         found.update(target for target, _ in self._labels.pairs(region))
         return found
 
     def label(self, region: range) -> Rejection | None:
-        """Return a rejection if a jump label, enabled or disabled, leads into the region."""
+        """Return a rejection if a jump label, enabled or disabled, leads into the region; otherwise None."""
         return _first(RejectReason.JUMP_LABEL_INTO_RANGE, self._labels.into(region))
 
     def fixup(self, region: range) -> Rejection | None:
-        """Return a rejection if an exception fixup lies in the region.
+        """Return a rejection if an exception fixup lies in the region; otherwise None.
 
         The rejection's address is the instruction that may fault.
         """
         return _first(RejectReason.FIXUP_INTO_RANGE, self._fixups.into(region))
 
     def pointer(self, region: range) -> Rejection | None:
-        """Return a rejection if a word of data could point into the region, such as a jump table entry."""
+        """Return a rejection if a word of data may point into the region; otherwise None.
+
+        An entry of a jump table is an example.
+        """
         return _first(RejectReason.POINTER_INTO_RANGE, self._pointers.into(region))
 
     def branch(self, region: range, symbol: Symbol, is_insn: IsInsn) -> Rejection | None:
-        """Return a rejection if a function other than `symbol`, such as its cold part, branches there."""
+        """Return a rejection if a function other than `symbol` branches into the region; otherwise None.
+
+        The cold part of `symbol` counts as another function. `is_insn` excludes bit patterns within
+        instructions.
+        """
 
         def is_foreign(source: int) -> bool:
             where = self._image.kallsyms.lookup(source)
@@ -141,9 +154,9 @@ class CodeXrefs:
 
     @cached_property
     def _own_branches(self) -> XrefIndex:
-        """Branches of the kernel's own text.
+        """Branches of the kernel's own text, without modules.
 
-        They stay within it, since it calls modules only through pointers.
+        Their targets are in the kernel's own text too, since it calls modules only through pointers.
         """
         core, *_ = self._image.text_ranges
         return self._branches((core,), range(*core))

@@ -19,29 +19,29 @@ _STATEMENT = re.compile(r"[^;]+")
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Position-independent machine code. It is entered at its start and falls off its end.
+    """An assembled handler: position-independent machine code, entered at its start, that falls off its end.
 
     Registers are pt_regs names. The code never writes sp, nor the register with the base of the per-CPU data.
     """
 
     code: bytes
     reads: frozenset[str]
-    """Registers that must have their value at the hit when the code starts."""
+    """Registers that must contain their value at the hit when the code starts."""
     writes: frozenset[str]
     writes_flags: bool
     starts: tuple[int, ...]
-    """Offsets of the code's instructions, each of which may fault."""
+    """Offsets in bytes of the code's instructions, each of which may fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One instruction as written, with its position. Lines and columns count from 1."""
+    """One instruction as written in a handler's text. Lines and columns count from 1."""
 
     text: str
     line: int
     column: int
     source: str = "code"
-    """Name of the whole text in messages."""
+    """Name of the handler's text in error messages."""
 
     def refused(self, why: str) -> KernelError:
         """Return the error to raise if the statement can't be assembled because of `why`."""
@@ -52,11 +52,14 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class SourceText:
-    """A parsed handler text."""
+    """The parsed text of a handler that is written in assembly."""
 
     statements: tuple[Statement, ...]
     labels: Mapping[str, int]
-    """Label -> index of the statement that it precedes; the number of statements stands for the end."""
+    """Label -> index of the statement that it precedes.
+
+    The number of statements means a label at the end of the text.
+    """
 
     @classmethod
     def parse(cls, text: str, name: str = "code") -> SourceText:
@@ -102,7 +105,7 @@ def cell_offset(statement: Statement, offset: int, size: int) -> int:
 
 
 def needed(effects: Iterable[tuple[int, int, bool]]) -> int:
-    """Return the mask of the registers that code needs as input: those that it may read before writing them.
+    """Return the mask of the registers that code may read before it writes them.
 
     `effects` holds for each instruction the mask of registers that it reads, the mask of registers that it
     certainly overwrites, and whether it jumps. Only writes before the first jump happen on every path.
@@ -133,7 +136,7 @@ class Assembler(ABC):
 
     @abstractmethod
     def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:
-        """Assemble the text. Raises: KernelError EINVAL.
+        """Assemble the parsed text of a handler. Raises: KernelError EINVAL.
 
         `cells`: name -> offset from the base of the per-CPU data.
         """

@@ -1,4 +1,4 @@
-"""Lowering of a program's ops to instructions: the part that all architectures share."""
+"""Lowering of a handler program's ops to machine instructions: the part that all architectures share."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ def overwritten_by_assembly(program: Program) -> frozenset[str]:
 
 
 def cost(name: str, live: Collection[str], reads: Collection[str]) -> int:
-    """Return the cost of using a register: 0 if it is dead and the program doesn't read it."""
+    """Return how expensive the use of a register is: 0 if it is dead and the program doesn't read it.
+
+    `live`: registers that the probed code may still read. `reads`: registers that the program reads.
+    """
     return 4 * (name in reads) + 2 * (name in live)
 
 
 class Assignment(dict[int, int]):
-    """Virtual register -> real register, assigned on first use in a given order of preference."""
+    """Virtual register -> real register. A real register is assigned on first use, in order of preference."""
 
     def __init__(self, order: Sequence[int], overwritten: set[int]) -> None:
         self._order = order
         self.pinned: set[int] = set()
-        """Registers that can't be assigned because the program reads their value at the hit."""
+        """Real registers that can't be assigned, because the program reads their value at the hit."""
         self.overwritten = overwritten
-        """Registers that may no longer hold the probed code's value."""
+        """Real registers that may no longer contain the probed code's value."""
 
     def __missing__(self, vreg: int) -> int:
         taken = self.values()
@@ -74,17 +77,17 @@ class Lowering(ABC):
         self._breakpoint = breakpoint_
         self._before_host = before_host
         self.slots: set[int] = set()
-        """Numbers of the saved values (registers at the hit) that the code reads."""
+        """Slot numbers of the saved values (registers at the hit) that the code reads."""
         self.blocks: list[Block] = []
         self._by_assembly: frozenset[int] = frozenset()
-        """Registers that assembly writes, so that they may not hold the probed code's value."""
+        """Registers that assembly handlers write, and so may no longer contain the probed code's value."""
         self._start(Block())
         self.labels: dict[int, int] = {}
-        """Label number -> block index."""
+        """Label number -> index of the block that begins at the label."""
 
     @property
     def used(self) -> frozenset[int]:
-        """Registers that the program writes."""
+        """Real registers that the lowered program writes."""
         return self._by_assembly.union(self._real.values())
 
     @abstractmethod
@@ -92,7 +95,7 @@ class Lowering(ABC):
 
     @abstractmethod
     def _read_register(self, dst: int, name: str) -> None:
-        """Load the value that a register had at the hit."""
+        """Emit code that loads into `dst` the value that the register `name` had at the hit."""
 
     def _lower(self, program: Program) -> None:
         methods = self._methods
@@ -106,7 +109,7 @@ class Lowering(ABC):
 
     @abstractmethod
     def _restore_for_assembly(self, name: str) -> None:
-        """Give a register its value at the hit again, if it may have changed."""
+        """Emit code that restores a register's value at the hit, if the register may have changed."""
 
     def _run_assembly(self, op: ir.RunAssembly) -> None:
         for name in sorted(op.assembly.reads):
@@ -147,10 +150,11 @@ def _method_name(op: type) -> str:
 def lay_out(
     body: Lowering, before: bytes, after: bytes, slots: Mapping[int, int], leave: bytes = b""
 ) -> HandlerCode:
-    """Return the code of the reachable blocks; it starts with `before` and ends with `after`.
+    """Return the final code: `before`, the reachable blocks of `body`, `after`.
 
     Blocks that the first block reaches neither by falling through nor by an unconditional jump are placed
-    before the entry. `slots`: slot number -> offset from the stack pointer. `leave` ends blocks that leave.
+    before the entry. `slots`: slot number -> value for Encoding.patch_slot, such as an offset from the stack
+    pointer. `leave` is appended to blocks that leave the program.
     """
     layout = Layout(body.blocks, body.labels, body.encoding, leave)
     straight, behind = layout.chain(0)

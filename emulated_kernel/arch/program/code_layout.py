@@ -1,4 +1,4 @@
-"""Layout of generated code: the main path falls through, all other blocks are placed before it."""
+"""Layout of generated code: the blocks of the main path fall through; all other blocks precede them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from emulated_kernel.util.fast_dataclass import dataclass
 _NOWHERE = -1
 
 Patch = Callable[[bytearray, int, int], None]
-"""Fill in a missing value: (code, offset of the instruction or field, value)."""
+"""Function that fills in a missing value: (code, offset of the instruction or field, value)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encodings of an instruction set that the layout needs; sizes are in bytes."""
+    """Encodings that Layout needs of an instruction set. Offsets are in bytes."""
 
     jump: bytes
-    """A jump without its target."""
+    """Machine code of a jump without its target."""
     hole: int
     """Offset of the missing target in `jump`."""
     patch_jump: Patch
-    """Fill in the target of a jump or branch; the value is the target's offset in the code."""
+    """Function that fills in the target of a jump or branch; the value is the target's offset in the code."""
     patch_slot: Patch
-    """Fill in where a saved value is; the value depends on the architecture, such as an offset from sp."""
+    """Function that fills in the place of a saved value, such as an offset from sp."""
 
 
 class Block:
-    """Straight-line code with the references in it that are still to be filled in.
+    """Straight-line code, and its references that are still to be filled in.
 
-    After its end, control continues at `next_label`, or in the next block if that is None. Offsets are in
-    bytes from the block's start.
+    After the block's end, control continues at `next_label`, or in the next block if `next_label` is None.
+    Offsets are in bytes from the block's start.
     """
 
     __slots__ = ("accesses", "code", "host_calls", "is_label", "jumps", "leaves", "next_label", "slots")
@@ -41,19 +41,22 @@ class Block:
         self.is_label = is_label
         self.next_label: int | None = None
         self.leaves = False
-        """Whether the block's end leaves the program."""
+        """Whether the block ends by leaving the program (JumpTo)."""
         self.jumps: list[tuple[int, int]] = []
-        """Offset of a missing jump target, and number of the label to jump to."""
+        """Jumps of the block: offset of the missing target, and number of the label to jump to."""
         self.host_calls: list[tuple[int, int, int]] = []
-        """Offset of the trap, number of the host call, number of the label."""
+        """Host calls of the block: offset of the trap, number of the host call, number of the label."""
         self.accesses: list[tuple[int, int]] = []
-        """Offset of an instruction that may fault, and number of the label to continue at."""
+        """Instructions that may fault: offset, and number of the label at which a fault continues."""
         self.slots: list[tuple[int, int]] = []
-        """Offset where the location of a saved value is to be filled in, and number of that value's slot."""
+        """Reads of saved values: offset at which the value's place is to be filled in, and slot number."""
 
 
 class Layout:
-    """Code under construction. Blocks are identified by index; the number of blocks stands for the end."""
+    """Code under construction, to which blocks are appended.
+
+    Blocks are identified by their index. The number of blocks means the end of the code.
+    """
 
     def __init__(
         self, blocks: Sequence[Block], labels: Mapping[int, int], encoding: Encoding, leave: bytes
@@ -68,12 +71,13 @@ class Layout:
         """Index of a placed block -> its offset in the code."""
         self._chained: set[int] = set()
         self._jumps: list[tuple[int, int]] = []
-        """Offset of a missing jump target, and index of the block to jump to."""
+        """Jumps between chains: offset of the missing target, and index of the block to jump to."""
 
     def chain(self, index: int) -> tuple[list[int], int]:
-        """Return the chain of blocks that starts with `index`, and the block where its last one continues.
+        """Return the chain of blocks that starts with `index`, and the block after which it continues.
 
-        The second value is _NOWHERE if the last block leaves the program.
+        A chain follows fall-throughs and unconditional jumps. The second value is the index of the block at
+        which control continues after the chain; _NOWHERE if the last block leaves the program.
         """
         chain = []
         while index != self.end and index not in self._chained:
@@ -86,13 +90,13 @@ class Layout:
         return chain, index
 
     def others(self) -> Iterator[int]:
-        """Iterate over blocks that may be jumped to and are not placed yet."""
+        """Iterate over the indices of blocks that begin with a label and are in no chain yet."""
         for index, block in enumerate(self._blocks):
             if block.is_label and index not in self._chained:
                 yield index
 
     def put(self, chain: Sequence[int]) -> None:
-        """Append the blocks of a chain."""
+        """Append the code of a chain's blocks."""
         for index in chain:
             self.starts[index] = len(self.code)
             self.code += self._blocks[index].code

@@ -22,7 +22,7 @@ _ONE_OF_BOTH = {
     Condition.ANY_BIT: (Condition.ANY_BIT, True),
     Condition.NO_BIT: (Condition.ANY_BIT, False),
 }
-"""Condition -> comparison that decides it for either half, and the whole condition's value if that holds."""
+"""Condition on 8 bytes -> condition that decides if it holds for a half, and the result in this case."""
 _ORDER = {
     Condition.BELOW: (Condition.BELOW, Condition.BELOW),
     Condition.BELOW_EQ: (Condition.BELOW, Condition.BELOW_EQ),
@@ -33,7 +33,7 @@ _ORDER = {
     Condition.GREATER: (Condition.GREATER, Condition.ABOVE),
     Condition.GREATER_EQ: (Condition.GREATER, Condition.ABOVE_EQ),
 }
-"""Condition -> comparison of the upper halves, and of the lower halves if the upper ones are equal."""
+"""Condition on 8 bytes -> condition on the upper halves, and on the lower halves if the upper are equal."""
 
 
 def shift_left(builder: ProgramBuilder, low: int, high: int, spare: int, count: int) -> None:
@@ -55,7 +55,10 @@ def _shift(
     spare: int,
     count: int,
 ) -> None:
-    """Move bits from `source` to `sink`; `away` is the direction of the shift, `back` the opposite one."""
+    """Emit a shift of 8 bytes: bits move from the half `source` to the half `sink`.
+
+    `away` is the direction of the shift, and `back` is the opposite direction.
+    """
     if count >= WORD_BITS:
         builder.emit(
             Move(sink, source), ComputeImmediate(away, sink, count - WORD_BITS), SetImmediate(source, 0)

@@ -1,7 +1,7 @@
-"""Handler programs: the actions of a probe's handlers, from which guest code is generated.
+"""Handler programs: the actions of a probe's handlers as ops, from which guest code is generated.
 
 A program is a list of ops on a few virtual registers of the guest's word size. An architecture's code
-generator assigns real registers, saves those that the probed code still needs, and restores them.
+generator assigns real registers, and saves and restores the registers that the probed code still needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Condition(Enum):
     GREATER = auto()
     GREATER_EQ = auto()
     ANY_BIT = auto()
-    """left & right != 0."""
+    """Holds if left & right != 0."""
     NO_BIT = auto()
 
 
@@ -80,14 +80,17 @@ class Move(Op):
 
 
 class GetRegister(Op):
-    """dst = the value of a register at the hit; `name` is a pt_regs name, including `sp` and `flags`."""
+    """dst = the value of the register `name` at the hit.
+
+    `name` is a pt_regs name, including `sp` and `flags`.
+    """
 
     dst: int
     name: str
 
 
 class SetRegister(Op):
-    """A register of the probed code = src. Only for a link register."""
+    """Set the register `name` of the probed code to src. Only link registers are supported."""
 
     name: str
     src: int
@@ -152,7 +155,7 @@ class LoadPerCpu(Op):
 
 
 class StorePerCpu(Op):
-    """Store the low `size` bytes of src in per-CPU data."""
+    """Store the low `size` bytes of src at `offset` in the per-CPU data."""
 
     offset: int
     src: int
@@ -160,7 +163,10 @@ class StorePerCpu(Op):
 
 
 class AddToPerCpu(Op):
-    """Add a small constant to `size` bytes of per-CPU data; 8 bytes work on 32-bit architectures too."""
+    """Add a small constant to the `size` bytes at `offset` in the per-CPU data.
+
+    A size of 8 works on 32-bit architectures too.
+    """
 
     offset: int
     value: int
@@ -168,14 +174,17 @@ class AddToPerCpu(Op):
 
 
 class IncreasePerCpu(Op):
-    """Add a word, unsigned, to 8 bytes of per-CPU data."""
+    """Add the word in src, as an unsigned number, to the 8 bytes at `offset` in the per-CPU data."""
 
     offset: int
     src: int
 
 
 class ComputePerCpu(Op):
-    """dst = dst op a word of per-CPU data, where op is ADD or SUB; with `high`, the operands have 8 bytes."""
+    """dst = dst op the word at `offset` in the per-CPU data, where op is ADD or SUB.
+
+    With `high`, both operands have 8 bytes.
+    """
 
     op: Arithmetic
     dst: int
@@ -270,7 +279,7 @@ class BranchImmediate(Op):
 
 
 class BranchPerCpu(Op):
-    """Go to a label if `condition` holds for `size` bytes of per-CPU data and the low bytes of a value.
+    """Go to a label if `condition` holds for `size` bytes of per-CPU data and a value's low `size` bytes.
 
     The value fits in 32 signed bits; `size` is at most a word.
     """
@@ -283,9 +292,9 @@ class BranchPerCpu(Op):
 
 
 class CallHost(Op):
-    """Call the host through a breakpoint; `number` identifies the action to the creator of the program.
+    """Call the host through a breakpoint; `number` is the index of the action in ProgramBuilder.actions.
 
-    The host may read and write memory. Its answer selects whether control continues after the op or at the
+    The host may read and write memory. Its result selects whether control continues after the op or at the
     label. Virtual registers keep their values.
     """
 
@@ -294,7 +303,7 @@ class CallHost(Op):
 
 
 class RunAssembly(Op):
-    """Run machine code on the registers of the probed code as they were at the hit.
+    """Run an assembly handler on the registers of the probed code, with their values at the hit.
 
     If the code faults, control goes to the label. All virtual registers are undefined after the op and at the
     label.
@@ -315,12 +324,12 @@ class JumpTo(Op):
 
 
 Program = tuple[Op, ...]
-"""A sequence of ops that ends by falling off the last one. Ops after a Jump run only from a label."""
+"""Sequence of ops, which ends after the last op. Ops after a Jump run only if a label leads to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """A CallHost in generated code: its trap and its label, as offsets in bytes from the code's start."""
+    """A CallHost in generated code: `trap` and `label` are offsets in bytes from the code's start."""
 
     number: int
     trap: int
@@ -329,7 +338,7 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class Fixup:
-    """An access that may fault, and where control then goes; offsets in bytes from the code's start."""
+    """A memory access that may fault, and where a fault continues; offsets in bytes from the code's start."""
 
     access: int
     target: int
@@ -344,6 +353,6 @@ class HandlerCode:
 
     code: bytes
     entry: int
-    """Offset of the first instruction to run; the code before it is out of line."""
+    """Offset of the first instruction to run. The code before it is the program's out-of-line part."""
     host_calls: tuple[HostCall, ...]
     fixups: tuple[Fixup, ...]

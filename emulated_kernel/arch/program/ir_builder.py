@@ -9,7 +9,7 @@ from enum import Enum, auto
 from emulated_kernel.arch.program.ir import CallHost, Jump, Label, Op, Place, Program
 
 HostAction = Callable[[], bool]
-"""Action of the host for a CallHost. True continues after the op, False at its label."""
+"""Host's action for a CallHost. If it returns True, control continues after the op, else at its label."""
 
 
 class EntryKind(Enum):
@@ -26,7 +26,7 @@ class EntryKind(Enum):
 
 
 class ProgramBuilder:
-    """Collects the ops of all handlers at an address. Labels and host calls are numbered consecutively."""
+    """Collects the ops of all handlers at a probed address into one program."""
 
     def __init__(self) -> None:
         self._hot: list[Op] = []
@@ -51,9 +51,9 @@ class ProgramBuilder:
 
     @contextmanager
     def out_of_line(self) -> Iterator[Label]:
-        """Place the ops emitted in this context after the main program, at the label that is returned.
+        """Place the ops emitted in this context after the main program, at the label that `with` yields.
 
-        They must end in a jump. Contexts may be nested: the ops of an inner one are also placed separately.
+        The ops must end in a jump. Contexts may be nested: the ops of an inner context are placed separately.
         """
         outer = self._into
         self._into = []

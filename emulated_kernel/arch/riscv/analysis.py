@@ -1,4 +1,4 @@
-"""Analysis of a function in one pass: instructions, hazards for jump optimization, and free registers."""
+"""Analysis of a RISC-V function: instructions, hazards for jump optimization, and free registers."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from emulated_kernel.arch.riscv.insn import (
 )
 
 _MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
-"""Effect of an instruction in the exception table: its fixup continues elsewhere."""
+"""Effect of an instruction in the exception table, after whose fault control continues at a fixup."""
 _ON = Control(falls_through=True)
 _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _KEPT_BY_CALLS = frozenset((S0, S1, *range(18, T3)))
 _LOAD_POINTER = 3
-"""funct3 of ld."""
+"""Value of the field funct3 in ld, which loads a pointer."""
 _KIND = attrgetter("kind")
 _MENTIONED = attrgetter("mentioned")
 _LEADING = bytes(kind & LEADS_ELSEWHERE for kind in range(256))
-"""Translation table that maps kinds of branches to a non-zero byte and other kinds to 0."""
+"""Translation table of instruction kinds: non-zero for branches and jumps, 0 for other instructions."""
 TEMPORARIES: int = sum(1 << number for number in (T0, T1, T2, *range(T3, T6 + 1)))
 """Mask of t0 to t6: they hold neither arguments nor results, and calls don't preserve them."""
 
@@ -66,7 +66,7 @@ class RiscvFunctionAnalysis:
         """Target -> addresses of the jumps and branches to it."""
         self._indirect_jumps: list[int] = []
         self.kinds = bytes(map(_KIND, self.insns.values()))
-        """Kinds of the instructions in order; see RiscvInsnAttributes.kind."""
+        """The instructions' RiscvInsnAttributes.kind, one byte each, in address order."""
         for addr, insn in compress(self.insns.items(), self.kinds.translate(_LEADING)):
             if insn.relative_target is not None:
                 self._sources.setdefault(addr + insn.relative_target, []).append(addr)
@@ -74,11 +74,11 @@ class RiscvFunctionAnalysis:
                 self._look_at_indirect(addr, insn)
         hazards = [*self._hazards()]
         self.hazard = min(hazards, key=attrgetter("addr")) if hazards else None
-        """The first hazard, in address order, that forbids optimization anywhere in the function."""
+        """Hazard with the lowest address that forbids optimization in the whole function, or None."""
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:
-        """Address -> rejection of the next instruction that a detour can't execute, or None."""
+        """Address -> rejection of the first instruction from the address on that a detour can't execute."""
         found: dict[int, Rejection | None] = {}
         first = None
         for addr, insn in reversed(self.insns.items()):
@@ -99,7 +99,10 @@ class RiscvFunctionAnalysis:
         return self._sources.keys()
 
     def _look_at_indirect(self, addr: int, insn: RiscvInsnAttributes) -> None:
-        """Record an indirect jump; together with a preceding auipc it counts as a direct one."""
+        """Record an indirect jump at `addr`.
+
+        If an auipc before the jump sets its base register, the jump counts as a direct one.
+        """
         before = addr - RVI_SIZE
         upper = self.insns.get(before)
         if upper is None or upper.opcode != RiscvOpcode.AUIPC or upper.rd != insn.rs1:
@@ -122,10 +125,10 @@ class RiscvFunctionAnalysis:
             yield Rejection(RejectReason.UNDECODABLE, self.end)
 
     def _is_tail_call(self, addr: int) -> bool:
-        """Return True if an indirect jump is a tail call: it goes to an unmodified pointer from memory.
+        """Return True if an indirect jump is a tail call: its target is an unmodified pointer from memory.
 
-        A jump through a table isn't: gcc's tables hold 32-bit offsets, to which an address is added. All
-        paths to the jump are checked.
+        A jump through a table isn't a tail call: gcc's tables contain 32-bit offsets, to which an address is
+        added. All paths to the jump are checked.
         """
         register = self.insns[addr].rs1
         loads = self._definitions(addr, register)
@@ -142,9 +145,10 @@ class RiscvFunctionAnalysis:
         )
 
     def _definitions(self, addr: int, register: int) -> set[int | None] | None:
-        """Return the instructions that may define a register's value at `addr`; None stands for the caller.
+        """Return the addresses of the instructions that may define a register's value at `addr`.
 
-        If a call may have overwritten the register, return None in place of a set.
+        None as an element means that the caller defines the value. If a call may have overwritten the
+        register, return None instead of a set.
         """
         found: set[int | None] = set()
         seen = {addr}
@@ -166,7 +170,7 @@ class RiscvFunctionAnalysis:
         return found
 
     def _before(self, addr: int) -> list[int]:
-        """Return the instructions from which control reaches `addr`."""
+        """Return the addresses of the instructions from which control reaches `addr` directly."""
         before = [source for source in self._sources.get(addr, ()) if not self.insns[source].is_call]
         for size in (RVC_SIZE, RVI_SIZE):
             insn = self.insns.get(addr - size)
@@ -177,10 +181,11 @@ class RiscvFunctionAnalysis:
     # Registers
 
     def live_mask(self, addr: int) -> int:
-        """Return the registers that may still be read from `addr` on; all of them if no instruction is there.
+        """Return the mask of the registers that may still be read from `addr` on.
 
-        Everything is live where the function is left, because kernel assembly follows no calling convention
-        that could be relied on. But a temporary register that the function doesn't name is always free.
+        All registers are live where control leaves the function, because kernel assembly follows no reliable
+        calling convention. They also count as live if no instruction begins at `addr`. But a temporary
+        register that no instruction of the function names is always free.
         Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023).
         Deviates: all paths are followed, not only the straight one, and arguments that the function doesn't
         name count as live, since it may pass them on.
@@ -189,9 +194,9 @@ class RiscvFunctionAnalysis:
         return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live
 
     def first_need(self, addr: int, register: int) -> int | None:
-        """Return the nearest instruction that may need a register's value at `addr`, or None.
+        """Return the address of the nearest instruction that may need a register's value at `addr`, or None.
 
-        It reads the register or leaves the function.
+        Such an instruction reads the register or leaves the function.
         """
         ways = deque([(addr, addr)])
         seen = set[int]()
@@ -221,7 +226,7 @@ class RiscvFunctionAnalysis:
 
     @property
     def has_idle_register(self) -> bool:
-        """Whether the function doesn't name some temporary register, which is then free everywhere."""
+        """Whether some temporary register is not named in the function, and so is free everywhere in it."""
         return self._relevant & TEMPORARIES != TEMPORARIES
 
     @cached_property
@@ -233,7 +238,7 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def _effects(self) -> dict[int, Effect]:
-        """Address -> effect of the instruction on registers, and where it leads."""
+        """Instruction address -> its effect on registers, and where control goes after it."""
         effects = {addr: insn.effect for addr, insn in self.insns.items()}
         for addr in self.function.exception_entries & effects.keys():
             effects[addr] = _MAY_FAULT
@@ -251,10 +256,13 @@ def _never_falls_through(insn: RiscvInsnAttributes) -> bool:
 
 @lru_cache(4096)
 def as_live(mask: int) -> LiveRegisters:
-    """Convert a mask to names. Equal states share one object, because compiled code is looked up by it."""
+    """Convert a mask of registers to LiveRegisters.
+
+    Equal masks share one object, because compiled code is looked up by this object.
+    """
     names = (name for number, name in enumerate(REGISTER_NAMES) if mask >> number & 1)
     return LiveRegisters(frozenset(names), flags=False)
 
 
 ALL_LIVE = as_live(ALL_REGISTERS)
-"""All registers, for addresses about which nothing is known."""
+"""All registers: the live registers at addresses about which nothing is known."""

@@ -24,7 +24,7 @@ from emulated_kernel.image.text_tables import ProbedTables
 
 
 class Riscv(Arch):
-    """Hooks that both instruction sets share. Arguments are in eight registers, then on the stack."""
+    """Hooks that riscv64 and riscv64i share. Arguments are in eight registers, then on the stack."""
 
     bits = 64
     word_size = 8
@@ -111,7 +111,7 @@ class Riscv(Arch):
 
 
 class RISCV64(Riscv):
-    """RISC-V with RVI and RVC, the default of kernel builds."""
+    """Hooks of riscv64: RV64I with compressed instructions (RVC), the default of kernel builds."""
 
     name = "riscv64"
     compressed = True
@@ -121,7 +121,7 @@ class RISCV64(Riscv):
 
 
 class RISCV64I(Riscv):
-    """RISC-V with RVI only."""
+    """Hooks of riscv64i: RV64I without compressed instructions."""
 
     name = "riscv64i"
     compressed = False

@@ -49,13 +49,13 @@ _OP = {
     **{"sub": (0, 0x20), "sra": (5, 0x20)},
     **{name: (number, 1) for number, name in enumerate(_MULTIPLY_NAMES)},
 }
-"""Mnemonic -> funct3 and funct7 of OP; the variant with a `w` suffix has the same ones."""
+"""Mnemonic -> funct3 and funct7 of OP. The variant with a `w` suffix has the same values."""
 _OP_32 = frozenset(("addw", "subw", "sllw", "srlw", "sraw", "mulw", "divw", "divuw", "remw", "remuw"))
 _OP_IMM = {"addi": 0, "slti": 2, "sltiu": 3, "xori": 4, "ori": 6, "andi": 7}
 _SHIFTS = {"slli": (1, 0), "srli": (5, 0), "srai": (5, 0x20)}
 _LOADS = {"lb": (1, True), "lh": (2, True), "lw": (4, True), "ld": (8, True),
           "lbu": (1, False), "lhu": (2, False), "lwu": (4, False)}  # fmt: skip
-"""Mnemonic -> bytes, and whether the load extends the sign."""
+"""Mnemonic -> size in bytes, and whether the load sign-extends."""
 _STORES = {"sb": 1, "sh": 2, "sw": 4, "sd": 8}
 _AMO = {"add": 0, "swap": 1, "xor": 4, "or": 8, "and": 12, "min": 16, "max": 20, "minu": 24, "maxu": 28}
 _BRANCHES = {f"b{condition.name.lower()}": condition for condition in BranchFunct3}
@@ -77,7 +77,7 @@ _BRANCH_RANGE = range(-0x1000, 0x1000)
 
 
 class RiscvAssembler(Assembler):
-    """The assembler, in GNU syntax.
+    """Assembler of RISC-V handlers, in GNU syntax.
 
     `la` loads the address of a cell. A store to a cell takes a third register for the cell's address.
     """
@@ -110,7 +110,7 @@ class RiscvAssembler(Assembler):
 
 @dataclass(frozen=True, slots=True)
 class _SourceLine:
-    """An instruction as a mnemonic and its operands."""
+    """One statement of a handler, as a mnemonic and its operands."""
 
     statement: Statement
     name: str
@@ -118,7 +118,7 @@ class _SourceLine:
 
     @classmethod
     def of(cls, statement: Statement) -> _SourceLine:
-        """Parse a statement; pseudo-instructions are expanded."""
+        """Parse a statement, and replace pseudo-instructions by the instructions that they abbreviate."""
         name, *more = statement.text.split(None, 1)
         operands = [operand.strip() for operand in more[0].split(",")] if more else []
         name = name.lower()
@@ -164,13 +164,16 @@ class _SourceLine:
         return cell[1], -offset if cell[2] == "-" else offset
 
     def check_effect(self, reads: int, writes: int) -> None:
-        """Refuse writes to reserved registers. Raises: KernelError EINVAL."""
+        """Refuse an instruction that writes a reserved register, or reads sp. Raises: KernelError EINVAL."""
         for number, why in _KEPT.items():
             if writes >> number & 1 or (number == SP and reads >> number & 1):
                 raise self.statement.refused(why)
 
     def code(self, cells: Mapping[str, int]) -> bytes:
-        """Return the machine code; jumps have no target yet. Raises: KernelError EINVAL."""
+        """Return the machine code of the statement, without the target if it is a jump.
+
+        Raises: KernelError EINVAL.
+        """
         make = _MAKERS.get(self.name)
         if make is None:
             raise self.statement.refused("is no instruction that a handler may have")
@@ -195,7 +198,7 @@ class _SourceLine:
         return base, self.number(found[1].strip() or "0", range(-0x800, 0x800))
 
     def place(self, size: int, cells: Mapping[str, int]) -> int | None:
-        """Return the offset from gp to the accessed place in a cell; None if no cell is accessed."""
+        """Return the offset from gp to the accessed bytes of a cell; None if the line accesses no cell."""
         cell = self.cell_operand()
         return None if cell is None else cells[cell[0]] + cell_offset(self.statement, cell[1], size)
 
@@ -304,7 +307,7 @@ def _nop(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
 
 
 def _branch(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
-    """Encode a branch or jump without its target."""
+    """Encode a branch without its target, or a nop in place of a jump."""
     if line.name == "j":
         line.check_count(1)
         return addi(ZERO, ZERO, 0)

@@ -23,16 +23,16 @@ _EBREAK = 0x00100073
 _RA = 1
 _SP = 2
 _SUB = 0x20
-"""funct7 of sub, subw and srai."""
+"""Value of the field funct7 in sub, subw and srai."""
 _WORD = 2
-"""funct3 of loads and stores of a word."""
+"""Value of the field funct3 in loads and stores of a word."""
 _DOUBLE = 3
-"""funct3 of loads and stores of a doubleword."""
+"""Value of the field funct3 in loads and stores of a doubleword."""
 
 
 @cache
 def expand(half: int) -> int | None:
-    """Return the 32-bit instruction that 16 bits abbreviate; None if they are reserved or illegal."""
+    """Return the 32-bit instruction that the 16 bits of `half` abbreviate; None if reserved or illegal."""
     return _EXPANSIONS[half & 3, half >> 13](half)
 
 
@@ -49,7 +49,7 @@ def _signed(value: int, bits: int) -> int:
 
 
 def _rd(half: int) -> int:
-    """Return the full register field, which is the destination and also the first source."""
+    """Return the 5-bit register field in bits 7 to 11: the destination, and often also the first source."""
     return half >> 7 & 0x1F
 
 
@@ -68,7 +68,7 @@ def _rs1_low(half: int) -> int:
 
 
 def _immediate(half: int) -> int:
-    """Return the signed six-bit immediate."""
+    """Return the signed immediate of six bits in an instruction."""
     return _signed(_shift_amount(half), 6)
 
 

@@ -1,4 +1,4 @@
-"""Preparation of a probed instruction: a copy for the insn slot, or an emulation."""
+"""Preparation of a probed RISC-V instruction: a copy for the insn slot, or an emulation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Guest code around a probe's handler: detour buffers, ftrace trampoline, return trampoline.
+"""Guest code around a probe's handler on RISC-V: detour buffers, ftrace trampoline, return trampoline.
 
-Each saves a struct pt_regs on the stack of the probed code, hits a breakpoint that calls the handler, and
-restores the registers from the values that the handler left.
+Each piece of code saves a struct pt_regs on the stack of the probed code, and hits a breakpoint that calls
+the handler. After that, it loads the registers from the struct pt_regs, which the handler may have changed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def detour_jump(region: Region, target: int) -> bytes:
 
 
 def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
-    """Implement Arch.relocated.
+    """Implement Arch.relocated: copy the instructions, and append an auipc and jalr to the region's end.
 
-    Linux: it loads the region's end address from a word beside the code. Deviates: an auipc reaches it.
+    Linux: the detour loads the address of the region's end from a word next to the code.
+    Deviates: an auipc computes the address.
     """
     insns = decode_all(region.code, region.addr, compressed=compressed)
     if any(insn.handling is not Handling.COPIED for _, insn in insns):
@@ -66,7 +67,7 @@ def _scratch(region: Region) -> ScratchRegisters:
 
 
 def around_handler(region: Region) -> tuple[bytes, bytes]:
-    """Implement Arch.around_handler.
+    """Implement Arch.around_handler: save a struct pt_regs on the stack, and restore it.
 
     Mirrors: opt_trampoline.S:optprobe_template_entry, opt.c:prepare_detour_buffer (optprobes v6, 2023).
     """
@@ -86,7 +87,7 @@ def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
 
 
 def return_trampoline(breakpoint_: bytes) -> HandlerStub:
-    """Return the return trampoline, which hooked functions return to. It is the same for every address.
+    """Return the return trampoline, which hooked functions return to. Its code is position-independent.
 
     Mirrors: arch/riscv/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
     """
@@ -98,7 +99,7 @@ def return_trampoline(breakpoint_: bytes) -> HandlerStub:
 RETURN_FROM_FRAME = (
     load_general(but=RA) + load(RA, SP, SIZE, WORD) + move_stack_pointer(RETURN_ROOM) + jump_register(RA)
 )
-"""The end of a return trampoline: it restores the registers and returns to the real return address."""
+"""End of a return trampoline: code that restores registers and jumps to the real return address."""
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:

@@ -1,7 +1,7 @@
-"""Emulation of instructions that depend on their address.
+"""Emulation of the RISC-V instructions that depend on their address.
 
-Mirrors: arch/riscv/kernel/probes/simulate-insn.c (v6.1). Deviates: it follows the processor; v6.1's jalr
-writes the link before it reads the base, which is wrong if both are the same register.
+Mirrors: arch/riscv/kernel/probes/simulate-insn.c (v6.1). Deviates: the emulation follows the processor.
+v6.1's jalr writes the link before it reads the base, which is wrong if both are the same register.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def _branch(emulation: RiscvEmulation, regs: Any) -> None:
 
 
 def _holds(funct3: int, left: int, right: int) -> bool:
-    """Return True if a branch's condition holds: beq, blt or bltu; the lowest bit of funct3 inverts it."""
+    """Return True if the condition of a branch with `funct3` holds.
+
+    It is that of beq, blt or bltu; the lowest bit of funct3 inverts it.
+    """
     if funct3 < 2:
         found = left == right
     elif funct3 & 2:

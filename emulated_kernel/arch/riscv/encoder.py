@@ -1,4 +1,4 @@
-"""Encoder for the few RISC-V instructions that handlers and detours are made of; only RV64I and atomics.
+"""Encoder for the RISC-V instructions of which handlers and detours are made; only RV64I and atomics.
 
 Registers are numbers (0 zero, 1 ra, 2 sp, ...).
 """
@@ -32,14 +32,14 @@ _SUB = 0x20
 _SRA = 0x20
 _MUL = 0x01
 _LR = 0b00010 << 2
-"""funct7 of lr, without ordering."""
+"""Value of the field funct7 in lr, without ordering."""
 _SC = 0b00011 << 2
-"""funct7 of sc, without ordering."""
+"""Value of the field funct7 in sc, without ordering."""
 _SIGNED_12 = range(-0x800, 0x800)
 
 
 class BranchFunct3(IntEnum):
-    """funct3 of branches."""
+    """Values of the field funct3 of branch instructions."""
 
     EQ = 0
     NE = 1
@@ -87,7 +87,7 @@ def multiply(rd: int, rs1: int, rs2: int) -> bytes:
 
 @lru_cache(4096)
 def arithmetic_immediate(op: ArithmeticFunct3, rd: int, rs1: int, value: int) -> bytes:
-    """Encode rd = rs1 op value: a signed 12-bit value, or a shift by 0 to 63."""
+    """Encode rd = rs1 op value; value has 12 signed bits, or is a shift count from 0 to 63."""
     return _bytes(i_type(RiscvOpcode.OP_IMM, rd, op & 7, rs1, value | (op >> 4) * _SRA << 5))
 
 
@@ -102,7 +102,7 @@ def move(rd: int, rs: int) -> bytes:
 
 
 def set_to_address(rd: int, source: int, target: int) -> bytes:
-    """Encode rd = `target`: 8 bytes of code at `source`, within 2 GiB of the target."""
+    """Encode rd = the address `target`, as 8 bytes of code at `source` within 2 GiB of the target."""
     high, low = halves(target - source)
     return auipc(rd, high) + addi(rd, rd, low)
 
@@ -113,7 +113,7 @@ def lui(rd: int, value: int) -> bytes:
 
 
 def auipc(rd: int, value: int) -> bytes:
-    """Encode rd = the instruction's own address + the upper 20 bits of a 32-bit value."""
+    """Encode rd = the address of the auipc + the upper 20 bits of a 32-bit value."""
     return _bytes(u_type(RiscvOpcode.AUIPC, rd, value))
 
 
@@ -125,7 +125,7 @@ def halves(value: int) -> tuple[int, int]:
 
 @lru_cache(4096)
 def set_register(rd: int, value: int) -> bytes:
-    """Encode rd = a 64-bit number, without another register."""
+    """Encode rd = a 64-bit number; the code uses no other register."""
     value = sign_extend(value, 64)
     if fits_12(value):
         return addi(rd, ZERO, value)
@@ -183,12 +183,18 @@ def move_stack_pointer(size: int) -> bytes:
 
 
 def branch(condition: BranchFunct3, left: int, right: int, offset: int) -> bytes:
-    """Encode a branch to its own address + offset, at most 4 KiB away, if the condition holds."""
+    """Encode a branch to its own address + offset, which is taken if the condition holds.
+
+    The offset is at most 4 KiB.
+    """
     return _bytes(b_type(RiscvOpcode.BRANCH, condition, left, right, offset))
 
 
 def jal(rd: int, source: int, target: int) -> bytes:
-    """Encode a jump at `source`. Raises: KernelError ERANGE (farther than 1 MiB)."""
+    """Encode a jump from `source` to `target`, with the return address in rd.
+
+    Raises: KernelError ERANGE (farther than 1 MiB).
+    """
     distance = target - source
     if not -_JUMP_RANGE <= distance < _JUMP_RANGE:
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 1 MiB")

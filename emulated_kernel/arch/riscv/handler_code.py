@@ -1,7 +1,7 @@
-"""Generator of handler code: it saves the registers that a program overwrites, and restores them afterwards.
+"""Generator of RISC-V handler code: a handler program, and code that saves and restores registers around it.
 
-The code saves every register in a struct pt_regs. If liveness is known, it instead saves only registers that
-are both live and written.
+The code saves every register in a struct pt_regs. If liveness is known, it saves only the registers that are
+both live and written by the program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STACK_ALIGN = 16
 
 
 def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakpoint_: bytes) -> HandlerCode:
-    """Return code that preserves the live registers, or all registers if `live` is None."""
+    """Return code that runs a program and preserves the live registers, or all if `live` is None."""
     constants = {"ip": addr, **pt_regs.FIXED_REGISTERS}
 
     def make(far: bool) -> HandlerCode:
@@ -51,7 +51,10 @@ def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakp
 
 
 def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
-    """Return code with short branches if they reach their targets, otherwise with `far` branches."""
+    """Return the code with short branches if they reach their targets, else with far branches.
+
+    `make` takes whether branches are far.
+    """
     try:
         return make(False)
     except BranchOutOfReachError:
@@ -61,7 +64,10 @@ def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
 def _save_all(
     program: Program, breakpoint_: bytes, constants: Mapping[str, int], *, far: bool
 ) -> HandlerCode:
-    """Return a program within a frame. sp points at the complete frame at each of its host calls."""
+    """Return a program's code within code that saves all registers in a frame (struct pt_regs).
+
+    At each host call of the program, sp points at the complete frame.
+    """
     # `completed` changes only t0, which programs don't use.
     completed = pt_regs.complete(set_register(T0, constants["ip"]))
     body = RiscvLowering(program, None, constants, breakpoint_, before_host=completed, far=far)
@@ -74,9 +80,9 @@ def _save_all(
 def _save_live(
     body: RiscvLowering, live: LiveRegisters, above: int = 0
 ) -> tuple[bytes, bytes, dict[int, int]]:
-    """Return the code before and after the program, and slot number -> place of the saved value.
+    """Return code that saves registers, code that restores them, and slot number -> how to load its value.
 
-    `above`: bytes on the stack that the probed code doesn't know of.
+    `above`: number of bytes that the trampoline has pushed on the probed code's stack.
     """
     used = body.used
     # A handler that an fentry site calls returns through t0. Ops other than assembly don't change t0.
@@ -97,16 +103,16 @@ def _save_live(
 
 
 _RETURN_WORD = RETURN_ROOM - pt_regs.SIZE
-"""Bytes above the register frame of a return; the lowest word of them holds the return address."""
+"""Size in bytes of the area above the register frame of a return; its lowest word is the return address."""
 _ENTER = move_stack_pointer(-_RETURN_WORD) + store(SP, 0, RA, WORD)
-"""Code that stores ra, which holds the trampoline's address: an unwinder then sees a hooked function."""
+"""Code that pushes ra, the trampoline's own address, by which an unwinder recognizes a hooked function."""
 _ENTER_FRAME = pt_regs.save_general(RETURN_ROOM, but=RA) + store(SP, pt_regs.SIZE, RA, WORD)
 _RETURN = load(RA, SP, 0, WORD) + move_stack_pointer(_RETURN_WORD) + jump_register(RA)
 _NO_CONSTANTS: Mapping[str, int] = {}
 
 
 class RiscvReturnCode(ReturnCode):
-    """Trampolines that are entered through ra, and handlers that return through ra."""
+    """Generator of return trampolines that are entered through ra, and of handlers that return through ra."""
 
     live = LiveRegisters(frozenset(("a0", "a1", *(f"s{n}" for n in range(12)))), flags=False)
 
@@ -157,6 +163,6 @@ class RiscvReturnCode(ReturnCode):
         return lay_out(body, before, b"", slots, leave)
 
     def _saving(self, program: Program, *, far: bool) -> tuple[RiscvLowering, bytes, bytes, dict[int, int]]:
-        """Return a program that saves registers by itself: its body, the code around it, and its slots."""
+        """Return a lowered program, code that saves and restores its registers around it, and its slots."""
         body = RiscvLowering(program, self.live, _NO_CONSTANTS, self._breakpoint, far=far)
         return body, *_save_live(body, self.live, _RETURN_WORD)

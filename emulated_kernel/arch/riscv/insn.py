@@ -30,7 +30,7 @@ RVC_SIZE = 2
 
 
 class RiscvOpcode(IntEnum):
-    """The low seven bits of a 32-bit instruction."""
+    """Major opcodes: the low seven bits of a 32-bit instruction."""
 
     LOAD = 0x03
     LOAD_FP = 0x07
@@ -64,7 +64,7 @@ _RS1 = 1
 _RS2 = 2
 _RD = 4
 _CSR_IMMEDIATE = 4
-"""Bit of a system instruction's funct3 that makes the first source a constant."""
+"""Bit of a system instruction's funct3: the first source is a constant instead of a register."""
 _FORMS: dict[int, int] = {
     RiscvOpcode.LOAD: _RS1 | _RD,
     RiscvOpcode.LOAD_FP: _RS1,
@@ -85,7 +85,7 @@ _FORMS: dict[int, int] = {
 
 
 EMULATED = frozenset((RiscvOpcode.AUIPC, RiscvOpcode.JAL, RiscvOpcode.JALR, RiscvOpcode.BRANCH))
-"""Opcodes that are emulated because they depend on their address."""
+"""Opcodes of the instructions that are emulated because they depend on their address."""
 
 
 class Handling(Enum):
@@ -115,11 +115,11 @@ _FACTS_BITS = {
     for opcode, form in _FORMS.items()
     if opcode not in (RiscvOpcode.BRANCH, RiscvOpcode.JAL)
 }
-"""Opcode -> mask of the bits that identify an instruction and its registers, without unused immediates."""
+"""Opcode -> mask of the bits that determine RiscvInsnAttributes; other immediates are masked out."""
 
 
 LENGTH = 7
-"""Mask of the length in bytes in RiscvInsnAttributes.kind."""
+"""Mask of the bits in RiscvInsnAttributes.kind that contain the instruction's length in bytes."""
 SIMULATED = 8
 """Bit of RiscvInsnAttributes.kind: the instruction is emulated."""
 REJECTED = 16
@@ -132,7 +132,7 @@ _KIND_OF = {Handling.COPIED: 0, Handling.SIMULATED: SIMULATED, Handling.REJECTED
 class RiscvInsnAttributes:
     """Properties of an instruction that probe checks need.
 
-    Immediates are left out, except for those that determine a branch target.
+    Immediates are left out, except branch offsets.
     """
 
     __slots__ = ("_effect", "_word", "handling", "kind", "length", "mentioned", "opcode", "relative_target")
@@ -140,7 +140,7 @@ class RiscvInsnAttributes:
     def __init__(self, length: int, word: int) -> None:
         """Decode `word`: an instruction, or the expansion of a compressed one; 0 for a reserved encoding."""
         self.length = length
-        """Length in bytes."""
+        """Length of the instruction in bytes."""
         self._word = word
         self.opcode = word & 0x7F
         self.handling = _HANDLING.get(self.opcode, Handling.COPIED)
@@ -157,7 +157,7 @@ class RiscvInsnAttributes:
         """Distance in bytes to the target of a branch or jal; None for other instructions."""
         leads = self.relative_target is not None or self.is_indirect_jump
         self.kind = length | _KIND_OF[self.handling] | (LEADS_ELSEWHERE if leads else 0)
-        """One byte with the properties that most checks need: the length, and the flags above."""
+        """The properties that most checks need in one byte: LENGTH, SIMULATED, REJECTED, LEADS_ELSEWHERE."""
         self._effect: Effect | None = None
 
     @property
@@ -234,13 +234,13 @@ class RiscvInsnAttributes:
 
 
 class RiscvInsn(RiscvInsnAttributes):
-    """One instruction with all of its operands. Equal instructions share one object (`insn_of`)."""
+    """An instruction with all of its operands. `insn_of` returns one object for equal instructions."""
 
     __slots__ = ()
 
     @property
     def word(self) -> int:
-        """The instruction's 32 bits, or those that a compressed instruction expands to."""
+        """The 32 bits of the instruction, or of the instruction to which a compressed one expands."""
         return self._word
 
     @property
@@ -250,7 +250,7 @@ class RiscvInsn(RiscvInsnAttributes):
 
     @property
     def upper_immediate(self) -> int:
-        """The immediate of lui and auipc, shifted to its place."""
+        """The immediate of lui and auipc, shifted left by 12 bits and sign-extended."""
         return sign_extend(self.word & 0xFFFFF000, 32)
 
     @property
@@ -259,7 +259,7 @@ class RiscvInsn(RiscvInsnAttributes):
 
     @property
     def jump_offset(self) -> int:
-        """The offset of jal."""
+        """Distance in bytes from a jal to its target."""
         return _jump_offset(self.word)
 
 
@@ -274,15 +274,15 @@ def _jump_offset(word: int) -> int:
 
 
 class _DecodeCache(dict[int, RiscvInsnAttributes]):
-    """Instruction (16 or 32 bits) -> attributes.
+    """Cache of decoded instructions: instruction (16 or 32 bits) -> attributes.
 
-    A kernel has millions of instructions, but fewer distinct ones.
+    A kernel has millions of instructions, but only a hundred thousand distinct ones.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._by_key: dict[tuple[int, int], RiscvInsnAttributes] = {}
-        """(length, bits that probe checks use) -> attributes."""
+        """(length, bits that determine the attributes) -> attributes."""
 
     def __missing__(self, bits: int) -> RiscvInsnAttributes:
         if len(self) == _MAX_INSNS:
@@ -304,16 +304,17 @@ _FACTS = _DecodeCache()
 
 @lru_cache(1 << 12)
 def insn_of(bits: int) -> RiscvInsn:
-    """Return the instruction encoded by 16 or 32 bits."""
+    """Return the instruction that 16 or 32 bits encode."""
     if bits & 3 == 3:
         return RiscvInsn(RVI_SIZE, bits)
     return RiscvInsn(RVC_SIZE, expand(bits) or 0)
 
 
 def relative_target(bits: int) -> int | None:
-    """Return RiscvInsnAttributes.relative_target of the instruction at the start of four bytes.
+    """Return the distance in bytes from a branch or jal to its target; None for other instructions.
 
-    The bytes may begin in the middle of an instruction.
+    `bits` are four bytes, of which a compressed instruction uses two. The bytes may begin in the middle of an
+    instruction.
     """
     word = bits if bits & 3 == 3 else expand(bits & 0xFFFF) or 0
     opcode = word & 0x7F
@@ -346,13 +347,13 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
 
 
 def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn]]:
-    """Iterate over address and instruction, up to the end of `code` or the first undecodable instruction."""
+    """Iterate over address and instruction, up to the first undecodable instruction."""
     for at in attributes_of_all(code, addr, compressed=compressed):
         yield at, decode_insn(code[at - addr : at - addr + RVI_SIZE], compressed=compressed)
 
 
 def attributes_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, RiscvInsnAttributes]:
-    """Return address -> attributes, up to the end of `code` or the first undecodable instruction."""
+    """Return address -> attributes of the instruction, up to the first undecodable instruction."""
     if not compressed:
         stop = _NOT_RVI.search(code[::RVI_SIZE])
         size = len(code) // RVI_SIZE if stop is None else min(stop.start(), len(code) // RVI_SIZE)

@@ -1,4 +1,4 @@
-"""Lowering of a program's ops to RISC-V instructions, on the registers that are cheapest to use."""
+"""Lowering of a program's ops to RISC-V instructions, with the registers that are cheapest to use."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from emulated_kernel.arch.riscv.pt_regs import WORD, read_status
 
 NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 PER_CPU = GP
-"""Register that holds the base of the CPU's own data."""
+"""Register with the base address of the per-CPU data."""
 
 _ORDER = (T1, T2, *range(T3, T6 + 1), *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
-"""Order in which equally cheap registers are used; the frame pointer is the last one.
+"""Order in which equally cheap registers are used. The frame pointer is the last one.
 
 t0 is missing, because a handler that an fentry site calls returns through it.
 """
 LEAVING = T0
-"""The register through which JumpTo leaves; it must not be live."""
+"""Register with which JumpTo leaves the program; it must not be live."""
 _PLAIN = {
     Arithmetic.ADD: asm.ArithmeticFunct3.ADD,
     Arithmetic.SUB: asm.ArithmeticFunct3.SUB,
@@ -76,7 +76,7 @@ _CONDITIONS = {
     Condition.ANY_BIT: (BranchFunct3.NE, False),
     Condition.NO_BIT: (BranchFunct3.EQ, False),
 }
-"""Condition -> branch, and whether its operands must be swapped."""
+"""Condition -> funct3 of the branch, and whether the operands must be swapped."""
 
 _SPARE = -1
 """Pseudo virtual register: an additional register for a single op."""
@@ -90,17 +90,20 @@ _FAR_BRANCH_SIZE = 8
 
 
 class BranchOutOfReachError(Exception):
-    """The code is too long for branches, which reach 4 KiB."""
+    """The code is too long for conditional branches, which reach 4 KiB."""
 
 
 @lru_cache(1024)
 def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
-    """Return the registers for the program, cheapest first: dead ones that it doesn't read."""
+    """Return the registers that a program may use, cheapest first.
+
+    The cheapest are dead registers that the program doesn't read.
+    """
     return tuple(sorted(_ORDER, key=lambda number: cost(REGISTER_NAMES[number], live, reads)))
 
 
 def _patch_slot(code: bytearray, at: int, word: int) -> None:
-    """Replace a placeholder by the load or move `word`; the placeholder holds the destination register."""
+    """Replace the placeholder at `at` by `word`, a load or move without rd, with the placeholder's rd."""
     rd = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little")).rd
     code[at : at + 4] = (word | rd << 7).to_bytes(4, "little")
 
@@ -117,7 +120,7 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 
 
 class RiscvLowering(Lowering):
-    """Lowers ops to RISC-V instructions. Filling in its branches may raise BranchOutOfReachError."""
+    """Lowers ops to RISC-V instructions. lay_out() of the code may raise BranchOutOfReachError."""
 
     encoding = Encoding(_HOLE, 0, _patch_jump, _patch_slot)
 
@@ -131,7 +134,7 @@ class RiscvLowering(Lowering):
         before_host: bytes = b"",
         far: bool = False,
     ) -> None:
-        """Lower the whole program.
+        """Lower all ops of a program to code.
 
         `live` is None if all registers are already saved. `far`: branches may lead farther than 4 KiB.
         """
@@ -188,7 +191,10 @@ class RiscvLowering(Lowering):
         self._read_register(NUMBERS[name], name)
 
     def _set_register(self, op: ir.SetRegister) -> None:
-        """Emit code that sets a register of the probed code; the program has no other use for it."""
+        """Emit code that sets a register of the probed code.
+
+        __init__ never assigns this register to a virtual register.
+        """
         number = NUMBERS[op.name]
         src = self._real[op.src]
         self._code += store(SP, WORD * number, src, WORD) if self._in_frame else asm.move(number, src)
@@ -212,7 +218,11 @@ class RiscvLowering(Lowering):
     # Memory
 
     def _operand(self, base: int, offset: int) -> tuple[int, int]:
-        """Return a base and an offset that fit in one instruction; this may load the sum into a register."""
+        """Return a base register and an offset that fit in one instruction.
+
+        If `offset` has more than 12 bits, emit code that adds its upper part and `base` into a spare
+        register.
+        """
         if fits_12(offset):
             return base, offset
         spare = self._real[_SPARE]
@@ -238,7 +248,10 @@ class RiscvLowering(Lowering):
         self._code += store(base, offset, self._number(value, _SECOND), op.size)
 
     def _cell(self, address: int, register: int) -> tuple[int, int]:
-        """Return base and offset of an absolute address, whose upper part is loaded into `register`."""
+        """Return base register and offset for an absolute address, and emit code that loads its upper part.
+
+        `register` receives the upper part.
+        """
         address = sign_extend(address, 64)
         low = sign_extend(address, 12)
         if address == low:
@@ -298,7 +311,7 @@ class RiscvLowering(Lowering):
         self._code += asm.multiply(dst, dst, self._real[op.src])
 
     def _atomic_place(self, base: int, offset: int) -> int:
-        """Return a register with the address of a word for an atomic access."""
+        """Return a register that contains base + offset, for an atomic access; emit code that computes it."""
         if not offset:
             return base
         spare = self._real[_SPARE]
@@ -374,10 +387,10 @@ class RiscvLowering(Lowering):
 
 
 def in_slot(offset: int) -> int:
-    """Return a load from an offset from sp, for _patch_slot; its destination register is left out."""
+    """Return the word of a load from sp + `offset` without its rd, which _patch_slot() fills in."""
     return int.from_bytes(load(ZERO, SP, offset, WORD), "little")
 
 
 def in_register(number: int, offset: int = 0) -> int:
-    """Return a move of a register plus a constant, for _patch_slot; its destination register is left out."""
+    """Return the word of an addi of a register without its rd, which _patch_slot() fills in."""
     return int.from_bytes(asm.addi(ZERO, number, offset), "little")

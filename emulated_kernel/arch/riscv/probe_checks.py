@@ -1,4 +1,4 @@
-"""Probe checks of RISC-V: registration, and optimization with the registers that its jumps need.
+"""Probe checks of RISC-V: registration, and optimization with the free registers that jumps need.
 
 Source of the rules of optimization: "Add OPTPROBES feature on RISCV", v6, 2023.
 """
@@ -46,7 +46,7 @@ _PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *rang
 
 
 def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that the jump of a probe at `addr` replaces, or why the probe keeps its ebreak.
+    """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
 
     Deviates: functions with an indirect jump are refused, as on x86, and so are fentry sites and jump labels.
     Mirrors: opt.c:can_optimize, arch_prepare_optimized_kprobe (optprobes v6, 2023).
@@ -71,7 +71,7 @@ def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Reje
 
 
 def copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Rejection:
-    """Return the bytes of whole instructions that make room for the jump.
+    """Return the length in bytes of the whole instructions that a jump at `addr` replaces, or a rejection.
 
     Mirrors: opt.c:search_copied_insn.
     """
@@ -87,13 +87,18 @@ def copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Rejection
 
 
 def _end_of_copy(analysis: RiscvFunctionAnalysis, addr: int) -> int:
-    """Return where the copied instructions end, if there are any for copied_length()."""
+    """Return the end address of the instructions whose length copied_length() returns.
+
+    copied_length() must have found such instructions.
+    """
     end = addr + LONG_JUMP_SIZE
     return end if end in analysis.insns or end == analysis.end else end + RVC_SIZE
 
 
 def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> ScratchRegisters | Rejection:
-    """Return the free registers at both ends of a region; the same register is preferred.
+    """Return free registers for the jumps to and from a detour, or a rejection.
+
+    One register for both is preferred.
 
     Mirrors: opt.c:find_free_registers.
     """
@@ -110,7 +115,10 @@ def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> 
 
 
 def _register_reason(analysis: RiscvFunctionAnalysis, addr: int, behind: int) -> RejectReason | None:
-    """Return why _free_registers() finds no register, or None if it finds registers."""
+    """Return the reason with which _free_registers() rejects a region, or None if it finds registers.
+
+    `behind` is the address after the region.
+    """
     if analysis.has_idle_register:
         return None
     if analysis.live_mask(addr) == ALL_REGISTERS:
@@ -155,7 +163,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.insns
 
     def check_insn(self, analysis: RiscvFunctionAnalysis, addr: int) -> Rejection | None:
-        """Return why an instruction can't be executed out of line, or None.
+        """Return the rejection of an instruction that can't be executed out of line, or None.
 
         Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_prepare_kprobe (v6.1).
         """
@@ -167,14 +175,14 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def reasons_at_once(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis]
     ) -> dict[int, RejectReason | None]:
-        """Return address -> first reason against a jump there, or None, for each instruction of a function.
+        """Return the address of each instruction of a function -> first reason against a jump there, or None.
 
-        The answers are those of optimized_region(). A kernel has millions of instructions, so a table decides
-        first, by the kinds of four instructions in a row. The few places that need more come after that.
-        tests/arch/riscv/test_reasons.py compares both.
+        The results equal those of optimized_region(). A kernel has millions of instructions, so a table
+        decides first, by the kinds of four consecutive instructions. The few addresses that need other checks
+        follow. tests/arch/riscv/test_reasons.py compares both.
 
-        Invariant: the steps below come in the order in which detoured_region() checks its rules. Each one
-        gives a reason only to addresses that have none yet; what is reserved, and fentry sites, come last
+        Invariant: the steps below come in the order in which detoured_region() checks its rules. Each step
+        gives a reason only to addresses that have none yet. Reserved bytes and fentry sites come last,
         because they replace any other reason.
         """
         analysis = known.analysis
@@ -209,7 +217,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return found
 
     def _shared_places(self, known: AnalyzedFunction[RiscvFunctionAnalysis]) -> set[int]:
-        """Return where a jump meets what somebody else patches, or is entered from outside the function."""
+        """Return the addresses where a jump may overlap a patch site, or be entered from another function."""
         function = known.function
         found = set[int]()
         for target in self._entrances.targets(range(function.addr, function.end)):
@@ -221,9 +229,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def _shared_reason(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis], replaced: range
     ) -> RejectReason | None:
-        """Return the reason for an address that _shared_places() returns, or None.
+        """Return the reason against a jump at an address that _shared_places() returns, or None.
 
-        It applies the last rules of detoured_region(), and those about branches from outside the function.
+        The last rules of detoured_region() are applied, and the rules about branches from outside the
+        function.
         """
         analysis = known.analysis
         addr = replaced.start
@@ -242,7 +251,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.at(addr)
 
     def register_text(self, addr: int) -> str:
-        """Return which register a jump would prefer, and which instruction may need its value."""
+        """Return text with the register that a jump prefers, and the instruction that may need its value."""
         analysis = self._analysis(addr)
         register = _PREFERENCE[0]
         at = analysis.first_need(addr, register)
@@ -265,10 +274,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
 
 
 def pairs(analysis: RiscvFunctionAnalysis) -> int:
-    """Count the instructions of a function that the authors of the series would regard as optimizable.
+    """Count the instructions of a function that the authors of optprobes v6 regard as optimizable.
 
     Such an instruction and its successor are movable, whatever their lengths, and one register is free both
-    before and after the two. Nothing jumps to the second, and the function has no hazard.
+    before and after the two. No jump leads to the second, and the function has no hazard.
     """
     if analysis.hazard is not None:
         return 0
@@ -305,11 +314,14 @@ STRATEGIES = {
         ),
     )
 }
-"""Policies by the name used in profiles."""
+"""Optimization policies of RISC-V, by the name that profiles use."""
 
 
 class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]):
-    """(kinds of up to four instructions) -> reason against replacing them by a jump, or None."""
+    """Cache: kinds of four consecutive instructions -> reason against replacing them by a jump, or None.
+
+    A kind of 0 means that the function has ended.
+    """
 
     def __missing__(self, kinds: tuple[int, int, int, int]) -> RejectReason | None:
         reason = self._reason(kinds)
@@ -333,9 +345,9 @@ class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]
 
 _OPTIMIZATION_BLOCKERS = _OptimizationBlockers()
 _MOVABLE = bytes(not kind & (SIMULATED | REJECTED) for kind in range(256))
-"""Translates a kind to 1 if such an instruction can be executed out of line, else to 0."""
+"""Translation table of instruction kinds: 1 if the instruction can be executed out of line, else 0."""
 _NOTHING = bytes(3)
-"""Kinds that follow the last instruction."""
+"""Padding after the kinds of a function's instructions, for rows of four kinds."""
 
 _BRANCH = re.compile(
     b"(?s)(?=[%s].|[%s][\xa0-\xff])"
@@ -344,4 +356,4 @@ _BRANCH = re.compile(
         b"".join(re.escape(bytes((low,))) for low in range(1, 256, 4)),
     )
 )
-"""Matches the first two bytes of a branch, jal, c.j, c.beqz or c.bnez."""
+"""Regular expression that finds the first two bytes of a branch, jal, c.j, c.beqz or c.bnez."""

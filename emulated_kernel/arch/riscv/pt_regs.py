@@ -1,4 +1,4 @@
-"""struct pt_regs on the stack of the probed code: code that saves every register and restores them."""
+"""struct pt_regs on the stack of the probed code: its layout, and code that saves and restores registers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from emulated_kernel.arch.riscv.encoder import addi, load, move_stack_pointer, s
 from emulated_kernel.arch.riscv.insn import GP, REGISTER_NAMES, SP, T0, ZERO
 
 PT_REGS = ("ip", *REGISTER_NAMES[1:], "status", "badaddr", "cause", "orig_a0")
-"""Fields of struct pt_regs from the lowest address up, one word each; x1 to x31 are at their numbers."""
+"""Fields of struct pt_regs in address order, one word each. The index of x1 to x31 is their number."""
 WORD = 8
 SIZE = WORD * len(PT_REGS)
-"""Size in bytes; a multiple of the stack alignment."""
+"""Size of struct pt_regs in bytes; a multiple of the stack alignment."""
 OFFSETS = {name: WORD * index for index, name in enumerate(PT_REGS)}
 FIXED_REGISTERS = {"badaddr": 0, "cause": 3, "orig_a0": -1}
-"""pt_regs name -> value that is the same at every hit: a breakpoint, and no system call."""
+"""Name -> value of the fields that are the same at every hit: a breakpoint, and no system call."""
 
 _GENERAL = tuple(number for number in range(1, 32) if number != SP)
 
@@ -38,9 +38,9 @@ def load_general(*, but: int = SP) -> bytes:
 
 
 def complete(set_ip: bytes, room: int = SIZE) -> bytes:
-    """Return code that fills in the other fields of a pt_regs. It overwrites t0, which is saved by then.
+    """Return code that fills in the fields of a pt_regs that save_general() leaves out.
 
-    `set_ip` is code that loads ip into t0.
+    The code overwrites t0, which save_general() has saved. `set_ip` is code that loads ip into t0.
     """
     code = set_ip + store(SP, OFFSETS["ip"], T0, WORD)
     code += addi(T0, SP, room) + store(SP, OFFSETS["sp"], T0, WORD)

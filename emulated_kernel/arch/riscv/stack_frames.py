@@ -1,4 +1,4 @@
-"""Effects of RISC-V instructions on a stack frame."""
+"""Effects of RISC-V instructions on a stack frame, for unwinding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXCEPTION_PC = "sepc"
 _SEPC = 0x141
 _WORD = 8
 _DOUBLE = 3
-"""funct3 of ld and sd."""
+"""Value of the field funct3 in ld and sd."""
 _SRET = 0x10200073
 _SCRATCH = (EXCEPTION_PC, "ra", *(f"t{n}" for n in range(7)), *(f"a{n}" for n in range(8)))
 """Registers that a called function may change."""
@@ -91,7 +91,7 @@ def _store_offset(insn: RiscvInsn) -> int:
 
 
 def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
-    """Apply csrr and csrw of sepc."""
+    """Apply a csrr or csrw of sepc to a frame: move values between sepc and registers."""
     was = frame.regs.get(EXCEPTION_PC)
     if source is not None:
         frame.set(EXCEPTION_PC, frame.regs.get(source))
@@ -100,7 +100,7 @@ def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
 
 
 def entry_frame(*, by_interrupt: bool) -> Frame:
-    """Return the frame at a function's entry.
+    """Return the stack frame at a function's entry.
 
     The return address is in ra; after an interrupt, sepc holds the ip.
     """

@@ -1,4 +1,4 @@
-"""Decoded functions for the probe checks: instructions and branches, and separately liveness."""
+"""Analysis of x86 functions for the probe checks: instructions, branches and register liveness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emulated_kernel.arch.x86.insn_attributes import ControlTransfer, DecodeCach
 from emulated_kernel.arch.x86.liveness import Liveness
 
 NOP5 = bytes.fromhex("0f1f440000")
-"""The nop of a disabled fentry site."""
+"""The 5-byte nop at a disabled fentry site."""
 UD2_SIZE = 2
 JUMP_SIZE = 5
 """Size in bytes of a jump with a 32-bit displacement."""
@@ -21,17 +21,17 @@ _NOWHERE = TextLayout()
 
 
 class RelativeBranch(NamedTuple):
-    """A relative jump or call."""
+    """A relative jump or call: its target address, and its own address."""
 
     target: int
     source: int
 
 
 class X86FunctionAnalysis:
-    """Lazily computed analyses of one function, based on Linux's decoder.
+    """Analyses of one function, based on Linux's decoder. Each analysis is computed on first use.
 
-    `known`: cache of instruction attributes. `bug_size`: bytes of a BUG(); kernels of 2007 stored line and
-    file after the ud2 (i386: 8 bytes), later ones store them in a table (2 bytes).
+    `known`: cache of instruction attributes. `bug_size`: size in bytes of a BUG(). Kernels of 2007 stored
+    line and file after the ud2 (i386: 8 bytes); later kernels store them in a table (2 bytes).
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class X86FunctionAnalysis:
 
     @cached_property
     def flow(self) -> FunctionFlow:
-        """Instructions and jumps of the function. Only probe registration needs them; liveness doesn't."""
+        """Instructions and jumps of the function. Probe registration needs them; liveness doesn't."""
         return FunctionFlow(self.function, self.layout, self._code, self._known, self._bug_size)
 
     @cached_property
     def patched(self) -> frozenset[int]:
-        """Addresses of the bytes that other subsystems patch."""
+        """Addresses of the bytes that subsystems other than kprobes patch."""
         function = self.function
         sites = (*function.fentry_sites, *function.jump_labels, *function.static_calls)
         return frozenset(addr for site in sites for addr in range(site.addr, site.addr + site.size))
@@ -70,8 +70,8 @@ class X86FunctionAnalysis:
 class FunctionFlow:
     """Instructions of a function, and hazards that forbid jump optimization in it.
 
-    Decoding stops at the first instruction that Linux can't decode. No instruction after it can be probed,
-    and none before it can be optimized.
+    Decoding stops at the first instruction that Linux can't decode. Instructions after it can't be probed,
+    and instructions before it can't be optimized.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FunctionFlow:
     ) -> None:
         self._thunks = layout.thunks
         self.hazard: Rejection | None = None
-        """The first hazard, in address order, that forbids optimization anywhere in the function."""
+        """Hazard with the lowest address that forbids optimization in the whole function, or None."""
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
         self.facts = known.all(code, function.addr, bug_size)
@@ -88,7 +88,7 @@ class FunctionFlow:
         self._jumps.sort()
 
     def jump_into(self, first: int, last: int) -> RelativeBranch | None:
-        """Return the first jump of the function whose target is in first..last, both inclusive."""
+        """Return the first jump of the function to a target in first..last, both inclusive, or None."""
         index = bisect_left(self._jumps, (first, 0))
         if index == len(self._jumps) or self._jumps[index].target > last:
             return None
@@ -96,7 +96,7 @@ class FunctionFlow:
         return min(found, key=lambda jump: jump.source)
 
     def branch_into(self, inside: range) -> RelativeBranch | None:
-        """Return the first jump or call of the function whose target is in `inside`."""
+        """Return the first jump or call of the function whose target is in `inside`, or None."""
         found = [branch for branch in (*self._jumps, *self._calls) if branch.target in inside]
         return min(found, key=lambda branch: branch.source, default=None)
 
@@ -141,7 +141,7 @@ class FunctionFlow:
 
 
 def _unpatched(function: Function) -> bytes:
-    """Return the text with ftrace's nop at every fentry site, regardless of the current bytes.
+    """Return the function's code with ftrace's nop at every fentry site, regardless of the current bytes.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:__recover_probed_insn (v6.1)
     """

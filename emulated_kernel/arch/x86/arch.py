@@ -37,7 +37,7 @@ def _registers(frame: RegsFrame, arguments: str) -> Registers:
 
 
 class X86(Arch):
-    """Hooks that both widths share; `bits` selects the decoder's mode."""
+    """Hooks that x86_64 and i386 share; `bits` selects the decoder's mode."""
 
     breakpoint = INT3
     max_insn_size = MAX_INSN_SIZE
@@ -107,7 +107,7 @@ class X86(Arch):
 
 
 class X86_64(X86):
-    """x86_64: arguments are in six registers, then on the stack above the return address."""
+    """Hooks of x86_64. Arguments are in six registers, then on the stack above the return address."""
 
     name = "x86_64"
     bits = 64
@@ -128,7 +128,7 @@ class X86_64(X86):
 
 
 class I386(X86):
-    """i386: arguments are in three registers (regparm=3), then on the stack above the return address."""
+    """Hooks of i386. Arguments are in three registers (regparm=3), then above the return address."""
 
     name = "i386"
     bits = 32

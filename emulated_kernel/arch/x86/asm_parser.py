@@ -1,4 +1,4 @@
-"""Assembler of handlers on x86, in Intel syntax.
+"""Assembler for x86 handlers that are written in assembly, in Intel syntax.
 
 Keystone assembles each instruction, iced-x86 decodes it to find its effects, and iced joins all into one
 block. Keystone reads numbers without a prefix as hexadecimal, ignores a number added to a symbol, and
@@ -38,7 +38,7 @@ _REGISTER = re.compile(
 )
 _SIZE = re.compile(r"(?i)\b([a-z]+)\s+ptr\b")
 _SIZES = {"byte": 1, "word": 2, "dword": 4, "qword": 8, "mmword": 8, "xmmword": 16}
-"""Operand size keyword -> bytes."""
+"""Operand size keyword -> size in bytes."""
 _IP = re.compile(r"(?i)\b[re]?ip\b")
 _FEATURES = (
     "INTEL8086", "INTEL186", "INTEL286", "INTEL386", "INTEL486", "X64", "CX8", "CMPXCHG16B", "CMOV", "POPCNT",
@@ -46,16 +46,16 @@ _FEATURES = (
 )  # fmt: skip
 _STRIDE = 32
 _BASE = 1 << 20
-"""Address at which the first statement is assembled; each further one is _STRIDE bytes higher.
+"""Address at which the first statement is assembled; each further statement is _STRIDE bytes higher.
 
-The addresses of labels follow the same scheme.
+A label has the address of the statement after it.
 """
 _PLACE = 1 << 24
-"""Address that stands for a cell until its offset is filled in."""
+"""Address used for a cell while keystone assembles, until the cell's offset is filled in."""
 
 
 class X86Assembler(Assembler):
-    """The assembler of both widths."""
+    """Assembler of x86 handlers, for x86_64 or i386."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits
@@ -116,7 +116,10 @@ class X86Assembler(Assembler):
         return insn
 
     def _assembled(self, statement: Statement, text: str, at: int) -> Any:
-        """Assemble a statement's text, which must give exactly one instruction."""
+        """Assemble a statement's text, and return iced's decoded instruction.
+
+        Raises: KernelError EINVAL (the text isn't exactly one instruction).
+        """
         from keystone.keystone import KsError
 
         try:
@@ -143,7 +146,7 @@ class X86Assembler(Assembler):
         return Decoder(self._bits, code, ip=at)
 
     def _check_size(self, statement: Statement, insn: Any) -> None:
-        """Check that the memory operand has the size that was written.
+        """Check that the memory operand has the size that the statement names.
 
         For i386, keystone accepts sizes that exist only in 64-bit mode.
         """
@@ -155,7 +158,7 @@ class X86Assembler(Assembler):
             )
 
     def _check_number(self, statement: Statement, text: str, insn: Any) -> None:
-        """Check that the immediate is the number that was written.
+        """Check that the assembled immediate is the number in the statement.
 
         Keystone truncates a number that doesn't fit.
         """
@@ -169,7 +172,7 @@ class X86Assembler(Assembler):
             raise statement.refused(f"{number} doesn't fit")
 
     def _check_displacement(self, statement: Statement, text: str, insn: Any) -> None:
-        """Check that the displacement is the number that was written.
+        """Check that the assembled displacement is the number in the statement.
 
         Keystone truncates a number that doesn't fit.
         """
@@ -180,7 +183,7 @@ class X86Assembler(Assembler):
             raise statement.refused(f"{number:#x} doesn't fit")
 
     def _to_cell(self, statement: Statement, insn: Any, offset: int, place: int) -> None:
-        """Replace the memory operand by the CPU's own cell."""
+        """Replace the memory operand `place` by the per-CPU data at `offset` from its base."""
         from iced_x86 import Mnemonic, Register
 
         if insn.memory_displacement != place or insn.mnemonic == Mnemonic.LEA:
@@ -192,9 +195,9 @@ class X86Assembler(Assembler):
 
 
 def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
-    """Iterate over statements with brackets, at most one pair each: the statement and the text in brackets.
+    """Iterate over the statements with a memory operand: statement, and the text in its brackets.
 
-    Raises: KernelError EINVAL (brackets don't match).
+    Raises: KernelError EINVAL (brackets don't match, or there is more than one pair).
     """
     for statement in source.statements:
         found = _MEMORY.findall(statement.text)
@@ -205,7 +208,7 @@ def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
 
 
 def _cell(statement: Statement, inner: str) -> tuple[str, int] | None:
-    """Return the cell and the offset in it that an address names; None if the address names no cell.
+    """Return the name of the cell in an address, and the offset in the cell; None if it names no cell.
 
     Raises: KernelError EINVAL (the address holds more than a cell and a number).
     """
@@ -245,7 +248,7 @@ def _nop(at: int) -> Any:
 
 
 def _operand_size(insn: Any) -> int:
-    """Return the size in bytes of the first operand."""
+    """Return the size in bytes of an instruction's first operand."""
     from iced_x86 import OpKind, RegisterExt
 
     return RegisterExt.size(insn.op0_register) if insn.op0_kind == OpKind.REGISTER else _memory_size(insn)
@@ -258,7 +261,7 @@ def _memory_size(insn: Any) -> int:
 
 
 def _effect(statement: Statement, insn: Any) -> tuple[int, tuple[int, int, bool]]:
-    """Return the mask of the general registers that it may write, and the item that `needed` takes.
+    """Return the mask of registers that an instruction may write, and the instruction's item for needed().
 
     Raises: KernelError EINVAL (the instruction isn't allowed in handlers).
     """

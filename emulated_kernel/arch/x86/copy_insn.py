@@ -1,4 +1,4 @@
-"""Preparation of a probed instruction: a copy for the insn slot, boostable or not, or an emulation."""
+"""Preparation of a probed x86 instruction: a copy for the insn slot, boostable or not, or an emulation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _JMP_INDIRECT = 4
 def can_boost(insn: X86Insn, *, may_fault: bool = False) -> bool:
     """Return True if `insn` neither transfers control nor depends on its address.
 
-    `may_fault`: the instruction is in __ex_table.
+    `may_fault`: the instruction is in __ex_table, so it can't be boosted.
     Mirrors: arch/x86/kernel/kprobes/core.c:can_boost (v6.1)
     """
     if may_fault or len(insn.opcode) > 2:
@@ -55,7 +55,7 @@ DISP32_SIZE = 4
 
 
 def relative_jump(source: int, target: int) -> bytes:
-    """Encode a `jmp rel32` at `source`. Raises: KernelError ERANGE (32 bits don't reach)."""
+    """Encode a `jmp rel32` from `source` to `target`. Raises: KernelError ERANGE (32 bits don't reach)."""
     distance = target - (source + JMP32_SIZE)
     if not is_signed(distance, 32):
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 2 GiB")
@@ -63,7 +63,9 @@ def relative_jump(source: int, target: int) -> bytes:
 
 
 def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple[bytes, X86Insn]:
-    """Copy the first instruction of `code`, which belongs at `addr`, so that it runs at `real`.
+    """Copy the first instruction of `code`, whose original address is `addr`, so that it runs at `real`.
+
+    Return the copy and the decoded instruction.
 
     Raises: KernelError EINVAL (the instruction must not be copied, or its displacement doesn't reach from
     `real`). See check_copyable for the instructions that must not be copied.
@@ -114,7 +116,7 @@ def prepare(
     copied, insn = copy_instruction(code, addr, slot_addr, bits)
     emulation = prepare_emulation(insn, addr, bits)
     if insn.length + INT3_SIZE > MAX_INSN_SIZE:
-        raise KernelError(ENOSPC, "no room for the breakpoint behind the copy")
+        raise KernelError(ENOSPC, "no room for the breakpoint after the copy")
     room = MAX_INSN_SIZE - insn.length >= JMP32_SIZE
     return ArchSpecificInsn(
         length=insn.length,
@@ -174,7 +176,10 @@ def _mask(bits: int) -> int:
 
 
 def _branch(insn: X86Insn, addr: int, bits: int, op: X86Operation, counter_mask: int = 0) -> X86Emulation:
-    """Prepare a relative call or jump. A 16-bit operand size (32-bit mode only) truncates the target."""
+    """Prepare the emulation of a relative call or jump.
+
+    An operand size of 16 bits, which exists only in 32-bit mode, truncates the target.
+    """
     next_ip = addr + insn.length
     target = (next_ip + insn.immediate) & (0xFFFF if insn.operand_size == 2 else _mask(bits))
     return X86Emulation(
@@ -199,7 +204,7 @@ def _prepare_stack(insn: X86Insn, addr: int, bits: int) -> X86Emulation:
 
 
 def _stack_operand_size(insn: X86Insn, bits: int) -> int:
-    """Return the operand size of a stack instruction.
+    """Return the operand size in bytes of a stack instruction.
 
     pushf and popf obey the operand size prefix, which Linux's decoder ignores in 64-bit mode.
     """
@@ -217,7 +222,10 @@ def _prepare_two_byte(insn: X86Insn, addr: int, bits: int) -> X86Emulation | Non
 
 
 def _prepare_indirect(insn: X86Insn, addr: int, bits: int) -> X86Emulation | None:
-    """Prepare an indirect branch (group 5). Only full-width register operands are emulated."""
+    """Prepare the emulation of an indirect branch (group 5); return None for other instructions.
+
+    Only branches to the address in a whole register are emulated.
+    """
     if insn.reg in (3, 5):
         raise KernelError(EOPNOTSUPP, "indirect far transfer")
     op = {2: emulate.call_indirect, 4: emulate.jmp_indirect}.get(insn.reg)

@@ -1,7 +1,7 @@
-"""Guest code around a probe's handler: ftrace trampoline, return trampoline, and optimized probe's detour.
+"""Guest code around a probe's handler on x86: detour buffers, ftrace trampoline, return trampoline.
 
-Each saves a struct pt_regs on the stack of the probed code, hits a breakpoint that calls the handler, and
-restores every register from the values that the handler left.
+Each piece of code saves a struct pt_regs on the stack of the probed code, and hits a breakpoint that calls
+the handler. After that, it loads the registers from the struct pt_regs, which the handler may have changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from emulated_kernel.arch.x86.pt_regs import POPF, RegsFrame, push_address
 
 RET = b"\xc3"
 MAX_DETOUR = 160
-"""Maximum size in bytes: the template, and the code for a region of 5 to 19 bytes."""
+"""Maximum size in bytes of a detour: the template, and the code for a region of 5 to 19 bytes."""
 MAX_COPIED = MAX_INSN_SIZE + DISP32_SIZE + JMP32_SIZE
 """Size in bytes of the largest region plus a jump."""
 
@@ -23,8 +23,8 @@ MAX_COPIED = MAX_INSN_SIZE + DISP32_SIZE + JMP32_SIZE
 def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
     """Return the trampoline that fentry sites call; it continues at the saved ip and sp.
 
-    Linux: a changed sp is ignored, and a handler that skips the function redirects it to a `ret`. Deviates:
-    one handler works for both a call and a breakpoint.
+    Linux: a changed sp is ignored, and a handler that skips the function sets ip to a `ret`.
+    Deviates: sp is obeyed, so one handler works for both a call and a breakpoint.
     Mirrors: arch/x86/kernel/ftrace_64.S, ftrace_32.S:ftrace_regs_caller (v6.1); orig_ax is 0 there too.
     """
     encoder = frame.encoder
@@ -59,7 +59,7 @@ def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
 
 
 def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
-    """Implement Arch.around_handler.
+    """Implement Arch.around_handler: save a struct pt_regs on the stack, and restore it.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:optprobe_template_entry, arch_prepare_optimized_kprobe (v6.1).
     """
@@ -67,7 +67,7 @@ def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
 
 
 def relocated(region: Region, to: int, bits: int) -> bytes:
-    """Implement Arch.relocated."""
+    """Implement Arch.relocated: copy each instruction with its displacement adjusted, and append a jmp."""
     result = b""
     while len(result) < region.length:
         done = len(result)
@@ -77,7 +77,7 @@ def relocated(region: Region, to: int, bits: int) -> bytes:
 
 
 def relative_call(source: int, target: int) -> bytes:
-    """Encode a `call rel32` at `source`. Raises: KernelError ERANGE (32 bits don't reach)."""
+    """Encode a `call rel32` from `source` to `target`. Raises: KernelError ERANGE (32 bits don't reach)."""
     jump = relative_jump(source, target)
     assert len(jump) == JMP32_SIZE
     return b"\xe8" + jump[1:]

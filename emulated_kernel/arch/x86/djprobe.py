@@ -1,8 +1,8 @@
 """The static analysis of djprobe (2007): whether an address can be detoured, and how long its region is.
 
 Source: Hiramatsu and Oshima, "Djprobe", Ottawa Linux Symposium 2007, sections 2.1 and 3.2. Unlike Linux's
-optprobe, it accepts indirect jumps and exception fixups in the function, has no notion of boosting, and
-adjusts no displacement.
+optprobe, djprobe accepts indirect jumps and exception fixups in the function. It has no boosting and adjusts
+no displacement.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _GROUP_5 = b"\xff"
 
 
 def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the detoured region (DCR) of a probe at `addr`, or the first rule that it breaks.
+    """Return the detoured region (DCR) of a probe at `addr`, or the rejection by the first rule it breaks.
 
     Source: the checks of section 3.2, in their order. Deviates: a probed instruction of 5 bytes or more is
-    also checked, since it may be a call. Only the search for jumps is skipped, since no boundary changes.
+    also checked, since it may be a call. The search for jumps is skipped for it, since no boundary changes.
     """
     insns: list[tuple[int, X86Insn]] = []
     at = addr
@@ -52,7 +52,7 @@ def prohibited(region: Region) -> range:
 
 
 def _never_falls_through(insn: X86Insn) -> bool:
-    """Return True for an absolute jump or a return."""
+    """Return True if an instruction is a jump to an absolute address or a return."""
     return insn.opcode in (*_RETURNS, _FAR_JUMP) or (insn.opcode == _GROUP_5 and insn.reg in (4, 5))
 
 

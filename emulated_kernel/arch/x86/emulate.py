@@ -1,8 +1,8 @@
-"""Emulation of instructions that change control flow or the interrupt flag.
+"""Emulation of the x86 instructions that change control flow or the interrupt flag.
 
 A single-stepped copy can't run such instructions, so Linux emulates them. Deviates: these emulations follow
-the processor where Linux's are wrong (loop tests the counter before the decrement, ret ignores its operand,
-lret keeps cs, popf accepts every bit).
+the processor where Linux's are wrong. In Linux, loop tests the counter before the decrement, ret ignores its
+operand, lret keeps cs, and popf accepts every bit.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class X86Emulation(Emulation):
     """An x86 instruction to emulate, with its decoded operands."""
 
     op: X86Operation
-    """The function below that executes the instruction."""
+    """Function of this module that executes the instruction."""
     target: int = 0
-    """Target of a relative branch."""
+    """Target address of a relative branch."""
     condition: int = 0
-    """Condition code 0-15 of a jcc."""
+    """Condition code, 0 to 15, of a jcc."""
     register: str = ""
-    """Register operand of an indirect branch."""
+    """Name of the register operand of an indirect branch."""
     operand_size: int = 8
-    """Bytes that a push or pop moves."""
+    """Number of bytes that the instruction pushes or pops."""
     counter_mask: int = 0
     """Mask of the part of cx that loop and jcxz use."""
     release: int = 0
-    """Bytes that ret removes from the stack after the return address."""
+    """Number of bytes that ret removes from the stack after the return address."""
     mask: int = (1 << 64) - 1
-    """The value of a register with all bits set."""
+    """Value of a register with all bits set."""
 
     def run(self, regs: Any, memory: ByteMemory) -> None:
         self.op(self, regs, memory)
@@ -129,14 +129,14 @@ def popf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
 
 
 def ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
-    """Emulate ret: pop the return address, and release the operand's bytes of the stack."""
+    """Emulate ret: pop the return address, and then as many bytes as the operand says."""
     target = _top(insn, regs, memory)
     regs.sp = (regs.sp + insn.operand_size + insn.release) & insn.mask
     regs.ip = target
 
 
 def far_ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
-    """Emulate lret: pop the return address and cs, and release the operand's bytes of the stack."""
+    """Emulate lret: pop the return address and cs, and then as many bytes as the operand says."""
     target = _top(insn, regs, memory)
     selector = _top(insn, regs, memory, 1)
     regs.sp = (regs.sp + 2 * insn.operand_size + insn.release) & insn.mask
@@ -163,8 +163,9 @@ def jcc(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
 def loop_while(wanted: Callable[[int], bool]) -> X86Operation:
     """Return the emulation of loop, loope or loopne.
 
-    It decrements the counter, and jumps if the counter isn't 0 and `wanted(flags)` is true. A 32-bit counter
-    clears the upper half of rcx, as every 32-bit write does; a 16-bit counter preserves the upper bits.
+    The emulation decrements the counter, and jumps if the counter isn't 0 and `wanted(flags)` is true. A
+    32-bit counter clears the upper half of rcx, as every 32-bit write does; a 16-bit counter preserves the
+    upper bits.
     """
 
     def loop(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:

@@ -1,7 +1,7 @@
-"""Encoder for the few x86 instructions that handlers are made of, for both widths.
+"""Encoder for the x86 instructions of which handlers are made, for x86_64 and i386.
 
-Registers are ModRM numbers (0 ax, 1 cx, 2 dx, 3 bx, 4 sp, 5 bp, 6 si, 7 di, 8-15). Everything that depends
-only on registers is cached, so that encoding costs one lookup plus the displacement.
+Registers are ModRM numbers (0 ax, 1 cx, 2 dx, 3 bx, 4 sp, 5 bp, 6 si, 7 di, 8-15). The encodings that depend
+only on registers are cached, so encoding costs one lookup plus the displacement.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PER_CPU = -2
 """Pseudo base register: the offset is relative to the CPU's per-CPU base."""
 
 ADD, OR, ADC, SBB, AND, SUB, XOR, CMP = range(8)
-"""Arithmetic of group 1: each number is the reg field of ModRM.
+"""Operations of group 1: each number is the reg field of ModRM that selects the operation.
 
-Multiplied by 8, plus 1, it is the opcode of `op r/m, r`.
+The number times 8, plus 1, is the opcode of `op r/m, r`.
 """
 # Shifts, by the reg field of ModRM.
 SHL = 4
@@ -56,7 +56,7 @@ _BYTE = 1
 _WORD = 2
 _OPERAND_SIZE = b"\x66"
 _NEEDS_REX = range(4, 8)
-"""Numbers that mean ah, ch, dh, bh as byte registers unless there is a REX prefix."""
+"""Register numbers that mean ah, ch, dh, bh in byte instructions without a REX prefix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ def signed(value: int, bits: int) -> int:
 
 
 def _sized(code: bytes, size: int) -> X86Opcode:
-    """Return the form of an opcode for 1, 2, 4 or 8 bytes; byte opcodes have bit 0 clear."""
+    """Return the variant of an opcode for operands of 1, 2, 4 or 8 bytes."""
     if size == _BYTE:
         return X86Opcode(code[:-1] + bytes([code[-1] & ~1]))
     return X86Opcode(code, wide=size == 8, prefix=_OPERAND_SIZE if size == _WORD else b"")
@@ -115,7 +115,10 @@ def _registers(opcode: X86Opcode, reg: int, rm: int) -> bytes:
 
 
 def _head(opcode: X86Opcode, reg: int, rm: int, byte_register: int) -> bytes:
-    """Encode prefixes and opcode; `byte_register` is the register operand of a byte opcode."""
+    """Encode the prefixes and the opcode of an instruction.
+
+    `byte_register` is the register operand, which may need a REX prefix if it is a byte register.
+    """
     rex = opcode.wide << 3 | (reg >> 3) << 2 | rm >> 3
     forced = opcode.byte and byte_register in _NEEDS_REX
     return opcode.prefix + (bytes([0x40 | rex]) if rex or forced else b"") + opcode.code
@@ -139,13 +142,13 @@ def _based(opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
 
 
 class Encoder:
-    """Instructions of one width; each method returns the bytes of one."""
+    """Encoder for x86_64 or i386; each method returns the bytes of one instruction."""
 
     def __init__(self, bits: int) -> None:
         self.bits: Final = bits
         self.word: Final = bits // 8
         self.byte_registers: Final = 16 if bits == 64 else 4
-        """Registers with a lower number have a name for their low byte."""
+        """Number of registers whose low byte is a byte register: 0 up to this number, exclusive."""
         wide = bits == 64
         self._beyond = 0xFFFFFFFF if wide else 0
         self._per_cpu_segment = b"\x65" if wide else b"\x64"
@@ -179,7 +182,10 @@ class Encoder:
         return _registers(self._xchg, second, first)
 
     def extend(self, dst: int, src: int, size: int) -> bytes:
-        """Encode dst = the low 1 or 2 bytes of src; on 32 bits, a byte only of ax, cx, dx or bx."""
+        """Encode dst = the low 1 or 2 bytes of src, zero-extended.
+
+        On i386, src must be ax, cx, dx or bx if the size is 1.
+        """
         return _registers(_EXTEND[size], dst, src)
 
     def invert(self, dst: int) -> bytes:
@@ -197,11 +203,14 @@ class Encoder:
         return _registers(self._group1_long, op, dst) + value.to_bytes(4, "little", signed=True)
 
     def test(self, left: int, right: int) -> bytes:
-        """Encode a test, which sets the flags by left & right."""
+        """Encode a test of two registers, which sets the flags by left & right."""
         return _registers(self._test, right, left)
 
     def test_immediate(self, left: int, value: int) -> bytes:
-        """Encode a test, which sets the flags by left & value; the value fits in 32 signed bits."""
+        """Encode a test of a register, which sets the flags by left & value.
+
+        The value fits in 32 signed bits.
+        """
         return _registers(self._test_immediate, 0, left) + value.to_bytes(4, "little", signed=True)
 
     def multiply(self, dst: int, src: int) -> bytes:
@@ -209,11 +218,11 @@ class Encoder:
         return _registers(self._multiply, dst, src)
 
     def shift_immediate(self, op: int, dst: int, count: int) -> bytes:
-        """Encode a shift by a constant that is less than the word's bits."""
+        """Encode a shift of a register by a constant that is less than the word's bits."""
         return _registers(self._shift, op, dst) + bytes([count])
 
     def shift_by_cl(self, op: int, dst: int) -> bytes:
-        """Encode a shift by the count in cl."""
+        """Encode a shift of a register by the count in cl."""
         return _registers(self._shift_by_cl, op, dst)
 
     def set_register(self, dst: int, value: int) -> bytes:
@@ -239,19 +248,25 @@ class Encoder:
     # is ABSOLUTE.
 
     def reaches(self, address: int) -> bool:
-        """Return True if an instruction can contain the address itself."""
+        """Return True if the displacement of an instruction can hold an absolute address."""
         return not address + 0x8000_0000 >> 32 & self._beyond
 
     def load(self, dst: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
-        """Encode dst = `size` bytes of memory, extended to a word."""
+        """Encode dst = `size` bytes of memory, sign-extended or zero-extended to a word."""
         return self._operand(self._loads[size, sign], dst, base, offset)
 
     def store(self, base: int, offset: int, src: int, size: int) -> bytes:
-        """Encode a store of the low `size` bytes of src; on 32 bits, a byte only of ax, cx, dx or bx."""
+        """Encode a store of the low `size` bytes of src to memory.
+
+        On i386, src must be ax, cx, dx or bx if the size is 1.
+        """
         return self._operand(_STORE[size], src, base, offset)
 
     def store_immediate(self, base: int, offset: int, value: int, size: int) -> bytes:
-        """Encode a store of a constant of `size` bytes; 8 bytes must be the sign extension of 32 bits."""
+        """Encode a store of a constant of `size` bytes to memory.
+
+        A constant of 8 bytes must be the sign extension of its low 32 bits.
+        """
         return self._operand(_IMMEDIATES[size], 0, base, offset) + _immediate(value, size)
 
     def arithmetic_memory(self, op: int, base: int, offset: int, value: int, size: int) -> bytes:
@@ -291,7 +306,10 @@ class Encoder:
         return self._operand(self._exchange_add, src, base, offset)
 
     def test_memory(self, base: int, offset: int, value: int, size: int) -> bytes:
-        """Encode a test, which sets the flags by memory & value; the value is as for `arithmetic_memory`."""
+        """Encode a test of `size` bytes of memory, which sets the flags by memory & value.
+
+        For 8 bytes, the value is sign-extended from 32 bits.
+        """
         return self._operand(_TESTS[size], 0, base, offset) + _immediate(value, size)
 
     def lea(self, dst: int, base: int, offset: int) -> bytes:
@@ -299,11 +317,11 @@ class Encoder:
         return _based(self._lea, dst, base, offset)
 
     def load_stack(self, dst: int) -> bytes:
-        """Encode dst = the word at an offset from sp; the offset is to be filled in, in the last 4 bytes."""
+        """Encode dst = the word at an offset from sp. The offset is to be filled in, as the last 4 bytes."""
         return _stack_operand(self._loads[self.word, False], dst)
 
     def lea_stack(self, dst: int) -> bytes:
-        """Encode dst = sp + an offset that is to be filled in, in the last 4 bytes."""
+        """Encode dst = sp + an offset. The offset is to be filled in, as the last 4 bytes."""
         return _stack_operand(self._lea, dst)
 
     def lea_sum(self, dst: int, base: int, index: int) -> bytes:
@@ -353,7 +371,7 @@ def _group1_memory(value: int, size: int) -> tuple[X86Opcode, bytes]:
 
 @lru_cache(1024)
 def _immediate(value: int, size: int) -> bytes:
-    """Encode the immediate operand of an instruction on `size` bytes; for 8 bytes it has 4."""
+    """Encode the immediate operand of an instruction on `size` bytes; it has at most 4 bytes."""
     size = min(size, 4)
     return (value & (1 << 8 * size) - 1).to_bytes(size, "little")
 

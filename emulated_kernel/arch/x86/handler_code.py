@@ -1,7 +1,7 @@
-"""Generator of handler code: it saves the registers that a program overwrites, and restores them afterwards.
+"""Generator of x86 handler code: a handler program, and code that saves and restores registers around it.
 
-The code saves every register in a frame like struct pt_regs. If liveness is known, it instead pushes only
-registers that are both live and written.
+The code saves every register in a frame (struct pt_regs). If liveness is known, it pushes only the registers
+that are both live and written by the program.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -
 
 
 def slots_of(frame: RegsFrame) -> dict[int, int]:
-    """Return the offsets in bytes from sp to the values saved in the frame, by slot number."""
+    """Return slot number -> offset in bytes from sp to the value saved in the frame."""
     offsets = {NUMBERS[name]: offset for name, offset in frame.offsets.items() if name in NUMBERS}
     offsets[SLOT_FLAGS] = frame.offsets["flags"]
     offsets[SLOT_SP] = frame.size
@@ -42,7 +42,7 @@ def slots_of(frame: RegsFrame) -> dict[int, int]:
 def save_live(
     program: Program, encoder: Encoder, live: LiveRegisters, constants: Mapping[str, int]
 ) -> HandlerCode:
-    """Wrap a program in code that saves the live registers which the program changes."""
+    """Wrap a program in code that saves and restores the live registers that the program changes."""
     body = X86Lowering(program, encoder, live, constants)
     keep = {NUMBERS[name] for name in live.registers}
     saving = SavedRegisters(body, encoder, keep)
@@ -52,8 +52,9 @@ def save_live(
 class SavedRegisters:
     """Code that saves registers around a program.
 
-    It first pushes the registers that the program only reads, then those that must be restored, and the
-    status flags last. lahf and sahf cost a third of pushf and popf, because popf ends a translated block.
+    The code pushes first the registers that the program only reads, then the registers that must be restored,
+    and last the status flags. lahf and sahf cost a third of pushf and popf, because popf ends a translated
+    block.
     """
 
     def __init__(self, body: X86Lowering, encoder: Encoder, live: set[int]) -> None:
@@ -79,7 +80,7 @@ class SavedRegisters:
 
 
 def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple[bytes, bytes, int]:
-    """Return how the flags in ax survive the program: code to save and to restore them, and words pushed."""
+    """Return code that saves ax (the flags), code that restores it, and the number of words pushed."""
     if AX not in body.used:
         return b"", b"", 0
     for number in range(len(REGISTER_NAMES) if encoder.bits == 64 else 8):
@@ -94,10 +95,10 @@ _NO_CONSTANTS: Mapping[str, int] = {}
 
 
 class X86ReturnCode(ReturnCode):
-    """Return code with a frame of either width."""
+    """Generator of return trampolines and return handlers, with the frame of x86_64 or i386."""
 
     def __init__(self, frame: RegsFrame, registers: str) -> None:
-        """Take the frame layout, and the names of the `registers` that a caller may read after a return."""
+        """Store the frame layout, and the names of the registers that a caller may read after a return."""
         self._frame = frame
         self.live = LiveRegisters(frozenset(registers.split()), flags=False)
 

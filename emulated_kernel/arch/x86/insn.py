@@ -1,4 +1,4 @@
-"""Instruction decoder with Linux's view: instruction lengths, and the fields used by its probe rules.
+"""x86 decoder that decodes as Linux does: instruction lengths, and the fields that its probe rules use.
 
 iced-x86 decodes what the processor executes; this decoder reproduces what Linux reads. They differ in bytes
 that are not code, since Linux gives a length to opcodes that don't exist. They also differ in opcodes: the
@@ -22,7 +22,7 @@ EMULATE_PREFIX_SIZE = 5
 
 
 class Imm(Enum):
-    """Kind of the immediate that follows an opcode; letters as in the opcode maps of the SDM."""
+    """Kind of the immediate operand of an opcode; letters as in the opcode maps of Intel's manual."""
 
     __hash__ = object.__hash__
 
@@ -34,11 +34,11 @@ class Imm(Enum):
     VWORD32 = auto()
     """Iz, Jz: 2 bytes if the operand size is 16 bits, otherwise 4."""
     VWORD = auto()
-    """Iv: as long as the operand size."""
+    """Iv: 2, 4 or 8 bytes, as the operand size says."""
     POINTER = auto()
     """Ap: an offset and a selector."""
     MOFFSET = auto()
-    """Ob, Ov: as long as the address size."""
+    """Ob, Ov: an address of 2, 4 or 8 bytes, as the address size says."""
 
 
 _FIXED_SIZES = {Imm.NONE: 0, Imm.BYTE: 1, Imm.WORD: 2, Imm.WORD_BYTE: 2}
@@ -50,9 +50,9 @@ class X86Insn:
 
     length: int
     head_size: int
-    """Size of everything before the displacement and the immediate."""
+    """Size of the prefixes, opcode, ModRM and SIB, before the displacement and the immediate."""
     prefixes: bytes
-    """Legacy prefixes, without repetitions."""
+    """Bytes of the legacy prefixes, without repetitions."""
     rex: int
     opcode: bytes
     """Opcode with its escape bytes; VEX and EVEX instructions have no escape bytes."""
@@ -76,7 +76,7 @@ class X86Insn:
 
     @property
     def mod(self) -> int:
-        """The mod field of ModRM; 3 means a register operand."""
+        """The mod field of ModRM, where 3 means a register operand; 0 without ModRM."""
         return 0 if self.modrm is None else self.modrm >> 6
 
     @property
@@ -103,7 +103,7 @@ def _decode(code: bytes, bits: int) -> X86Insn:
 
 
 def load_decoder() -> None:
-    """Import iced-x86, which opens files. Raises: ImportError, OSError, MemoryError."""
+    """Import iced-x86, which opens files, before it is needed. Raises: ImportError, OSError, MemoryError."""
     import iced_x86  # noqa: F401
 
 
@@ -118,12 +118,12 @@ def iced_decoder(code: bytes, addr: int, bits: int) -> Any:
 
 
 def is_valid(code: bytes, bits: int = 64) -> bool:
-    """Return True if the processor has the instruction at the start of `code`."""
+    """Return True if a processor can execute the instruction at the start of `code`."""
     return bool(iced_decoder(code, 0, bits).decode())
 
 
 def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, int, Any]]:
-    """Iterate over address, length and iced's instruction, until Linux can't decode one.
+    """Iterate over address, length and iced's instruction, until Linux can't decode an instruction.
 
     The third item is None if only Linux's decoder knows a length. An instruction that extends beyond the end
     of `code` is read as if zeros followed.
@@ -186,7 +186,7 @@ _IMMEDIATE_2 = {
     Imm.VWORD32: opcodes("80-8f"),
 }
 _FORCE64 = opcodes("50-5f 6a 8f 9c 9d c2 c3 c8 c9 e0-e3 e8 e9 70-7f eb")
-"""One-byte opcodes whose operand size is 64 bits in 64-bit mode, regardless of prefixes."""
+"""One-byte opcodes whose operand size is always 64 bits in 64-bit mode, whatever the prefixes."""
 
 
 def _by_opcode(table: dict[Imm, frozenset[int]]) -> dict[int, Imm]:
@@ -199,7 +199,7 @@ _VEX_MAP_0F3A = 3
 
 
 class _Decoder:
-    """Decodes one instruction from left to right; an IndexError means that the bytes ended."""
+    """Decodes one instruction from left to right. It raises IndexError if the bytes end too early."""
 
     def __init__(self, code: bytes, bits: int) -> None:
         self._code = code
@@ -255,7 +255,7 @@ class _Decoder:
         return int.from_bytes(data, "little", signed=True)
 
     def _read_prefixes(self) -> None:
-        """Read the prefixes; at most four different legacy prefixes are allowed.
+        """Read the prefixes of the instruction; at most four different legacy prefixes are allowed.
 
         Mirrors: arch/x86/lib/insn.c:insn_get_prefixes (v6.1).
         """
@@ -279,9 +279,10 @@ class _Decoder:
             self.address_size ^= 12 if self._long else 6
 
     def _read_vex(self) -> None:
-        """Read a VEX or EVEX prefix.
+        """Read a VEX or EVEX prefix, if there is one.
 
-        In 32-bit mode, its first byte is bound, les or lds if ModRM isn't a register.
+        In 32-bit mode, the prefix's first byte is bound, les or lds if the byte after it is a ModRM with a
+        memory operand.
         """
         first = self._code[self._at]
         if first not in (_EVEX, _VEX3, _VEX2):
@@ -298,10 +299,10 @@ class _Decoder:
         self._require_known(start)
 
     def _require_known(self, start: int) -> None:
-        """Reject unknown VEX and EVEX instructions.
+        """Raise KernelError EINVAL if the VEX or EVEX instruction at `start` is unknown.
 
-        Linux: it lists the opcodes that have a VEX form. Deviates: iced's list also holds opcodes newer than
-        v6.1.
+        Linux: its opcode map lists the opcodes that have a VEX form. Deviates: iced's list also contains
+        opcodes newer than v6.1.
         """
         if not is_valid(self._code[start:], 64 if self._long else 32):
             raise KernelError(EINVAL, "no such VEX or EVEX instruction")
@@ -315,7 +316,7 @@ class _Decoder:
         return opcode
 
     def _layout(self, opcode: bytes) -> tuple[bool, Imm]:
-        """Return whether ModRM follows, and the kind of the immediate."""
+        """Return whether a ModRM follows the opcode, and the kind of the immediate."""
         last = opcode[-1]
         if self.vex_map is not None:
             if self.vex_map == 1:
@@ -336,7 +337,10 @@ class _Decoder:
             self.operand_size = 8
 
     def _read_displacement(self, modrm: int | None) -> tuple[int, int, int]:
-        """Return the displacement's offset and value, and the offset at which it or an immediate begins."""
+        """Return the displacement's offset and value, and the size of prefixes, opcode, ModRM and SIB.
+
+        Offset and value are 0 if there is no displacement.
+        """
         if modrm is None or modrm >> 6 == 3:
             return 0, 0, self._at
         mod = modrm >> 6
@@ -350,7 +354,10 @@ class _Decoder:
         return (start, self._take(size), start) if size else (0, 0, start)
 
     def _read_immediate(self, kind: Imm) -> tuple[int, int]:
-        """Return size and value of the immediate; for a far pointer and enter, only its first part."""
+        """Return size and value of the immediate.
+
+        For a far pointer and enter, they are those of its first part.
+        """
         size = self._immediate_size(kind)
         value = self._take(size)
         if kind is Imm.POINTER:
@@ -370,7 +377,7 @@ class _Decoder:
 
 
 def _immediate_of_group(opcode: bytes, modrm: int | None, kind: Imm) -> Imm:
-    """Return the kind of the immediate in group 3: only test has one, in two encodings."""
+    """Return `kind`, or the kind of test's immediate: only test has one in group 3, in two encodings."""
     if opcode in (b"\xf6", b"\xf7") and modrm is not None and modrm >> 3 & 7 < 2:
         return Imm.BYTE if opcode == b"\xf6" else Imm.VWORD32
     return kind

@@ -22,11 +22,11 @@ _JMP_FAR = 0xEA
 _GROUP_5 = 0xFF
 _UD2 = b"\x0f\x0b"
 _BY_REG = (b"\xff", b"\x8e", b"\xf6", b"\xf7", b"\x0f\x01")
-"""Opcodes whose ModRM selects an instruction or a segment register that some rule depends on."""
+"""Opcodes whose ModRM selects an instruction or segment register on which a probe rule depends."""
 
 
 class ControlTransfer(Enum):
-    """Control transfers as classified by Linux's opcode checks and by the djprobe paper."""
+    """Kinds of branches that Linux's opcode checks and the djprobe paper distinguish."""
 
     JUMP = auto()
     CALL = auto()
@@ -37,7 +37,7 @@ class InsnAttributes(NamedTuple):
     """Properties of an instruction that don't depend on its operands."""
 
     length: int
-    """Length in bytes."""
+    """Length of the instruction in bytes."""
     refusal: RejectReason | None
     """Why a kprobe can't execute the instruction out of line; None if it can."""
     rejection: RejectReason | None
@@ -47,25 +47,25 @@ class InsnAttributes(NamedTuple):
     """
     branch: ControlTransfer | None
     displacement: int
-    """Size in bytes of a direct branch's displacement, which is at the end; 0 for other instructions."""
+    """Size in bytes of a direct branch's displacement, which is its last part; 0 for other instructions."""
     is_ud2: bool
 
 
 class DecodeCache:
-    """A trie of instruction heads, keyed byte by byte.
+    """Cache of instruction attributes: a trie of instruction heads, keyed byte by byte.
 
-    Heads are prefix-free, so each leaf belongs to one head.
+    No head is a prefix of another head, so each leaf belongs to one head.
     """
 
     def __init__(self, bits: int) -> None:
-        """Create an empty cache for a decoder mode of `bits` bits."""
+        """Create an empty cache for the decoder mode of 32 or 64 bits."""
         self.bits = bits
         self._root: dict[int, Any] = {}
 
     def all(self, code: bytes, start: int, bug_size: int) -> dict[int, InsnAttributes]:
-        """Return address -> attributes, up to the first instruction that Linux can't decode.
+        """Return address -> attributes of the instruction, up to the first one that Linux can't decode.
 
-        `bug_size`: bytes of a BUG(), including its ud2.
+        `bug_size`: size in bytes of a BUG(), including its ud2.
         """
         found: dict[int, InsnAttributes] = {}
         at = 0
@@ -103,14 +103,14 @@ class DecodeCache:
 
 
 def _ends_in_registers(insn: X86Insn) -> bool:
-    """Return True if the head ends in a ModRM that only tells where the operands are."""
+    """Return True if the head ends in a ModRM that only says where the operands are."""
     ordinary = len(insn.prefixes) + bool(insn.rex) + len(insn.opcode) + 1 == insn.head_size
     return ordinary and insn.modrm is not None and insn.address_size != 2 and insn.opcode not in _BY_REG
 
 
 @cache
 def _alike(modrm: int) -> tuple[int, ...]:
-    """Return the ModRM bytes with the same kind of operands, and with addresses of the same size."""
+    """Return the ModRM bytes whose operands have the kind and the encoded size of those of `modrm`."""
     mod = modrm >> 6
     special = {4, 5} if mod == 0 else {4} if mod < 3 else set()
     rm = modrm & 7
@@ -158,7 +158,7 @@ def _branch(insn: X86Insn) -> ControlTransfer | None:
 
 
 def is_indirect_jump(insn: X86Insn) -> bool:
-    """Return True for an indirect jump.
+    """Return True if an instruction is an indirect or far jump.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:__insn_is_indirect_jump (v6.1).
     """
@@ -167,7 +167,10 @@ def is_indirect_jump(insn: X86Insn) -> bool:
 
 
 def is_relative_jump(insn: X86Insn) -> bool:
-    """Return True for the opcodes of arch/x86/kernel/kprobes/opt.c:insn_jump_into_range (v6.1)."""
+    """Return True if an instruction is a relative jump, by its opcode.
+
+    Mirrors: arch/x86/kernel/kprobes/opt.c:insn_jump_into_range (v6.1).
+    """
     if insn.opcode[0] == 0x0F:
         return insn.opcode[1] & 0xF0 == 0x80
     return insn.opcode[0] in _RELATIVE_JUMPS

@@ -1,8 +1,9 @@
-"""Register liveness: the registers and flags that a function may still read, so a probe must save them.
+"""Register liveness on x86: the registers and flags that a function may still read.
 
-The analysis is a backward data flow over the function's instructions. Everything is live where the function
-is left (return, call, trap, indirect jump, fixup), because kernel assembly follows no calling convention that
-could be relied on. A register reported dead is therefore overwritten on every path before it can be read.
+A probe must save these registers. The analysis is a backward data flow over the function's instructions. All
+registers are live where control leaves the function: at a return, call, trap, indirect jump or fixup. The
+reason is that kernel assembly follows no reliable calling convention. A register reported dead is therefore
+overwritten on every path before it can be read.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _STATUS_FLAGS = 0b111111
 """Mask of OF, SF, ZF, AF, CF and PF in iced's numbering."""
 _ALL = _STATUS_FLAGS << _FLAGS_SHIFT | (1 << _FLAGS_SHIFT) - 1
 _STACK_POINTER = 1 << REGISTER_NAMES.index("sp")
-"""sp is never dead, because an interrupt can push at any time."""
+"""Mask of sp, which is never dead, because an interrupt can push at any time."""
 
 ALL_LIVE = LiveRegisters(frozenset(REGISTER_NAMES), flags=True)
-"""All registers of either width, for addresses about which nothing is known."""
+"""All registers and the flags: the live registers at addresses about which nothing is known."""
 
 
 class Liveness:
-    """Liveness in one function, computed once.
+    """Live registers before each instruction of a function.
 
     A register stays live if it is written partially, conditionally, or by a shift whose count may be 0.
     """
@@ -47,7 +48,10 @@ class Liveness:
 
 @lru_cache(4096)
 def _as_names(live: int) -> LiveRegisters:
-    """Convert a mask to names. Equal states share one object, because compiled code is looked up by it."""
+    """Convert a mask of registers and flags to LiveRegisters.
+
+    Equal masks share one object, because compiled code is looked up by this object.
+    """
     names = (name for number, name in enumerate(REGISTER_NAMES) if live >> number & 1)
     return LiveRegisters(frozenset(names), bool(live >> _FLAGS_SHIFT))
 
@@ -88,7 +92,7 @@ def _control(insn: Any, addr: int) -> Control | None:
 
 
 def _registers(info: Any) -> tuple[int, int]:
-    """Return two masks of general registers: those that are read, and those overwritten completely."""
+    """Return the masks of the general registers that are read, and that are overwritten completely."""
     from iced_x86 import OpAccess, RegisterExt
 
     reading = (OpAccess.READ, OpAccess.COND_READ, OpAccess.READ_WRITE, OpAccess.READ_COND_WRITE)
@@ -108,10 +112,10 @@ def _registers(info: Any) -> tuple[int, int]:
 
 
 def _flags(insn: Any) -> tuple[int, int]:
-    """Return the masks of the status flags that are read, and of those that are overwritten.
+    """Return the masks of the status flags that an instruction reads, and that it overwrites.
 
-    AF counts as overwritten if it becomes undefined: logic instructions do nothing else to it. Shifts and
-    rotates overwrite no flag, because with count 0 they preserve every flag.
+    AF counts as overwritten if it becomes undefined, as by logic instructions. Shifts and rotates count as
+    overwriting no flag, because with count 0 they preserve every flag.
     """
     from iced_x86 import RflagsBits
 

@@ -1,4 +1,4 @@
-"""Lowering of a program's ops to x86 instructions, on the registers that are cheapest to use."""
+"""Lowering of a program's ops to x86 instructions, with the registers that are cheapest to use."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_and_fetch_8(encoder: Encoder, address: int, value: int, low: int, high: 
 
 
 def _from_sum(encoder: Encoder, low: int, high: int) -> bytes:
-    """Encode high:low = cx:bx; any pair of registers can be the destination."""
+    """Encode high:low = cx:bx, where high and low may be any registers."""
     if high != BX:
         return encoder.move(high, CX) + encoder.move(low, BX)
     if low == CX:
@@ -76,7 +76,10 @@ _ORDER = {
 }
 """Order in which equally cheap registers are used. bp is the last one, because unwinders follow it."""
 _MAX_PINNED = {64: 7, 32: 0}
-"""Maximum number of registers withheld from the program, so that enough are left for it."""
+"""Word size in bits -> maximum number of pinned registers (Assignment.pinned).
+
+More pinned registers would leave too few for the program.
+"""
 
 _CONDITIONS = {
     Condition.EQ: asm.EQUAL,
@@ -118,7 +121,7 @@ _USING_FLAGS = frozenset(
 )
 _CARRIES = {Arithmetic.ADD: asm.ADC, Arithmetic.SUB: asm.SBB}
 LEAVING = CX
-"""The register through which JumpTo leaves; it must not be live."""
+"""Register with which JumpTo leaves the program; it must not be live."""
 
 _DISPLACEMENT = Struct("<i")
 _SPARE = -1
@@ -126,13 +129,16 @@ _SPARE = -1
 _NONE: frozenset[str] = frozenset()
 
 SLOT_FLAGS = -1
-"""Slot number of the saved flags; all other saved values have their register's number."""
+"""Slot number of the saved flags. The slot number of a saved register is the register's number."""
 SLOT_SP = -2
-"""Slot number of the probed code's stack pointer, which isn't saved, but computed."""
+"""Slot number of the probed code's stack pointer, which is computed instead of saved."""
 
 
 def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
-    """Return True if an op overwrites the flags. Additions can avoid that if a register is free."""
+    """Return True if an op of the program overwrites the flags.
+
+    Additions are left out: they preserve the flags by lea.
+    """
     for op in program:
         kind = type(op)
         if kind in _USING_FLAGS:
@@ -148,10 +154,10 @@ def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
 
 @lru_cache(1024)
 def _preference(bits: int, live: frozenset[str], reads: frozenset[str], saves_flags: bool) -> tuple[int, ...]:
-    """Return the registers for the program, cheapest first: dead ones that it doesn't read.
+    """Return the registers that a program may use, cheapest first.
 
-    Saving the flags needs ax. If ax is live or read, it is pushed and then free for use. Otherwise the flags
-    stay in ax as long as nothing else needs it.
+    The cheapest are dead registers that the program doesn't read. Saving the flags needs ax. If ax is live or
+    read, it is pushed and then free for use. Otherwise the flags stay in ax as long as no op needs ax.
     """
 
     def of(number: int) -> int:
@@ -171,7 +177,10 @@ class X86Lowering(Lowering):
     """Lowers ops to x86 instructions."""
 
     encoding = Encoding(asm.JUMP + asm.HOLE, len(asm.JUMP), _patch_jump, _DISPLACEMENT.pack_into)
-    """All jumps have 32-bit displacements: short ones would save less than computing their reach costs."""
+    """Encodings with 32-bit displacements for all jumps.
+
+    Short jumps would save less time than it takes to compute which of them reach their targets.
+    """
 
     def __init__(
         self,
@@ -183,15 +192,15 @@ class X86Lowering(Lowering):
         *,
         overwritten: bool = False,
     ) -> None:
-        """Lower the whole program.
+        """Lower all ops of a program to code.
 
-        `live` is None if all registers are already saved. `overwritten`: only the saved values are still
-        valid.
+        `live` is None if all registers are already saved. `overwritten`: no register contains the probed
+        code's value any more, so only the saved values are valid.
         """
         self._encoder = encoder
         overwrites = live is not None and live.flags and _overwrites_flags(program, encoder)
         self.saves_flags = overwrites
-        """Whether live flags are overwritten, so that saving them overwrites ax."""
+        """Whether the program overwrites live flags, which must then be saved through ax."""
         self._keeps_flags = live is not None and live.flags and not overwrites
         self.reads = registers_read(program)
         registers = live.registers if live is not None else _NONE
@@ -205,7 +214,7 @@ class X86Lowering(Lowering):
     # Pieces of code
 
     def _read_slot(self, dst: int, number: int) -> None:
-        """Load a saved value; its offset from sp is filled in later."""
+        """Emit a load of a saved value into `dst`; lay_out() fills in its offset from sp."""
         self.slots.add(number)
         code = self._encoder.lea_stack(dst) if number == SLOT_SP else self._encoder.load_stack(dst)
         self._code += code
@@ -243,7 +252,10 @@ class X86Lowering(Lowering):
             self._read_slot(number, number)
 
     def _holds_original(self, number: int) -> bool:
-        """Return True if a register holds the probed code's value here on every path."""
+        """Return True if a register contains the probed code's value at the current op on every path.
+
+        If this can be ensured by pinning the register, pin it.
+        """
         if number in self._real.overwritten:
             return False
         pinned = self._real.pinned
@@ -267,7 +279,7 @@ class X86Lowering(Lowering):
             self._shift(_SHIFTS[op.op], dst, src)
 
     def _shift(self, shift: int, dst: int, count: int) -> None:
-        """Shift by a register. The count must be in cl, which may hold any value, dst included."""
+        """Emit a shift by the count in a register, which is swapped with cx if it isn't cx."""
         encoder = self._encoder
         if count == CX:
             self._code += encoder.shift_by_cl(shift, dst)
@@ -327,7 +339,10 @@ class X86Lowering(Lowering):
             self._code += encoder.store_immediate(base, op.offset + 4, op.value >> 32, 4)
 
     def _cell(self, address: int) -> tuple[int, int]:
-        """Return base and offset for an absolute address; this may load the address into a register."""
+        """Return base and offset for an absolute address.
+
+        If no displacement can hold the address, emit code that loads it into a spare register.
+        """
         if self._encoder.reaches(address):
             return asm.ABSOLUTE, address
         spare = self._real[_SPARE]
@@ -343,9 +358,9 @@ class X86Lowering(Lowering):
             self._code += encoder.set_register(dst, op.address) + encoder.load(dst, dst, 0, op.size)
 
     def _add_to_absolute(self, op: ir.AddToAbsolute) -> None:
-        """Add in one instruction.
+        """Emit an addition to memory by one instruction.
 
-        On 32 bits, a second one adds the carry, which no other CPU's addition can take.
+        On i386, a second instruction adds the carry, which is a flag of this CPU.
         """
         encoder = self._encoder
         value = op.value
@@ -403,7 +418,7 @@ class X86Lowering(Lowering):
         self._code += self._encoder.multiply(self._real[op.dst], self._real[op.src])
 
     def _compare_exchange(self, op: ir.CompareExchange) -> None:
-        """Compare and exchange; the compared value must be in ax."""
+        """Emit a compare and exchange, around which the expected value is swapped into ax."""
         encoder = self._encoder
         real = self._real
         base = real[op.base]

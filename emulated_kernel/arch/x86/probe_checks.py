@@ -21,7 +21,7 @@ from emulated_kernel.image.text_tables import ProbedTables
 
 
 def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that the jump of a probe at `addr` replaces, or why the probe keeps its int3.
+    """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1)
     """
@@ -33,18 +33,18 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Reject
 
 
 def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> dict[int, RejectReason | None]:
-    """Return address -> first reason against a jump there, or None, for each instruction of a function.
+    """Return the address of each instruction of a function -> first reason against a jump there, or None.
 
-    The answers are those of detoured_region(). It makes an object for each one, and a kernel has millions of
-    instructions; this takes one pass backwards over the function. It asks detoured_region() only where the
-    answer depends on more than the pass knows: see _places_to_ask(). tests/arch/test_x86_reasons.py holds
-    both equal on random functions.
+    The results equal those of detoured_region(), which makes an object for each address; a kernel has
+    millions of instructions. This function makes one pass backwards over the instructions. It calls
+    detoured_region() only for the addresses of _places_to_ask(). tests/arch/test_x86_reasons.py compares both
+    on random functions.
 
     Invariant, when the pass is at `addr`: `nearest_target_after` is the lowest jump target above `addr`, and
-    `targets` has those up to `addr`. `first_unsafe_addr` is the lowest address from `addr` on of an
-    instruction that cannot be copied, for `unsafe_reason`. So a jump at `addr` is entered in its middle if
-    `nearest_target_after <= addr + JMP32_SIZE`, and replaces an unsafe instruction if
-    `first_unsafe_addr < addr + JMP32_SIZE`.
+    `targets` contains the jump targets up to `addr`. `first_unsafe_addr` is the lowest address from `addr` on
+    of an instruction that cannot be copied, for `unsafe_reason`. So a jump at `addr` is entered in its middle
+    if `nearest_target_after <= addr + JMP32_SIZE`. It replaces an unsafe instruction if `first_unsafe_addr <
+    addr + JMP32_SIZE`.
     """
     analysis = known.analysis
     function = analysis.function
@@ -83,7 +83,10 @@ def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
 
 
 def _places_to_ask(known: AnalyzedFunction[X86FunctionAnalysis]) -> set[int]:
-    """Return where a jump meets something that others patch or trap on, entry text, or the function's end."""
+    """Return the addresses for which reasons() must call detoured_region().
+
+    A jump there may overlap a patch site, a BUG, entry text, or the function's end.
+    """
     function = known.function
     found = {*known.reserved, *range(function.end - JMP32_SIZE + 1, function.end)}
     for site in (*function.fentry_sites, *function.jump_labels, *function.static_calls):
@@ -97,7 +100,10 @@ def _places_to_ask(known: AnalyzedFunction[X86FunctionAnalysis]) -> set[int]:
 def _asked(
     known: AnalyzedFunction[X86FunctionAnalysis], addr: int, refusal: RejectReason | None
 ) -> RejectReason | None:
-    """Return the reason that detoured_region() gives, after those for which no probe can be registered."""
+    """Return the first reason against a jump at `addr`, with detoured_region(), or None.
+
+    Reasons against registering a probe come first. `refusal` is the one of the instruction.
+    """
     if addr in known.reserved:
         return known.reserved[addr]
     if any(addr == site.addr for site in known.function.fentry_sites):
@@ -107,7 +113,9 @@ def _asked(
 
 
 def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
-    """Return the first instruction of the function that makes the jump unsafe, in address order.
+    """Return the rejection of a jump at `addr`, or None if no instruction of the function makes it unsafe.
+
+    The rejection names the first of these instructions in address order.
 
     Linux: the byte after the five replaced ones also counts as a jump target.
     """
@@ -119,7 +127,9 @@ def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | No
 
 
 def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region of whole instructions that can be copied into a detour buffer, or a rejection.
+    """Return the region of whole instructions that a jump at `addr` replaces, or a rejection.
+
+    All instructions of the region must be copyable into a detour buffer.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1).
     """
@@ -146,7 +156,7 @@ def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejecti
 _LONGEST_REGION = JMP32_SIZE - 1 + MAX_INSN_SIZE
 _BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
 _SHORT_BRANCH = 2
-"""Size in bytes of a branch with a displacement of one byte."""
+"""Size in bytes of a branch instruction with a displacement of one byte."""
 _SHORT_LABELS = (b"\xeb", b"\x66\x90")
 _SHORT_LABEL_SIZE = 2
 
@@ -163,7 +173,10 @@ STRATEGIES = {
         OptimizationPolicy("djprobe", djprobe.region, djprobe.prohibited, by_data=True, by_commit=True),
     )
 }
-"""Policies by the name used in profiles. Like Linux, `optprobe-linux` checks only the function itself."""
+"""Optimization policies of x86, by the name that profiles use.
+
+`optprobe-linux` checks only the function itself, as Linux does.
+"""
 
 
 class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
@@ -209,7 +222,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return analysis.flow.facts
 
     def check_insn(self, analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
-        """Return why an instruction can't be executed out of line, or None.
+        """Return the rejection of an instruction that can't be executed out of line, or None.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe (v6.1).
         """
@@ -221,7 +234,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return analysis.liveness.at(addr)
 
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
-        """Search for branches by a regular expression.
+        """Implement ProbeChecker.possible_branches by a regular expression.
 
         Decoding the whole kernel would take ten times as long, and few of the branches matter.
         """

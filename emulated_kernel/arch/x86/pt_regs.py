@@ -1,4 +1,4 @@
-"""struct pt_regs on the stack: code that saves registers in it and restores them, for both widths."""
+"""struct pt_regs on the stack: code that saves registers in it and restores them, on x86_64 and i386."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _PUSH_IMM8 = b"\x6a"
 PUSHF = b"\x9c"
 POPF = b"\x9d"
 _KEEP_OF = b"\x24\x08"
-"""and $8, %al: isolates the overflow flag in the second byte of the flags."""
+"""Code of `and $8, %al`, which isolates the overflow flag in the second byte of the flags."""
 _SET_OF = b"\x04\x78"
-"""add $0x78, %al: overflows if al is 8."""
+"""Code of `add $0x78, %al`, which sets OF if al is 8."""
 
 
 class RegsFrame:
-    """Code that saves all registers on the stack, and restores the general registers and the flags.
+    """A frame on the stack (struct pt_regs): code that saves all registers in it, and restores most of them.
 
-    In a handler's frame, sp and the fields with known values are filled in only before a host call. The flags
-    are restored without popf. popf would end a translated block, and so cost more than the five instructions
-    that replace it.
+    The general registers and the flags are restored. In a handler's frame, sp and the fields with known
+    values are filled in only before a host call. The flags are restored without popf. popf would end a
+    translated block, and so cost more than the five instructions that replace it.
     """
 
     def __init__(
         self, encoder: Encoder, pt_regs: Sequence[str], fixed: Mapping[str, int], segments: bytes = b""
     ) -> None:
-        """Take the layout of the frame.
+        """Store the layout of the frame, and generate its code.
 
         `pt_regs`: the fields from the lowest address up, one word each; the general registers come first.
         `fixed`: name -> value of registers that have the same value at every hit. `segments`: code that
@@ -39,7 +39,7 @@ class RegsFrame:
         self.offsets = {name: index * encoder.word for index, name in enumerate(pt_regs)}
         """Register name -> offset in bytes from sp within the frame."""
         self.size = encoder.word * len(pt_regs)
-        """Size in bytes of the frame."""
+        """Size of the frame in bytes."""
         general = [REGISTER_NAMES.index(name) for name in pt_regs if name in REGISTER_NAMES and name != "sp"]
         self.above_general = len(general) * encoder.word
         """Size in bytes of the general registers, which are the lowest fields."""
@@ -73,7 +73,7 @@ class RegsFrame:
         return code + self._push_the_rest
 
     def completed(self, values: Mapping[str, int]) -> bytes:
-        """Return code that fills in `values` and sp; it changes no register."""
+        """Return code that fills in the fields `values` and sp of the frame; the code changes no register."""
         encoder = self.encoder
         word = encoder.word
         code = b"".join(
@@ -92,7 +92,7 @@ def push_address(address: int) -> bytes:
 
 
 def _skip(encoder: Encoder, size: int) -> bytes:
-    """Encode a change of the stack pointer that preserves the flags."""
+    """Encode sp += size; the flags are preserved."""
     return encoder.lea(SP, SP, size) if size else b""
 
 

@@ -1,4 +1,4 @@
-"""Effects of x86 instructions on a stack frame."""
+"""Effects of x86 instructions on a stack frame, for unwinding."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _FrameReader:
         self._makers = self._makers_by_mnemonic()
 
     def _makers_by_mnemonic(self) -> dict[int, Callable[[Any], Effect | None]]:
-        """Mnemonic -> function that makes the effect of such an instruction, or None if it is not known."""
+        """Return mnemonic -> function that returns the effect of an instruction, or None if it is unknown."""
         from iced_x86 import Mnemonic
 
         return {
@@ -100,7 +100,7 @@ class _FrameReader:
     # Operands
 
     def _name(self, register: Any) -> str | None:
-        """Return the pt_regs name of a whole register; None for parts of registers and other registers."""
+        """Return the pt_regs name of a whole general register; None for its parts and for other registers."""
         from iced_x86 import RegisterExt
 
         number = self._numbers.get(RegisterExt.full_register(register))
@@ -114,7 +114,10 @@ class _FrameReader:
         return self._name(insn.op_register(operand)) if insn.op_kind(operand) == OpKind.REGISTER else None
 
     def _place(self, insn: Any) -> tuple[str, int] | None:
-        """Return base register and offset of a memory operand that has no index and no segment prefix."""
+        """Return base register and offset of an instruction's memory operand.
+
+        Return None if the operand has an index, a segment prefix, or no base.
+        """
         from iced_x86 import Register
 
         if insn.memory_index != Register.NONE or insn.segment_prefix != Register.NONE:
@@ -197,7 +200,10 @@ class _FrameReader:
         return take_address(to, to, by)
 
     def _sum_in_memory(self, insn: Any, by: int) -> Effect | None:
-        """Return the effect of adding to a saved address in memory, as ftrace's trampoline does."""
+        """Return the effect of adding a constant to a word in memory, as ftrace's trampoline does.
+
+        Return None if the operand is not a word at a known place.
+        """
         from iced_x86 import MemorySizeExt, OpKind
 
         place = self._place(insn) if insn.op0_kind == OpKind.MEMORY else None
@@ -251,13 +257,13 @@ def _align(frame: Frame) -> None:
 
 
 _HOST_FRAME = 4
-"""Words that an interrupt pushes: vector, error code, flags, ip, from the lowest address up."""
+"""Number of words that an interrupt pushes: vector, error code, flags, ip, in address order."""
 
 
 def entry_frame(bits: int, *, by_interrupt: bool) -> Frame:
-    """Return the frame at a function's entry.
+    """Return the stack frame at a function's entry.
 
-    The highest word is the return address or the interrupted ip.
+    The highest word of the frame is the return address or the interrupted ip.
     """
     word = bits // 8
     regs = {name: (name, 0) for name in REGISTER_NAMES[: 16 if bits == 64 else 8]}

@@ -1,6 +1,6 @@
 """BTF, the kernel's description of its types: sizes, offsets of members, parameters of functions.
 
-Source: Documentation/bpf/btf.rst. pahole writes it when a kernel is built with CONFIG_DEBUG_INFO_BTF.
+Source: Documentation/bpf/btf.rst. pahole writes BTF when a kernel is built with CONFIG_DEBUG_INFO_BTF.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _HEADER = struct.Struct("<HBBIIIII")
 _TYPE = struct.Struct("<III")
 _WORDS3 = struct.Struct("<III")
 _DEPTH = 64
-"""Longest chain of types that refer to each other; in damaged BTF a chain can be endless."""
+"""Maximum length of a chain of types that refer to each other: in damaged BTF, a chain can be endless."""
 _LONGEST = 1 << 10
-"""Largest number of bytes of a name, including its zero byte."""
+"""Maximum length of a name in bytes, including its zero byte."""
 _BIG = 1 << 31
 
 
@@ -57,16 +57,16 @@ _FIXED_TAIL = {Kind.INT: 4, Kind.ARRAY: 12, Kind.VAR: 4, Kind.DECL_TAG: 4}
 _TAIL_EACH = {
     Kind.STRUCT: 12, Kind.UNION: 12, Kind.ENUM: 8, Kind.FUNC_PROTO: 8, Kind.DATASEC: 12, Kind.ENUM64: 12,
 }  # fmt: skip
-"""Kind -> bytes per member, after the fixed part of a type."""
+"""Kind -> size in bytes of each member's entry after the fixed part of a type."""
 _TAILS = [(_FIXED_TAIL.get(kind, 0), _TAIL_EACH.get(kind, 0)) for kind in Kind]
-"""Bytes after a type's three words, and bytes for each of its members, by kind."""
+"""Kind -> size in bytes of the fixed data after a type's three words, and of each member's entry."""
 _MODIFIERS = (Kind.TYPEDEF, Kind.VOLATILE, Kind.CONST, Kind.RESTRICT, Kind.TYPE_TAG)
 _ENUMS = (Kind.ENUM, Kind.ENUM64)
 
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """One type; `size_or_type` is its size in bytes or the number of the type that it refers to."""
+    """One type. `size_or_type` is its size in bytes, or the id of the type to which it refers."""
 
     kind: Kind
     name: int
@@ -74,12 +74,12 @@ class Type:
     flag: bool
     size_or_type: int
     tail: int
-    """Offset of the data after the type's three words."""
+    """Offset in the BTF of the data after the type's three words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of a structure or union; offset and width are in bits, width is 0 if it isn't a bit field."""
+    """A member of a structure or union. Offset and width are in bits; width is 0 except for bit fields."""
 
     name: str
     type: int
@@ -91,13 +91,16 @@ _VOID = Type(Kind.VOID, 0, 0, False, 0, 0)
 
 
 class Btf:
-    """The types of one kernel; each has a number, and void is 0.
+    """The types of one kernel. Each type has an id, which is called number here; void has the id 0.
 
     Raises: KernelError ENOEXEC (damaged data), ENOENT (an unknown type or member).
     """
 
     def __init__(self, data: bytes, index: tuple[bytes, bytes] | None = None) -> None:
-        """Parse BTF data; `index` is the property `index` of an earlier object, which saves 0.1 s."""
+        """Parse BTF data.
+
+        `index` is the property `index` of an earlier object for the data, which saves 0.1 s.
+        """
         if len(data) < _HEADER.size:
             raise unusable("its BTF is truncated")
         magic, _, _, header, type_at, type_size, text_at, text_size = _HEADER.unpack_from(data)
@@ -108,7 +111,7 @@ class Btf:
         if len(self._types) < type_size or len(self._texts) < text_size:
             raise unusable("its BTF is truncated")
         self._found: dict[tuple[Kind, str], int] = {}
-        """Cache of find(): 0 for types that don't exist."""
+        """Cache of find(): kind and name -> type id, or 0 for a type that doesn't exist."""
         starts, self._names = self._scan() if index is None else index
         self._starts = array("I", starts)
         if len(starts) != len(self._names) or (starts and self._starts[-1] + _TYPE.size > len(self._types)):
@@ -116,14 +119,14 @@ class Btf:
 
     @property
     def index(self) -> tuple[bytes, bytes]:
-        """Offsets of the types, from type 1 on, and of their names, as two arrays of 4-byte words."""
+        """Offsets of the types, from type id 1 on, and of their names, as two arrays of 4-byte words."""
         return self._starts.tobytes(), self._names
 
     def __len__(self) -> int:
         return len(self._starts) + 1
 
     def find(self, kind: Kind, name: str) -> int:
-        """Return the number of the first type with this kind and name. Raises: KernelError ENOENT."""
+        """Return the id of the first type with this kind and name. Raises: KernelError ENOENT."""
         number = self._found.get((kind, name))
         if number is None:
             found = (each for each in self._named(name) if self._type(each).kind is kind)
@@ -145,12 +148,12 @@ class Btf:
         return self._type(self.find(Kind.STRUCT, structure)).size_or_type
 
     def offset(self, path: str) -> int:
-        """Return the offset of a member in bytes; a path is, for example, "task_struct.thread.sp"."""
+        """Return the offset of a member in bytes. `path` is, for example, "task_struct.thread.sp"."""
         bits, _ = self.locate(path)
         return bits // 8
 
     def locate(self, path: str) -> tuple[int, Member]:
-        """Return a member's offset in bits and the member; the path may omit anonymous members."""
+        """Return a member's offset in bits, and the member. `path` may omit anonymous members."""
         structure, *names = path.split(".")
         number = self.find(Kind.STRUCT, structure)
         offset = 0
@@ -167,14 +170,14 @@ class Btf:
         return offset, member
 
     def length(self, path: str) -> int:
-        """Return the number of elements of a member that is an array."""
+        """Return the number of elements of the array that is the member `path`."""
         array_type = self._type(self.resolve(self.locate(path)[1].type))
         if array_type.kind is not Kind.ARRAY:
             raise KernelError(ENOENT, f"{path} is no array")
         return int(_WORDS3.unpack_from(self._types, array_type.tail)[2])
 
     def has(self, path: str) -> bool:
-        """Return True if a structure or a member exists."""
+        """Return True if the BTF has the structure or the member `path`."""
         try:
             return bool(self.locate(path) if "." in path else self.find(Kind.STRUCT, path))
         except KernelError as error:
@@ -183,7 +186,7 @@ class Btf:
             raise
 
     def members(self, number: int) -> Iterator[Member]:
-        """Yield the members of a structure or union in the order of their declaration."""
+        """Yield the members of the structure or union with a type id, in the order of their declaration."""
         kind = self._type(number)
         if kind.kind not in (Kind.STRUCT, Kind.UNION):
             return
@@ -202,7 +205,7 @@ class Btf:
         raise unusable("types of its BTF refer to each other in a circle")
 
     def enumerators(self, number: int) -> dict[str, int]:
-        """Return the enumerators of an enum: name -> value."""
+        """Return the enumerators of the enum with a type id: name -> value."""
         kind = self._type(number)
         big = kind.kind is Kind.ENUM64
         found = {}
@@ -233,7 +236,10 @@ class Btf:
         return self._enumerated(range(len(self)))
 
     def constants_of_module(self, data: bytes) -> dict[str, int]:
-        """Return the enumerators that a module's BTF adds; its string table continues the kernel's."""
+        """Return the enumerators that a module's BTF adds: name -> value.
+
+        The module's string table continues the kernel's.
+        """
         own = Btf(data)
         own._texts = self._texts + own._texts
         return own._enumerated(range(len(own)))
@@ -295,7 +301,10 @@ class Btf:
         return starts.tobytes(), names.tobytes()
 
     def _member(self, number: int, name: str, depth: int, others: set[int]) -> tuple[int, Member] | None:
-        """Search a structure and its anonymous members; `others` collects the types without such a member."""
+        """Return offset in bits and member, from a structure or its anonymous members; None if not found.
+
+        `others` collects the ids of the types that don't have the member.
+        """
         if not depth:
             raise unusable("structures of its BTF contain each other")
         for member in self.members(number):

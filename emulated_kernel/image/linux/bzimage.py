@@ -1,4 +1,7 @@
-"""Unpacking of the kernel in a bzImage. Source: Documentation/x86/boot.rst, protocol 2.08 and later."""
+"""Unpacking of the vmlinux that a bzImage contains.
+
+Source: Documentation/x86/boot.rst, protocol 2.08 and later.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ _MAGIC = b"HdrS"
 _PAYLOAD_PROTOCOL = 0x208
 _HEADER_END = 0x250
 VMLINUX_LIMIT = 256 << 20
-"""Largest unpacked kernel in bytes; distributions' kernels have 50 to 70 MiB."""
+"""Maximum size of an unpacked kernel in bytes; kernels of distributions have 50 to 70 MiB."""
 ELF_MAGIC = b"\x7fELF"
 
 
 def is_bzimage(start: bytes) -> bool:
-    """Return True if the start of a file is that of a bzImage, whose setup header is at 0x1f1."""
+    """Return True if a file that begins with `start` is a bzImage, whose setup header is at 0x1f1."""
     return start[_MAGIC_AT : _MAGIC_AT + 4] == _MAGIC
 
 
 def unpack_bzimage(data: bytes) -> bytes:
-    """Return the vmlinux in a bzImage. Raises: KernelError ENOEXEC."""
+    """Unpack and return the vmlinux that a bzImage contains. Raises: KernelError ENOEXEC."""
     payload = _payload(data)
     declared = struct.unpack("<I", payload[-4:])[0]
     if not 0 < declared <= VMLINUX_LIMIT:
@@ -35,7 +38,7 @@ def unpack_bzimage(data: bytes) -> bytes:
     if len(vmlinux) != declared:
         raise unusable(f"its payload gives {len(vmlinux)} bytes, where it says {declared}")
     if not vmlinux.startswith(ELF_MAGIC):
-        raise unusable("what its payload holds is no ELF file")
+        raise unusable("its payload is not an ELF file")
     return vmlinux
 
 
@@ -45,7 +48,7 @@ def _payload(data: bytes) -> bytes:
     protocol = struct.unpack_from("<H", data, _MAGIC_AT + 4)[0]
     if protocol < _PAYLOAD_PROTOCOL:
         raise unusable(
-            f"boot protocol {protocol >> 8}.{protocol & 255:02}, which doesn't tell where the payload is"
+            f"boot protocol {protocol >> 8}.{protocol & 255:02} is too old: it has no payload offset"
         )
     setup = ((data[0x1F1] or 4) + 1) * SECTOR
     offset, length = struct.unpack_from("<II", data, 0x248)

@@ -1,4 +1,4 @@
-"""CachedKernelTables: the decoded tables of a kernel, kept as a few arrays in a file."""
+"""CachedKernelTables: a distribution kernel's decoded tables, cached in a file as a few arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
 
 
 def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
-    """Return the data that `CachedKernelTables` needs: name of the part -> contents.
+    """Return the data of a kernel that `CachedKernelTables` needs: name of the part -> contents.
 
     If types, events or system calls cannot be read, the data has the error, which `CachedKernelTables` raises
     when they are used.
@@ -62,19 +62,19 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
 
 
 def _values(entry: Any) -> list[Any]:
-    """Return the values of the fields of an entry, a dataclass.
+    """Return the values of the fields of a dataclass, for JSON.
 
-    Unlike astuple(), copy none of them, which would take most of the time.
+    Unlike astuple(), this function copies no value: copying would take most of the time.
     """
     return [getattr(entry, field.name) for field in fields(entry)]
 
 
 _MUCH = 1 << 20
-"""Size in bytes of a read after which mapped pages are released; such data isn't soon needed again."""
+"""Minimum size in bytes of a read after which mapped pages are released: they aren't soon needed again."""
 
 
 class CachedKernelTables(LinuxKernel):
-    """A kernel restored from cached_parts(). The parts aren't copied, and its tables aren't decoded again.
+    """A kernel restored from the result of cached_parts(), which is neither copied nor decoded again.
 
     Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError (parts that don't fit).
     """

@@ -1,4 +1,4 @@
-"""Decompression of kernels and packages; the format is recognised by its magic, and the size is limited."""
+"""Decompression of kernels and packages. The magic selects the format, and the unpacked size is limited."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.util.errors import KernelError
 
 PIECE = 1 << 18
-"""Bytes that are read or unpacked at once."""
+"""Maximum number of bytes that are read or unpacked at once."""
 MEMORY_LIMIT = 192 << 20
-"""Largest memory of a decompressor in bytes: `zstd --ultra` and `xz -9e` need 128 MiB."""
+"""Maximum memory of a decompressor in bytes: `zstd --ultra` and `xz -9e` need 128 MiB."""
 GZIP_MAGIC = b"\x1f\x8b"
 _LZ4_BLOCK = 8 << 20
 _LZ4_BOUND = _LZ4_BLOCK + _LZ4_BLOCK // 255 + 16
-"""Largest compressed size of a block, if its data is incompressible."""
+"""Maximum size in bytes of a compressed block, which is reached if its data is incompressible."""
 _TOO_EARLY = "it ends too early"
 
 
 class Readable(Protocol):
-    """A file or a part of a file."""
+    """Source of compressed data: a file, or a part of a file."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -41,7 +41,7 @@ def unpack(packed: Readable, limit: int) -> Iterator[bytes]:
 
 
 class _Rest:
-    """A file whose first bytes were already read: `start`, then the rest of `file`."""
+    """A file whose first bytes were already read: it reads as `start`, followed by the rest of `file`."""
 
     def __init__(self, start: bytes, file: Readable) -> None:
         self._start = start
@@ -94,7 +94,7 @@ def _gzip(packed: _Rest) -> Iterator[bytes]:
 
 
 def _pieces(decompressor: Any, packed: _Rest) -> Iterator[bytes]:
-    """Yield the output of a bz2 or lzma decompressor, which have the same interface."""
+    """Yield the output of a bz2 or lzma decompressor, in pieces."""
     while not decompressor.eof:
         yield decompressor.decompress(_next(packed) if decompressor.needs_input else b"", PIECE)
 

@@ -1,4 +1,4 @@
-"""Debian packages: kernel and modules of a linux-image-*.deb, an ar archive with a compressed tar."""
+"""Debian packages: kernel and modules in a linux-image-*.deb, an ar archive with a compressed tar."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from emulated_kernel.image.linux.xz_blocks import XZ_HEADER, xz_blocks
 
 AR_MAGIC = b"!<arch>\n"
 FILE_LIMIT = 256 << 20
-"""Largest size in bytes of a kernel or module in a package."""
+"""Maximum size in bytes of a kernel or module in a package."""
 _UNPACKED_LIMIT = 1 << 30
-"""Number of unpacked bytes of a package that are searched; boot/ comes first in it."""
+"""Maximum number of unpacked bytes of a package that are searched."""
 _KERNEL = re.compile(r"(\./)?(boot/vmlinu[xz]-[^/]+|(usr/)?lib/modules/[^/]+/vmlinuz)")
 _AR_HEADER = 60
 _AR_END = b"`\n"
 
 
 class _Part:
-    """A range of a file, preceded by the bytes `front`, that reads as a file of its own."""
+    """Part of a file, which reads like a file: the bytes `front`, then a range of the file."""
 
     def __init__(self, file: BinaryIO, start: int, end: int, front: bytes = b"") -> None:
         self._file = file
@@ -45,7 +45,7 @@ class _Part:
 
 
 class PackageTar:
-    """The tar of a package, with random access at the blocks of its compression.
+    """The tar archive of a package. Reading can begin at each compressed block.
 
     Raises: KernelError ENOEXEC (in the constructor and in all methods that read).
     """
@@ -65,7 +65,7 @@ class PackageTar:
         self._at = 0
 
     def seek(self, offset: int) -> None:
-        """Move to an offset of the tar, by unpacking from the closest block before it."""
+        """Set the position in the unpacked tar, by unpacking from the closest block before it."""
         if offset > _UNPACKED_LIMIT:
             raise unusable(f"more than {_UNPACKED_LIMIT >> 20} MiB come out of it")
         index = bisect_right(self._blocks, offset, key=lambda block: block[1]) - 1
@@ -84,14 +84,14 @@ class PackageTar:
         return io.BufferedReader(Pieces(unpack(part, _UNPACKED_LIMIT)), PIECE) if self._is_packed else part
 
     def read(self, size: int) -> bytes:
-        """Return the next bytes; b"" at the end."""
+        """Return at most `size` bytes from the position in the unpacked tar on; b"" at the end."""
         assert self._tar is not None
         data = self._tar.read(size)
         self._at += len(data)
         return data
 
     def read_file(self, offset: int, size: int) -> bytes:
-        """Return the contents of a file at an offset and with a size that files() yielded."""
+        """Return the contents of a file in the tar; `offset` and `size` are from files()."""
         if size > FILE_LIMIT:
             raise unusable(f"a file of {size} bytes")
         self.seek(offset)
@@ -105,9 +105,9 @@ class PackageTar:
         return b"".join(pieces)
 
     def files(self, offset: int = 0) -> Iterator[tuple[str, int, int, int]]:
-        """Yield path, offset and size of each file, and the offset of the next header.
+        """Yield path, offset and size of each regular file in the tar, and the offset of the next header.
 
-        `offset` is the offset of the first header to read.
+        `offset` is that of the first header to read.
 
         Deviates: tarfile reads long names of any length; here the headers of long names are skipped.
         """
@@ -132,7 +132,7 @@ def read_kernel(package: BinaryIO) -> bytes:
 
 
 def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
-    """Yield name, start and end of each member."""
+    """Yield name, start offset and end offset of each member of an ar archive."""
     end = archive.seek(0, SEEK_END)
     archive.seek(len(AR_MAGIC))
     while header := archive.read(_AR_HEADER):
@@ -148,7 +148,7 @@ def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
 
 
 def _tar_header(tar: Readable) -> tarfile.TarInfo | None:
-    """Return the next header; None at the end."""
+    """Read and return the next header of a tar; None at its end."""
     block = tar.read(tarfile.BLOCKSIZE)
     if not any(block):
         return None

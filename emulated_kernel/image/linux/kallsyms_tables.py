@@ -1,6 +1,6 @@
-"""Search for the kallsyms tables in a kernel image. They are found by pattern: no symbol gives their address.
+"""Search for the kallsyms tables in a kernel image, by pattern, since no symbol gives their address.
 
-scripts/kallsyms.c writes these tables, in one of two orders: num_syms; names, each a sequence of token
+scripts/kallsyms.c writes the tables in one of two orders. They are num_syms; names, each a sequence of token
 numbers; markers, the offset of each 256th name; a token table and its index; and addresses. Addresses are
 absolute or offsets from a base; offsets of per-CPU variables may be absolute. v6.2 added sequence numbers.
 """
@@ -17,26 +17,26 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _TOKENS = 256
 _MARKED = 256
-"""Number of names per marker."""
+"""Number of symbol names per marker."""
 _DIGITS = b"\0" + b"".join(b"%d\0" % digit for digit in range(10))
 """The tokens for "0" to "9" in the token table, and the end of the token before them.
 
-Digits practically always keep their own tokens.
+Digits practically always have tokens of their own.
 """
 _FIRST_DIGIT = ord("0")
 _TOKEN_TABLE_LIMIT = 1 << 14
 _TYPES = frozenset(bytes((letter,)) for letter in b"aAbBcCdDgGiInNpPrRsStTuUvVwW-?")
 _NAMES_LIMIT = 1 << 26
-"""Bytes before the token table in which the names are searched."""
+"""Size in bytes of the area before the token table in which the names are searched."""
 _MOST_SYMBOLS = 1 << 22
 _MOST_TABLES = 64
-"""Largest number of candidate token tables: a hostile image can be full of them."""
+"""Maximum number of candidate token tables: a hostile image can be full of them."""
 _ALIGNMENT = 8
 
 
 @dataclass(slots=True)
 class _Budget:
-    """Number of names that may still be decoded: a hostile image can contain many false tables."""
+    """Number of symbol names that may still be decoded: a hostile image can contain many false tables."""
 
     names: int
 
@@ -44,22 +44,22 @@ class _Budget:
 @dataclass(frozen=True, slots=True)
 class _Tokens:
     start: int
-    """Offset of the token table in its segment."""
+    """Offset of the token table in the segment that contains it."""
     end: int
-    """Offset after the token index."""
+    """Offset of the end of the token index in the segment."""
     texts: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
     start: int
-    """Offset of num_syms in its segment."""
+    """Offset of num_syms in the segment that contains it."""
     names: list[bytes]
-    """The names, each prefixed with the letter of its type."""
+    """The symbol names, each prefixed with the letter of its type."""
 
 
 def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
-    """Return all symbols in the order of the table, without sizes; an empty list if there is no table.
+    """Return all symbols of kallsyms in its order, without sizes; an empty list if there are no tables.
 
     The layouts of v5.0 to v6.12 are known.
     Mirrors: kernel/kallsyms.c:kallsyms_sym_address, kallsyms_expand_symbol (v6.1)
@@ -79,7 +79,7 @@ def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
 
 
 def _token_tables(data: bytes) -> Iterator[_Tokens]:
-    """Yield the token tables: those with ten consecutive digit tokens and a matching index after them."""
+    """Yield the possible token tables: they contain the ten digits in order, and a matching index follows."""
     digits = 0
     for _ in range(_MOST_TABLES):
         # A regular expression would search for ten times as long.
@@ -113,7 +113,7 @@ def _tokens_at(data: bytes, start: int, digits: int) -> _Tokens | None:
 
 
 def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
-    """Return num_syms and the names, which precede the token table, if the markers match; else None."""
+    """Return num_syms and the names, which precede the token table; None if no markers match."""
     first = max(0, tokens.start - _NAMES_LIMIT)
     first += -first % _ALIGNMENT
     end = tokens.start - tokens.start % _ALIGNMENT
@@ -132,7 +132,7 @@ def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
 
 
 def _before_zeros(words: memoryview) -> Iterator[int]:
-    """Yield the even indices, from the last to the first, of words that a zero follows."""
+    """Yield the even indices of words that are followed by a zero word, in descending order."""
     following = words[1::2].tobytes()
     at = len(following)
     while (at := following.rfind(bytes(4), 0, at)) >= 0:
@@ -143,7 +143,7 @@ def _before_zeros(words: memoryview) -> Iterator[int]:
 
 
 def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget) -> list[bytes] | None:
-    """Return `count` names that begin at `start` if matching markers follow, else None."""
+    """Return `count` names that begin at offset `start` if matching markers follow them, else None."""
     texts = tokens.texts
     limit = tokens.start
     names = []
@@ -176,9 +176,10 @@ def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Bud
 
 
 def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: _Names) -> list[int] | None:
-    """Return the addresses, which are before num_syms (up to v6.3) or after the token index, or None.
+    """Return the symbols' addresses, which are before num_syms (up to v6.3) or after the token index.
 
-    The layout is recognised by its ascending addresses.
+    Return None if neither place contains addresses. The right layout is the one that gives ascending
+    addresses.
     """
     count = len(names.names)
     offsets_size = _aligned(4 * count)
@@ -202,7 +203,10 @@ def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: 
 
 
 def _relative(data: bytes, offsets: int, count: int, base: int) -> list[int] | None:
-    """Decode offsets from a base: either all are relative, or only the negative ones."""
+    """Decode `count` addresses that are stored as offsets; None if they don't ascend.
+
+    Either all offsets are relative to `base`, or only the negative ones.
+    """
     signed = struct.unpack_from(f"<{count}i", data, offsets)
     for addresses in (
         [offset if offset >= 0 else base - 1 - offset for offset in signed],

@@ -1,4 +1,4 @@
-"""Decoder of a kernel's trace events and system calls from its structures, with the layouts of its BTF."""
+"""Decoder of a kernel's trace events and system calls from its structures, whose layouts are from BTF."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
 _SYSCALL_PREFIXES = ("__x64_sys_", "__do_sys_", "__se_sys_", "sys_")
 _MOST_SYSCALLS = 4096
 _MOST_TEXT = 64 << 20
-"""Total characters of all strings; in a damaged kernel many can be the same long string."""
+"""Maximum total length of all strings: in a damaged kernel, many pointers can lead to one long string."""
 _NO_TRACEPOINT = (0, 0, 0, False)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """A trace event; `address` is the address of its struct trace_event_call."""
+    """A trace event of a kernel; `address` is the address of its struct trace_event_call."""
 
     address: int
     system: str
     name: str
     print_fmt: str
-    """The print format; empty if the kernel makes it at boot, as for system calls."""
+    """Print format of the event; empty if the kernel makes it at boot, as for system calls."""
     fields: tuple[FieldDefinition, ...]
     tracepoint: int
-    """Address of its struct tracepoint; 0 if the event has none."""
+    """Address of the event's struct tracepoint; 0 if the event has no tracepoint."""
     probe: int
     """Address of the function that the tracepoint calls to write the event's records."""
     key: int
     """Address of the tracepoint's static key."""
     is_plain: bool
-    """True if the tracepoint has no regfunc or unregfunc, which must be called when it is switched."""
+    """Whether the tracepoint can be enabled without a call: it has no regfunc and no unregfunc."""
 
 
 class Structures:
-    """Reader of the members of structures in a kernel's memory."""
+    """Reader of structures in a kernel's memory, whose members it finds by the kernel's BTF."""
 
     def __init__(self, vmlinux: LinkedMemory, btf: Btf) -> None:
         self.vmlinux = vmlinux
@@ -52,7 +52,7 @@ class Structures:
         self._left = _MOST_TEXT
 
     def value(self, address: int, path: str, size: int = 8) -> int:
-        """Return a member of the structure at `address` as an unsigned number of `size` bytes."""
+        """Return the member `path` of the structure at `address`, as an unsigned number of `size` bytes."""
         place = self._places.get(path)
         if place is None:
             offset, member = self.btf.locate(path)
@@ -65,12 +65,15 @@ class Structures:
         return raw >> offset % 8 & (1 << width) - 1
 
     def text(self, address: int, path: str) -> str:
-        """Return the string that a member points to; "" for a null pointer."""
+        """Return the string to which the member `path` of a structure points; "" for a null pointer."""
         pointer = self.value(address, path)
         return self.string(pointer) if pointer else ""
 
     def string(self, va: int) -> str:
-        """Return the string at an address. Raises: KernelError ENOEXEC (also for too many since begin())."""
+        """Return the string at an address.
+
+        Raises: KernelError ENOEXEC (not in the kernel, or too many strings since begin()).
+        """
         found = self.vmlinux.string(va)
         self._left -= len(found)
         if self._left < 0:
@@ -85,7 +88,7 @@ class Structures:
 def kernel_events(
     structures: Structures, calls: tuple[int, ...], maps: tuple[int, ...]
 ) -> Iterator[KernelEvent]:
-    """Yield the events whose struct trace_event_call are at `calls`.
+    """Yield the events whose struct trace_event_call are at the addresses `calls`.
 
     `maps` are the addresses of struct trace_eval_map, which define constants in print formats.
     """
@@ -108,7 +111,7 @@ def kernel_events(
 
 
 def _constant(btf: Btf, name: str) -> int:
-    """Return the value of an enumerator, or 0 if there is none."""
+    """Return the value of an enumerator, or 0 if the BTF doesn't have it."""
     try:
         return btf.constant(name)
     except KernelError as error:
@@ -118,7 +121,7 @@ def _constant(btf: Btf, name: str) -> int:
 
 
 def eval_maps(structures: Structures, maps: tuple[int, ...]) -> dict[str, dict[str, int]]:
-    """Return system -> constant -> value, for the constants that print formats of the system use."""
+    """Return event system -> constant -> value, for the constants in print formats of the system."""
     found: dict[str, dict[str, int]] = {}
     for address in maps:
         system = structures.text(address, "trace_eval_map.system")
@@ -154,7 +157,10 @@ def _tracepoint(structures: Structures, address: int) -> tuple[int, int, int, bo
 
 
 def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
-    """Return the event's name. Mirrors: include/linux/trace_events.h:trace_event_name (v6.1)."""
+    """Return the name of the event whose struct trace_event_call is at `address`.
+
+    Mirrors: include/linux/trace_events.h:trace_event_name (v6.1).
+    """
     if is_tracepoint:
         tracepoint = structures.value(address, "trace_event_call.tp")
         return structures.text(tracepoint, "tracepoint.name")
@@ -162,7 +168,10 @@ def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
 
 
 def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> Iterator[FieldDefinition]:
-    """Yield the fields in the array of the event's class; a class without one defines them by code."""
+    """Yield the fields of an event, from the array of its class.
+
+    A class without an array defines its fields by code; no field is yielded for it.
+    """
     event_class = structures.value(address, "trace_event_call.class")
     if not structures.btf.has("trace_event_class.fields_array"):
         return
@@ -188,7 +197,10 @@ def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> 
 def kernel_syscalls(
     structures: Structures, metadata: tuple[int, ...], numbers: Mapping[str, int]
 ) -> Iterator[SyscallDefinition]:
-    """Yield the system calls whose struct syscall_metadata are at `metadata`."""
+    """Yield the system calls whose struct syscall_metadata are at the addresses `metadata`.
+
+    `numbers` maps the name without sys_ to the number of the system call.
+    """
     structures.begin()
     for address in metadata:
         name = structures.text(address, "syscall_metadata.name")
@@ -209,7 +221,7 @@ def kernel_syscalls(
 def syscall_numbers(
     vmlinux: LinkedMemory, table: int, names_at: Callable[[int], Sequence[str]]
 ) -> dict[str, int]:
-    """Return name without sys_ -> number, from sys_call_table at `table`.
+    """Return name of a system call without sys_ -> number, from the sys_call_table at `table`.
 
     `names_at` returns the names of the symbols at an address.
     """

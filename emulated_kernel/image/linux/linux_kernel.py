@@ -1,4 +1,4 @@
-"""LinuxKernel: symbols, types, tables and events of a distribution's kernel, read from its file."""
+"""LinuxKernel: symbols, types, tables and events of a distribution's kernel, which are read from its file."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ from emulated_kernel.util.errors import KernelError
 
 _BANNER_LIMIT = 512
 _SECOND_HALF = 0x20
-"""Address bit that is set in the second half of a 64-byte cache line."""
+"""Bit of an address that is set in the second half of a 64-byte cache line."""
 
 
 class ReturnThunks(Enum):
-    """How boot rewrites a kernel's return instructions for CPU mitigations; the values are descriptions."""
+    """How boot rewrites a kernel's return instructions for CPU mitigations.
+
+    The values are user-visible texts.
+    """
 
     PLAIN = "plain returns"
     ITS = "return thunks in the first half of cache lines"
-    """Mitigation of Indirect Target Selection."""
+    """Only returns in the first half of a cache line use the thunk (Indirect Target Selection)."""
     THUNKS = "return thunks"
 
     def has_thunk(self, site: int) -> bool:
@@ -57,7 +60,7 @@ class ReturnThunks(Enum):
 
 
 class _TablePlace(NamedTuple):
-    """Location of a table: between two symbols or, without them, in a section."""
+    """Place of a table: between two symbols or, if the kernel doesn't have them, in a section."""
 
     start: str
     stop: str
@@ -78,7 +81,7 @@ _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata",
 
 
 class LinuxKernel:
-    """The contents of a kernel's file; a table is decoded on first use, and is empty if the kernel lacks it.
+    """The contents of a kernel's file. A table is decoded on first use; it is empty if the kernel has none.
 
     Raises: KernelError ENOEXEC (a kernel without symbols).
     """
@@ -96,7 +99,7 @@ class LinuxKernel:
 
     def _set_symbols(self, symbols: Kallsyms) -> None:
         self.kallsyms = symbols
-        """The kernel's symbols."""
+        """Symbols of the kernel."""
         start = self.required("_stext")
         end = self.required("_etext")
         last = self.required("_end")
@@ -109,7 +112,7 @@ class LinuxKernel:
 
     @property
     def text_ranges(self) -> Sequence[Range]:
-        """Ranges of text that can be probed: only text that isn't freed after boot."""
+        """Ranges of text that can be probed: text that isn't freed after boot."""
         return (self.text,)
 
     @cached_property
@@ -119,7 +122,7 @@ class LinuxKernel:
 
     @cached_property
     def mcount(self) -> AddressSet:
-        """Addresses of ftrace's call sites, 5 bytes at the start of a function.
+        """Addresses of the fentry sites, each 5 bytes at the start of a function.
 
         Linux: zero entries are padding.
         """
@@ -132,22 +135,22 @@ class LinuxKernel:
 
     @cached_property
     def static_calls(self) -> tuple[StaticCall, ...]:
-        """Calls of static calls, sorted by address."""
+        """Call sites of static calls, sorted by address."""
         return tuple(sorted(text_tables.static_calls(*self._table(_STATIC_CALLS))))
 
     @cached_property
     def bugs(self) -> dict[int, BugEntry]:
-        """Address of the ud2 -> entry of the bug table."""
+        """Address of a ud2 -> its entry in the bug table."""
         return text_tables.bugs(*self._table(_BUGS), self.vmlinux.string)
 
     @cached_property
     def return_sites(self) -> AddressSet:
-        """Addresses of jumps to the return thunk; boot replaces them by returns if the CPU needs no thunk."""
+        """Addresses of jumps to the return thunk. Boot replaces them by returns if the CPU needs no thunk."""
         return AddressSet(text_tables.return_sites(*self._table(_RETURN_SITES)))
 
     @property
     def returns(self) -> tuple[ReturnThunks, ...]:
-        """The variants of returns that this kernel supports; empty if it was built without return thunks."""
+        """Ways in which boot may rewrite this kernel's returns; empty if the kernel has no return thunks."""
         if not self.return_sites:
             return ()
         return tuple(
@@ -158,7 +161,7 @@ class LinuxKernel:
 
     @cached_property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:
-        """Functions that mustn't be probed. Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)."""
+        """Functions that must not be probed. Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)."""
         areas = (
             self.between(f"__{area}_text_start", f"__{area}_text_end") for area in text_tables.BLACKLISTED
         )
@@ -167,7 +170,10 @@ class LinuxKernel:
         )
 
     def release_pages(self) -> None:
-        """Give back mapped file pages, which are read again on demand. Here no file is mapped."""
+        """Release the memory of mapped file pages, which are read again on demand.
+
+        In this class, no file is mapped, so the method does nothing.
+        """
 
     def forbid(self, functions: Iterable[str]) -> None:
         """Add functions to the blacklist; unknown names are ignored."""
@@ -177,7 +183,7 @@ class LinuxKernel:
         self.blacklist = tuple(dict.fromkeys(entries))
 
     def between(self, start: str, end: str) -> Range:
-        """Return the range between two symbols; an empty range if one doesn't exist."""
+        """Return the address range between two symbols; an empty range if either symbol doesn't exist."""
         first = self._address(start)
         last = self._address(end)
         return Range(first, last) if first < last else Range(0, 0)
@@ -190,7 +196,10 @@ class LinuxKernel:
         return address
 
     def per_cpu(self, name: str) -> int | None:
-        """Return the per-CPU offset of a variable that has its own symbol or (since 6.2) is in pcpu_hot."""
+        """Return the per-CPU offset of a variable, or None.
+
+        The variable has its own symbol or, since 6.2, is a member of pcpu_hot.
+        """
         hot = self.kallsyms.lookup_name("pcpu_hot")
         path = f"pcpu_hot.{name.lstrip('_')}"
         if hot is not None and self.btf.has(path):
@@ -204,7 +213,7 @@ class LinuxKernel:
     # Memory
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Return memory as it was linked, without the patches that boot applies."""
+        """Return `size` bytes at `va` as they were linked, without the patches that boot applies."""
         return self.vmlinux.read(va, size)
 
     @property
@@ -219,7 +228,10 @@ class LinuxKernel:
                     yield aligned, bytes(segment.data[aligned - start : last - start])
 
     def text_as_booted(self, returns: ReturnThunks) -> bytes:
-        """Return the text with returns rewritten as boot does it; boot's other patches aren't applied."""
+        """Return the kernel's text with its returns rewritten as boot does.
+
+        The other patches of boot aren't applied.
+        """
         text = bytearray(self.read(self.text.start, self.text.end - self.text.start))
         for site in self.return_sites:
             at = site - self.text.start
@@ -230,7 +242,7 @@ class LinuxKernel:
         return bytes(text)
 
     def booted(self, returns: ReturnThunks) -> Self:
-        """Return a copy of this kernel whose text is text_as_booted()."""
+        """Return a copy of this kernel, with the text that text_as_booted() returns."""
         copied = copy(self)
         copied.vmlinux = self.vmlinux.with_bytes(self.text.start, self.text_as_booted(returns))
         return copied
@@ -245,19 +257,19 @@ class LinuxKernel:
 
     @cached_property
     def version(self) -> str:
-        """The text of linux_banner; "" if the symbol is missing."""
+        """Text of linux_banner; "" if the kernel doesn't have this symbol."""
         address = self._address("linux_banner")
         return self.vmlinux.string(address, _BANNER_LIMIT).strip() if address else ""
 
     @cached_property
     def release(self) -> str:
-        """The kernel's release, as uname -r prints it."""
+        """Release of the kernel, as uname -r prints it; "" if it is unknown."""
         words = self.version.split()
         return words[2] if len(words) > 2 else ""
 
     @cached_property
     def btf(self) -> Btf:
-        """The kernel's types. Raises: KernelError ENODATA (it was built without BTF)."""
+        """Types of the kernel. Raises: KernelError ENODATA (the kernel was built without BTF)."""
         return Btf(self._btf_data())
 
     def _btf_data(self) -> bytes:
@@ -293,7 +305,7 @@ class LinuxKernel:
         return syscall_numbers(self.vmlinux, table, self.kallsyms.names_at)
 
     def _table(self, place: _TablePlace) -> tuple[int, bytes]:
-        """Return address and contents of a table; (0, b"") if the kernel doesn't have it."""
+        """Return address and contents of a table; (0, b"") if the kernel doesn't have the table."""
         found = self.between(place.start, place.stop)
         if found.end:
             return found.start, self.read(found.start, found.end - found.start)

@@ -17,17 +17,17 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
 
 _LIMIT = 64 << 20
-"""Largest unpacked module in bytes."""
+"""Maximum size of an unpacked module in bytes."""
 _KEPT = 8 << 20
-"""Size of the cache of module files in bytes, as they are in the package."""
+"""Maximum size in bytes of the cache of module files, which are cached as they are in the package."""
 _MOST = 1 << 16
-"""Largest number of modules in a package."""
+"""Maximum number of modules in a package."""
 _ELF = b"\x7fELF"
 _FILE = re.compile(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 
 
 class ModuleFiles:
-    """Finds and reads module files.
+    """Module files of a kernel: finds a module and its dependencies, and reads their files.
 
     A read can take seconds, because it unpacks the package up to the module.
     """
@@ -69,7 +69,7 @@ class ModuleFiles:
 
 
 class _Package:
-    """Index of the modules in a package, as far as it was searched, and a cache of recently read modules."""
+    """A package: index of its modules, as far as it was searched, and cache of recently read module files."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,14 +79,16 @@ class _Package:
     def _forget(self, found_as: tuple[int, ...] = ()) -> None:
         self._identity = found_as
         self._places: dict[str, tuple[int, int]] = {}
-        """Module name -> offset in the tar and size."""
+        """Module name -> offset in the unpacked tar, and size in bytes."""
         self._next: int | None = 0
-        """Offset of the first header that wasn't examined yet; None after the last one."""
+        """Offset of the first tar header that was not examined yet; None if all were examined."""
         self._kept: dict[str, bytes] = {}
         """Cache of module files: name -> contents, the most recently used last."""
 
     def read(self, names: set[str]) -> dict[str, bytes] | None:
-        """Return the contents of the modules that the package contains; None if the file isn't a package.
+        """Return name -> contents for the modules of `names` that the package contains.
+
+        Return None if the file isn't a package.
 
         Raises: OSError, UnusableFile.
         """
@@ -138,7 +140,7 @@ def _plain(name: str) -> str:
 
 
 def _module(path: str) -> str | None:
-    """Return the name of the module in a file with this path; None if it isn't a module file."""
+    """Return the name of the module in the file `path`; None if the path isn't that of a module file."""
     match = _FILE.fullmatch(path)
     return _plain(match[1]) if match else None
 
@@ -151,7 +153,7 @@ def _unpacked(name: str, data: bytes) -> bytes:
 
 
 def _needs(modules: dict[str, bytes]) -> set[str]:
-    """Return the names of the modules that these depend on, according to their .modinfo."""
+    """Return the names of the modules on which `modules` depend, according to their .modinfo."""
     return set().union(*(_needed(name, data) for name, data in modules.items()))
 
 

@@ -1,4 +1,4 @@
-"""Opening of the file that `--image` names: a vmlinuz, a vmlinux or a Debian package, all untrusted."""
+"""Opening of the file that `--image` names: a vmlinuz, vmlinux or Debian package, which isn't trusted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from emulated_kernel.util.safe_read import open_regular
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
 _OURS = "__guest_abi"
-"""Symbol of the ABI table, which only images built from image/src have."""
+"""Name of the symbol of the ABI table, which only images built from image/src have."""
 
 
 def host_kernel() -> Path:
-    """Return the path of the running kernel's file. Raises: KernelError ENOENT."""
+    """Return the path of the running kernel's file. Raises: KernelError ENOENT (no such file)."""
     release = os.uname().release
     places = (Path(f"/boot/vmlinuz-{release}"), Path(f"/lib/modules/{release}/vmlinuz"))
     for place in places:
@@ -34,7 +34,7 @@ def host_kernel() -> Path:
 
 
 def kernel_file(source: str) -> Path:
-    """Return the path of a kernel; `source` is a path or `host`.
+    """Return the path of a kernel's file; `source` is a path, or `host` for the running kernel.
 
     Raises: KernelError ENOENT (no file for `host`).
     """
@@ -42,18 +42,20 @@ def kernel_file(source: str) -> Path:
 
 
 def open_vmlinux(source: str) -> Vmlinux:
-    """Unpack and open a kernel; `source` is a path or `host`.
+    """Unpack and open a kernel; `source` is a path, or `host` for the running kernel.
 
-    Raises: KernelError ENOEXEC (the file isn't a kernel; the message says why), OSError (it can't be read).
+    Raises: KernelError ENOEXEC (the file isn't a kernel; the message says why), OSError (the file can't be
+    read).
     """
     with open_elf(kernel_file(source)) as file:
         return Vmlinux(file)
 
 
 def is_linux(path: Path) -> bool:
-    """Return True if a file seems to be a distribution's kernel, not an image built from image/src.
+    """Return True if a file seems to be a distribution's kernel instead of an image built from image/src.
 
-    Only headers and symbol names are examined; other errors are found when it is loaded. Raises: OSError.
+    Only headers and symbol names are examined; other errors are found when the kernel is loaded.
+    Raises: OSError.
     """
     with open_regular(path) as file:
         start = file.read(_START)
@@ -101,7 +103,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _bounded(file: BinaryIO) -> bytes:
-    """Read a whole vmlinuz. Raises: KernelError ENOEXEC (it is too large, before memory is allocated)."""
+    """Read a whole vmlinuz. Raises: KernelError ENOEXEC (the file is too large)."""
     if file.seek(0, os.SEEK_END) > _BZIMAGE_LIMIT:
         raise unusable(f"a vmlinuz of more than {_BZIMAGE_LIMIT >> 20} MiB")
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Errors that this subpackage raises if a file isn't a readable kernel, and their texts."""
+"""Exceptions that this subpackage raises if a file isn't a readable kernel, and their texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UPPER_HALF = (1 << 17) - 1
 
 
 def unusable(message: str) -> UnusableFile:
-    """Return the exception to raise, ENOEXEC; `message` says what is wrong with the kernel."""
+    """Return the exception (ENOEXEC) for an unusable kernel file; `message` says what is wrong with it."""
     return UnusableFile("kernel", message)
 
 
@@ -28,7 +28,7 @@ def unmapped(va: int) -> str:
 
 @contextmanager
 def read_as(what: str) -> Iterator[None]:
-    """Let UnusableFile errors of the block name `what` (such as "module (x)") in place of a kernel."""
+    """Make UnusableFile errors of the `with` block name `what`, such as "module (x)", not a kernel."""
     try:
         yield
     except UnusableFile as error:

@@ -25,12 +25,12 @@ _MOST_SEGMENTS = 0xFFFE
 _NOTES_LIMIT = 16 << 20
 _MOST_NOTES = 4
 _DEVICES = range(3 << 30, 4 << 30)
-"""Physical addresses of device memory, such as firmware and video memory, which isn't RAM."""
+"""Physical addresses of device memory, such as firmware and video memory, which are no RAM."""
 RAM_LIMIT = 64 << 30
 _MOST_LINES = 4096
 _BLOCK = 1 << 20
 _FIRST = b"OSRELEASE="
-"""Start of VMCOREINFO, which is at the start of a page."""
+"""First bytes of VMCOREINFO, which begins at the start of a page."""
 _SIGNS = (b"SYMBOL(init_uts_ns)=", b"KERNELOFFSET=")
 _OTHERS = {
     b"KDUMP   ": "it is a compressed kdump: dump it again without -z, -l, -s and -R",
@@ -40,7 +40,7 @@ _OTHERS = {
 
 
 def unusable_core(message: str) -> UnusableFile:
-    """Return the exception to raise, ENOEXEC; `message` says what is wrong with the dump."""
+    """Return the exception (ENOEXEC) for an unusable dump; `message` says what is wrong with it."""
     return UnusableFile("dump", message)
 
 
@@ -53,13 +53,15 @@ class CoreSegment(NamedTuple):
 
 
 class CoreFile:
-    """An open dump; `segments` are sorted by address and exclude device memory. The file isn't mapped.
+    """An open dump of a machine's memory (vmcore).
+
+    `segments` are sorted by address and exclude device memory. The file isn't mapped.
 
     Raises: UnusableFile (not a complete dump of an x86_64 machine; all methods that read raise it too).
     """
 
     def __init__(self, file: int) -> None:
-        """Parse the headers; `file` is a descriptor of a regular file, which the caller closes."""
+        """Parse the dump's headers. `file` is the descriptor of a regular file, which the caller closes."""
         self._file = file
         self._identity = identity(file)
         self._size = os.fstat(file).st_size
@@ -126,7 +128,7 @@ class CoreFile:
         return last.pa + last.size
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return exactly `size` bytes of the file."""
+        """Return exactly `size` bytes of the file at `offset`."""
         try:
             data = os.pread(self._file, size, offset)
         except OSError as error:
@@ -136,7 +138,7 @@ class CoreFile:
         return data
 
     def data(self, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the offset and contents of each block of pages in a piece of the file, without holes."""
+        """Yield offset and contents of each block of pages in a range of the file. Holes are left out."""
         at = offset
         end = offset + size
         while at < end:
@@ -150,7 +152,7 @@ class CoreFile:
                 at += len(block)
 
     def _seek(self, at: int, whence: int) -> int:
-        """Return the next data or hole from `at` on; the file's end after the last one."""
+        """Return the offset of the next data or hole from `at` on; the file's end if there is no more."""
         try:
             return os.lseek(self._file, at, whence)
         except OSError as error:
@@ -159,7 +161,10 @@ class CoreFile:
             return max(self._size, at)
 
     def check_unchanged(self) -> None:
-        """Check after the last read that the file didn't change since it was opened. Raises: UnusableFile."""
+        """Check that the file didn't change since it was opened; call this after the last read.
+
+        Raises: UnusableFile (the file changed).
+        """
         if identity(self._file) != self._identity:
             raise unusable_core("it changed while it was read")
 

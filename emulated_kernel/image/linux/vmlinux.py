@@ -34,9 +34,9 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _ET_EXEC = 2
 _ET_DYN = 3
 FILE_LIMIT = 256 << 20
-"""Largest total size of all segments in the file, in bytes; distributions' kernels have 30 to 70 MiB."""
+"""Maximum total size in bytes of all segments in the file; kernels of distributions have 30 to 70 MiB."""
 _MEMORY_LIMIT = 1 << 30
-"""Largest total size in memory: the size of the kernel's text mapping (KERNEL_IMAGE_SIZE)."""
+"""Maximum total size in bytes of all segments in memory: KERNEL_IMAGE_SIZE."""
 _SYMTAB_LIMIT = 32 << 20
 _NAMES_LIMIT = 1 << 20
 _SHORT_TEXT = 64
@@ -44,7 +44,7 @@ _SHORT_TEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class LoadSegment:
-    """A PT_LOAD segment, filled with zeros after `data`. `flags`: 1 execute, 2 write, 4 read."""
+    """A PT_LOAD segment. Its memory after `data` is zero. `flags`: 1 execute, 2 write, 4 read."""
 
     va: int
     pa: int
@@ -64,17 +64,17 @@ class Section:
 
 
 class LinkedMemory:
-    """A kernel's memory by virtual address."""
+    """The memory of a linked kernel, by virtual address."""
 
     def __init__(self, entry: int, segments: tuple[LoadSegment, ...], sections: dict[str, Section]) -> None:
-        """`segments` are sorted by address; `sections` maps name -> section, and may be empty."""
+        """Store the segments, sorted by address, and name -> section, which may be empty."""
         self.entry = entry
         self.segments = segments
         self.sections = sections
         self._starts = [segment.va for segment in segments]
 
     def view(self, va: int, size: int) -> bytes | memoryview:
-        """Return bytes that the file contains, without a copy if it is mapped.
+        """Return `size` bytes at `va` from the file's data, without a copy if the file is mapped.
 
         Raises: KernelError ENOEXEC.
         """
@@ -84,7 +84,10 @@ class LinkedMemory:
         return segment.data[va - segment.va : va - segment.va + size]
 
     def read(self, va: int, size: int) -> bytes:
-        """Return memory as it was linked. Raises: KernelError ENOEXEC (no segment contains it)."""
+        """Return `size` bytes at `va` as they were linked.
+
+        Raises: KernelError ENOEXEC (no segment contains the bytes).
+        """
         segment = self._segment_at(va)
         if segment is None or va + size > segment.va + segment.mem_size or size < 0:
             raise unusable(f"{size} bytes at {va:#x} aren't in it")
@@ -94,7 +97,7 @@ class LinkedMemory:
     def string(self, va: int, limit: int = 1 << 16) -> str:
         """Return the zero-terminated string at an address.
 
-        Raises: KernelError ENOEXEC (no segment contains it).
+        Raises: KernelError ENOEXEC (no segment contains the address).
         """
         segment = self._segment_at(va)
         if segment is None or not segment.va <= va < segment.va + len(segment.data):
@@ -112,7 +115,10 @@ class LinkedMemory:
         return segment is not None and va < segment.va + segment.mem_size
 
     def with_bytes(self, va: int, data: bytes) -> Self:
-        """Return a copy with other bytes at an address, which must all be in one segment's file data."""
+        """Return a copy with the bytes at `va` replaced by `data`.
+
+        All of them must be in the file data of one segment.
+        """
         segment = self._segment_at(va)
         if segment is None or va + len(data) > segment.va + len(segment.data):
             raise unusable(f"{len(data)} bytes at {va:#x} aren't in its file")
@@ -125,7 +131,7 @@ class LinkedMemory:
         return copied
 
     def section_bytes(self, name: str) -> tuple[int, bytes]:
-        """Return a section's address and contents; (0, b"") if it doesn't exist or has no contents."""
+        """Return a section's address and contents; (0, b"") if it doesn't exist or isn't in the file."""
         section = self.sections.get(name)
         if section is None or not section.in_file or not self.has(section.address):
             return 0, b""
@@ -137,7 +143,7 @@ class LinkedMemory:
 
 
 class ElfReader:
-    """Reader of headers and pieces of a linked ELF file for x86_64. It doesn't trust the sizes in the file.
+    """Reader of headers and parts of a linked ELF file for x86_64. Sizes in the file are not trusted.
 
     Raises: KernelError ENOEXEC (any other kind of file).
     """
@@ -150,7 +156,7 @@ class ElfReader:
         self._programs = fields[8], fields[12], fields[13]
         self._sections = fields[9], fields[14], fields[15]
         self.names: int = fields[16]
-        """Index of the section with the names of sections."""
+        """Index of the section that contains the names of sections."""
         if magic != b"\x7fELF":
             raise unusable("no ELF file")
         if (elf_class, order, machine) != (2, 1, ElfMachine.X86_64):
@@ -165,7 +171,7 @@ class ElfReader:
             yield self._unpack(_PROGRAM, offset + index * size, "program header")
 
     def section_headers(self) -> list[tuple[int, ...]]:
-        """Return the fields of all section headers, which are optional; an empty list if they are damaged."""
+        """Return the fields of all section headers; an empty list if they are missing or damaged."""
         offset, size, count = self._sections
         if size < _SECTION.size:
             return []
@@ -175,15 +181,15 @@ class ElfReader:
         return [_SECTION.unpack_from(raw, index * size) for index in range(count)]
 
     def names_symbol(self, name: str) -> bool:
-        """Return True if a symbol table contains a name. Raises: KernelError ENOEXEC."""
+        """Return True if a symbol table of the file contains a name. Raises: KernelError ENOEXEC."""
         word = f"\0{name}\0".encode()
         tables = _symbol_tables(self.section_headers())
         return any(word in self.read(strings[4], strings[5]) for _, strings in tables)
 
     def slice(self, offset: int, size: int, what: str) -> bytes:
-        """Return a piece of the file; `what` names it in errors.
+        """Return `size` bytes of the file at `offset`; `what` names them in error messages.
 
-        Raises: KernelError ENOEXEC (it is truncated).
+        Raises: KernelError ENOEXEC (the file ends before).
         """
         data = self.read(offset, size)
         if len(data) < size:
@@ -191,7 +197,7 @@ class ElfReader:
         return data
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most `size` bytes; memory is only allocated for bytes that the file has."""
+        """Return at most `size` bytes at `offset`. Memory is allocated only for bytes that the file has."""
         end = min(offset + size, self._size)
         if offset >= end:
             return b""
@@ -203,7 +209,7 @@ class ElfReader:
 
 
 def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the headers of each symbol table and of its string table. Raises: KernelError ENOEXEC."""
+    """Yield the section headers of each symbol table and of its string table. Raises: KernelError ENOEXEC."""
     for header in headers:
         if header[1] == SHT_SYMTAB and header[6] < len(headers):
             strings = headers[header[6]]
@@ -213,7 +219,9 @@ def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, 
 
 
 class Vmlinux(LinkedMemory):
-    """The memory, sections and symbols of a linked ELF file for x86_64. The file can be closed afterwards.
+    """The memory, sections and symbols of a vmlinux, which is a linked ELF file for x86_64.
+
+    The file can be closed after the object was made.
 
     Raises: KernelError ENOEXEC (any other kind of file).
     """
@@ -226,7 +234,7 @@ class Vmlinux(LinkedMemory):
 
     @cached_property
     def symtab(self) -> list[tuple[int, str, str]]:
-        """Address, nm's letter and name of each symbol; empty if the file is stripped."""
+        """Address, letter that nm prints, and name of each symbol; empty if the file is stripped."""
         return list(self._symbols(*self._symbol_table)) if self._symbol_table else []
 
     @staticmethod
@@ -283,7 +291,7 @@ def _text(texts: bytes, offset: int) -> str:
 
 
 def _letter(info: int, section: int, headers: list[tuple[int, ...]]) -> str:
-    """Return nm's letter; "" for a symbol that kallsyms doesn't contain."""
+    """Return the letter that nm prints for a symbol; "" for a symbol that kallsyms doesn't list."""
     if section == SHN_ABS:
         return "A" if info >> 4 else "a"
     if not 0 < section < len(headers) or not headers[section][2] & SHF_ALLOC:

@@ -6,20 +6,20 @@ from typing import BinaryIO
 from zlib import crc32
 
 XZ_HEADER = 12
-"""Bytes of a stream's header and of its footer."""
+"""Size in bytes of an xz stream's header, and of its footer."""
 _MAGIC = b"\xfd7zXZ\0"
 _END = b"YZ"
 _INDEX_LIMIT = 1 << 16
-"""Largest index in bytes; a package of a gigabyte has an index of about a hundred bytes."""
+"""Maximum size of an index in bytes; a package of a gigabyte has an index of about a hundred bytes."""
 _MOST_BITS = 56
-"""Bits of a variable-length integer before its last byte."""
+"""Maximum number of bits of a variable-length integer before its last byte."""
 
 
 def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int]], int] | None:
-    """Return the blocks of the xz stream between two offsets, and the end of the last block.
+    """Return the blocks of the xz stream between two offsets, and the offset of the stream's index.
 
-    A block is its packed offset, 0 for the first, and its unpacked offset. If this isn't a single stream
-    with a sound index, return None; unpacking it from the beginning reports the error.
+    A block is its offset in the stream, 0 for the first, and its offset in the unpacked data. If the range
+    isn't a single stream with a valid index, return None: unpacking from the beginning reports the error.
     """
     file.seek(start)
     header = file.read(XZ_HEADER)
@@ -43,7 +43,10 @@ def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int
 
 
 def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Decode an index into blocks and the packed size. Raises: IndexError (a truncated index)."""
+    """Decode an index, and return the blocks and the total size of header and packed blocks.
+
+    Raises: IndexError (a truncated index).
+    """
     count, at = _number(index, 1)
     blocks = list[tuple[int, int]]()
     packed = XZ_HEADER
@@ -58,7 +61,10 @@ def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a variable-length integer, 7 bits per byte, lowest first; return it and the following offset."""
+    """Decode a variable-length integer at `at`, and return it and the offset after it.
+
+    Each byte has 7 bits of it, the lowest first.
+    """
     value = 0
     shift = 0
     while data[at] & 0x80 and shift < _MOST_BITS:

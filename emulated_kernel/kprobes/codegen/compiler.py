@@ -22,6 +22,7 @@ from emulated_kernel.kprobes.aggr_kprobe import MOST_HANDLERS, AggrKprobe
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
+from emulated_kernel.machine.interrupts.trap_handlers import Redirect
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.control_lock import ControlLock
@@ -97,7 +98,7 @@ class Compiler:
 
     def contains(self, address: int) -> bool:
         """Return True if an address lies in a handler, where a record may be half written."""
-        return any(code.contains(address) for code in self.codes)
+        return address in self._text.generated and any(code.contains(address) for code in self.codes)
 
     def keep_sample(self, head: AggrKprobe, regs: Any) -> None:
         """Keep the registers of a hit. Benchmarks run the compiled handler on them."""
@@ -177,8 +178,30 @@ class Compiler:
 
     @_or_none
     def behind(self, owner: AggrKprobe, emit: EmitAll, target: int) -> CompiledCode | None:
-        """Compile handlers in assembly that continue at `target`; None if there is no room for the code."""
-        return self._kept_aside((owner, target), emit, self._arch.jump_size, self._going_on_at(target))
+        """Compile handlers in assembly that continue at `target`; None if there is no room for the code.
+
+        If no jump reaches `target`, the code ends in a breakpoint that leads there.
+        """
+        arch = self._arch
+        ends: list[int] = []
+
+        def rest(at: int) -> bytes:
+            try:
+                return arch.relative_jump(at, target)
+            except KernelError:
+                ends.append(at)
+                return arch.breakpoint
+
+        size = max(arch.jump_size, len(arch.breakpoint))
+        code = self._kept_aside((owner, target), emit, size, rest)
+        if code is not None and ends:
+            code.tail = ends[0]
+            self._breakpoints[code.tail] = Redirect(target, _go_to, target)
+        return code
+
+    def made_behind(self, owner: AggrKprobe, target: int) -> CompiledCode | None:
+        """Return the result of `behind` if the code still exists."""
+        return self.asm_thunks.get((owner, target))
 
     def _kept_aside(
         self, key: tuple[object, ...], emit: EmitAll, behind: int, rest: Rest, *, in_frame: bool = False
@@ -357,10 +380,12 @@ class Compiler:
 
     # Freeing
 
-    def drop_asm_thunks(self, owner: object) -> None:
-        """Drop the compiled assembly of an owner, because its handlers have changed."""
-        for key in [key for key in self.asm_thunks if any(each is owner for each in key)]:
+    def drop_asm_thunks(self, owner: object) -> bool:
+        """Drop the assembly of an owner whose handlers have changed; return True if there was any."""
+        dropped = [key for key in self.asm_thunks if any(each is owner for each in key)]
+        for key in dropped:
             self.retire(self.asm_thunks.pop(key))
+        return bool(dropped)
 
     def retire(self, code: CompiledCode) -> None:
         """Free code to which nothing jumps any more, after CPUs have left it.
@@ -379,6 +404,10 @@ class Compiler:
         for access in code.accesses:
             del self.fixups[access]
         self._text.free_text(code.address)
+
+
+def _go_to(address: int, regs: Any) -> None:
+    regs.ip = address
 
 
 def _host_call(action: HostAction, behind: int, label: int) -> Callable[[Any], None]:

@@ -27,7 +27,7 @@ class CompiledCode:
     target: int | None = field(default=None, init=False, metadata=ADDRESS)
     """Address at which a stub for breakpoints continues; None if the host continues."""
     tail: int = field(default=0, init=False, metadata=ADDRESS)
-    """Address of the breakpoint at the end of a stub without a target."""
+    """Address of the breakpoint that the code ends in, if it does."""
     retired: bool = field(default=False, init=False)
 
     def contains(self, address: int) -> bool:

@@ -14,6 +14,7 @@ from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.kprobe import Regs
 from emulated_kernel.kprobes.table import ProbeTable
+from emulated_kernel.machine.interrupts.trap_handlers import Redirect
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 
@@ -45,6 +46,7 @@ class BreakpointDispatch:
         self._poker = poker
         self._split_jumps = split_jumps
         self._sites = sites
+        self._breakpoint_size = len(machine.model.filler)
         self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
 
@@ -69,19 +71,7 @@ class BreakpointDispatch:
             breakpoints[address] = partial(self._first_by_breakpoint, head)
         else:
             breakpoints[address] = self.hits.by_stub(head, head.stub)
-        step_end = insn.step_end
-        if step_end is not None:
-            next_ip = address + insn.prepared.length
-            ended = self.hits.on_debug_trap if insn.lead else self.hits.on_step_end
-            on_step_end: Callable[[Regs], object] = partial(ended, head, next_ip)
-            if in_clock_loop:
-                on_step_end = self._clock.holding(on_step_end)
-            if insn.lead:
-                self._debug_traps[step_end] = on_step_end
-                # A repeated string instruction traps after each round.
-                self._debug_traps[step_end - insn.prepared.length] = _pass
-            else:
-                breakpoints[step_end] = on_step_end
+        self._install_step_end(head, insn)
         if head.detour is None:
             return
         detour = head.detour
@@ -92,6 +82,31 @@ class BreakpointDispatch:
             breakpoints[detour.trap] = self._clock.holding(self.hits.by_detour(head))
         else:
             breakpoints[detour.trap] = partial(self._first_by_detour, head, detour.trap)
+
+    def _install_step_end(self, head: AggrKprobe, insn: OutOfLine) -> None:
+        """Route the trap after the copied instruction, which ends a step."""
+        step_end = insn.step_end
+        if step_end is None:
+            return
+        hits = self.hits
+        hits.steps.add(head, insn)
+        next_ip = head.address + insn.prepared.length
+        target = hits.after_step(head, next_ip)
+        on_end = hits.on_debug_trap if insn.lead else hits.on_step_end
+        ended: Callable[[Regs], object]
+        if self._in_clock_loop(head.address):
+            ended = self._clock.holding(partial(on_end, head, next_ip))
+        elif target is None:
+            ended = partial(on_end, head, next_ip)
+        else:
+            ended = Redirect(target, on_end, head, next_ip)
+        if insn.lead:
+            self._debug_traps[step_end] = ended
+            # A repeated string instruction traps after each round.
+            start = step_end - insn.prepared.length
+            self._debug_traps[start] = Redirect(start, _pass)
+        else:
+            self.breakpoints[step_end] = ended
 
     def _leads_to(self, head: AggrKprobe) -> int | None:
         """Return where a breakpoint hit continues after its handlers; None if only Python can continue it."""
@@ -106,9 +121,6 @@ class BreakpointDispatch:
 
     def _first_by_breakpoint(self, head: AggrKprobe, regs: Regs) -> None:
         hits = self.hits
-        insn = head.insn
-        leads_to = self._leads_to(head)
-        assert insn is not None
         breakpoints = self.breakpoints
         address = head.address
         may_compile = not head.is_disabled and head.may_compile
@@ -120,18 +132,38 @@ class BreakpointDispatch:
         if not may_compile:
             route(regs)
             return
+        leads_to = self._leads_to(head)
         self._compiler.keep_sample(head, regs)
         route(regs)
-        if breakpoints.get(address) is not route:
-            # A handler changed or removed the probe, so that its breakpoint has another route.
-            return
+        # Otherwise a handler changed or removed the probe, so that its breakpoint has another route.
+        if breakpoints.get(address) is route:
+            self._make_stub(head, leads_to)
+
+    def compile_stub(self, head: AggrKprobe) -> bool:
+        """Compile the handlers for hits by the breakpoint before the first hit; return True if there is code.
+
+        Without a hit there is no sample of registers, so that the cost cannot be measured.
+        """
+        if head.stub is None and not head.is_disabled and head.may_compile:
+            self._make_stub(head, self._leads_to(head))
+        return head.stub is not None
+
+    def _make_stub(self, head: AggrKprobe, leads_to: int | None) -> None:
+        """Compile the handlers into a stub that continues at `leads_to`, and route breakpoint hits to it."""
+        hits = self.hits
+        insn = head.insn
+        assert insn is not None
         stub = self._compiler.stub(head, leads_to)
         head.stub = stub
         head.is_python = stub is None
-        if stub is not None:
-            breakpoints[address] = self.hits.by_stub(head, stub)
-            if leads_to is None:
-                breakpoints[stub.tail] = lambda regs: hits.singlestep(head, insn, regs, False)
+        if stub is None:
+            return
+        if head.has_post_assembly:
+            hits.code_behind(head, head.address + insn.prepared.length)
+        self._install_step_end(head, insn)
+        self.breakpoints[head.address] = hits.by_stub(head, stub)
+        if leads_to is None:
+            self.breakpoints[stub.tail] = lambda regs: hits.singlestep(head, insn, regs, False)
 
     def _first_by_detour(self, head: AggrKprobe, trap: int, regs: Regs) -> None:
         if not head.may_compile:
@@ -163,8 +195,9 @@ class BreakpointDispatch:
 
     def drop_code(self, head: AggrKprobe) -> None:
         """Let Python handle hits again until the next compilation, because the handlers have changed."""
-        if self._compiler.asm_thunks:
-            self._compiler.drop_asm_thunks(head)
+        if self._compiler.asm_thunks and self._compiler.drop_asm_thunks(head) and head.insn is not None:
+            # The trap at the end of a step led to one of them.
+            self._install_step_end(head, head.insn)
         if head.is_ftrace and self._sites is not None:
             self._sites.drop_code(head)
             return
@@ -182,9 +215,14 @@ class BreakpointDispatch:
         self._compiler.retire(code)
 
     def _drop_stub(self, head: AggrKprobe) -> None:
-        if head.stub is not None:
-            self._compiler.retire(head.stub)
-            head.stub = None
+        stub = head.stub
+        if stub is None:
+            return
+        head.stub = None
+        route = self.breakpoints.get(head.address)
+        if isinstance(route, Redirect) and route.target == stub.entry:
+            self.breakpoints[head.address] = route.func
+        self._compiler.retire(stub)
 
     # Removal
 
@@ -197,6 +235,7 @@ class BreakpointDispatch:
     def remove_step_end(self, insn: OutOfLine) -> None:
         """Drop the routes of the breakpoint that ends a step in the slot, before the slot is freed."""
         if insn.step_end is not None:
+            self.hits.steps.remove(insn)
             for ends in (self._debug_traps, self.breakpoints):
                 ends.pop(insn.step_end, None)
             self._debug_traps.pop(insn.step_end - insn.prepared.length, None)
@@ -206,7 +245,7 @@ class BreakpointDispatch:
 
         No jump leads there any more, but a CPU may still be in it.
         """
-        self.breakpoints[trap] = _pass
+        self.breakpoints[trap] = Redirect(trap + self._breakpoint_size, _pass)
 
     def remove_detour(self, trap: int) -> None:
         """Drop the route of a detour's breakpoint, before the detour is freed."""

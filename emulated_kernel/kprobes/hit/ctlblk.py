@@ -31,10 +31,14 @@ class KprobeCtlblk:
 
     Handlers of hits can keep a reference to it: one object serves all CPUs, and `switch_to` exchanges its
     contents.
+    A hit whose handlers and step are guest code has no state here.
     Mirrors: struct kprobe_ctlblk, current_kprobe.
     """
 
+    python: memoryview
+    """TrapHooks.python, which follows `running`."""
     running: AggrKprobe | None = None
+    """The probe whose hit Python handles on the current CPU; change it by `set_running`."""
     status: HitStatus = HitStatus.STEP_DONE
     interrupted: list[tuple[AggrKprobe, HitStatus]] = field(default_factory=list)
     by_breakpoint: bool = False
@@ -48,19 +52,27 @@ class KprobeCtlblk:
 
     @property
     def is_underway(self) -> bool:
-        """Return True if any CPU is handling a hit."""
+        """Return True if Python is handling a hit of any CPU."""
         return self.running is not None or any(state[0] is not None for state in self._others.values())
+
+    def set_running(self, head: AggrKprobe | None) -> None:
+        """Set `running`, and let all traps come to Python while it is not None."""
+        self.running = head
+        self.python[0] = head is not None
 
     def set_current(self, head: AggrKprobe, by_breakpoint: bool, status: HitStatus) -> None:
         """Begin a hit. Mirrors: set_current_kprobe (v6.1)."""
         self.started = perf_counter_ns()
+        # As in set_running, for each hit in Python.
         self.running = head
+        self.python[0] = 1
         self.status = status
         self.by_breakpoint = by_breakpoint
 
     def reset_current(self, head: AggrKprobe) -> None:
         """End the probe's hit, unless it was abandoned. Mirrors: reset_current_kprobe (v6.1)."""
         self.running = None
+        self.python[0] = 0
         cost = head.cost
         if cost.latest is None:
             cost.latest = deque(maxlen=COSTS_KEPT)
@@ -75,19 +87,20 @@ class KprobeCtlblk:
 
     def restore_previous(self) -> None:
         """End a hit within another one. Mirrors: restore_previous_kprobe (v6.1)."""
-        self.running, self.status = self.interrupted.pop()
+        head, self.status = self.interrupted.pop()
+        self.set_running(head)
 
     def forget_current(self) -> None:
         """End the current hit before its step has ended, because it faulted or its task was killed."""
         if self.status is HitStatus.REENTER:
             self.restore_previous()
         else:
-            self.running = None
+            self.set_running(None)
 
     def abandon(self) -> None:
         """Forget all hits, because the guest's run was given up and nothing will resume them."""
         self.interrupted.clear()
-        self.running = None
+        self.set_running(None)
         self.in_ops_list = False
 
     def switch_to(self, cpu: int) -> None:
@@ -102,10 +115,11 @@ class KprobeCtlblk:
         )
         self.cpu = cpu
         (
-            self.running,
+            running,
             self.status,
             self.interrupted,
             self.by_breakpoint,
             self.in_ops_list,
             self.started,
         ) = self._others.get(cpu) or (None, HitStatus.STEP_DONE, [], False, False, 0)
+        self.set_running(running)

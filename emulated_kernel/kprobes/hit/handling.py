@@ -7,7 +7,8 @@
                     a copy in a slot -> end of the step -> post_process
                     emulation -> post_process
       post_process  post_handler -> reset_current
-    stub            set_current, if the stub returns to Python -> guest code -> singlestep
+    stub            guest code -> the copy -> the probed code, without any state of the CPU
+                    or set_current -> guest code -> singlestep, if Python has a part in the hit
     detour          begin -> pre_handlers -> reset_current
     fentry call     begin -> pre_handler -> post_handler -> reset_current
 
@@ -29,7 +30,9 @@ from emulated_kernel.kprobes.codegen.pt_regs import PtRegsFrames
 from emulated_kernel.kprobes.hit.ctlblk import HitStatus, KprobeCtlblk
 from emulated_kernel.kprobes.hit.handler_failures import HandlerFailures
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
+from emulated_kernel.kprobes.hit.steps import Steps
 from emulated_kernel.kprobes.kprobe import KprobeFlag, Regs
+from emulated_kernel.machine.interrupts.trap_handlers import Redirect
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.util.abi import Vector
@@ -62,7 +65,9 @@ class HitHandling:
         self._rewinds = arch.seen_ip != len(arch.breakpoint)
         self.frame_at = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size).at
         """Return the registers that guest code has saved at an address, in the form that handlers get."""
-        self.ctlblk = KprobeCtlblk()
+        self.ctlblk = KprobeCtlblk(machine.hooks.python)
+        self.steps = Steps()
+        """The instructions that CPUs may step."""
         self.asm_thunks = AsmThunks(machine, compiler)
         self.failures = HandlerFailures(machine)
         machine.hooks.fault_hooks.append(self.fix_fault)
@@ -137,7 +142,7 @@ class HitHandling:
             regs.ip = head.address + self._seen_at
         if head.run_pre_handlers(regs):
             if not head.is_left_open:
-                self.ctlblk.running = None
+                self.ctlblk.set_running(None)
             return
         self.singlestep(head, insn, regs, False)
 
@@ -181,9 +186,13 @@ class HitHandling:
     def on_step_end(self, head: AggrKprobe, next_ip: int, regs: Regs) -> None:
         """End a step in the slot: continue the guest after the probed instruction."""
         regs.ip = next_ip
-        # No hit is running if the copy was boosted when the CPU entered it.
         if self.ctlblk.running is not None:
             self._post_process(head, regs)
+        elif head.has_post_assembly:
+            # The handlers before the instruction were guest code, or the copy was boosted.
+            code = self.code_behind(head, next_ip)
+            if code is not None:
+                regs.ip = code.entry
 
     def on_debug_trap(self, head: AggrKprobe, next_ip: int, regs: Regs) -> None:
         """End a step by the trap flag.
@@ -205,18 +214,47 @@ class HitHandling:
 
     def _run_post_assembly(self, head: AggrKprobe, regs: Regs) -> bool:
         """Let the guest run the probe's post_code; return False if there is no room for the code."""
-        insn = head.insn
-        assert insn is not None
-        if not insn.prepared.boostable or head.has_python_post_handler:
-            # No jump leads from the code to where the guest continues, or not always to the same address.
+        if not self._continues_behind(head):
             return self._run_asm_handler(head, HandlerPoint.POST, regs, on_return=self._call_post_handler)
-        code = self._compiler.behind(head, partial(head.emit_assembly, point=HandlerPoint.POST), regs.ip)
+        code = self.code_behind(head, regs.ip)
         if code is None:
-            head.miss_assembly(HandlerPoint.POST)
             return False
         self.ctlblk.reset_current(head)
         regs.ip = code.entry
         return True
+
+    def _continues_behind(self, head: AggrKprobe) -> bool:
+        """Return True if the guest can go from the post_code to the next instruction by itself.
+
+        Otherwise a Python handler follows, or the instruction is emulated and may lead anywhere.
+        """
+        insn = head.insn
+        return insn is not None and insn.slot is not None and not head.has_python_post_handler
+
+    def code_behind(self, head: AggrKprobe, next_ip: int) -> CompiledCode | None:
+        """Return the probe's post_code as guest code that continues at `next_ip`, or None.
+
+        If there is no room for the code, this run of it is counted as missed.
+        """
+        if not self._continues_behind(head):
+            return None
+        code = self._compiler.behind(head, partial(head.emit_assembly, point=HandlerPoint.POST), next_ip)
+        if code is None:
+            head.miss_assembly(HandlerPoint.POST)
+        return code
+
+    def after_step(self, head: AggrKprobe, next_ip: int) -> int | None:
+        """Return where the guest continues after the step of a hit without state.
+
+        None means that Python decides it: there are no such hits yet, or Python runs post_code.
+        """
+        if head.stub is None:
+            return None
+        # With a stub, no enabled probe has a post_handler in Python.
+        if not head.has_post_assembly:
+            return next_ip
+        code = self._compiler.made_behind(head, next_ip)
+        return None if code is None else code.entry
 
     def _call_post_handler(self, head: AggrKprobe, regs: Regs) -> None:
         if head.has_post_handler:
@@ -238,27 +276,36 @@ class HitHandling:
             assert head.insn is not None
             self.singlestep(head, head.insn, regs, False)
 
-    def by_stub(self, head: AggrKprobe, stub: CompiledCode) -> Callable[[Regs], None]:
+    def by_stub(self, head: AggrKprobe, stub: CompiledCode) -> Callable[[Regs], object]:
         """Return the handler of breakpoint hits for a probe whose handlers are compiled into a stub.
 
-        It is a closure over known values, because it is all of the Python code that runs at such a hit.
+        It is a Redirect if no part of the hit needs Python. It calls a closure over known values, because
+        that is all of the Python code that runs at such a hit.
         """
         ctlblk = self.ctlblk
         by_python = self.by_breakpoint(head)
         entry = stub.entry
-        returns = stub_traps(head, stub) == 1
         status = _ACTIVE if stub.target is None else _SINGLE_STEP
+        ends_in_python = self.ends_in_python(head, stub)
 
         def hit(regs: Regs) -> None:
             if head.stub is not stub or ctlblk.running is not None:
                 # The text is being patched and the stub has already been dropped, or the hit is missed.
                 by_python(regs)
                 return
-            if not returns:
+            if ends_in_python:
                 ctlblk.set_current(head, True, status)
             regs.ip = entry
 
-        return hit
+        return hit if ends_in_python else Redirect(entry, hit)
+
+    def ends_in_python(self, head: AggrKprobe, stub: CompiledCode) -> bool:
+        """Return True if Python handles the instruction or its end at hits that go to a stub."""
+        insn = head.insn
+        assert insn is not None
+        if stub.target is None or stub_traps(head, stub) == 1:
+            return stub.target is None
+        return self.after_step(head, head.address + insn.prepared.length) is None
 
     # By a jump
 
@@ -340,19 +387,27 @@ class HitHandling:
             return True
         if trap.kind is TrapKind.BUDGET:
             return False
-        running = self.ctlblk.running
-        insn = None if running is None else running.insn
-        if running is None or insn is None or insn.slot is None:
+        step = self.steps.at(regs.ip)
+        if step is None or regs.ip != step.insn.slot:
             return False
-        if regs.ip != insn.slot:
-            return False
-        if running.run_fault_handler(regs, self._machine.model.trap_number(trap)):
+        head = step.head
+        if head.run_fault_handler(regs, self._machine.model.trap_number(trap)):
             return True
-        regs.ip = running.address
-        if insn.lead:
+        regs.ip = head.address
+        if step.insn.lead:
             regs.step(False)
-        self.ctlblk.forget_current()
+        if self.ctlblk.running is head:
+            self.ctlblk.forget_current()
         return False
+
+    @property
+    def is_underway(self) -> bool:
+        """Return True if any CPU is between a hit by a breakpoint and the end of its step."""
+        return self.ctlblk.is_underway or any(self._is_within(ip) for ip, _ in self._machine.positions())
+
+    def _is_within(self, ip: int) -> bool:
+        """Return True if a CPU at `ip` is in a hit that is guest code."""
+        return self.steps.at(ip) is not None or self._compiler.contains(ip)
 
     def may_interrupt(self) -> bool:
         """Return True if the machine may deliver an interrupt.
@@ -364,11 +419,7 @@ class HitHandling:
         between them while they are patched.
         """
         ip = self._machine.regs.ip
-        return (
-            self.ctlblk.running is None
-            and not self._compiler.contains(ip)
-            and not self._split_jumps.contains(ip)
-        )
+        return self.ctlblk.running is None and not self._is_within(ip) and not self._split_jumps.contains(ip)
 
 
 def stub_traps(head: AggrKprobe, stub: CompiledCode) -> int:

@@ -131,7 +131,7 @@ class InsnCopier:
         boosted = self._boosts and insn.prepared.boostable and not head.has_post_handler
         if boosted == insn.boosted:
             return
-        if self._routes.hits.ctlblk.is_underway:
+        if self._routes.hits.is_underway:
             # A CPU in the middle of a step still needs the breakpoint that ends it.
             self._text.sync()
         end = insn.prepared.length
@@ -147,6 +147,6 @@ class InsnCopier:
         insn = head.insn
         head.insn = None
         if insn is not None and insn.slot is not None:
-            # A CPU leaves a boosted copy without a trap, but a stepped one only through the end of a hit.
-            dirty = insn.boosted or self._routes.hits.ctlblk.is_underway
+            # A boosted copy is left without a trap, so that no state tells whether a task is preempted in it.
+            dirty = insn.boosted or self._routes.hits.is_underway
             self.slots.free(insn.slot, dirty=dirty, on_free=lambda: self._routes.remove_step_end(insn))

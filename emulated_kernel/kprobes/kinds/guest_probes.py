@@ -253,11 +253,8 @@ class GuestProbes:
                 self._write_int(probe, "kretprobe.nmissed", found.probe.instances_missed)
 
     def _callers_changed(self) -> None:
-        callers = self._machine.hooks.guest_callers
-        if any(not isinstance(each.probe, Jprobe) for each in self._found.values()):
-            callers.add(self)
-        else:
-            callers.discard(self)
+        calls = any(not isinstance(each.probe, Jprobe) for each in self._found.values())
+        self._machine.hooks.set_guest_caller(self, calls)
 
     def _show_flags(self, probe: int) -> None:
         found = self._found.get(probe)

@@ -202,14 +202,14 @@ class Kretprobes:
         def returned(instance: RethookNode, regs: Any) -> None:
             if rp.handler is None:
                 return
-            ctlblk.running = table.valid(rp)
+            ctlblk.set_running(table.valid(rp))
             ctlblk.status = HitStatus.ACTIVE
             ctlblk.by_breakpoint = by_breakpoint
             try:
                 rp.handler(instance, regs)
             except BaseException as error:
                 self._hits.failures.report(rp, error)
-            ctlblk.running = None
+            ctlblk.set_running(None)
 
         return returned
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.codegen.pt_regs import PtRegsFrames
 from emulated_kernel.kprobes.profile import TrampolineForm
+from emulated_kernel.machine.interrupts.trap_handlers import Redirect
 from emulated_kernel.machine.probed_machine import ProbedMachine
 
 Returned = Callable[[Any, int], int]
@@ -121,7 +121,7 @@ class Trampoline:
             for trap in code.traps:
                 self._machine.breakpoints[trap] = self._on_saved
             if self.native != code.entry:
-                self._machine.breakpoints[self.native] = partial(_go_to, code.entry)
+                self._machine.breakpoints[self.native] = Redirect(code.entry, _go_to, code.entry)
         self._tell_native()
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:

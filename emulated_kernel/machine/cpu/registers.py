@@ -136,6 +136,11 @@ class FastRegs(Regs):
         flag = self._trap_flag
         self._stored_flags = stored | flag if on else stored & ~flag
 
+    def address_of(self, name: str) -> int:
+        """Return the host's address of a register, by the name of its ctypes field."""
+        offset: int = getattr(type(self), name).offset
+        return ctypes.addressof(self) + offset  # type: ignore[arg-type]
+
     def snapshot(self) -> Any:
         """Return the current values of all registers."""
         *general, ip = self._packed.unpack_from(self)  # type: ignore[arg-type]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.cpu.registers import FastRegs, Regs
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
+from emulated_kernel.machine.interrupts.trap_handlers import TrapHandler, TrapHandlers
+from emulated_kernel.machine.native.host_code import routine_address
+from emulated_kernel.machine.native.trap_words import TrapTable, TrapWords
 from emulated_kernel.machine.run_watchdog import HandlerTime
 from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.machine.unicorn_engine import (
@@ -19,17 +24,21 @@ from emulated_kernel.machine.unicorn_engine import (
 )
 from emulated_kernel.util.abi import Vector
 
-Breakpoints = dict[int, Callable[[Regs], object]]
-
 
 class TrapHooks:
     """Dispatches int3 to `breakpoints` and debug traps to `debug_traps`.
 
     All other exceptions are passed as a Trap to `fault_hooks`, then to `dispatch`.
 
+    If the host can run the routine of `machine.native`, Unicorn calls it instead of the Python callback. The
+    routine follows Redirects while Python does not have the CPU. It calls the callback for all other traps.
+
     ctypes would only print a Python exception raised in a callback, and the guest would continue. Therefore
     the exception is stored, and `check` raises it after the run.
     """
+
+    family: ClassVar[str] = "x86"
+    """Family of guests, for the choice of the host's routine."""
 
     def __init__(
         self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState, handler_time: HandlerTime
@@ -39,9 +48,9 @@ class TrapHooks:
         self.cpu = cpu
         self.regs = regs
         self.state = state
-        self.breakpoints: Breakpoints = {}
-        self.debug_traps: Breakpoints = {}
-        self.protection_faults: Breakpoints = {}
+        self.breakpoints = TrapHandlers()
+        self.debug_traps = TrapHandlers()
+        self.protection_faults: dict[int, TrapHandler] = {}
         """Address of an instruction that raises #GP on purpose -> handler."""
         self.fault_hooks: list[Callable[[Trap, Regs], bool]] = []
         """Functions called for each exception, including int3 without a handler, before the guest gets it.
@@ -51,11 +60,53 @@ class TrapHooks:
         self.dispatch: Callable[[Trap], None] = self.stop
         """Handler of exceptions that no breakpoint handler and no fault hook handled."""
         self.guest_callers: set[object] = set()
-        """Owners of handlers that call guest functions; if there are any, all handlers are deferred."""
+        """Owners of handlers that call guest functions; if there are any, all handlers are deferred.
+
+        Change it by `set_guest_caller`.
+        """
+        self.words = TrapWords()
+        """The words that the host's routine reads."""
+        self.python = _word(self.words, "python")
+        """One word: 1 while Python has the current CPU, so that it gets all traps, else 0."""
         self._put_off: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
-        engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
-        engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
+        self._hook_traps()
+
+    def _hook_traps(self) -> None:
+        self._hook_natively(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
+        self.engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
+
+    def _hook_natively(self, kind: int, callback: Any) -> None:
+        """Let Unicorn call the host's routine, and the routine the callback; or the callback, if need be."""
+        regs = self.regs
+        engine = self.engine
+        routine = routine_address(self.family) if isinstance(regs, FastRegs) else None
+        if routine is None:
+            engine.add_hook(kind, callback)
+            return
+        assert isinstance(regs, FastRegs)
+        words = self.words
+        words.ip = regs.address_of("ip")
+        words.flags = regs.address_of("_stored_flags") if self.cpu.trap_flag else 0
+        words.callback = ctypes.cast(callback, ctypes.c_void_p).value
+        engine.add_hook(kind, ctypes.c_void_p(routine), data=ctypes.addressof(words), keep=(callback, words))
+        self.breakpoints.use(TrapTable(words.breakpoints))
+        self.debug_traps.use(TrapTable(words.debug_traps))
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the host's routine follows Redirects."""
+        return bool(self.words.callback)
+
+    @property
+    def native_traps(self) -> int:
+        """Number of traps after which the guest continued without Python."""
+        return int(self.words.hits)
+
+    def set_guest_caller(self, owner: object, calls: bool) -> None:
+        """Add `owner` to `guest_callers`, or remove it. While there is one, Python gets all traps."""
+        (self.guest_callers.add if calls else self.guest_callers.discard)(owner)
+        self.words.callers = len(self.guest_callers)
 
     def run(self, address: int) -> int:
         """Run the guest until it halts or is stopped; return Unicorn's error code."""
@@ -104,7 +155,7 @@ class TrapHooks:
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
         """Return the callback, a closure with few variables: each attribute look-up slows down every hit."""
-        find = self.breakpoints.get
+        find = self.breakpoints.find
         regs = self.regs
         guest_callers = self.guest_callers
         handler_time = self.handler_time
@@ -132,9 +183,9 @@ class TrapHooks:
         ip = self.regs.ip
         handler = None
         if vector == Vector.BREAKPOINT:
-            handler = self.breakpoints.get(ip - 1)
+            handler = self.breakpoints.find(ip - 1)
         elif vector == Vector.DEBUG:
-            handler = self.debug_traps.get(ip)
+            handler = self.debug_traps.find(ip)
         elif vector == Vector.GENERAL_PROTECTION:
             handler = self.protection_faults.get(ip)
             if handler is not None:
@@ -182,3 +233,9 @@ class TrapHooks:
             # A hook moved the fault from an insn slot to the original instruction.
             trap = replace(trap, address=regs.ip)
         self.dispatch(trap)
+
+
+def _word(words: TrapWords, name: str) -> memoryview:
+    """Return a view of one word, which is faster to write than a field."""
+    at = getattr(TrapWords, name).offset // 8
+    return memoryview(words).cast("B").cast("Q")[at : at + 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 from emulated_kernel.machine.cpu.model import CpuModel
@@ -23,7 +24,13 @@ from emulated_kernel.machine.interrupts.delivery import Delivery
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.run_watchdog import HandlerTime
-from emulated_kernel.machine.unicorn_engine import Engine
+from emulated_kernel.machine.unicorn_engine import (
+    HOOK_INSN_INVALID,
+    HOOK_INTR,
+    INSN_INVALID_CALLBACK,
+    INTR_CALLBACK,
+    Engine,
+)
 from emulated_kernel.util.abi import Vector
 
 _FRAME_SIZE = 36 * 8
@@ -76,13 +83,29 @@ class RiscvTrapHooks(TrapHooks):
     again.
     """
 
+    family = "riscv"
+
     def __init__(
         self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState, handler_time: HandlerTime
     ) -> None:
-        self.error_cell: memoryview | None = None
+        self._error_cell: memoryview | None = None
         self._broke_off = False
         self._size = len(cpu.filler)
         super().__init__(engine, cpu, regs, state, handler_time)
+
+    def use_error_cell(self, address: int) -> None:
+        """Reset Unicorn's error field at `address` after each ebreak."""
+        self._error_cell = memoryview(ctypes.c_int32.from_address(address)).cast("B").cast("i")
+        self.words.error = address
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the host's routine follows Redirects; it must be able to reset the error."""
+        return self._error_cell is not None and super().is_native
+
+    def _hook_traps(self) -> None:
+        self.engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
+        self._hook_natively(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
 
     def run(self, address: int) -> int:
         error = self.engine.start(address)
@@ -100,7 +123,7 @@ class RiscvTrapHooks(TrapHooks):
 
     def _make_invalid_callback(self) -> Callable[..., object]:
         handler_time = self.handler_time
-        find = self.breakpoints.get
+        find = self.breakpoints.find
         guest_callers = self.guest_callers
         put_off = self.put_off
         regs = self.regs
@@ -111,7 +134,7 @@ class RiscvTrapHooks(TrapHooks):
                 handler_time.measure(ebreak, engine, data)
                 return True
             try:
-                cell = self.error_cell
+                cell = self._error_cell
                 if cell is None:
                     self._broke_off = True
                 else:

@@ -222,7 +222,7 @@ def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
         )
     cell = None if cpu is None else find_error_cell(bench)
     if cell is not None:
-        hooks.error_cell = memoryview(ctypes.c_int32.from_address(cell)).cast("B").cast("i")
+        hooks.use_error_cell(cell)
     return [
         found(find_cpu_state, cpu is not None),
         found(find_bad_address, cells is not None),

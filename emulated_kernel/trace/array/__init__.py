@@ -1,6 +1,6 @@
-"""Trace arrays: ring buffers with options, clock, readers and snapshots. There are a top one and instances.
+"""Trace arrays, the top one and instances: ring buffers with options, clock, readers and snapshots.
 
-Other subpackages use TraceArray, and TracingServices, which holds what all trace arrays share.
-Every caller holds the control lock, except a reader that waits. Readers of trace_pipe and of raw pages wait
-for an Event of trace_pipe.py without the lock, and take the lock to look again.
+Other subpackages use TraceArray, and TracingServices, which holds the services that all trace arrays share.
+Every caller holds the control lock, except a waiting reader. A reader of trace_pipe or of raw pages waits
+for an Event of trace_pipe.py without the lock. To read the buffers again, it takes the lock.
 """

@@ -13,9 +13,12 @@ from emulated_kernel.trace.ring.ring_layout import RingControls, RingMemory, mem
 from emulated_kernel.util.errors import KernelError
 
 DEFAULT_BUFFER_SIZE = 1441792
-"""Bytes of events per CPU once anything is traced. Mirrors: kernel/trace/trace.c:TRACE_BUF_SIZE_DEFAULT."""
+"""Size of each CPU's buffer in bytes after something was traced.
+
+Mirrors: kernel/trace/trace.c:TRACE_BUF_SIZE_DEFAULT.
+"""
 UNEXPANDED_SIZE = 1
-"""Bytes of events per CPU before anything is traced; a ring has at least MIN_PAGES sub-buffers."""
+"""Size of each CPU's buffer in bytes before anything is traced; it is rounded up to MIN_PAGES sub-buffers."""
 
 
 def check_resizable(buffers: Iterable[RingBuffer]) -> None:
@@ -28,7 +31,7 @@ def check_resizable(buffers: Iterable[RingBuffer]) -> None:
 
 
 class ArrayRings(ABC):
-    """One ring buffer per CPU.
+    """The ring buffers of a trace array, one per CPU, with their switches.
 
     Callers serialise all calls, and `listeners` are called under the callers' lock.
     Mirrors: kernel/trace/trace.h:struct array_buffer (v6.1)
@@ -39,7 +42,7 @@ class ArrayRings(ABC):
         self.system = system
         self.listeners: list[Callable[[], None]] = []
         self.cpumask = (1 << system.cpus) - 1
-        """CPUs whose events are recorded, one bit each."""
+        """CPUs whose events are recorded; bit N is set for CPU N."""
         self._overwrite = True
         self._tracing_on = True
         self._stopped = 0
@@ -72,7 +75,7 @@ class ArrayRings(ABC):
         return buffers
 
     def allocate(self, sizes: Iterable[int]) -> list[RingMemory]:
-        """Return memory for one buffer per entry of `sizes`; an entry is the buffer's number of sub-buffers.
+        """Return memory for ring buffers; `sizes` has the number of sub-buffers of each.
 
         Raises: MemoryError (nothing stays allocated).
         """
@@ -85,7 +88,7 @@ class ArrayRings(ABC):
         return memories
 
     def release(self) -> None:
-        """Free the memory of all buffers. Nothing may record here afterwards."""
+        """Free the memory of all buffers. Afterwards nothing may be recorded in this object's buffers."""
         for controls, buffers in self._sets:
             for buffer in buffers:
                 buffer.released()
@@ -103,11 +106,11 @@ class ArrayRings(ABC):
 
     @property
     def written(self) -> int:
-        """Number of records written since the buffers were emptied, including those of guest code."""
+        """Number of records that the host and guest code have written since the buffers were emptied."""
         return sum(buffer.written for buffer in self.buffers)
 
     def notify_of_guest(self) -> None:
-        """Call the listeners if guest code wrote records here. The guest has just run."""
+        """Call the listeners if guest code has written records here; callers do this after the guest ran."""
         if self.listeners and self.written != self._notified:
             self._notified = self.written
             self.notify()
@@ -144,7 +147,7 @@ class ArrayRings(ABC):
         return self._stopped > 0
 
     def stop(self) -> None:
-        """Stop recording until start() was called once for each such stop.
+        """Stop recording. Calls nest: recording continues after one call of start() for each call.
 
         Mirrors: tracing_stop_tr (v6.1).
         """
@@ -152,17 +155,20 @@ class ArrayRings(ABC):
         self.apply_switches()
 
     def start(self) -> None:
-        """Undo one call of stop(), if any is left to undo. Mirrors: tracing_start_tr (v6.1)."""
+        """Undo one call of stop(); do nothing if all calls are undone. Mirrors: tracing_start_tr (v6.1)."""
         self._stopped = max(0, self._stopped - 1)
         self.apply_switches()
 
     def set_cpumask(self, mask: int) -> None:
-        """Record only the events of the CPUs in `mask`, one bit each. Mirrors: tracing_set_cpumask (v6.1)."""
+        """Record only the events of the CPUs whose bits are set in `mask`.
+
+        Mirrors: tracing_set_cpumask (v6.1).
+        """
         self.cpumask = mask
         self.apply_switches()
 
     def apply_switches(self) -> None:
-        """Pass the switches on to the buffers: whether they record, and whether they overwrite old events."""
+        """Set in each buffer whether it records and whether it overwrites old events."""
         is_on = self._tracing_on and not self._stopped
         for cpu, buffer in enumerate(self.buffers):
             buffer.disabled = not (is_on and self.cpumask >> cpu & 1)
@@ -171,7 +177,7 @@ class ArrayRings(ABC):
     # -- sizes
 
     def expand(self) -> None:
-        """Give the buffers their full size. Callers do this before an event is enabled.
+        """Give the buffers their full size, unless they have it. Callers do this before an event is enabled.
 
         Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
         """
@@ -179,7 +185,7 @@ class ArrayRings(ABC):
             self._resize(DEFAULT_BUFFER_SIZE, None)
 
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
-        """Execute a write to buffer_size_kb of one CPU, or of all if `cpu` is None.
+        """Resize the buffer of one CPU, or of all if `cpu` is None: execute a write to buffer_size_kb.
 
         Raises: KernelError EINVAL, ENOMEM, EBUSY (a trace file is open for reading).
         Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)
@@ -193,7 +199,7 @@ class ArrayRings(ABC):
         pages = pages_for(size)
         self.system.is_expanded = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
-        # Linux: if a file has all CPUs resized, a reader of one of them is in the way, whatever its size.
+        # Linux: a resize of all CPUs fails if a file reads any CPU's buffer, even if its size is unchanged.
         check_resizable(self.buffers if cpu is None else changed)
         try:
             memories = self.allocate([pages] * len(changed))
@@ -206,7 +212,7 @@ class ArrayRings(ABC):
             memory.release()
 
     def buffer_size_text(self, cpu: int | None = None) -> str:
-        """Return the text of buffer_size_kb for one CPU, or for all; "X" if their sizes differ."""
+        """Return the text of buffer_size_kb for one CPU or for all; it is "X" if the CPUs' sizes differ."""
         sizes = {self.buffers[number].size >> 10 for number in self._cpus(cpu)}
         if len(sizes) > 1:
             return "X\n"

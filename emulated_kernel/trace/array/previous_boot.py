@@ -1,4 +1,4 @@
-"""Records of a kernel that runs no longer, with the events and task names needed to print them."""
+"""Records of an earlier kernel of the mount, with the events and task names needed to print the records."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class PreviousBootNames:
-    """Events and task names of the earlier kernel, whose numbers may mean something else now."""
+    """Events (id -> event) and task names of an earlier kernel, whose ids and pids may be reused now."""
 
     events: Mapping[int, TraceEvent]
     cmdlines: SavedCmdlines
 
     def find_event(self, now: Callable[[int], TraceEvent | None], number: int) -> TraceEvent | None:
-        """Return the event of a record's type `number`: the earlier kernel's, else what `now` finds.
+        """Return the event with the id `number`: that of the earlier kernel, or else that of the running one.
 
-        Records of the running kernel may follow those of the earlier one, so `now` looks up the current
-        events.
+        `now` looks up an event of the running kernel, whose records may follow those of the earlier kernel.
         """
         return self.events.get(number) or now(number)
 
 
 @dataclass(frozen=True)
 class CombinedTaskNames(TaskNames):
-    """Task names of the earlier kernel; for tasks that it did not know, names of the running kernel."""
+    """Task names of the earlier kernel; for pids that it did not know, names of the running kernel."""
 
     then: SavedCmdlines
     now: SavedCmdlines
@@ -43,9 +42,9 @@ class CombinedTaskNames(TaskNames):
 
 @dataclass(frozen=True)
 class PreviousBootRecords:
-    """The content of a trace array's buffers, one buffer per CPU.
+    """The buffers of an earlier kernel's trace array, with their records.
 
-    The trace array that takes them owns them.
+    The trace array that takes the buffers owns them afterwards.
     """
 
     buffers: list[RingBuffer]
@@ -55,7 +54,7 @@ class PreviousBootRecords:
     time_start: int = 0
     max_latency_ns: int = 0
     names: PreviousBootNames | None = None
-    """Names to print the records with, if the running kernel has other ones."""
+    """Events and task names for printing the records; None if the records are of the running kernel."""
 
     def __len__(self) -> int:
         return sum(len(buffer) for buffer in (*self.buffers, *self.aside))

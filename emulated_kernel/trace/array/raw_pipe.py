@@ -12,7 +12,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
 class RawPipe(PipeReader):
-    """An open trace_pipe_raw of one CPU. Several may be open; each event goes to only one of them.
+    """An open trace_pipe_raw of one CPU. If several are open, each event goes to only one of them.
 
     ring/buffer_page.py describes the format of the pages.
     """
@@ -53,7 +53,7 @@ class RawPipe(PipeReader):
         """Return a full sub-buffer, as one page of splice(2).
 
         Raises: KernelError EAGAIN (no sub-buffer is full), EINVAL (a read(2) has left a part of a page).
-        Deviates: Linux waits for a full one unless the call is non-blocking.
+        Deviates: Linux waits for a full sub-buffer unless the call is non-blocking.
         Mirrors: kernel/trace/trace.c:tracing_buffers_splice_read (v6.1)
         """
         if self._page:

@@ -28,21 +28,21 @@ RELEASE = "6.1.0"
 
 @dataclass(eq=False)
 class TracingServices:
-    """Services that all trace arrays of a kernel share."""
+    """Objects that all trace arrays of a kernel use: clock, symbols, events, tasks, memory of buffers."""
 
     lock: ControlLock
     cpus: int
     now_ns: Callable[[], int]
-    """Returns the machine's nanoseconds since boot."""
+    """Returns the time of the machine's clock: nanoseconds since boot."""
     events: EventRegistry
     symbols: KernelSymbols
     arch: Arch
     tasks: Tasks
     stack: CallStack
     current_ctx: ProbeHit
-    """The current task and its context, for records that no probe writes: markers, tracers, printk."""
+    """The current task and its context, for records without a probe's hit: of markers, tracers and printk."""
     memory: GuestRecords
-    """Allocator of ring buffers, and the way guest code writes to them."""
+    """Allocator of the ring buffers' memory; it also lets guest code write to the buffers."""
     markers: PrintEvent
     cmdlines: SavedCmdlines
     printk: Callable[[str], None]
@@ -51,17 +51,17 @@ class TracingServices:
     release: str = RELEASE
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     is_expanded: bool = False
-    """Whether buffers have their full size. They stay small until something is traced.
+    """Whether new buffers get their full size. Buffers stay small until something is traced.
 
     Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
     """
 
 
 class Tracer:
-    """A tracer of a trace array, which fills its buffers while it is current. This base class is `nop`."""
+    """A tracer, which records to its trace array while it is the current one. This base class is `nop`."""
 
     def start(self) -> None:
-        """Begin to trace. Raises: KernelError (the tracer cannot start)."""
+        """Begin to trace: this tracer becomes the current one. Raises: KernelError (it cannot start)."""
 
     def stop(self) -> None:
         """Stop tracing: another tracer becomes the current one."""
@@ -74,4 +74,4 @@ class Tracer:
         del name
 
     def rewired(self) -> None:
-        """Adapt to a change of the trace array's ring_target(), or of the pids on its lists."""
+        """Recompile guest code: the trace array's ring_target() or its lists of pids changed."""

@@ -1,4 +1,4 @@
-"""snapshot: a second set of buffers, into which a trace array's events can be set aside."""
+"""snapshot: a second set of buffers, with which a trace array can swap its own to keep their events."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _CPU_HELP = """\
 
 
 class Snapshot:
-    """The snapshot of one trace array. While none is allocated, it has buffers of the smallest size.
+    """The snapshot of one trace array. While no snapshot is allocated, its buffers have the smallest size.
 
-    It behaves like a kernel built without per-CPU swapping.
+    The snapshot file behaves as in a kernel built without CONFIG_RING_BUFFER_ALLOW_SWAP.
     Mirrors: kernel/trace/trace.c:struct trace_array.max_buffer (v6.1).
     """
 
@@ -44,7 +44,7 @@ class Snapshot:
         self._mark()
 
     def _mark(self) -> None:
-        """Mark in the memory itself which buffers are the snapshot's."""
+        """Mark in the buffers' memory which buffers are the snapshot's, for the recovery of records."""
         for mine, theirs in zip(self.buffers, self._array.buffers, strict=True):
             mine.is_aside = True
             theirs.is_aside = False
@@ -58,9 +58,9 @@ class Snapshot:
         )
 
     def write(self, number: int, cpu: int | None = None) -> None:
-        """Execute a write: 0 frees the snapshot, 1 takes one, any other number clears it.
+        """Execute a write of a number: 0 frees the snapshot, 1 takes one, any other number clears it.
 
-        Raises: KernelError EBUSY (it has a condition), EINVAL (0 or 1 for one CPU), ENOMEM.
+        Raises: KernelError EBUSY (a histogram takes the snapshots), EINVAL (0 or 1 for one CPU), ENOMEM.
         Mirrors: kernel/trace/trace.c:tracing_snapshot_write (v6.1).
         """
         if self.condition is not None:
@@ -78,9 +78,9 @@ class Snapshot:
             self.clear(cpu)
 
     def allocate(self) -> None:
-        """Give the snapshot's buffers the sizes of the trace array's.
+        """Resize the snapshot's buffers to the sizes of the trace array's buffers.
 
-        Raises: KernelError ENOMEM, EBUSY (their sizes change while a snapshot file is open).
+        Raises: KernelError ENOMEM, EBUSY (a size changes while a snapshot file is open).
         """
         sizes = [buffer.nr_pages for buffer in self._array.buffers]
         changed = [cpu for cpu, pages in enumerate(sizes) if self.buffers[cpu].nr_pages != pages]
@@ -113,22 +113,22 @@ class Snapshot:
         array.notify()
 
     def clear(self, cpu: int | None = None) -> None:
-        """Forget the events that were set aside, of one CPU or of all."""
+        """Forget the events in the snapshot's buffers, of one CPU or of all."""
         if self.is_allocated:
             for buffer in self.buffers if cpu is None else (self.buffers[cpu],):
                 buffer.reset()
 
     def free(self) -> None:
-        """Free the snapshot's memory, except buffers of the smallest size."""
+        """Replace the snapshot's buffers by empty buffers of the smallest size."""
         if not self.is_allocated:
             return
         if any(buffer.held for buffer in self.buffers):
-            # Linux: a snapshot that is being read keeps its size, and freeing it succeeds all the same.
+            # Linux: a snapshot that is being read keeps its size, and the request to free it succeeds.
             self.clear()
             self.is_allocated = False
             return
         for cpu, buffer in enumerate(self.buffers):
-            # Released first, so that the smaller buffer finds memory.
+            # The old memory is freed first, so that the smaller buffer finds memory.
             buffer.released()
             (memory,) = self._array.allocate((MIN_PAGES,))
             self.buffers[cpu] = RingBuffer(buffer.place.moved_to(memory), MIN_PAGES)

@@ -43,24 +43,24 @@ from emulated_kernel.trace.ring.trace_entry import (
 from emulated_kernel.util.errors import KernelError
 
 MARKER_LIMIT = 1024
-"""Bytes of the longest marker that one write(2) records."""
+"""Maximum number of bytes that one write(2) to trace_marker or trace_marker_raw records."""
 RAW_MARKER_LIMIT = 3072
-"""Bytes of the longest raw marker that is accepted."""
+"""Maximum size of a write(2) to trace_marker_raw in bytes."""
 _STACKS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE
 
 REBOOT_MARK = b"kprobefs: the kernel was booted anew\n"
-"""Marker that follows the records of a kernel that another one has replaced."""
+"""Text of the marker after the records of a kernel that was replaced by a reboot."""
 
 
 class TraceArray(ArrayRings, Recorder):
-    """The ring buffers of all CPUs, and everything that shows or controls them.
+    """The ring buffers of all CPUs, the recording of events in them, and the files that show or control them.
 
     Callers serialise all methods with one lock, and `listeners` are called under it.
     Mirrors: kernel/trace/trace.c:struct trace_array (v6.1)
     """
 
     def __init__(self, system: TracingServices, *, expanded: bool = False) -> None:
-        """Allocate the buffers, of full size if `expanded`, as instances have them.
+        """Allocate the buffers, of full size if `expanded`, as for an instance.
 
         Raises: MemoryError (nothing stays allocated).
         """
@@ -76,15 +76,15 @@ class TraceArray(ArrayRings, Recorder):
         self.clock: TraceClock = LOCAL
         self.current_tracer = NOP_TRACER
         self._tracers = {NOP_TRACER: Tracer()}
-        """Name -> tracer. Linux lists the tracer that was registered last first."""
+        """Name -> tracer, in the order of registration."""
         self.buffer_percent = 50
         """Percentage of a CPU's buffer that must be full before poll(2) reports its pipe as ready."""
         self.piped: set[int | None] = set()
-        """CPUs whose trace_pipe is open; None stands for the trace_pipe of all CPUs."""
+        """CPUs whose trace_pipe is open; None is in the set if the trace_pipe of all CPUs is open."""
         self.open_pipes = 0
         """Number of open pipes of all kinds; while it is not 0, the tracer cannot be changed."""
         self._recorded: dict[TraceEvent, None] = {}
-        """The events that are enabled in this trace array, as keys in order."""
+        """The events that are enabled in this trace array: keys in the order in which they were enabled."""
         self.pids = EventPids(self._pids_changed)
         self._has_pids = False
         self.max_latency_ns = 0
@@ -94,7 +94,7 @@ class TraceArray(ArrayRings, Recorder):
         self._records_comm = True
         self._records_tgid = False
         self._past: PreviousBootNames | None = None
-        """Names for records of an earlier kernel; None if the buffers hold no such records."""
+        """Names for records of an earlier kernel; None if the buffers hold no records of one."""
         try:
             self.snapshot = Snapshot(self)
         except MemoryError:
@@ -106,7 +106,7 @@ class TraceArray(ArrayRings, Recorder):
     def record(
         self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
     ) -> None:
-        """Write an event's entry for a hit, unless set_event_pid excludes the event (see Recorder)."""
+        """Implement Recorder.record: write an event's entry for a hit, unless set_event_pid excludes it."""
         pids = self.pids
         if pids.is_active and pids.leaves_out(event, payload, self.system.tasks.pid()):
             return
@@ -114,7 +114,7 @@ class TraceArray(ArrayRings, Recorder):
             self._record_stacks(hit, place)
 
     def _record_stacks(self, hit: ProbeHit, place: RingBuffer | None) -> None:
-        """Record the call chains that the options ask for.
+        """Record the kernel and user call chains of a hit, as options stacktrace and userstacktrace say.
 
         Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1)
         """
@@ -129,7 +129,10 @@ class TraceArray(ArrayRings, Recorder):
             self.record_at(EntryType.USER_STACK, user_stack_entry(tasks.pid(), callers, word), hit, place)
 
     def record_at(self, kind: int, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /) -> bool:
-        """Write a record of type `kind` for a hit, as record() does; return False if it was not written."""
+        """Write a record of type `kind` for a hit, without filters or call chains.
+
+        Return False if the record was not written.
+        """
         flags, preempt_count = hit.context
         system = self.system
         return self.append(
@@ -159,7 +162,7 @@ class TraceArray(ArrayRings, Recorder):
     ) -> bool:
         """Append a record to the buffer of `cpu`, or to `place`.
 
-        Return False if tracing is off or there is no room.
+        Return False if tracing is off or the buffer has no room.
         `payload` is the data after the trace_entry. If `comm` is given, it is saved as the name of `pid`.
         """
         stamp = self._stamp
@@ -178,9 +181,9 @@ class TraceArray(ArrayRings, Recorder):
         return True
 
     def notify_rewired(self) -> None:
-        """Announce that buffers, the clock, an option or a list of pids changed.
+        """Let guest code of events and the tracer be recompiled: buffers, clock, option or pid lists changed.
 
-        Until then guest code writes to the buffers that it was compiled for.
+        Until this is called, guest code writes to the buffers that it was compiled for.
         """
         for event in self._recorded:
             event.changed()
@@ -196,17 +199,17 @@ class TraceArray(ArrayRings, Recorder):
             self.notify_rewired()
 
     def rewire_tracer(self) -> None:
-        """Announce the change only to the current tracer, not to events."""
+        """Let guest code of the current tracer be recompiled, but not that of events."""
         self._tracers[self.current_tracer].rewired()
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
-        """Return the entry that record() would write, for filters and triggers (see Recorder)."""
+        """Implement Recorder.entry: return the entry that record() would write, for filters and triggers."""
         tasks = self.system.tasks
         header = TRACE_ENTRY.pack(event.id, *hit.context, tasks.pid())
         return RawEntry(header + payload, tasks.cpu(), hit.comm, partial(self._string_at, hit))
 
     def _string_at(self, hit: ProbeHit, address: int, is_user: bool) -> bytes | None:
-        """Read the string at a user or kernel address.
+        """Read the string at a user or kernel address; return None if it cannot be read.
 
         Mirrors: strncpy_from_user_nofault, strncpy_from_kernel_nofault (v6.1).
         """
@@ -215,23 +218,23 @@ class TraceArray(ArrayRings, Recorder):
         return read_string(hit.read, address, POINTED_STRING_MAX)
 
     def reserve(self) -> RingBuffer | None:
-        """Return the current CPU's buffer, or None while it does not accept records (see Recorder)."""
+        """Implement Recorder.reserve: return the current CPU's buffer, or None while it is disabled."""
         buffer = self.buffers[self.system.tasks.cpu()]
         return None if buffer.disabled else buffer
 
     def target(self) -> RecordTarget | None:
-        """Return the buffers that guest code may record an event to.
+        """Implement Recorder.target: return the buffers to which guest code may record an event.
 
-        Return None if the host must write the record. It must do so in the cases of ring_target(), for
-        options that add call chains, and with lists of pids.
+        Return None if the host must write the record: in the cases of ring_target(), if an option adds call
+        chains, or if there are lists of pids.
         """
         return None if self.options.flags & _STACKS or self.pids.is_active else self.ring_target()
 
     def ring_target(self) -> RecordTarget | None:
-        """Return the buffers for guest code that does what append() does.
+        """Return the buffers to which guest code may append records, as append() does on the host.
 
-        Return None if the host must do it: if the clock does not count the guest's nanoseconds, if the host
-        sets the time, or if option record-tgid is on.
+        Return None if the host must append them: if the trace clock does not count nanoseconds, if the host
+        sets the guest's clock, or if option record-tgid is on.
         """
         memory = self.system.memory
         if not self.clock.in_ns or self._records_tgid or not memory.can_tell_time:
@@ -240,7 +243,7 @@ class TraceArray(ArrayRings, Recorder):
         return RecordTarget(buffers[0].place.control_at, self._records_comm, memory.room_maker(buffers))
 
     def callers(self, hit: ProbeHit) -> Sequence[int]:
-        """Return the call chain of a hit: its address, then return addresses, innermost first."""
+        """Return the call chain of a hit: the hit's address, then return addresses, innermost first."""
         if hit.chain is not None:
             return hit.chain
         chain = self.system.stack.callers(hit.regs)
@@ -249,12 +252,12 @@ class TraceArray(ArrayRings, Recorder):
         return chain
 
     def record_stack(self, hit: ProbeHit, place: RingBuffer | None = None) -> None:
-        """Record the call chain of a hit."""
+        """Record a STACK entry with the call chain of a hit."""
         entry = stack_entry(self.callers(hit), self.system.arch.word_size)
         self.record_at(EntryType.STACK, entry, hit, place)
 
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """Take notice that an event was enabled or disabled in this trace array (see Recorder)."""
+        """Implement Recorder.event_switched: note that an event was enabled or disabled here."""
         self.system.cmdlines.recorders += 1 if enabled else -1
         if enabled:
             self._recorded[event] = None
@@ -262,13 +265,13 @@ class TraceArray(ArrayRings, Recorder):
             self._recorded.pop(event, None)
 
     def event_removed(self, event: TraceEvent, /) -> None:
-        """Empty the buffers: entries of a removed event cannot be printed any more."""
+        """Implement Recorder.event_removed: empty the buffers, as the event's entries cannot be printed."""
         self._recorded.pop(event, None)
         self.snapshot.clear()
         self.clear_trace()
 
     def past(self) -> PreviousBootRecords:
-        """Return the records, for another kernel's trace array to take."""
+        """Return the buffers with their records, for take_records() of another kernel's trace array."""
         return PreviousBootRecords(
             self.buffers,
             self.snapshot.buffers,
@@ -283,9 +286,9 @@ class TraceArray(ArrayRings, Recorder):
         return self.allocate([buffer.nr_pages for buffer in (*past.buffers, *past.aside)])
 
     def take_records(self, past: PreviousBootRecords, memory: list[RingMemory]) -> None:
-        """Replace the buffers by those of another kernel's trace array, with their records.
+        """Replace the buffers by the buffers and records of another kernel's trace array.
 
-        `memory` comes from memory_for().
+        `memory` is the result of memory_for(past).
         """
         unused = iter(memory)
         for mine, theirs in ((self.buffers, past.buffers), (self.snapshot.buffers, past.aside)):
@@ -302,7 +305,7 @@ class TraceArray(ArrayRings, Recorder):
         self.notify_rewired()
 
     def mark_reboot(self) -> None:
-        """Append REBOOT_MARK to another kernel's records, if there are any."""
+        """Append the marker REBOOT_MARK if the buffers hold records, which another kernel wrote."""
         if self.written:
             # The mark is written even if recording is switched off.
             self.buffers[0].disabled = False
@@ -311,9 +314,9 @@ class TraceArray(ArrayRings, Recorder):
             self.apply_switches()
 
     def write_marker(self, data: bytes) -> int:
-        """Execute one write(2) to trace_marker and return the bytes taken.
+        """Execute one write(2) to trace_marker: record a PRINT entry of the current task.
 
-        It records a PRINT entry of the current task.
+        Return the number of bytes taken.
         Raises: KernelError EINVAL (option markers is off), EBADF (tracing is off).
         Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1)
         """
@@ -329,15 +332,15 @@ class TraceArray(ArrayRings, Recorder):
         return len(text)
 
     def _marker(self, text: bytes) -> bytes:
-        """Return the payload of a marker."""
+        """Return the payload of a PRINT entry with the marker's text."""
         system = self.system
         return print_entry(text, system.markers.marker_ip, system.arch.word_size)
 
     def write_raw_marker(self, data: bytes) -> int:
-        """Execute one write(2) to trace_marker_raw and return the bytes taken.
+        """Execute one write(2) to trace_marker_raw: record a RAW_DATA entry of the current task.
 
-        `data` is a u32 of the writer's choice and further bytes.
-        Raises: KernelError EINVAL (option markers is off, size), EBADF (tracing is off).
+        `data` is a u32 of the writer's choice and further bytes. Return the number of bytes taken.
+        Raises: KernelError EINVAL (option markers is off, or a wrong size), EBADF (tracing is off).
         Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1)
         """
         self._check_markers()
@@ -370,21 +373,21 @@ class TraceArray(ArrayRings, Recorder):
     # -- the trace file
 
     def trace_text(self, cpu: int | None = None) -> str:
-        """Return the whole trace file of one CPU, or of all; see trace_records()."""
+        """Return the whole text of the trace file of one CPU, or of all CPUs; see trace_records()."""
         return "".join(self.trace_records(cpu))
 
     def snapshot_text(self, cpu: int | None = None) -> str:
-        """Return the whole snapshot file; see snapshot_records()."""
+        """Return the whole text of the snapshot file of one CPU, or of all CPUs; see snapshot_records()."""
         return "".join(self.snapshot_records(cpu))
 
     def trace_records(
         self, cpu: int | None = None, buffers: Sequence[RingBuffer] | None = None
     ) -> Iterator[str]:
-        """Yield the header of the trace file of one CPU, or of all, and its lines in the order of time.
+        """Yield the header and then the lines of the trace file of one CPU, or of all in the order of time.
 
-        Nothing is consumed. The file has the events that the buffers hold when it begins; those that are
-        overwritten before they are read become a note. It ends if a buffer is emptied. The header counts the
-        events of all CPUs in either case. `buffers` defaults to the trace array's own.
+        No event is consumed. The lines show the events that the buffers hold at the beginning. A note
+        replaces events that are overwritten before they are shown. The lines end if a buffer is emptied. The
+        header always counts the events of all CPUs. `buffers` defaults to the buffers of the trace array.
         """
         buffers = self.buffers if buffers is None else buffers
         flags = self.options.flags
@@ -403,7 +406,7 @@ class TraceArray(ArrayRings, Recorder):
         records = timed_records(cursors)
         lines = trace_lines(records, self.formatter(), self.graph_printer(), annotate=overruns > 0)
         yield header_text(header, flags)
-        # A line is printed only while the names of its event are still valid.
+        # After a buffer was emptied, the names of events may be invalid, so no more lines are printed.
         while not any(cursor.is_stale for cursor in cursors.values()):
             line = next(lines, None)
             if line is None:
@@ -411,7 +414,7 @@ class TraceArray(ArrayRings, Recorder):
             yield line
 
     def snapshot_records(self, cpu: int | None = None) -> Iterator[str]:
-        """Yield the snapshot file: the events that were set aside, or a text on how to set some aside."""
+        """Yield the parts of the snapshot file: the snapshot's events, or the commands if it has none."""
         buffers = self.snapshot.buffers
         if any(len(buffers[number]) for number in self._cpus(cpu)):
             yield from self.trace_records(cpu, buffers)
@@ -446,7 +449,7 @@ class TraceArray(ArrayRings, Recorder):
         )
 
     def clear_trace(self, cpu: int | None = None) -> None:
-        """Forget the events of one CPU or of all, as O_TRUNC does on a trace file opened for writing.
+        """Forget the events of one CPU or of all, as opening the trace file with O_TRUNC does.
 
         Mirrors: kernel/trace/trace.c:tracing_reset_cpu, tracing_reset_online_cpus (v6.1)
         """

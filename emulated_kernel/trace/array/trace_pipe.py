@@ -1,4 +1,4 @@
-"""trace_pipe: readers that take events out of the buffers as text, and the base class of all such readers."""
+"""trace_pipe: readers that consume events as text, and the base class of all consuming readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
 class PipeReader:
-    """Base class of consuming readers of one CPU or of all: a reader waits for events and is woken."""
+    """Base class of readers that consume the events of one CPU or of all, and that can wait for events."""
 
     def __init__(self, array: TraceArray, cpu: int | None) -> None:
         self._array = array
@@ -39,17 +39,17 @@ class PipeReader:
 
     @property
     def _buffers(self) -> Sequence[RingBuffer]:
-        """The buffers to read. They are looked up each time, because a snapshot swaps them."""
+        """The buffers to read. They are looked up at each use, because taking a snapshot swaps them."""
         return self._array.buffers
 
     def _is_empty(self) -> bool:
         return not any(len(self._buffers[cpu]) for cpu in self._cpus)
 
     def ready(self) -> bool:
-        """Return True if poll(2) reports that read() has data.
+        """Return True if poll(2) reports the pipe as readable.
 
-        One CPU's pipe is ready only if buffer_percent of its buffer is full. With option block every pipe is
-        ready.
+        One CPU's pipe is readable only if buffer_percent of the CPU's buffer is full. With option block,
+        every pipe is readable.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_poll_wait, full_hit (v6.1)
         """
         if self._array.options.flags & TraceOption.BLOCK:
@@ -63,14 +63,14 @@ class PipeReader:
         return bool(len(buffer)) and (buffer.dirty_pages + 1) * 100 >= percent * buffer.nr_pages
 
     def wait(self, timeout: float) -> None:
-        """Wait until read() may return something new, or for `timeout` seconds.
+        """Wait until read() may return new data, for at most `timeout` seconds.
 
-        Call this without the lock that serialises the trace array.
+        Hazard: call this without the control lock, which the writers of events need.
         """
         self._changed.wait(timeout)
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` once, as soon as the pipe is ready or closed. If it is already, call `notify` now."""
+        """Call `notify` once, when the pipe becomes ready or closed; call it now if the pipe is either."""
         if self.ready() or self._closed:
             notify()
         else:
@@ -116,17 +116,17 @@ class TracePipe(PipeReader):
         self._graph: GraphPrinter | None = None
 
     def close(self) -> None:
-        """Give up the CPUs and wake all tasks that wait for the pipe."""
+        """Close the pipe, so that another pipe of its CPUs can be opened, and wake all waiting tasks."""
         if not self._closed:
             self._array.piped.discard(self._cpu)
         super().close()
 
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
-        """Consume the oldest events and return their text, in whole lines if `size` allows; b"" is the end.
+        """Consume the oldest events and return their text, or b"" at the end of the file.
 
-        A read returns 4095 bytes at most. Text that exceeds `size` is returned by the next read.
-        If tracing is off, a blocking reader that has read something is at the end. After close() every reader
-        is.
+        A read returns at most 4095 bytes, in whole lines if `size` is large enough. The next read returns the
+        text that exceeds `size`. While tracing is off, a blocking reader that has read something is at the
+        end. After close(), every reader is at the end.
         Raises: WouldBlock (there is no event).
         Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1)
         """
@@ -177,7 +177,10 @@ class TracePipe(PipeReader):
         return graph.line(entry, None if following is None else following[1], formatter)
 
     def _peek(self, cpu: int) -> Consumed | None:
-        """Return the next event of a CPU; skip records without a header, which the guest has damaged."""
+        """Return the oldest event of a CPU, or None.
+
+        Records without a header, which a damaged buffer may have, are consumed and skipped.
+        """
         buffer = self._buffers[cpu]
         event = buffer.peek()
         while event is not None and len(event.record) < TRACE_ENTRY.size:

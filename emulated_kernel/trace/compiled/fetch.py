@@ -1,4 +1,4 @@
-"""Fetch arguments as guest code: emits the ops by which a handler program fetches each type."""
+"""Fetch arguments as guest code: FetchEmitter emits the ops that fetch an event's arguments of each type."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from emulated_kernel.trace.fetch.fetch_types import (
 from emulated_kernel.trace.fetch.fetchargs import ProbeArg
 from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
 
-# Virtual registers. TEMP, OTHER and HIGH are free at the beginning of an argument; numbers do not change
-# POSITION and LIMIT.
+# Virtual registers. TEMP, OTHER and HIGH hold no value between arguments. Code for arguments of type Number
+# does not change POSITION and LIMIT.
 BASE = 0
-"""Virtual register: address of the entry, or of the event's space."""
+"""Virtual register: address of the entry in scratch memory, or of the event in the ring buffer."""
 VALUE = 1
 """Virtual register: the value that is being fetched."""
 TEMP = 2
@@ -51,15 +51,15 @@ OTHER = 3
 POSITION = 4
 """Virtual register: address after the strings that were stored so far."""
 LIMIT = 5
-"""Virtual register: maximal address that a string being copied may reach."""
+"""Virtual register: maximum address that the copy of a string may reach."""
 HIGH = 6
 """Virtual register: upper half of a u64 if a word has 4 bytes."""
 MAX_ELEMENTS = 256
-"""Maximal number of elements of all arguments of an event. More elements would be too much code."""
+"""Maximum number of array elements in an event's arguments; the code for more elements would be too large."""
 
 
 def fits_displacement(value: int) -> bool:
-    """Return True if the number fits into a signed displacement of 32 bits."""
+    """Return True if `value` fits into a signed displacement of 32 bits."""
     return -(1 << 31) <= value < 1 << 31
 
 
@@ -89,13 +89,13 @@ class FetchEmitter:
         self._is_return = way is EntryKind.RETURN
         pushes = way in (EntryKind.CALL, EntryKind.RETURN) and arch.registers.link is None
         self._below = self._word if pushes else 0
-        """Bytes that the hook, and not the probed code, has pushed onto the stack."""
+        """Number of bytes that the hook, and not the probed code, has pushed onto the stack."""
 
     def store(self, args: Sequence[ProbeArg], start: int, too_large: Label) -> None:
-        """Emit code that stores all arguments from BASE + start on.
+        """Emit code that stores all arguments in the entry, from the address BASE + start on.
 
-        Strings are stored at POSITION, which advances. If the entry at BASE gets larger than a ring buffer
-        can hold, the code jumps to `too_large`.
+        The code stores strings at POSITION, which it advances. If the entry at BASE gets larger than a ring
+        buffer can hold, the code jumps to `too_large`.
         """
         for arg in args:
             _EMITTERS[type(arg.type)](self, arg, start + arg.offset, too_large)
@@ -127,7 +127,7 @@ class FetchEmitter:
         if name == "ip" and self._is_return:
             self._return_address()
         elif name == "ip":
-            # The ip is what a hit by a breakpoint has.
+            # Linux: the handler sees the ip of a breakpoint, however the probe was hit.
             self._emit(SetImmediate(VALUE, self._address + self._arch.seen_ip))
         else:
             self._emit(GetRegister(VALUE, name))
@@ -135,7 +135,7 @@ class FetchEmitter:
                 self._emit(ComputeImmediate(Arithmetic.ADD, VALUE, self._below))
 
     def _stack_word(self, number: int) -> None:
-        """Emit code that sets VALUE to a word of the kernel stack, or to 0 if it is outside of the stack."""
+        """Emit code that sets VALUE to word `number` of the kernel stack, or to 0 outside of the stack."""
         builder = self._builder
         done = builder.label()
         with builder.out_of_line() as outside:
@@ -156,9 +156,9 @@ class FetchEmitter:
             self._read(VALUE, insn.value, self._word, insn.op is FetchOp.UDEREF, fault)
 
     def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
-        """Emit code that loads dst from VALUE + offset.
+        """Emit code that loads the register `dst` from VALUE + offset, or jumps to `fault`.
 
-        If one instruction is not enough, it overwrites OTHER.
+        If one instruction is not enough, the code overwrites OTHER.
         """
         base = VALUE
         if user or not fits_displacement(offset):
@@ -178,7 +178,7 @@ class FetchEmitter:
     # Stages 3 to 5 for numbers
 
     def numbers(self, arg: ProbeArg, at: int, _too_large: Label) -> None:
-        """Emit code that stores the numbers of an argument from BASE + at on. Unreadable numbers are 0."""
+        """Emit code that stores an argument's numbers from BASE + at on; 0 replaces unreadable numbers."""
         stages = arg.stages
         builder = self._builder
         size = stages.store.size
@@ -239,9 +239,9 @@ class FetchEmitter:
         self._emit(Load(TEMP, OTHER, 0, word, on_fault=fault), Load(HIGH, OTHER, word, word, on_fault=fault))
 
     def _shift(self, bitfield: FetchInsn) -> None:
-        """Emit the shifts of a bitfield.
+        """Emit the shifts that extract a bitfield from the element in TEMP.
 
-        An element may be shorter than a word. So it is shifted left to the word's end, and then right again.
+        The left shift also moves an element that is shorter than a word to the word's upper end.
         """
         unused = 8 * (self._word - bitfield.size)
         self._emit(
@@ -287,10 +287,10 @@ class FetchEmitter:
         self._emit(Move(OTHER, POSITION), ComputeImmediate(Arithmetic.ADD, OTHER, len(text)))
 
     def _copy(self, insn: FetchInsn, fault: Label) -> None:
-        """Emit code that copies a string from VALUE to POSITION, up to its NUL or the maximal size.
+        """Emit code that copies a string from VALUE to POSITION, up to its NUL or MAX_STRING_SIZE.
 
-        It sets OTHER to the address after the copy. An empty string in user memory jumps to `fault`, as
-        String._string_at() requires.
+        The code sets OTHER to the address after the copy. If a string in user memory is empty, the code jumps
+        to `fault`, because String._string_at() treats the string as a fault.
         """
         builder = self._builder
         emit = self._emit
@@ -315,7 +315,7 @@ class FetchEmitter:
             ComputeImmediate(Arithmetic.ADD, OTHER, 1),
             BranchImmediate(Condition.EQ, TEMP, 0, done),
             Branch(Condition.BELOW, OTHER, LIMIT, again),
-            # The NUL replaces the last byte, which has to be readable nevertheless.
+            # The NUL replaces the last byte of the string; this load faults if that byte is unreadable.
             Load(TEMP, VALUE, 0, 1, on_fault=fault),
             StoreImmediate(OTHER, 0, 0, 1),
             ComputeImmediate(Arithmetic.ADD, OTHER, 1),
@@ -373,4 +373,4 @@ _EMITTERS: dict[type[FetchType], Callable[[FetchEmitter, ProbeArg, int, Label], 
     String: FetchEmitter.strings,
     UserString: FetchEmitter.strings,
 }
-"""Type class -> method that emits its fetching. The host fetches all other types."""
+"""Class of fetch type -> method that emits the code for an argument. The host fetches all other types."""

@@ -1,4 +1,4 @@
-"""Event filters as guest code: emits predicates on numbers as ops of a handler program."""
+"""Event filters as guest code: emit_filter() emits a filter's predicates as ops of a handler program."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _CONDITIONS = {
 
 
 def can_filter(program: FilterProgram) -> bool:
-    """Return True if guest code can run the filter, which may test only numbers."""
+    """Return True if guest code can run the filter, because the filter compares no strings."""
     return not any(isinstance(step.predicate, StringPredicate) for step in program.steps)
 
 
 def emit_filter(
     builder: ProgramBuilder, program: FilterProgram, cpu_number: int, word_size: int, reject: Label
 ) -> None:
-    """Emit code that tests the entry at BASE, and jumps to `reject` if the filter does not accept it.
+    """Emit code that applies a filter to the entry at BASE, and jumps to `reject` if the filter rejects it.
 
-    `cpu_number` is the per-CPU offset of the number that filters of the CPU compare.
+    `cpu_number` is the per-CPU offset of the CPU's number, which predicates on the CPU compare.
     """
     accept = builder.label()
     labels = [builder.label() for _ in program.steps]

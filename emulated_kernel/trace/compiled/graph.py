@@ -1,4 +1,4 @@
-"""The function graph as guest code: decides which calls are traced, and records their begin and end."""
+"""The function graph as guest code, which selects calls and records their entries and returns."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from emulated_kernel.trace.ring.trace_entry import EntryType
 from emulated_kernel.util.fast_dataclass import dataclass
 
 FRAME = Struct("<QQiI")
-"""A call in the task's return stack: function, start time (ns), depth, and CallFlag."""
+"""Format of a call's data on the task's shadow stack: function, start time (ns), depth, and CallFlag."""
 CALLED = 8
-"""Offset of the start time in all frames of function graph users, in bytes."""
+"""Offset in bytes of the start time in the shadow stack's data of tracer and profiler."""
 _FUNC = 0
 _DEPTH = 16
 _FLAGS = 20
@@ -48,16 +48,16 @@ _CALL = POSITION
 _CALL_DEPTH = LIMIT
 """Virtual register: depth of the call."""
 _CALL_FLAGS = HIGH
-"""Virtual register: CallFlag of the call. After it is stored, HIGH holds upper halves of times."""
+"""Virtual register: CallFlag of the call. After the flags are stored, HIGH holds upper halves of times."""
 _CELL = 8
 _HALF = 4
 _INT_MAX = (1 << 31) - 1
 MAX_PIDS = 64
-"""Maximal number of pids in lists of tasks. More pids would be too much code."""
+"""Maximum number of pids in set_ftrace_pid and set_ftrace_notrace_pid; code for more would be too large."""
 
 
 class CallFlag(IntFlag):
-    """Flags of a call."""
+    """Flags of a traced call, which are stored in its frame on the shadow stack."""
 
     HIDDEN = 1
     """The function is in set_graph_notrace. Neither it nor the functions that it calls are recorded."""
@@ -66,7 +66,7 @@ class CallFlag(IntFlag):
 
 
 class CallKind(Enum):
-    """How the tracer treats a function. Each kind has its own code."""
+    """How the tracer treats calls of a function. Functions of one kind share their guest code."""
 
     PLAIN = auto()
     CHOSEN = auto()
@@ -77,28 +77,28 @@ class CallKind(Enum):
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """The settings of the tracer on which its guest code depends."""
+    """The settings of the function_graph tracer on which its guest code depends."""
 
     target: RecordTarget
     entry_count: int
-    """Number that the hook's guard against recursion adds to the preempt count of a call's entry."""
+    """Amount that ftrace's guard against recursion adds to the preempt count in a call's GRAPH_ENT record."""
     chosen: frozenset[int]
-    """Sites in set_graph_function; `hidden` has those in set_graph_notrace."""
+    """Fentry sites of the functions in set_graph_function; `hidden` has those in set_graph_notrace."""
     hidden: frozenset[int]
     max_depth: int
     threshold_ns: int
     takes_irqs: bool
     traced: frozenset[int]
-    """Pids in set_ftrace_pid; `untraced` has those in set_ftrace_notrace_pid."""
+    """Pids in set_ftrace_pid; `untraced` has the pids in set_ftrace_notrace_pid."""
     untraced: frozenset[int]
 
     @property
     def fits(self) -> bool:
-        """Whether the code is small enough."""
+        """Whether the lists of pids are short enough for guest code."""
         return len(self.traced) + len(self.untraced) <= MAX_PIDS
 
     def by_kind(self, sites: Collection[int]) -> Mapping[CallKind, Collection[int]]:
-        """Return a map kind -> its sites. Kinds without sites are left out."""
+        """Divide sites by the kind of their functions: return a map kind -> sites, without unused kinds."""
         every = frozenset(sites)
         hidden = every & self.hidden
         chosen = every & self.chosen - hidden
@@ -111,7 +111,7 @@ class CompiledGraph:
 
 
 class GraphEmitter:
-    """Emits code for the begin and end of traced calls, which does the same as GraphTracer."""
+    """Emits code that does the work of GraphTracer at the entry and return of calls."""
 
     def __init__(
         self,
@@ -133,7 +133,10 @@ class GraphEmitter:
     # Entries
 
     def entry(self, kind: CallKind) -> None:
-        """Emit code for a call's begin. Mirrors: function_graph_enter, trace_graph_entry (v6.1)."""
+        """Emit code for the entry of a call to a function of `kind`.
+
+        Mirrors: function_graph_enter, trace_graph_entry (v6.1).
+        """
         self._native.emit_graph_entry(self._builder, self._hook, lambda unwanted: self._keep(kind, unwanted))
 
     def _keep(self, kind: CallKind, unwanted: Label) -> None:
@@ -178,7 +181,10 @@ class GraphEmitter:
             self._record(record, EntryType.GRAPH_ENT, self._word + 4)
 
     def _look_at_caller(self, kind: CallKind, unwanted: Label) -> None:
-        """Emit code that computes depth and flags from the newest traced call, which is a caller."""
+        """Emit code that computes the call's depth and flags from those of the innermost traced caller.
+
+        The code jumps to `unwanted` if the caller is hidden, or if a call of this kind needs a traced caller.
+        """
         builder = self._builder
         emit = self._emit
         none = unwanted if kind is CallKind.PLAIN and self._compiled.chosen else builder.label()
@@ -194,7 +200,10 @@ class GraphEmitter:
             builder.place(none)
 
     def _check_task(self, unwanted: Label) -> None:
-        """Emit the check of the pid filters for the current task. Mirrors: ftrace_trace_task (v6.1)."""
+        """Emit code that jumps to `unwanted` if the lists of pids exclude the current task.
+
+        Mirrors: ftrace_trace_task (v6.1).
+        """
         compiled = self._compiled
         emit = self._emit
         if not compiled.traced and not compiled.untraced:
@@ -210,14 +219,14 @@ class GraphEmitter:
     # Returns
 
     def ends(self) -> None:
-        """Emit code for a traced call's end.
+        """Emit code for the return of a traced call.
 
         Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
         """
         builder = self._builder
         emit = self._emit
         done = builder.label()
-        # The frame was popped, but is still intact, because no other call begins before this one ends.
+        # The frame was popped from the shadow stack. It is intact until the next call overwrites it.
         emit(
             Move(_CALL, NODE),
             Load(TEMP, _CALL, _FLAGS, 4),
@@ -233,7 +242,7 @@ class GraphEmitter:
     def _check_duration(self, shorter: Label) -> None:
         """Emit a jump to `shorter` if the call's duration is below the threshold.
 
-        VALUE and HIGH are the time.
+        VALUE and HIGH hold the current time.
         """
         builder = self._builder
         emit = self._emit
@@ -263,7 +272,7 @@ class GraphEmitter:
     # Records
 
     def _record(self, record: RecordEmitter, kind: EntryType, size: int) -> None:
-        """Emit code that records an entry at the time in VALUE and HIGH.
+        """Emit code that records a GRAPH_ENT or GRAPH_RET entry at the time in VALUE and HIGH.
 
         The entry has `size` bytes after its common fields.
         """
@@ -285,7 +294,7 @@ class GraphEmitter:
             at += word + 8
             for part in range(0, _CELL, word):
                 emit(Load(TEMP, _CALL, CALLED + part, word), Store(BASE, at + part, TEMP, word))
-                # The latest time of the buffer is that of this event.
+                # WRITE_STAMP of the buffer is the time of the event that was just reserved.
                 stamp = target.control_at + WRITE_STAMP + part
                 emit(LoadPerCpu(TEMP, stamp, word), Store(BASE, at + _CELL + part, TEMP, word))
         record.commit(BASE, space.length, target)

@@ -1,4 +1,4 @@
-"""Guest addresses of the data that compiled handlers need; Python's handlers ask the host for it."""
+"""Guest addresses of the clock, task and per-CPU data that compiled handlers read and write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 SCRATCH_SIZE = MAX_DATA_SIZE + MAX_STRING_SIZE + 8
-"""Bytes of the scratch memory: an entry of maximal size, another string, and padding."""
+"""Size of each CPU's scratch memory in bytes: an entry of maximum size, another string, and padding."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class HitCounter:
     words: Sequence[memoryview]
     """Memory of each CPU as u64 words; the counter of a CPU is words[cpu][index]."""
     index: int
+    """Index of the counter in the words of each CPU."""
     release: Callable[[], None]
-    """Frees the memory, after no guest code uses the counter any more."""
+    """Frees the counter. Call it only after the guest code that increments the counter is freed."""
 
     @property
     def value(self) -> int:
@@ -42,45 +43,52 @@ class NeedResched:
     """The way in which a kernel indicates that the current task has to be rescheduled."""
 
     not_needed: int = 0
-    """Bits of the u32 `need_resched` that are set while no rescheduling is needed: none, or one bit."""
+    """Bit of the u32 `need_resched` that is 0 while rescheduling is needed. If 0, the u32 is a plain flag."""
     task_flag: tuple[int, int] | None = None
-    """Offset of a u32 in the task_struct, and the bit in it that indicates the same."""
+    """Offset of a u32 in task_struct, and its bit that is set while rescheduling is needed.
+
+    It is None if only the u32 `need_resched` exists.
+    """
 
 
 @dataclass(frozen=True)
 class GuestAddresses:
-    """Addresses and offsets in the guest, in bytes. A per-CPU offset counts from the CPU's base."""
+    """Addresses and offsets in the guest, in bytes. A per-CPU offset is relative to each CPU's base."""
 
     clock: int
-    """Address of the time in ns, a u64 that all CPUs share."""
+    """Address of the guest's time in nanoseconds, a u64 that all CPUs share."""
     time: GuestClock
-    """The clock, which defines how much a reading adds to the time."""
+    """The guest's clock; its step_ns is added to the time at each reading."""
     this_cpu_off: int
-    """Per-CPU offset of the CPU's base."""
+    """Per-CPU offset of the word that holds the CPU's base."""
     cpu_number: int
     """Per-CPU offset of the CPU's number, a u32."""
     current_task: int
     """Per-CPU offset of the pointer to the current task_struct."""
     pid: int
-    """Offset in a task_struct, as is `comm`."""
+    """Offset of the pid in task_struct."""
     comm: int
+    """Offset of the task's name in task_struct."""
     preempt_count: int
-    """Per-CPU offset of a u32, as is `need_resched`."""
+    """Per-CPU offset of the preempt count, a u32."""
     need_resched: int
+    """Per-CPU offset of the u32 that `resched` describes."""
     resched: NeedResched
     hardirq_mask: int
+    """Bits of the preempt count that are set in a hard interrupt."""
     softirq_mask: int
+    """Bits of the preempt count that are set while a softirq is served or softirqs are disabled."""
     interrupt_flag: tuple[str, int]
     """Register and bit that are set while interrupts are enabled."""
     last_pid: int
     """Per-CPU offset of a u64: the pid whose name was saved last."""
     event_time: int
-    """Per-CPU offset of two u64: time and length of the event for which the host has to make room."""
+    """Per-CPU offset of two u64, time and length of an event: arguments of RecordTarget.make_room."""
     scratch: int
-    """Per-CPU offset of SCRATCH_SIZE bytes, in which an entry is assembled."""
+    """Per-CPU offset of the scratch memory of SCRATCH_SIZE bytes, in which guest code assembles an entry."""
     breakpoint_context: tuple[int, int]
     """common_flags and common_preempt_count of a hit by a breakpoint."""
     save_comm: Callable[[], bool]
-    """Saves the name of the current task, and its pid in `last_pid`. Returns True."""
+    """Host call that saves the current task's name for tracefs, and its pid in `last_pid`; returns True."""
     new_counter: Callable[[], HitCounter | None]
     """Returns a counter with value 0, or None if the per-CPU memory is used up."""

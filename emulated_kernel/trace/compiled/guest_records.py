@@ -1,4 +1,4 @@
-"""Memory for records that guest code makes: pages and per-CPU memory, and host calls of compiled handlers."""
+"""GuestRecords: memory for records that guest code writes, and the host calls of compiled handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_PID = 0xFFFFFFFF
 
 
 class GuestRecords(TaskObserver):
-    """Allocates the memory of compiled handlers, and answers their host calls."""
+    """Allocates the memory that compiled handlers write to, and answers their host calls."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class GuestRecords(TaskObserver):
         self._cmdlines = cmdlines
         self._request_at = cells.alloc_percpu(2 * _CELL)
         self._requests = [cell.cast("Q") for cell in cells.cells(self._request_at, 2 * _CELL)]
-        """CPU -> time and length of the event for which room is requested."""
+        """For each CPU, time and length of the event for which guest code requests room in a buffer."""
         self._last_pid_at = cells.alloc_percpu(_CELL)
         self._last_pids = [cell.cast("Q") for cell in cells.cells(self._last_pid_at, _CELL)]
         self._scratch_at = cells.alloc_percpu(SCRATCH_SIZE)
@@ -50,9 +50,9 @@ class GuestRecords(TaskObserver):
 
     @property
     def can_tell_time(self) -> bool:
-        """Whether the guest's clock advances while the guest runs.
+        """Whether guest code can read the current time from the clock, which is so for a virtual clock.
 
-        A real clock does not, as it is set between runs.
+        The host sets a real clock between runs of the guest, so the clock does not advance during a run.
         """
         return self._clock.is_virtual
 
@@ -120,15 +120,15 @@ class GuestRecords(TaskObserver):
         )
 
     def call_begins(self) -> None:
-        """Make the next record save its task's name again.
+        """Implement TaskObserver.call_begins: make the next record on each CPU save its task's name again.
 
-        The name may have changed, or the saved one may have been dropped.
+        The name may have changed, or the saved name may have been dropped.
         """
         for cell in self._last_pids:
             cell[0] = _NO_PID
 
     def renamed(self, pid: int, comm: str) -> None:
-        """Save the new name of a task that has made a record.
+        """Implement TaskObserver.renamed: save a task's new name, if the task's name was saved last on a CPU.
 
         Linux: the name is saved when the CPU switches to another task, so the records get the new name.
         """
@@ -142,7 +142,7 @@ class GuestRecords(TaskObserver):
         return True
 
     def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:
-        """Return a host call that makes room for an event in the buffer of its CPU (RingBuffer.make_room)."""
+        """Return a host call for guest code that calls RingBuffer.make_room for its CPU's buffer."""
 
         def make_room() -> bool:
             cpu = self.tasks.cpu()

@@ -1,4 +1,4 @@
-"""Handlers of trace events as guest code: decides which events can have them, and emits them."""
+"""Handlers of trace events as guest code: which events can be handled in the guest, and the code for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorder of an event: its buffer, and its filter for the event."""
+    """A trace array that records an event: its ring buffers, and its filter for the event."""
 
     target: RecordTarget
     filter: FilterProgram | None
@@ -28,7 +28,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class CompiledEvent:
-    """The work of guest code at the hits of an event's probe, for every EntryKind."""
+    """An event as guest code handles it: its id, its arguments, and where it is recorded."""
 
     event_id: int
     args: tuple[ProbeArg, ...]
@@ -38,11 +38,11 @@ class CompiledEvent:
 def compiled_event(
     event: TraceEvent, is_return: bool, args: tuple[ProbeArg, ...], arch: Arch
 ) -> CompiledEvent | None:
-    """Return the event for guest code, or None if the host has to handle it. Only this function decides that.
+    """Return the event as guest code can handle it, or None if the host has to handle it.
 
-    The host handles the type `symstr`, too many array elements, and filters on strings. It handles registers
-    that are not general ones, or that returning functions overwrite. It also handles events with triggers,
-    and recorders that guest code cannot write to (Recorder.target).
+    The host handles arguments of type `symstr` and arguments with too many array elements. It handles
+    arguments from registers that are not general ones, or that a returning function overwrites. It also
+    handles filters on strings, events with triggers, and recorders without Recorder.target.
     """
     registers = arch.kept_at_return if is_return else arch.general_registers
     if event.needs_entry or not can_fetch(args, registers):
@@ -59,7 +59,7 @@ def compiled_event(
 
 
 class EventEmitter:
-    """Emits code that handles a hit of the probe at `address`, except for counting it."""
+    """Emits code that records an event when its probe at `address` is hit. It does not count the hit."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class EventEmitter:
         self._is_dynamic = any(arg.type.is_dynamic for arg in compiled.args)
 
     def emit(self) -> None:
-        """Emit code that makes an entry for each recording."""
+        """Emit code that writes an entry to each recording whose filter accepts it."""
         recordings = self._compiled.recordings
         if len(recordings) == 1 and not recordings[0].filter and not self._is_dynamic:
             self._record_in_place(recordings[0].target)
@@ -91,7 +91,7 @@ class EventEmitter:
             self._record_copies(recordings)
 
     def _record_in_place(self, target: RecordTarget) -> None:
-        """Emit code that makes an entry of known size, which no filter may reject, directly in the buffer."""
+        """Emit code that writes an entry directly to the buffer. Its size is known, and it has no filter."""
         builder = self._builder
         record = self._record
         space = EventSpace(self._fixed)
@@ -104,7 +104,7 @@ class EventEmitter:
         builder.place(done)
 
     def _record_copies(self, recordings: Sequence[Recording]) -> None:
-        """Emit code that makes the entry in scratch memory, and copies it to recorders that accept it."""
+        """Emit code that assembles the entry in scratch memory and copies it to recorders that accept it."""
         builder = self._builder
         record = self._record
         done = builder.label()
@@ -122,7 +122,7 @@ class EventEmitter:
         builder.place(done)
 
     def _fields(self, at: int, too_large: Label) -> None:
-        """Emit code that stores the event's own fields of the entry at BASE + at."""
+        """Emit code that stores the fields after the common fields of the entry at BASE + at."""
         at += ENTRY_HEADER_SIZE
         self._builder.emit(StoreImmediate(BASE, at, self._address, self._word))
         at += self._word

@@ -1,4 +1,7 @@
-"""Records as guest code: emits an entry's common fields and its way into a ring buffer (ring_layout.py)."""
+"""Records as guest code: code that stores an entry's common fields and writes the entry to a ring buffer.
+
+ring/ring_layout.py describes the memory that the code writes.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ from emulated_kernel.trace.ring.trace_entry import EntryFlag
 from emulated_kernel.util.fast_dataclass import dataclass
 
 ENTRY_HEADER_SIZE = 8
-"""Bytes of the common fields."""
+"""Size of an entry's common fields in bytes."""
 _CELL = 8
-"""Bytes of a word of a control block, and of the other per-CPU words."""
+"""Size in bytes of a word of a control block, and of per-CPU variables of the host."""
 _LAST_OF_PAGE = 4095
 _FLAGS_SHIFT = 16
 _COUNT_SHIFT = 24
@@ -51,18 +54,19 @@ _PID_AT = 4
 _SOFTIRQ_SERVED = 1 << 8
 _COUNT_MASK = 0xFF
 _LENGTH = LIMIT
-"""Virtual register with the length of an event of variable size; free after the strings are complete."""
+"""Virtual register for the length of an event of variable size; LIMIT is unused after strings are stored."""
 
 
 @dataclass(frozen=True)
 class EventSpace:
-    """The space of an entry of known size on a page, from the start of the event. All sizes are in bytes."""
+    """The space that the event of an entry of known size takes on a page of a ring buffer."""
 
     size: int
+    """Size of the entry, in bytes."""
 
     @property
     def length(self) -> int:
-        """Size of the whole event, in bytes."""
+        """Size of the whole event with header and padding, in bytes."""
         return event_size(self.size)
 
     @property
@@ -72,7 +76,7 @@ class EventSpace:
 
 
 class RecordEmitter:
-    """Emits code that stores the common fields of one event's entries, and writes entries to ring buffers."""
+    """Emits code that stores the common fields of an entry, and that writes entries to ring buffers."""
 
     def __init__(
         self, builder: ProgramBuilder, places: GuestAddresses, way: EntryKind, word_size: int
@@ -96,8 +100,8 @@ class RecordEmitter:
     def common_fields(self, at: int, event_id: int, target: RecordTarget | None, more_count: int = 0) -> None:
         """Emit code that stores the 8 bytes of common fields at BASE + at.
 
-        If `target` is given, the event is certain to be recorded there. `more_count` is added to the preempt
-        count, except at a breakpoint.
+        If `target` is given, the entry is certain to be recorded in its buffers, so the task's name is saved.
+        `more_count` is added to the preempt count, except at a breakpoint.
         """
         places = self._places
         emit = self._emit
@@ -114,7 +118,7 @@ class RecordEmitter:
         emit(Store(BASE, at, VALUE, 4))
 
     def _remember_comm(self) -> None:
-        """Emit code that saves the name of the task whose pid is in VALUE, unless it was saved last."""
+        """Emit code that saves the name of the task whose pid is in VALUE, unless its name was saved last."""
         builder = self._builder
         places = self._places
         known = builder.label()
@@ -128,7 +132,7 @@ class RecordEmitter:
         builder.place(known)
 
     def _context(self) -> None:
-        """Emit code that adds flags and preempt count to VALUE, as HitContext does.
+        """Emit code that adds common_flags and common_preempt_count to VALUE, as HitContext computes them.
 
         Mirrors: tracing_gen_ctx_irq_test (v6.1).
         """
@@ -160,9 +164,9 @@ class RecordEmitter:
         builder.place(known)
 
     def _add_resched_flags(self) -> None:
-        """Emit code that adds the flags of rescheduling to VALUE.
+        """Emit code that adds the flags NEED_RESCHED and PREEMPT_RESCHED to VALUE.
 
-        Mirrors: HitContext.resched_flags and LinuxContext's.
+        The code does the same as resched_flags() of HitContext and LinuxContext.
         """
         emit = self._emit
         places = self._places
@@ -180,7 +184,7 @@ class RecordEmitter:
         self._emit(LoadPerCpu(TEMP, self._places.current_task, self._word), Load(TEMP, TEMP, offset, 4))
 
     def _branch_unless_zero(self, label: Label) -> None:
-        """Emit a jump to `label` if preempt_count or need_resched is not in its usual state."""
+        """Emit a jump to `label` if the preempt count is not 0 or a rescheduling is needed."""
         resched = self._places.resched
         for offset, size in self._count_loads():
             self._emit(LoadPerCpu(TEMP, offset, size))
@@ -193,14 +197,17 @@ class RecordEmitter:
             self._emit(BranchImmediate(Condition.ANY_BIT, TEMP, bit, label))
 
     def _count_loads(self) -> list[tuple[int, int]]:
-        """Return offset and size of the loads that cover preempt_count and need_resched."""
+        """Return per-CPU offset and size of each load that reads preempt_count and need_resched.
+
+        If the two are adjacent or the same u32, one load is enough.
+        """
         first, second = sorted((self._places.preempt_count, self._places.need_resched))
         if first == second:
             return [(first, 4)]
         return [(first, 8)] if second == first + 4 and self._word == 8 else [(first, 4), (second, 4)]
 
     def _add_flag(self, condition: Condition, value: int, flags: EntryFlag) -> None:
-        """Emit code that sets flags in VALUE if the comparison of TEMP with `value` holds."""
+        """Emit code that sets `flags` in VALUE if TEMP fulfils `condition` with `value`."""
         builder = self._builder
         skip = builder.label()
         add = builder.label()
@@ -212,24 +219,24 @@ class RecordEmitter:
     # Writing
 
     def reserve(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
-        """Emit code that reads the clock and reserves space for an event.
+        """Emit code that reads the clock and reserves `length` bytes for an event in the CPU's ring buffer.
 
-        It sets `pointer` to the address of the event, and VALUE to its time delta. If `length` is None, the
-        length is in _LENGTH. Overwrites TEMP.
+        The code sets `pointer` to the address of the event, and VALUE to its time delta. It overwrites TEMP.
+        If `length` is None, the length is in _LENGTH. If the event is dropped, the code jumps to `dropped`.
         """
         self.read_clock()
         self.reserve_then(pointer, length, target, dropped)
 
     def read_clock(self) -> None:
-        """Emit code that sets VALUE to the time.
+        """Emit code that advances the guest's clock by a step and sets VALUE to the time.
 
-        If a word has 4 bytes, HIGH is set to the time's upper half.
+        If a word has 4 bytes, the code sets HIGH to the time's upper half.
         """
         places = self._places
         self._emit(AddAndFetch(VALUE, places.clock, places.time.step_ns, self._high))
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
-        """Emit the same code as reserve() for an event whose time has already been read."""
+        """Emit the code of reserve() without the reading of the clock: VALUE and HIGH hold the time."""
         builder = self._builder
         emit = self._emit
         stamp = target.control_at + WRITE_STAMP
@@ -281,7 +288,7 @@ class RecordEmitter:
         self._builder.call_host(target.make_room, dropped)
 
     def header(self, pointer: int, space: EventSpace) -> None:
-        """Emit code that stores the header of an event of known size. VALUE is its time delta."""
+        """Emit code that stores an event's header and padding. VALUE is the event's time delta."""
         emit = self._emit
         emit(ComputeImmediate(Arithmetic.SHL, VALUE, 5))
         if space.header == 4:
@@ -293,7 +300,10 @@ class RecordEmitter:
             emit(StoreImmediate(pointer, space.length - 4, 0, 4))
 
     def commit(self, pointer: int, length: int | None, target: RecordTarget) -> None:
-        """Emit code that commits the event."""
+        """Emit code that commits the event at `pointer`: it counts the event and advances the write pointer.
+
+        If `length` is None, the length is in _LENGTH.
+        """
         control = target.control_at
         self._emit(AddToPerCpu(control + TAIL_ENTRIES, 1, _CELL))
         if length is None:
@@ -305,9 +315,9 @@ class RecordEmitter:
     # Entries that were assembled in scratch memory
 
     def copy(self, fixed: int, *, dynamic: bool, target: RecordTarget, dropped: Label) -> None:
-        """Emit code that records the entry at BASE.
+        """Emit code that copies the entry from scratch memory at BASE to the ring buffer of `target`.
 
-        It consists of the first `fixed` bytes, or of all bytes up to POSITION if `dynamic` is set.
+        The entry has `fixed` bytes. If `dynamic` is set, strings follow, which end at POSITION.
         """
         space = EventSpace(fixed)
         length = None if dynamic else space.length
@@ -326,9 +336,9 @@ class RecordEmitter:
         self.commit(OTHER, length, target)
 
     def _measure(self) -> None:
-        """Emit code that sets _LENGTH to the event's bytes, and pads the entry with zeros.
+        """Emit code that sets _LENGTH to the size of the event of the entry, and pads the entry with zeros.
 
-        Mirrors: event_size.
+        The code computes the same as event_size().
         """
         builder = self._builder
         emit = self._emit
@@ -347,9 +357,9 @@ class RecordEmitter:
         )
 
     def _dynamic_header(self) -> None:
-        """Emit code that stores an event's header at OTHER.
+        """Emit code that stores the header of an event of variable size at OTHER.
 
-        VALUE is its time delta, and the address of its data afterwards.
+        VALUE is the event's time delta. The code sets VALUE to the address of the event's data.
         """
         builder = self._builder
         emit = self._emit
@@ -377,9 +387,9 @@ class RecordEmitter:
         builder.place(done)
 
     def _copy_all(self, fixed: int) -> None:
-        """Emit code that copies from BASE to VALUE: the fixed part by straight code, the strings in a loop.
+        """Emit code that copies the entry from BASE to VALUE: `fixed` bytes unrolled, strings in a loop.
 
-        The loop changes BASE, which is restored at the end.
+        The loop changes BASE. The code restores BASE at the end.
         """
         builder = self._builder
         emit = self._emit

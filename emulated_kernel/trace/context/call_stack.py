@@ -1,4 +1,4 @@
-"""Call chains of the guest: an unwinder that works at any instruction."""
+"""CallStack: an unwinder of the guest's call chains, which can start at any instruction."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from emulated_kernel.trace.context.function_frames import FrameTables
 from emulated_kernel.trace.symbols import KernelSymbols
 
 MAX_CALLERS = 1024
-"""Addresses in the longest call chain. Mirrors: kernel/trace/trace.c:FTRACE_KSTACK_ENTRIES (v6.1)."""
+"""Maximum number of addresses in a call chain.
+
+Mirrors: kernel/trace/trace.c:FTRACE_KSTACK_ENTRIES (v6.1).
+"""
 MOST_FRAMES = 2 * MAX_CALLERS
-"""Maximum number of frames that are followed."""
+"""Maximum number of frames that the unwinder follows."""
 _RECORDING = ("host_trace_commit", "trace_event_raw_event_", "__traceiter_")
-"""Prefixes of the names of functions that run when a tracepoint is hit."""
+"""Name prefixes of functions that record a static event; a call chain omits them at its start."""
 
 
 class Caller(NamedTuple):
@@ -30,30 +33,32 @@ class Caller(NamedTuple):
     address: int
     """Address at which the function continues."""
     slot: int
-    """Address of the stack slot that holds it; the stack pointer if a register holds it."""
+    """Address of the stack slot that holds `address`; the stack pointer if a register holds `address`."""
 
 
 class _CallSite(NamedTuple):
-    """A position in the call chain: registers and instruction address of a function."""
+    """A position in the call chain: the registers and the instruction pointer in one function."""
 
     regs: Mapping[str, int]
-    """Known registers by their names in pt_regs."""
+    """Name in pt_regs -> value, for registers whose value is known."""
     ip: int
     is_behind_call: bool
     """Whether `ip` is a return address, so that the call is the instruction before it."""
 
 
 class _Left(NamedTuple):
-    """The state after a function has returned."""
+    """The state after a function has returned to its caller."""
 
     regs: Mapping[str, int]
+    """Name -> value of known registers; IP is the return address."""
     cfa: int
+    """Canonical frame address: the stack pointer after the return."""
     slot: int
     """Address of the stack slot that held the return address."""
 
 
 class CallStack:
-    """Finds callers by the contents of each function's stack frame."""
+    """Unwinder: finds the callers of a function in its stack frame, whose layout FrameTables knows."""
 
     def __init__(
         self,
@@ -76,17 +81,16 @@ class CallStack:
         self._registers = tuple(arch.entry_frame(by_interrupt=True).regs)
 
     def caller(self, regs: Any) -> int:
-        """Return the return address of a function, before its first instruction runs."""
+        """Return the return address of a function from the registers before its first instruction."""
         link = self._arch.registers.link
         if link is not None:
             return int(getattr(regs, link))
         return self._memory.read_word(getattr(regs, self._arch.registers.sp))
 
     def callers(self, regs: Any) -> list[int]:
-        """Return the address of `regs`, and the addresses at which the callers continue, innermost first.
+        """Return the call chain: the ip of `regs`, then the callers' return addresses, innermost first.
 
-        Functions that fill in the record of a static event are omitted. Linux: a fixed number of frames is
-        skipped.
+        Functions at its start that record a static event are omitted. Linux skips a fixed number of frames.
         """
         place = getattr(regs, self._arch.registers.ip)
         addresses = chain((place,), (caller.address for caller in self.returns(place, regs)))
@@ -97,9 +101,9 @@ class CallStack:
         return found is not None and found.symbol.name.startswith(_RECORDING)
 
     def user_callers(self, task: int) -> list[int]:
-        """Return the address at which the task left user mode, as a list; empty for a kernel thread.
+        """Return a list of the address at which a task left user mode; it is empty for a kernel thread.
 
-        Linux continues by frame pointers, which the guest's user mode does not have.
+        Linux: further addresses are found by frame pointers, which the guest's user mode does not have.
         Mirrors: arch/x86/kernel/stacktrace.c:arch_stack_walk_user (v6.1).
         """
         abi = self._abi
@@ -110,9 +114,10 @@ class CallStack:
         return [ip] if 0 < ip < arch.task_size else []
 
     def returns(self, ip: int, regs: Any) -> Iterator[Caller]:
-        """Yield the callers that led to `ip`, innermost first; `regs` has the other registers.
+        """Yield the callers of the code at `ip`, innermost first; `regs` has the other registers.
 
-        The chain ends at MOST_FRAMES: what the guest has on its stack may be a circle.
+        Hazard: the guest's stack may have any contents, so the frames may form a circle. The unwinder stops
+        after MOST_FRAMES.
         """
         known = ((name, getattr(regs, name, None)) for name in self._registers)
         place = _CallSite({name: value for name, value in known if value is not None}, ip, False)
@@ -125,7 +130,7 @@ class CallStack:
                 yield caller
 
     def _step(self, place: _CallSite) -> tuple[Caller, _CallSite] | None:
-        """Return the caller and its position, or None at the end of the chain."""
+        """Return the caller of the function at `place` and its position, or None at the end of the chain."""
         address = place.ip - place.is_behind_call
         arch = self._arch
         where = self._symbols.lookup(address)
@@ -142,12 +147,15 @@ class CallStack:
         else:
             above = self._probed(above)
         if self._symbols.lookup(above.ip) is None:
-            # The host has called this function: there is no caller in the guest.
+            # The host has called this function, so it has no caller in the guest.
             return None
         return Caller(above.ip, found.slot), above
 
     def _probed(self, place: _CallSite) -> _CallSite:
-        """Map a position inside an instruction slot or detour back to the probed address."""
+        """Map a position inside an instruction slot or detour to the probed address.
+
+        Return any other position unchanged.
+        """
         address = place.ip - place.is_behind_call
         if self._symbols.lookup(address) is not None:
             return place
@@ -163,7 +171,7 @@ class CallStack:
         return place._replace(ip=probed + place.is_behind_call)
 
     def _left(self, frames: FunctionFrames, place: _CallSite, address: int) -> _Left | None:
-        """Return the state after the function has returned, from any position in it, or None."""
+        """Return the state after the return of the function at `address`, or None if it is unknown."""
         frame = frames.at(address)
         bases = {} if frame is None else self._bases(frame, place.regs)
         if frame is None or CFA not in bases:
@@ -187,10 +195,10 @@ class CallStack:
     def _restored(
         self, frame: Frame, bases: Mapping[str, int], regs: Mapping[str, int]
     ) -> tuple[dict[str, int], int]:
-        """Return the registers after the function's return, and the slot of the return address.
+        """Return the registers after the function's return, and the address of the return address's slot.
 
-        The value in a slot has priority over the register that it was saved from, because the slot may have
-        been changed. If several slots hold a register, the lowest one counts.
+        A saved value on the stack has priority over the register, because code may have changed the slot. If
+        several slots hold a register, the lowest slot has priority.
         """
         found: dict[str, int] = {}
         slot = regs.get(self._arch.registers.sp, 0)

@@ -1,7 +1,7 @@
-"""Stack frames of each function at each of its instructions, found once by analysing its code.
+"""FrameTables: the layout of a function's stack frame at each of its instructions, by analysis of its code.
 
 Mirrors: arch/x86/kernel/unwind_orc.c (v6.1), whose tables are made when the kernel is built.
-Deviates: modules, other kernels, and code that the host has added (such as trampolines) have frames too.
+Deviates: the analysis also covers modules, other kernels, and code that the host added, such as trampolines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.trace.symbols import FTRACE_TRAMPOLINE, KernelSymbols
 
 _MOST = 2000
-"""Number of functions whose frames are kept. Each takes about 8 kB, and 4 ms to analyse."""
+"""Maximum number of functions in the cache. A function takes about 8 kB, and 4 ms to analyse."""
 
 
 class FrameTables:
@@ -38,10 +38,10 @@ class FrameTables:
         self._version = -1
         self._found: dict[Symbol, FunctionFrames | None] = {}
         self._dice = Random(1)
-        """Chooses the function to evict. Evicting the oldest would be worst if calls repeat in a cycle."""
+        """Chooses the function to evict. Evicting the oldest one would be worst for repeated call chains."""
 
     def of(self, symbol: Symbol) -> FunctionFrames | None:
-        """Return the frames of a function; None for data and for code that nothing calls."""
+        """Return the frames of a function, or None for data and for code at which call chains end."""
         if self._version != self._symbols.version:
             self._version = self._symbols.version
             self._found = {}
@@ -54,7 +54,7 @@ class FrameTables:
         return self._found[symbol]
 
     def of_detour(self, entry: int, span: range) -> FunctionFrames:
-        """Return the frames of a detour or stub, which ends with all registers as at its entry."""
+        """Return the frames of a detour or stub, which restores all registers before it ends."""
         code = self._text.current(span.start, len(span))
         return self._solve(span.start, code, {entry: self._arch.detour_entry()}, True)
 
@@ -98,10 +98,11 @@ class FrameTables:
         return find_frames(insns, entries, self._ways, self._arch.registers.sp, by_interrupt)
 
     def _of_trampoline(self, trampoline: Trampoline) -> FunctionFrames:
-        """Return the frames of a return trampoline, which nothing calls.
+        """Return the frames of a return trampoline, which functions return to and nothing calls.
 
         The real return address is on the shadow stack. The stack or the link register holds the trampoline's
-        own address, until a handler stores the real one in the place that the trampoline returns by.
+        own address. Later a handler stores the real return address in the slot by which the trampoline
+        returns.
         """
         arch = self._arch
         in_register = arch.registers.link is not None
@@ -118,9 +119,9 @@ class FrameTables:
         return find_frames(insns, entries, {}, arch.registers.sp, by_interrupt=False)
 
     def _wholes(self, symbol: Symbol) -> Sequence[Symbol]:
-        """Return functions that may contain the symbol.
+        """Return functions whose code may jump to the symbol's code as to a part of themselves.
 
-        A cold part belongs to its function. A label in assembly belongs to the function before it.
+        For a cold part, this is its function. For a label in assembly, it is the function before the label.
         """
         cold = COLD_PART.search(symbol.name)
         if cold is not None:
@@ -132,7 +133,7 @@ class FrameTables:
 
     @cached_property
     def _ways(self) -> Mapping[int, Sequence[int]]:
-        """Instruction -> targets in addition to those of its code: of enabled jump labels, and fixups."""
+        """Instruction address -> targets in addition to those in its code: by jump labels or fixups."""
         ways: dict[int, list[int]] = {}
         for code, target, _ in self._image.jump_labels:
             ways.setdefault(code, []).append(target)
@@ -142,19 +143,19 @@ class FrameTables:
 
     @cached_property
     def _entry_text(self) -> range:
-        """Addresses of assembly that has labels inside its functions."""
+        """Addresses of the entry text, whose assembly functions contain labels that are symbols."""
         names = ("__entry_text_start", "__entry_text_end")
         start, end = (self._image.kallsyms.lookup_name(name) for name in names)
         return range(start or 0, end or 0)
 
 
 def _exits_to(frames: FunctionFrames, part: range) -> Mapping[int, Frame]:
-    """Return address -> frame where a function jumps to another part of itself, such as its cold part."""
+    """Return target address -> frame for a function's jumps into `part`, such as its cold part."""
     return {at: frame for at, frame in frames.exits.items() if at in part}
 
 
 def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:
-    """Apply `effect` to the frame; afterwards only `slot` holds the return address."""
+    """Apply an instruction's `effect` to the frame, and note that only `slot` holds the return address."""
     effect(frame)
     frame.regs = {name: value for name, value in frame.regs.items() if value[0] != IP}
     frame.slots = {at: value for at, value in frame.slots.items() if value[0] != IP}

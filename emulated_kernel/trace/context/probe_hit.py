@@ -1,4 +1,4 @@
-"""A hit as an event's handler sees it, and the task that was running."""
+"""ProbeHit, the hit that an event's handler gets, and Tasks, which reads the current task."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _NEST_START = 2
-"""Amount that ring_buffer_nest_start() and the reserved entry of the hit add to preempt_count."""
+"""Amount that ring_buffer_nest_start() and the open entry of the hit add to preempt_count."""
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """The task for which a record is made, and its CPU."""
+    """The task for which a record is made, and its CPU; by default the idle task of CPU 0."""
 
     pid: int = 0
     comm: str = "swapper/0"
@@ -25,7 +25,7 @@ class TaskContext:
 
 
 class Tasks:
-    """Reads the guest's current task: pid and name, for records and $comm."""
+    """Reads the current CPU and the pid and name of its current task, for records and $comm."""
 
     def __init__(self, machine: ProbedMachine, abi: Mapping[str, int]) -> None:
         memory = machine.memory
@@ -46,7 +46,7 @@ class Tasks:
         return int(self._currents[self._machine.cpu][0])
 
     def pid(self) -> int:
-        """Return the current task's pid; 0 if the guest has damaged the address of its current task."""
+        """Return the current task's pid, or 0 if the guest has damaged the address of its current task."""
         return int.from_bytes(self._field(self._pid, 4), "little", signed=True)
 
     def comm(self) -> bytes:
@@ -66,7 +66,7 @@ class Tasks:
 
 
 class ProbeHit:
-    """The hit that is being handled. One object serves all hits and is valid during the call of a handler."""
+    """The hit that is being handled. One object serves all hits; its data is valid while a handler runs."""
 
     def __init__(
         self,
@@ -75,32 +75,33 @@ class ProbeHit:
         context: Callable[[Any, int], tuple[int, int]],
         regs: Any = None,
     ) -> None:
-        """Keep `context`, which returns common_flags and common_preempt_count for given registers.
+        """Store the sources of a hit's data.
 
-        Its second argument is an amount to add to preempt_count.
-        `regs` are the registers of records that no hit makes. Otherwise the caller sets `regs` at each hit.
+        `context` returns common_flags and common_preempt_count. Its arguments are registers, and an amount to
+        add to preempt_count. `regs` are the registers for records that no hit makes. For hits, the caller
+        sets `regs` at each hit.
         """
         self.return_address = 0
-        """Address that the function returns to, if this is the hit of a return probe."""
+        """Address that the function returns to, at a hit of a return probe."""
         self._memory = memory
         self._tasks = tasks
         self._context = context
         self.regs = regs
         """The registers at the hit; their names are those in Arch.registers."""
         self.chain: Sequence[int] | None = None
-        """The call chain of the hit, if it was computed and several users may need it."""
+        """Cached call chain of the hit; None if it was not computed or `has_several` is False."""
         self.has_several = False
-        """Whether several users may handle the hit."""
+        """Whether several events or trace arrays may handle the hit, so that its call chain is cached."""
         self.handler_preempt_count = 0
-        """Amount that Linux's own handler adds to preempt_count and that appears in the entry."""
+        """Amount by which Linux's own handler increases common_preempt_count of the entry."""
         self.nested = 0
-        """Number of entries that are being written within the entry of the hit, each within the next one."""
+        """Nesting depth of entries that are written while the hit's entry is still open."""
         self.entry_waits = False
-        """Whether the entry may still be rejected; it is built in a separate page and not in the buffer."""
+        """Whether an entry of the hit may still be rejected; Linux keeps it in trace_buffered_event."""
 
     @property
     def context(self) -> tuple[int, int]:
-        """common_flags and common_preempt_count of the hit's entry."""
+        """The fields common_flags and common_preempt_count of the hit's entry."""
         return self._context(self.regs, self.handler_preempt_count)
 
     @property
@@ -109,7 +110,7 @@ class ProbeHit:
         return self._tasks.comm()
 
     def read(self, address: int, size: int) -> bytes | None:
-        """Return guest memory, or None if a byte of it faults."""
+        """Return `size` bytes of guest memory, or None if reading one of them faults."""
         try:
             return self._memory.read(address, size)
         except MemoryFault:
@@ -117,16 +118,17 @@ class ProbeHit:
 
 
 MOST_NESTED = 32
-"""Maximum number of entries of a buffer that are being written, each within the next one.
+"""Maximum number of open entries of a ring buffer: each is written while the one before it is open.
 
-Linux: each has a bit of 32 in the buffer's current_context, five bits after the previous one, modulo 32.
+Linux: an open entry sets one of the 32 bits in the buffer's current_context. The bit's position is five
+higher than that of the entry before it, modulo 32.
 Mirrors: kernel/trace/ring_buffer.c:trace_recursive_lock, ring_buffer_nest_start (v6.1).
 """
 
 
 @contextmanager
 def nested_in(hit: ProbeHit) -> Iterator[bool]:
-    """Let an entry be made while the entry of the hit is being written; yield False if that is too deep.
+    """Allow an entry while the entry of the hit is still open; yield False if the nesting is too deep.
 
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_nest_start, ring_buffer_nest_end (v6.1).
     """
@@ -140,9 +142,9 @@ def nested_in(hit: ProbeHit) -> Iterator[bool]:
 
 @contextmanager
 def within_another(hit: ProbeHit, *, preempt_count: int) -> Iterator[None]:
-    """Add `preempt_count` to the count of entries that are made inside the `with` block.
+    """Add `preempt_count` to common_preempt_count of the hit's entries inside the `with` block.
 
-    Such entries are written while another entry is still open.
+    Linux writes the entries while another entry is still open, with preemption disabled.
     """
     hit.handler_preempt_count += preempt_count
     try:

@@ -1,4 +1,4 @@
-"""The context in a probe's record: interrupts, preemption, and the way the probe was entered."""
+"""HitContext: the context in a record, which is the state of interrupts and preemption at the hit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
 SOFTIRQ_SERVED = 1 << 8
-"""SOFTIRQ_OFFSET: added while a softirq is served. Each local_bh_disable() adds two of it."""
+"""SOFTIRQ_OFFSET: amount that is added to preempt_count while a softirq is served.
+
+local_bh_disable() adds twice this amount.
+"""
 _COUNT_MASK = 0xFF
 _MOST_COUNT = 0xF
-"""Highest count that a record has room for."""
+"""Maximum preempt count that common_preempt_count has room for."""
 
 
 class HitContext:
-    """Computes common_flags and common_preempt_count.
+    """Computes common_flags and common_preempt_count of records.
 
     Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
     A breakpoint is entered as an NMI with interrupts off. With preemption, Linux subtracts one from the whole
@@ -35,9 +38,9 @@ class HitContext:
         *,
         preemption: bool,
     ) -> None:
-        """Map the per-CPU variables.
+        """Map the variables preempt_count and need_resched of each CPU.
 
-        `interrupt_flag` is the register and the bit that is set if interrupts are on. `areas` are the
+        `interrupt_flag` is a register and its bit that is set while interrupts are enabled. `areas` are the
         addresses of the per-CPU areas.
         """
         self._ctlblk = ctlblk
@@ -48,41 +51,44 @@ class HitContext:
         ]
         self.switch_to(0)
         self.disabled_once = int(preemption)
-        """Amount that preempt_disable() adds to the count: 0 in a kernel without preemption."""
+        """Amount that one preempt_disable() adds to preempt_count: 0 in a kernel without preemption."""
         self._hardirq = abi["preempt.hardirq_mask"]
         self._softirq = abi["preempt.softirq_mask"]
         nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
         self.breakpoint_trace_ctx = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
 
     def switch_to(self, cpu: int) -> None:
-        """Make another CPU the current one."""
+        """Use the variables of another CPU, which has become the current one."""
         self._count, self._need_resched = self._variables[cpu]
 
     def hit_trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
         """Return common_flags and common_preempt_count of a probe's hit with these registers.
 
-        `more` is what Linux's handler adds to preempt_count.
+        `more` is the amount that Linux's handler adds to preempt_count.
         """
         if not self._ctlblk.by_breakpoint:
             return self.trace_ctx(regs, more)
         if not more:
             return self.breakpoint_trace_ctx
-        # There is something to subtract one from.
+        # The count is not 0, so the subtraction has no borrow.
         flags, _ = self.breakpoint_trace_ctx
         return flags | EntryFlag.IRQS_OFF, self._shown(more - self.disabled_once)
 
     def _shown(self, count: int) -> int:
-        """Return a count as a record shows it: Linux limits it before it subtracts its handler's own one."""
+        """Return a preempt count as a record shows it.
+
+        Linux limits the count first, and then subtracts the amount of the handler's own preempt_disable().
+        """
         return max(min(count, _MOST_COUNT - self.disabled_once), 0)
 
     def resched_flags(self) -> int:
-        """Return the flags for a pending reschedule of the current task, or 0."""
+        """Return the entry flags for a pending reschedule of the current task, or 0 if none is pending."""
         return int(EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED) if self._need_resched[0] else 0
 
     def trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
-        """Return common_flags and common_preempt_count of the current context, without a probe's hit.
+        """Return common_flags and common_preempt_count of the current context, outside of a breakpoint.
 
-        `more` is what Linux's handler adds to preempt_count.
+        `more` is the amount that Linux's handler adds to preempt_count.
         """
         count = int(self._count[0])
         flags = 0 if getattr(regs, self._flags) & self._interrupts else int(EntryFlag.IRQS_OFF)

@@ -1,4 +1,4 @@
-"""The events of one trace array: enabling them one by one, in groups, and through set_event."""
+"""ArrayEvents: enable and disable the events of one trace array, singly, by group, and through set_event."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _ANY = ("", "*")
 
 
 EVENTS_PER_STEP = 64
-"""Events that are switched before others get the control lock."""
+"""Number of events that are switched before other threads get the control lock."""
 
 
 class ArrayEvents:
     """Switches events on and off in one trace array, which is `recorder`.
 
-    `expand` is called before an event is enabled. Callers serialize; Linux holds event_mutex.
+    `expand` expands the ring buffers before an event is switched. Callers hold the control lock, in the place
+    of Linux's event_mutex.
     Mirrors: kernel/trace/trace_events.c (v6.1).
     """
 
@@ -33,7 +34,7 @@ class ArrayEvents:
         self._older = registry.registered
 
     def is_enabled(self, event: TraceEvent) -> bool:
-        """Return True if hits of the event are taken for this trace array."""
+        """Return True if this trace array gets the event's hits. In soft mode it may not record them."""
         return self.recorder in event.recorders
 
     def enabled_text(self, event: TraceEvent) -> str:
@@ -42,9 +43,9 @@ class ArrayEvents:
         return event.file(self.recorder).enabled_text()
 
     def set_enabled(self, event: TraceEvent, enabled: bool) -> None:
-        """Enable or disable the recording of an event. In both cases the ring buffers are first expanded.
+        """Enable or disable the recording of an event. Both expand the ring buffers first.
 
-        Raises: KernelError ENODEV (the event was removed), any error of starting the event.
+        Raises: KernelError ENODEV (the event was removed), or the error of TraceEvent.start().
         """
         event.check_alive()
         self.expand()
@@ -54,16 +55,16 @@ class ArrayEvents:
             event.file(self.recorder).disable()
 
     def set_all(self, events: Iterable[TraceEvent], enabled: bool) -> None:
-        """Do all steps of set_all_steps(). Raises: KernelError (of the first event that failed)."""
+        """Enable or disable all of `events` in one step. Raises: KernelError, as set_all_steps()."""
         for _ in self.set_all_steps(events, enabled):
             pass
 
     def set_all_steps(self, events: Iterable[TraceEvent], enabled: bool) -> Iterator[None]:
-        """Enable or disable all of `events`, and yield after each EVENTS_PER_STEP of them.
+        """Enable or disable all of `events`, and yield after each EVENTS_PER_STEP events.
 
         Events that were removed between two steps are skipped.
-        Linux: if one of them fails, the others are still switched.
-        Raises: KernelError (of the first event that failed).
+        As in Linux, a failure of one event does not stop the others.
+        Raises: KernelError, the error of the first event that failed.
         """
         failure: KernelError | None = None
         for number, event in enumerate(list(events)):
@@ -79,15 +80,16 @@ class ArrayEvents:
             raise failure
 
     def switchable(self, among: Iterable[TraceEvent] | None = None) -> Iterable[TraceEvent]:
-        """Return the events that can be enabled, in the order in which this trace array lists them.
+        """Return the events of `among`, or all, that can be enabled, in the order of this trace array's list.
 
-        Events that were registered after the array come first, newest first; then the others follow.
+        Events that were registered after the trace array come first, newest first. The older events follow in
+        order of registration.
         Mirrors: kernel/trace/trace_events.c:__trace_add_event_dirs, trace_create_new_event (v6.1).
         """
         return (event for event in self.registry.listed(self._older, among) if event.is_switchable)
 
     def set_enabled_text(self, events: Iterable[TraceEvent]) -> str:
-        """Return the state of a group: "0", "1", "X" (some are enabled) or "?" (none can be enabled).
+        """Return the text of a group's `enable` file: "0", "1", "X" (some are enabled) or "?" (none can be).
 
         Mirrors: kernel/trace/trace_events.c:system_enable_read (v6.1).
         """
@@ -101,7 +103,10 @@ class ArrayEvents:
     # The set_event file
 
     def records(self) -> list[str]:
-        """Return a line for each enabled event. trace_marker's event is listed if it has a trigger."""
+        """Return the lines of set_event, one for each enabled event.
+
+        An event that cannot be enabled, such as that of trace_marker, is listed if it has a trigger.
+        """
         return [f"{e.group}:{e.name}\n" for e in self.registry.listed(self._older) if self._is_listed(e)]
 
     def _is_listed(self, event: TraceEvent) -> bool:
@@ -111,7 +116,10 @@ class ArrayEvents:
         return file is not None and bool(file.triggers)
 
     def write(self, data: bytes) -> int:
-        """Do all steps of write_steps(), and return the number of bytes taken. Raises: as write_steps()."""
+        """Handle one write to set_event in one step, and return the number of bytes taken.
+
+        Raises: KernelError, as write_steps().
+        """
         steps = self.write_steps(data)
         while True:
             try:
@@ -123,8 +131,8 @@ class ArrayEvents:
     def write_steps(self, data: bytes) -> Generator[None, None, int]:
         """Handle one write to set_event in steps, and return the number of bytes taken.
 
-        Only the first word is taken; a leading "!" disables.
-        Raises: KernelError EINVAL (no such event), any error of switching one.
+        Only the first word is taken. It names events to enable, or after a "!" events to disable.
+        Raises: KernelError EINVAL (no such event), or an error of set_all().
         Mirrors: kernel/trace/trace_events.c:ftrace_event_write (v6.1).
         """
         self.expand()
@@ -135,9 +143,11 @@ class ArrayEvents:
         return size
 
     def _choose(self, word: str, enabled: bool) -> Iterator[None]:
-        """Switch, in steps, the events that a word names: `GROUP:EVENT`, or the name of a group or of events.
+        """Enable or disable, in steps, the events that a word names: `GROUP:EVENT`, or a name.
 
-        In `GROUP:EVENT` each part may be `*` or empty, which matches anything.
+        A name may be that of a group or of events.
+
+        In `GROUP:EVENT`, a part that is `*` or empty matches any name.
         Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1).
         """
         group, colon, name = word.partition(":")
@@ -166,7 +176,10 @@ class ArrayEvents:
 
 
 class EventPidsFile:
-    """set_event_pid or set_event_notrace_pid. Mirrors: kernel/trace/trace_events.c:event_pid_write (v6.1)."""
+    """The file set_event_pid or set_event_notrace_pid, whose writes also expand the ring buffers.
+
+    Mirrors: kernel/trace/trace_events.c:event_pid_write (v6.1).
+    """
 
     def __init__(self, events: ArrayEvents, pids: PidList) -> None:
         self.records = pids.records
@@ -175,6 +188,6 @@ class EventPidsFile:
         self._pids = pids
 
     def write(self, data: bytes) -> int:
-        """Expand the ring buffers, then handle the write as PidList.write() does."""
+        """Expand the ring buffers, then forward the write to PidList.write()."""
         self._events.expand()
         return self._pids.write(data)

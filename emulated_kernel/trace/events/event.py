@@ -19,13 +19,13 @@ from emulated_kernel.util.errors import KernelError
 
 _V = TypeVar("_V")
 _NONE: Mapping[Any, Any] = {}
-"""Shared empty mapping for the filters and the files of an event that has none."""
+"""Empty mapping that all events without filters or files share."""
 
 
 class Recorder(ABC):
-    """A trace array as its events see it: the place where their entries are recorded.
+    """Interface of the trace arrays for their events: writes the events' entries.
 
-    Trace arrays belong to a higher layer, because they print events.
+    The class TraceArray belongs to a higher layer, because it prints events.
     """
 
     @abstractmethod
@@ -34,7 +34,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def reserve(self) -> RingBuffer | None:
-        """Return the buffer that an entry would be written to now, or None if recording is off.
+        """Return the ring buffer that an entry would be written to now, or None if recording is off.
 
         Mirrors: kernel/trace/trace.c:trace_event_buffer_lock_reserve (v6.1).
         """
@@ -43,14 +43,14 @@ class Recorder(ABC):
     def record(
         self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
     ) -> None:
-        """Write an entry to `place`, a buffer that reserve() returned, or by default to that of the CPU.
+        """Write an entry to `place`, a buffer that reserve() returned, or by default to the CPU's buffer.
 
         `payload` is the entry without its 8 bytes of common fields.
         """
 
     @abstractmethod
     def target(self) -> RecordTarget | None:
-        """Return the buffer that guest code may write to directly, or None if record() has to be called."""
+        """Return the ring buffers that guest code may write to, or None if the host has to call record()."""
 
     @abstractmethod
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
@@ -60,16 +60,16 @@ class Recorder(ABC):
     def event_removed(self, event: TraceEvent, /) -> None:
         """Handle the removal of an event that was once enabled in this trace array.
 
-        Its entries cannot be printed any more, so Linux empties the buffer.
+        The event's entries cannot be printed any more, so the trace array empties its buffers.
         Mirrors: kernel/trace/trace.c:tracing_reset_all_online_cpus (v6.1).
         """
 
 
 class TraceEvent(ABC):
-    """A trace event; its entries carry `id` as common_type. The id is 0 before the event is registered.
+    """A trace event. Its entries have `id` as common_type. The id is 0 before the event is registered.
 
-    There may be thousands of events that nobody has enabled. Therefore their collections are never changed in
-    place but replaced, and all events share the empty ones.
+    There may be thousands of events that nobody has enabled. To save memory, they share empty collections, so
+    a change replaces a collection.
     """
 
     __slots__ = (
@@ -86,9 +86,9 @@ class TraceEvent(ABC):
     )
 
     is_switchable = True
-    """Whether the event can be enabled. Other events exist only for their `format` file."""
+    """Whether the event can be enabled. An event that cannot exists only for its `format` file."""
     is_registrable = True
-    """Whether perf could count the event. If so, its directory has an `id` file."""
+    """Whether perf can count the event, so that its directory has an `id` file."""
 
     def __init__(self, group: str, name: str, fields: Iterable[EventField] = (), print_fmt: str = "") -> None:
         self.group = group
@@ -97,18 +97,18 @@ class TraceEvent(ABC):
         self._fields = tuple(fields)
         self._print_fmt = print_fmt
         self.references = 0
-        """Number of users such as hist triggers and event probes.
+        """Number of users of the event, such as hist triggers and event probes.
 
-        The event cannot be removed while it is positive.
+        The event cannot be removed while it has users.
         """
         self.filters: Mapping[Recorder, EventFilter] = _NONE
-        """Trace array -> its filter for this event."""
+        """Trace array -> its filter for this event, for trace arrays that have a filter."""
         self.recorders: tuple[Recorder, ...] = ()
         """Trace arrays that have the event enabled."""
         self.seen_by: tuple[Recorder, ...] = ()
-        """Trace arrays that ever had the event enabled, and may hold entries of it."""
+        """Trace arrays that have had the event enabled, so that their buffers may hold its entries."""
         self.files: Mapping[Recorder, EventFile] = _NONE
-        """Trace array -> triggers and soft mode of the event; has only arrays that ever asked for them."""
+        """Trace array -> triggers and soft mode of the event in it; file() adds an item at its first call."""
 
     @property
     def fields(self) -> tuple[EventField, ...]:
@@ -117,33 +117,33 @@ class TraceEvent(ABC):
 
     @property
     def print_fmt(self) -> str:
-        """The print format as in the `format` file."""
+        """The print format, as the `format` file shows it after `print fmt:`."""
         return self._print_fmt
 
     def hold(self) -> None:
-        """Add a user of the event.
+        """Add a user of the event, which prevents its removal.
 
-        Raises: KernelError EBUSY. Mirrors: trace_event_try_get_ref (v6.1).
+        Raises: KernelError EBUSY (its module is going). Mirrors: trace_event_try_get_ref (v6.1).
         """
         self.references += 1
 
     def let_go(self) -> None:
-        """Remove a user of the event. Mirrors: trace_event_put_ref (v6.1)."""
+        """Remove a user that hold() added. Mirrors: trace_event_put_ref (v6.1)."""
         self.references -= 1
 
     def changed(self) -> None:  # noqa: B027 - most events read their state at each hit
-        """Handle a change of recorders, their target(), filters or triggers.
+        """Recompile guest code for the event after a change of recorders, target(), filters or triggers.
 
-        Hits from now on have to be handled according to the new state.
+        Events without guest code do nothing.
         """
 
     @property
     def needs_entry(self) -> bool:
-        """Whether a hit needs more than a record and a filter, because of triggers or soft mode."""
+        """Whether a trigger or soft mode exists, so that guest code cannot handle a hit."""
         return any(file.is_special for file in self.files.values())
 
     def file(self, recorder: Recorder) -> EventFile:
-        """Return the event's file in a trace array: its triggers and soft mode. Create it if necessary."""
+        """Return the event's EventFile in a trace array; create it at the first call."""
         found = self.files.get(recorder)
         if found is None:
             found = EventFile(self, recorder)
@@ -161,7 +161,10 @@ class TraceEvent(ABC):
         self.changed()
 
     def forget(self, recorder: Recorder) -> None:
-        """Drop all state of a trace array that is being removed and does not have the event enabled."""
+        """Drop the filter and the EventFile of a trace array that is being removed.
+
+        The event must be disabled in the trace array.
+        """
         self.filters = _without(recorder, self.filters)
         self.files = _without(recorder, self.files)
         self.seen_by = _others(recorder, self.seen_by)
@@ -177,9 +180,9 @@ class TraceEvent(ABC):
         return False
 
     def enable(self, recorder: Recorder) -> None:
-        """Record hits in `recorder`. The first recorder starts the event.
+        """Record hits in the trace array `recorder`. If no other one has the event enabled, start the event.
 
-        Raises: KernelError ENODEV (the event was removed), any error of start().
+        Raises: KernelError ENODEV (the event was removed), or the error of start().
         """
         self.check_alive()
         if recorder in self.recorders:
@@ -197,9 +200,9 @@ class TraceEvent(ABC):
             self.seen_by += (recorder,)
 
     def disable(self, recorder: Recorder) -> None:
-        """Stop recording in `recorder`. The last recorder to leave stops the event.
+        """Stop recording in the trace array `recorder`. If it was the last one, stop the event.
 
-        Raises: KernelError ENODEV.
+        Raises: KernelError ENODEV (the event was removed).
         """
         self.check_alive()
         if recorder not in self.recorders:
@@ -217,16 +220,16 @@ class TraceEvent(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to take hits, because a first recorder has enabled the event. Raises: KernelError."""
+        """Begin to take hits, because a trace array has enabled the event. Raises: KernelError."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Stop taking hits, because the last recorder has disabled the event."""
+        """Stop taking hits, because no trace array has the event enabled any more."""
 
     def record(self, payload: bytes, hit: ProbeHit) -> None:
-        """Handle a hit: run the triggers, and write an entry to each recorder whose filter accepts it.
+        """Handle a hit: run the triggers, and write an entry to each trace array whose filter accepts it.
 
-        Hits of every kind of event pass here. `payload` is the entry without its common fields.
+        All kinds of events call this. `payload` is the entry without its common fields.
         """
         for recorder in self.recorders:
             file = self.files.get(recorder)
@@ -236,7 +239,7 @@ class TraceEvent(ABC):
                 recorder.record(self, payload, hit)
 
     def other_task(self, payload: bytes) -> int | None:  # noqa: ARG002
-        """Return the pid of a second task that a hit concerns, for lists of pids. Most events have none."""
+        """Return the pid of a second task that the lists of pids apply to, or None if the event has none."""
         return None
 
     def passes_filter(self, recorder: Recorder, payload: bytes, hit: ProbeHit) -> bool:
@@ -281,8 +284,8 @@ def _others(recorder: Recorder, recorders: tuple[Recorder, ...]) -> tuple[Record
 class EventFile:
     """An event in one trace array: its triggers, and its soft mode.
 
-    In soft mode the event counts as enabled: its hits come, so that triggers see them. They are recorded
-    unless the event is soft-disabled. Callers serialize; Linux holds event_mutex.
+    In soft mode the event is enabled, so that triggers get its hits. The hits are recorded unless the event
+    is soft-disabled. Callers hold the control lock, in the place of Linux's event_mutex.
     Mirrors: include/linux/trace_events.h:struct trace_event_file (v6.1).
     """
 
@@ -292,7 +295,7 @@ class EventFile:
         self.triggers: list[Trigger] = []
         self.soft_disabled = False
         self.is_special = False
-        """Whether a hit has to go through fire(). The value is cached because each hit reads it."""
+        """Cached value: whether a hit has to go through fire(), because of triggers or soft mode."""
         self._soft_references = 0
 
     @property
@@ -302,7 +305,7 @@ class EventFile:
 
     @property
     def enabled(self) -> bool:
-        """Whether hits are taken at all."""
+        """Whether hits of the event reach the trace array, even if they are not recorded."""
         return self.recorder in self.event.recorders
 
     def enabled_text(self) -> str:
@@ -316,18 +319,21 @@ class EventFile:
     # Enabling. Mirrors: kernel/trace/trace_events.c:__ftrace_event_enable_disable (v6.1).
 
     def enable(self) -> None:
-        """Record hits. Raises: KernelError (of the event)."""
+        """Record hits of the event. Raises: KernelError, as TraceEvent.enable()."""
         self.soft_disabled = False
         self.event.enable(self.recorder)
 
     def disable(self) -> None:
-        """Stop recording hits. In soft mode they are still taken."""
+        """Stop recording hits of the event. In soft mode, triggers still get the hits."""
         if not self.soft_mode:
             self.event.disable(self.recorder)
         self.soft_disabled = self.soft_mode
 
     def enable_soft(self) -> None:
-        """Add a user that needs the event's hits, such as a trigger. Raises: KernelError (of the event)."""
+        """Add a user that needs the event's hits, such as a trigger.
+
+        Raises: KernelError, as TraceEvent.enable().
+        """
         self._soft_references += 1
         if self._soft_references > 1:
             return
@@ -352,9 +358,9 @@ class EventFile:
         self._changed()
 
     def hold(self) -> None:
-        """Take hits for a trigger that switches this event, and prevent the event's removal.
+        """Enable soft mode for a trigger that switches this event, and prevent the event's removal.
 
-        Raises: KernelError (of the event).
+        Raises: KernelError, as TraceEvent.enable().
         """
         self.event.hold()
         try:
@@ -364,15 +370,16 @@ class EventFile:
             raise
 
     def let_go(self) -> None:
-        """Undo hold()."""
+        """Undo hold(): remove a user of soft mode and of the event."""
         self.disable_soft()
         self.event.let_go()
 
     # Triggers
 
     def add(self, trigger: Trigger, *, last: bool = False) -> None:
-        """Add a trigger before the others, or after them if `last`. Raises: KernelError (of the event).
+        """Add a trigger before the existing ones, or after them if `last` is set.
 
+        Raises: KernelError, as TraceEvent.enable().
         Mirrors: kernel/trace/trace_events_trigger.c:register_trigger, trace_event_trigger_enable_disable
         (v6.1).
         """
@@ -382,7 +389,7 @@ class EventFile:
         self._changed()
 
     def remove(self, trigger: Trigger) -> None:
-        """Remove a trigger, and release its resources."""
+        """Remove a trigger from the event, and release the trigger's resources."""
         self.triggers.remove(trigger)
         if not self.triggers:
             self.disable_soft()
@@ -397,21 +404,21 @@ class EventFile:
 
     @property
     def needs_entry(self) -> bool:
-        """Whether a trigger has to see the entry. Mirrors: update_cond_flag (v6.1)."""
+        """Whether a trigger needs the entry of the hit. Mirrors: update_cond_flag (v6.1)."""
         return any(trigger.needs_entry for trigger in self.triggers)
 
     def fire(self, payload: bytes, hit: ProbeHit) -> None:
         """Run the triggers and record the hit, unless it is soft-disabled or the filter rejects it.
 
-        Entries that triggers make follow the entry of the hit. They precede it if the hit may still be
-        rejected, because it then waits in the page for such entries.
+        Entries that triggers write follow the entry of the hit. If the hit may still be rejected, they come
+        first, because in Linux the hit's entry is still in trace_buffered_event.
         Mirrors: trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled, __event_trigger_test_discard
         (v6.1).
         """
         recorder = self.recorder
         deferred: list[Trigger] = []
         if self.needs_entry:
-            # The triggers may switch buffers, but the entry that they have seen stays in this one.
+            # The triggers may swap the buffers, but the entry that they have seen stays in this buffer.
             place = recorder.reserve()
             entry = recorder.entry(self.event, payload, hit)
             if len(entry.data) > MAX_DATA_SIZE:
@@ -421,8 +428,8 @@ class EventFile:
             waits = self._may_wait() and not hit.entry_waits
             is_first = place is not None and not waits and self._is_recorded(payload, hit)
             if is_first and not any(trigger.kind is TriggerKind.EVENT_ENABLE for trigger in self.triggers):
-                # Linux discards an entry if a trigger disables the event meanwhile. Such entries are not
-                # written early.
+                # Linux discards an entry if a trigger disables the event meanwhile. With a trigger of kind
+                # EVENT_ENABLE, the entry is therefore written after the triggers.
                 recorder.record(self.event, payload, hit, place)
                 place = None
             hit.entry_waits = others_wait or waits
@@ -447,12 +454,12 @@ class EventFile:
         return not self.soft_disabled and self.event.passes_filter(self.recorder, payload, hit)
 
     def _may_wait(self) -> bool:
-        """Return True if the entry may still be rejected, so that it is not written to the buffer at once."""
+        """Return True if soft mode or a filter may reject an entry, so that it is not written at once."""
         event_filter = self.event.filters.get(self.recorder)
         return self.soft_disabled or (event_filter is not None and event_filter.program is not None)
 
     def run_on_entry(self, entry: RawEntry, hit: ProbeHit) -> list[Trigger]:
-        """Run the triggers whose filters accept the entry. Return the triggers that run after it is written.
+        """Run triggers whose filters accept the entry; return triggers that must run after it is written.
 
         Mirrors: event_triggers_call (v6.1).
         """
@@ -468,7 +475,10 @@ class EventFile:
 
     @staticmethod
     def run_deferred(deferred: Iterable[Trigger], hit: ProbeHit) -> None:
-        """Run triggers that waited until the entry was written. Mirrors: event_triggers_post_call (v6.1)."""
+        """Run the triggers that run_on_entry() returned, after the entry was written.
+
+        Mirrors: event_triggers_post_call (v6.1).
+        """
         for trigger in deferred:
             if not trigger.paused:
                 trigger.fire(hit, None)

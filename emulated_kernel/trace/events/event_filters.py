@@ -1,4 +1,4 @@
-"""The filter files of events and groups: writing, clearing and reading, including parse errors."""
+"""EventFilters: the filter files of events and groups, including the parse errors that they show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP_FILTER_TEXT = """\
 # Only events with the given fields will be affected.
 # If no events are modified, an error message will be displayed here
 """
-"""Contents of a group's filter file. Linux: the error message that its last line promises never appears."""
+"""Text of a group's filter file. Linux: the error message that its last line promises never appears."""
 
 _LOCATION = "event filter parse error"
 _NO_FILTER = "none\n"
@@ -28,10 +28,10 @@ _CLEAR = "0"
 
 
 class EventFilters:
-    """The filters of one trace array's events.
+    """Sets, clears and shows the filters of one trace array's events.
 
-    The events hold them, so a removed event takes its filter along.
-    `recorder` is the trace array. Callers serialize; Linux holds event_mutex.
+    `recorder` is the trace array. The events hold their filters, so a removed event takes its filter along.
+    Callers hold the control lock, in the place of Linux's event_mutex.
     Mirrors: kernel/trace/trace_events_filter.c (v6.1).
     """
 
@@ -40,19 +40,19 @@ class EventFilters:
         self._error_log = error_log
 
     def text(self, event: TraceEvent) -> str:
-        """Return the contents of an event's filter file.
+        """Return the text of an event's filter file.
 
-        Linux: they are empty if they do not fit into a page.
+        Linux: the text is empty if it does not fit into a page.
         Mirrors: print_event_filter (v6.1).
         """
         event_filter = event.filters.get(self._recorder)
         return to_text(_within_page([f"{event_filter.text}\n"])) if event_filter else _NO_FILTER
 
     def write(self, event: TraceEvent, data: bytes) -> None:
-        """Set the event's filter. "0" clears it.
+        """Set the event's filter to the written text. "0" clears the filter.
 
-        A filter that cannot be parsed clears it too, and the file shows the error then.
-        Raises: KernelError EINVAL (a page or more), FilterParseError (as parse_filter does).
+        If the text cannot be parsed, the event has no filter afterwards, and the file shows the error.
+        Raises: KernelError EINVAL (a page or more), FilterParseError, as parse_event_filter().
         Mirrors: apply_event_filter (v6.1).
         """
         text = _written(data)
@@ -65,10 +65,10 @@ class EventFilters:
             raise failure
 
     def write_group(self, events: Sequence[TraceEvent], data: bytes) -> None:
-        """Set the filter of all these events, in order of registration. "0" clears the filters.
+        """Set the filter of all events of a group. "0" clears the filters.
 
-        Linux: the write succeeds even if the filter is wrong for some events; the newest event is first in
-        error_log.
+        `events` are in order of registration. Linux: the write succeeds even if the filter is wrong for some
+        events; error_log shows the error of the newest event first.
         Raises: KernelError EINVAL (a page or more), ENODEV (there are no events).
         Mirrors: apply_subsystem_event_filter (v6.1).
         """
@@ -106,7 +106,7 @@ def log_filter_error(error_log: ErrorLog, text: str, failure: FilterParseError) 
 
 
 def _written(data: bytes) -> str:
-    """Return the written text up to a NUL, without trailing blanks."""
+    """Return the written text up to a NUL, without trailing blanks. Raises: KernelError EINVAL (too long)."""
     if len(data) >= PAGE_SIZE:
         raise KernelError(errno.EINVAL, "event filter: the text is too long; write less than a page")
     return decode_command(data.partition(b"\0")[0]).rstrip(SPACES)
@@ -117,7 +117,10 @@ def _is_clear(text: str) -> bool:
 
 
 def _error_text(text: str, failure: FilterParseError) -> str:
-    """Return the filter followed by the error, whose caret stays within the text."""
+    """Return the text of a filter file after a parse error: the filter, a caret below it, and the error.
+
+    The caret is at most one column after the filter's end.
+    """
     if failure.error is None:
         return _within_page([text, "\nError: (0)\n"])
     column = min(failure.column, len(text))
@@ -126,7 +129,10 @@ def _error_text(text: str, failure: FilterParseError) -> str:
 
 
 def _within_page(parts: Iterable[str]) -> str:
-    """Join the first parts that fit into a page with a NUL. Mirrors: kernel/trace/trace_seq.c (v6.1)."""
+    """Join the first parts that fit into a page with a NUL at the end.
+
+    Mirrors: kernel/trace/trace_seq.c (v6.1).
+    """
     text = ""
     for part in parts:
         if len(text) + len(part) >= PAGE_SIZE:

@@ -11,16 +11,16 @@ from emulated_kernel.trace.text.numbers import kstrtoul
 from emulated_kernel.util.errors import KernelError
 
 PID_LIMIT = 1 << 30
-"""Upper bound of pids, which are smaller. Mirrors: kernel/trace/pid_list.h:MAX_PID (v6.1)."""
+"""Exclusive upper bound of the pids in a list. Mirrors: kernel/trace/pid_list.h:MAX_PID (v6.1)."""
 _PID_MASK = (1 << 32) - 1
 _SWITCH = "sched_switch"
 
 
 class PidList:
-    """A list of pids that is read and written through a file. An empty list filters nothing."""
+    """A list of pids that is read and written through a file. An empty list excludes no task."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        """Create an empty list. `changed` is called after each change."""
+        """Create an empty list. `changed` is called after each change of the list."""
         self.pids: frozenset[int] = frozenset()
         self._changed = changed
 
@@ -30,9 +30,9 @@ class PidList:
             self._changed()
 
     def write(self, data: bytes) -> int:
-        """Add the pids of one written text, and return the number of bytes taken.
+        """Add the pids in one written text, and return the number of bytes taken.
 
-        If one is invalid, add none.
+        If a pid is invalid, add none of them.
         Raises: KernelError EINVAL (not a number), EPERM (too big). Mirrors: trace_pid_write (v6.1).
         """
         pids = set(self.pids)
@@ -51,16 +51,16 @@ class PidList:
         self._set(frozenset())
 
     def records(self) -> list[str]:
-        """Return the lines of the file."""
+        """Return the lines of the file, one for each pid in ascending order."""
         return [f"{pid}\n" for pid in sorted(self.pids)]
 
     def follow(self, parent: int, child: int) -> None:
-        """Add a new child if its parent is on the list."""
+        """Add the pid of a new child if its parent's pid is on the list."""
         if parent in self.pids:
             self._set(self.pids | {child})
 
     def forget(self, pid: int) -> None:
-        """Remove a task that has ended."""
+        """Remove the pid of a task that has ended."""
         if pid in self.pids:
             self._set(self.pids - {pid})
 
@@ -74,9 +74,9 @@ class EventPids:
         `changed` is called when answers of ignores() may have changed.
         """
         self.traced = kind(changed)
-        """If the list is not empty, only events of these tasks are recorded."""
+        """The list set_event_pid. If it is not empty, only events of its tasks are recorded."""
         self.untraced = kind(changed)
-        """Events of these tasks are not recorded."""
+        """The list set_event_notrace_pid. Events of its tasks are not recorded."""
 
     @property
     def is_active(self) -> bool:
@@ -84,14 +84,13 @@ class EventPids:
         return bool(self.traced.pids or self.untraced.pids)
 
     def ignores(self, pid: int) -> bool:
-        """Return True if events of this task are not recorded. Mirrors: trace_ignore_this_task (v6.1)."""
+        """Return True if the lists exclude the task `pid`. Mirrors: trace_ignore_this_task (v6.1)."""
         traced = self.traced.pids
         return (bool(traced) and pid not in traced) or pid in self.untraced.pids
 
     def ignores_switch(self, before: int, after: int) -> bool:
-        """Return True if a switch between two tasks is not recorded.
+        """Return True if a single list excludes both tasks of a task switch, so that it is not recorded.
 
-        That is so only if one list excludes both tasks.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_switch_probe_pre (v6.1).
         """
         traced = self.traced.pids
@@ -103,7 +102,7 @@ class EventPids:
         """Return True if an event of task `pid` is not recorded.
 
         `payload` is the entry without its common fields.
-        The scheduler's events also count for a second task: the one that is switched to or woken up.
+        Some events of the scheduler concern a second task: the task that is switched to or woken up.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_wakeup_probe_pre (v6.1).
         """
         other = event.other_task(payload)

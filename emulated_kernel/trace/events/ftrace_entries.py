@@ -1,4 +1,4 @@
-"""Group ftrace: the formats of tracing's own entries, for clients that read them in binary.
+"""Events of the group ftrace: the formats of tracing's own entries, for clients that read binary records.
 
 Mirrors: kernel/trace/trace_entries.h, kernel/trace/trace_export.c (v6.1).
 """
@@ -28,12 +28,12 @@ _CALL = "unsigned long ip; unsigned long parent_ip"
 
 @dataclass(frozen=True)
 class FtraceEntry:
-    """An entry's type, fields and print format. If `packed`, its fields are not aligned."""
+    """The format of one type of entry. If `packed` is set, the fields are not aligned."""
 
     id: int
     name: str
     fields: str
-    """Declarations in C, separated by semicolons."""
+    """Declarations of the fields in C, separated by semicolons."""
     print_fmt: str
     packed: bool = False
 
@@ -117,17 +117,17 @@ FTRACE_ENTRIES = (
         r'"seq:%u\tcontext:%d\ttimer_latency:%llu\n", REC->seqnum, REC->context, REC->timer_latency',
     ),
 )
-"""All entries that Linux exports in any configuration, except `print`; see PrintEvent."""
+"""All entry types that Linux exports in any configuration, except `print`, for which PrintEvent exists."""
 _SIZES = {
     "char": 1, "unsigned char": 1, "u16": 2, "int": 4, "unsigned int": 4, "u32": 4,
     "u64": 8, "s64": 8, "unsigned long long": 8,
 }  # fmt: skip
-"""Type -> size in bytes. Other types are as wide as an unsigned long."""
+"""C type -> size in bytes. Types that are not in the map have the size of an unsigned long."""
 _SIGNED = frozenset(("char", "int", "long", "s64"))
 
 
 def ftrace_entry_events(word_size: int) -> Iterator[TraceEvent]:
-    """Yield an event for each entry."""
+    """Yield an event for each entry type in FTRACE_ENTRIES."""
     for entry in FTRACE_ENTRIES:
         yield FtraceEntryEvent(entry.id, entry.name, _fields(entry, word_size), entry.print_fmt, word_size)
 

@@ -1,4 +1,4 @@
-"""The order in which Linux 6.1 links its static events, which is the order of its lists."""
+"""The order in which Linux 6.1 links its static events, which is the order of events in tracefs's files."""
 
 from __future__ import annotations
 
@@ -98,8 +98,9 @@ _LINKED = """
     net_dev_xmit_timeout net_dev_xmit net_dev_start_xmit skb: skb_copy_datagram_iovec consume_skb
     kfree_skb
 """
-"""Names of events, each group's after the group's name. A system call's exit event precedes its entry event.
+"""Event names in link order. A word with a colon is the group of the names after it.
 
+In the group syscalls, the names are those of system calls; a call's exit event precedes its entry event.
 Mirrors: available_events of a distribution's 6.1, for the groups that a kernel without drivers can have.
 """
 
@@ -121,5 +122,5 @@ _RANKS = {event: rank for rank, event in enumerate(linux_events())}
 
 
 def link_rank(group: str, name: str) -> int:
-    """Return the position of a static event in link order. Events that Linux does not have come last."""
+    """Return the position of a static event in link order, or the end for an event that Linux lacks."""
     return _RANKS.get((group, name), len(_RANKS))

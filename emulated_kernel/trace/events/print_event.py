@@ -19,7 +19,7 @@ FTRACE_SYSTEM = "ftrace"
 
 
 class FtraceEntryEvent(TraceEvent):
-    """An event of tracing's own entries. It cannot be enabled, and exists for its format."""
+    """An event for a type of tracing's own entries. It cannot be enabled; it exists for its `format` file."""
 
     is_switchable = False
 
@@ -32,22 +32,25 @@ class FtraceEntryEvent(TraceEvent):
         self._word_size = word_size
 
     def start(self) -> None:
-        """Do nothing: the entries are written when tracing needs them."""
+        """Do nothing: tracing writes the entries without the event."""
 
     def stop(self) -> None:
-        """Do nothing, as start() does."""
+        """Do nothing: the event is never started."""
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the same text as for an entry without an event, except for the newline."""
+        """Return the text of the entry from ENTRY_PRINTERS, without the newline."""
         style = AddressStyle(symbols, self._word_size, sym_addr=sym_addr)
         return ENTRY_PRINTERS[self.id](payload, style).removesuffix("\n")
 
 
 class PrintEvent(FtraceEntryEvent):
-    """Event ftrace:print. Mirrors: kernel/trace/trace_entries.h, the entry `print` (v6.1)."""
+    """The event ftrace:print of markers, which can have triggers.
+
+    Mirrors: kernel/trace/trace_entries.h, the entry `print` (v6.1).
+    """
 
     def __init__(self, word_size: int, marker_ip: int) -> None:
-        """Make the event. `marker_ip` is the address of the code that writes markers."""
+        """Create the event. `marker_ip` is the address of the code that writes markers."""
         fields = (
             EventField("unsigned long", "ip", COMMON_SIZE, word_size, False),
             EventField("char[]", "buf", COMMON_SIZE + word_size, 0, True),
@@ -57,10 +60,10 @@ class PrintEvent(FtraceEntryEvent):
         self.marker_ip = marker_ip
 
     def written(self, recorder: Recorder, text: bytes, hit: ProbeHit) -> Callable[[], None] | None:
-        """Run the triggers of a trace array before a marker is recorded there.
+        """Run the event's triggers in a trace array before a marker is recorded in it.
 
-        Return a function that runs the triggers that wait until the marker is recorded, or None if there are
-        no triggers.
+        Return a function that runs the triggers for the time after the marker is recorded, or None if the
+        event has no triggers.
         Mirrors: tracing_mark_write (v6.1).
         """
         file = self.files.get(recorder)

@@ -1,6 +1,6 @@
 """Compiler for print formats: the C expressions in a static event's `format` file, run on a record.
 
-Numbers are Python's. A cast, a comparison or a conversion wraps them to the width that C uses there.
+Numbers are Python's, without a width. A cast, a comparison or a conversion wraps a number to C's width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class PrintContext:
-    """The data for printing one record: the entry without its common fields, and the names of addresses."""
+    """The data for printing one record: the entry without its common fields, and the kernel's symbols."""
 
     payload: bytes
     symbols: KernelSymbols
@@ -43,16 +43,16 @@ class KernelNames:
 
     variables: Mapping[str, Callable[[], int]]
     constants: Mapping[str, int]
-    """Enumerators."""
+    """Name of an enumerator -> its value."""
     sizes: Mapping[str, int]
     """Name of a struct -> its size in bytes, for pointer arithmetic."""
     functions: Mapping[str, Callable[[int], int]]
-    """Functions of the kernel with one number as argument."""
+    """Name of a kernel function with one argument -> Python function that computes its result."""
 
 
 @dataclass(frozen=True)
 class _Pointer:
-    """An expression whose value is a pointer; `size` is the size in bytes of the object pointed to."""
+    """An expression whose value is a pointer to an object of `size` bytes."""
 
     value: Expression
     size: int
@@ -282,7 +282,7 @@ class _FmtParser:
         return self._function(name, arguments)
 
     def _function(self, name: str, arguments: Sequence[Expression]) -> Expression:
-        """Compile a call of a function that takes expressions."""
+        """Compile a call of a function whose arguments are expressions."""
         match name, arguments:
             case "__builtin_expect", (value, _):
                 return value
@@ -299,7 +299,7 @@ class _FmtParser:
         raise ValueError(f"print fmt: no function {name!r}")
 
     def _table(self, *, flags: bool) -> Expression:
-        """Parse the rest of __print_flags() or __print_symbolic()."""
+        """Parse the arguments of __print_flags() or __print_symbolic(), and compile the call."""
         value = self.expression()
         self._expect(",")
         delimiter = ""
@@ -359,13 +359,13 @@ def _apply(
 
 
 def _location(context: PrintContext, field: EventField) -> tuple[int, int]:
-    """Return the offset in the entry, and the size, of a dynamic array."""
+    """Return offset in the entry and size of the dynamic array that a __data_loc field describes."""
     location = context.number(field.offset, 4, signed=False)
     return location & 0xFFFF, location >> 16
 
 
 def _dynamic_array(field: EventField) -> Expression:
-    """Compile the bytes of a dynamic array into one number, which is how arrays are represented here."""
+    """Compile __get_dynamic_array(), whose value is all bytes of the array as one little-endian number."""
     return lambda context: context.number(*_location(context, field), signed=False)
 
 
@@ -395,7 +395,7 @@ _OF_ARRAYS: Mapping[str, Callable[[EventField], Expression]] = {
 def _bytes_of(value: Value, size: int) -> bytes:
     """Return the first `size` bytes of an array that is represented as a number.
 
-    The size comes from a record, so it may be anything. It is limited to a page, since no line is longer.
+    Hazard: the size comes from a record and may have any value. It is limited to a page, as a line is.
     """
     size = max(0, min(size, PAGE_SIZE))
     return unsigned(value, 8 * size).to_bytes(size, "little")
@@ -409,7 +409,7 @@ def _array(value: Value, count: int, size: int) -> str:
 
 
 def _type_of(words: Sequence[str], word_bits: int) -> tuple[int, bool]:
-    """Return the bits and the signedness of a cast's type."""
+    """Return the width in bits and the signedness of a cast's type."""
     if "*" in words:
         return word_bits, False
     if "long" in words or "size_t" in words:

@@ -16,11 +16,12 @@ from emulated_kernel.util.fast_dataclass import dataclass
 FIRST_EVENT_ID = 1 << 15
 """The first id of a registered event.
 
-Lower ids belong to tracing's own entries and to the host's events. perf_event_open(2) takes the latter by
-number only.
+Lower ids belong to tracing's own entries and to events of the host kernel. perf_event_open(2) takes an event
+by id only, so an id of this kernel must not be one of the host's.
 Deviates: Linux's ids begin at __TRACE_LAST_TYPE.
 """
 LAST_EVENT_ID = 0xFFFF
+"""The last id, because common_type is a u16."""
 
 
 class EventWatcher(ABC):
@@ -37,11 +38,12 @@ class EventWatcher(ABC):
 
 @dataclass(frozen=True)
 class EventIds:
-    """The ids of events in a former kernel, so that a new one can use the same ids."""
+    """The ids of events in a former kernel, for a new kernel that gives equal events the same ids."""
 
     next_id: int
+    """The lowest id that no event of the former kernel has had."""
     names: Mapping[int, tuple[str, str]]
-    """Id -> group and name."""
+    """Id -> group and name of the event."""
 
 
 class EventRegistry:
@@ -52,17 +54,17 @@ class EventRegistry:
         self._next_id = first_id
         self._by_id: dict[int, TraceEvent] = {}
         self._free_ids: list[int] = []
-        """Heap of ids that were given back."""
+        """Heap of the ids of removed events, which can be used again."""
         self._kept_ids: dict[tuple[str, str], int] = {}
         self._groups: dict[str, dict[str, TraceEvent]] = {}
         self._watchers: list[EventWatcher] = []
         self.registered = 0
-        """Number of events that were ever registered."""
+        """Count of all registrations of events so far; removals do not reduce it."""
         self._numbers: dict[TraceEvent, int] = {}
-        """Event -> value of `registered` when it was added; in order of registration."""
+        """Event -> count of registrations before its own; in order of registration."""
 
     def watch(self, watcher: EventWatcher) -> None:
-        """Notify the watcher of later changes."""
+        """Call the watcher's methods when events are added or removed from now on."""
         self._watchers.append(watcher)
 
     def __iter__(self) -> Iterator[TraceEvent]:
@@ -70,11 +72,11 @@ class EventRegistry:
         return iter(self._numbers)
 
     def find(self, group: str, name: str) -> TraceEvent | None:
-        """Return the event of that name, or None."""
+        """Return the event `name` of a group, or None."""
         return self.in_group(group).get(name)
 
     def by_id(self, event_id: int) -> TraceEvent | None:
-        """Return the event whose entries have this common_type, or None."""
+        """Return the event with an id, which is the common_type of its entries, or None."""
         return self._by_id.get(event_id)
 
     def has_group(self, group: str) -> bool:
@@ -92,9 +94,9 @@ class EventRegistry:
     def listed(self, older: int, among: Iterable[TraceEvent] | None = None) -> Iterator[TraceEvent]:
         """Iterate over events in the order in which a trace array lists them.
 
-        `older` is the number of events that were registered before the trace array was made. Later events
-        come first, newest first; then the older ones follow in order of registration. `among` restricts the
-        list to these events.
+        `older` is the value of `registered` when the trace array was created. Later events come first, newest
+        first. Older events follow in order of registration. `among` restricts the list to some events, which
+        must be in order of registration.
         """
         events = [*(self if among is None else among)]
         newer = 0
@@ -103,7 +105,7 @@ class EventRegistry:
         return chain(reversed(events[len(events) - newer :]), events[: len(events) - newer])
 
     def add(self, event: TraceEvent) -> None:
-        """Register the event and give it an id. Ids are reused only after all of them were used once.
+        """Register an event and give it an id. Ids are reused only after each id was used once.
 
         Raises: KernelError EEXIST (name in use), ENODEV (no id left).
         Mirrors: kernel/trace/trace_output.c:register_trace_event (v6.1).
@@ -116,26 +118,26 @@ class EventRegistry:
         self.add_own(event)
 
     def ids(self) -> EventIds:
-        """Return the ids that are in use, and the next new one."""
+        """Return the ids of all events, for keeping() of another kernel's registry."""
         return EventIds(self._next_id, {event_id: (e.group, e.name) for event_id, e in self._by_id.items()})
 
     @contextmanager
     def keeping(self, former: EventIds) -> Iterator[None]:
-        """Give events that are added in this context the ids that their names had in `former`."""
+        """Give events that are added in the `with` block the ids that their names had in `former`."""
         self._next_id = max(self._next_id, former.next_id)
         self._kept_ids = {name: event_id for event_id, name in former.names.items()}
         try:
             yield
         finally:
             self._kept_ids = {}
-            # Unused ids are given out again after there are no new ones.
+            # Ids below next_id that are unused here are given out after all new ids are used.
             used = self._by_id.keys()
             self._free_ids = [each for each in range(self._first_id, self._next_id) if each not in used]
 
     def add_own(self, event: TraceEvent) -> None:
-        """Register an event of an entry type that tracing itself writes (events/ftrace).
+        """Register an event of the group ftrace, whose id is the fixed number of its entry type.
 
-        The id is the fixed number of that type. Its records are formatted without the registry.
+        by_id() does not find the event, because ENTRY_PRINTERS prints its entries.
         """
         self._numbers[event] = self.registered
         self.registered += 1
@@ -144,7 +146,7 @@ class EventRegistry:
             watcher.event_added(event)
 
     def remove(self, event: TraceEvent) -> None:
-        """Unregister an event."""
+        """Unregister an event and free its id."""
         del self._by_id[event.id], self._numbers[event]
         heappush(self._free_ids, event.id)
         group = self._groups[event.group]
@@ -156,7 +158,7 @@ class EventRegistry:
 
     @property
     def ids_left(self) -> int:
-        """Number of events that can still be registered."""
+        """Number of free ids, which is the number of events that can still be registered."""
         return LAST_EVENT_ID + 1 - self._next_id + len(self._free_ids)
 
     def _take_id(self) -> int:

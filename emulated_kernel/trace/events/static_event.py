@@ -1,4 +1,4 @@
-"""Static events: events of the tracepoints in the kernel image."""
+"""Static events, which are the events of the tracepoints in the kernel image."""
 
 from __future__ import annotations
 
@@ -20,31 +20,34 @@ _OTHER_TASKS = {
 }
 
 RecordHandler = Callable[[bytes, ProbeHit], None]
-"""Function that takes a tracepoint's record without its common fields, and the hit."""
+"""Handler of a tracepoint's records; its arguments are the record without common fields, and the hit."""
 
 
 class Tracepoint:
-    """A tracepoint: a place in the kernel that makes records while its event is enabled."""
+    """A tracepoint: a place in the kernel that passes records to handlers while it is switched on."""
 
     def __init__(self, switch: Callable[[bool], None]) -> None:
         self._switch = switch
         self.handlers: tuple[RecordHandler, ...] = ()
 
     def subscribe(self, handler: RecordHandler, /) -> None:
-        """Pass each record to `handler`. The first subscriber switches the tracepoint on."""
+        """Pass each record of the tracepoint to `handler`. The first handler switches the tracepoint on."""
         if not self.handlers:
             self._switch(True)
         self.handlers += (handler,)
 
     def unsubscribe(self, handler: RecordHandler, /) -> None:
-        """Stop passing records to `handler`. Without handlers the tracepoint is off and costs nothing."""
+        """Stop passing records to `handler`. If no handler is left, switch the tracepoint off."""
         self.handlers = tuple(each for each in self.handlers if each != handler)
         if not self.handlers:
             self._switch(False)
 
 
 def layout_fields(definitions: Iterable[FieldDefinition]) -> Iterator[EventField]:
-    """Yield fields with their offsets. Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1)."""
+    """Compute the offsets of an event's fields, and yield the fields.
+
+    Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1).
+    """
     offset = COMMON_SIZE
     for each in definitions:
         offset += -offset % each.align
@@ -53,7 +56,7 @@ def layout_fields(definitions: Iterable[FieldDefinition]) -> Iterator[EventField
 
 
 class StaticEvent(TraceEvent):
-    """An event whose records are filled in by the guest at a tracepoint."""
+    """The event of a tracepoint, whose records the guest fills in."""
 
     def __init__(
         self,
@@ -67,8 +70,8 @@ class StaticEvent(TraceEvent):
     ) -> None:
         """Create the event of a tracepoint.
 
-        `names` returns the kernel's names that the print format may use; it is called when the first line is
-        printed.
+        `names` returns the kernel's names that the print format may use. It is called when the first record
+        is printed.
         """
         super().__init__(group, name, fields, print_fmt)
         self.tracepoint = tracepoint
@@ -76,7 +79,7 @@ class StaticEvent(TraceEvent):
         self._word_size = word_size
 
     def other_task(self, payload: bytes) -> int | None:
-        """Return the pid of the task that is switched to or woken up.
+        """Return the pid of the task that is switched to or woken up, or None for other events.
 
         Mirrors: kernel/trace/trace_events.c:register_pid_events (v6.1).
         """
@@ -100,6 +103,6 @@ class StaticEvent(TraceEvent):
         return compile_print_fmt(self.print_fmt, fields, self._word_size, self._names())
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the record formatted by the event's print format."""
+        """Return the text of a record, as the event's print format prints it."""
         del sym_addr
         return self._print(PrintContext(payload, symbols))

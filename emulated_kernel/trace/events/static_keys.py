@@ -1,4 +1,4 @@
-"""Static keys: branches that are nops in the text, or jumps while their key is on."""
+"""Static keys: branches in the text that are nops while their key is off, and jumps while it is on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 
 
 class StaticKeys:
-    """Patches the jump labels of keys. Mirrors: kernel/jump_label.c:__jump_label_update (v6.1)."""
+    """Switches static keys by patching their jump labels in the text.
+
+    Mirrors: kernel/jump_label.c:__jump_label_update (v6.1).
+    """
 
     def __init__(
         self, labels: Iterable[JumpLabel], machine: ProbedMachine, poker: TextPoker, arch: Arch
@@ -27,7 +30,7 @@ class StaticKeys:
         self.add(labels)
 
     def add(self, labels: Iterable[JumpLabel]) -> None:
-        """Add branches of a loaded module. If their keys are on, make them jumps.
+        """Add branches of the kernel or a loaded module. Patch the branches whose keys are on into jumps.
 
         Mirrors: kernel/jump_label.c:jump_label_add_module (v6.1).
         """
@@ -37,7 +40,7 @@ class StaticKeys:
                 self._flip((label,), True)
 
     def remove(self, labels: Iterable[JumpLabel]) -> None:
-        """Forget branches whose text is being unloaded. The text is not changed."""
+        """Forget branches in text that is being unloaded. The text is not changed."""
         gone: dict[int, set[int]] = {}
         for label in labels:
             gone.setdefault(label.key, set()).add(label.code)
@@ -47,7 +50,7 @@ class StaticKeys:
                 self._labels[key] = left
 
     def switch(self, key: int, on: bool) -> None:
-        """Turn all branches of the key into jumps, or back into nops."""
+        """Patch all branches of the key at address `key` into jumps if `on` is set, else back into nops."""
         if on:
             self._on.add(key)
         else:
@@ -59,14 +62,14 @@ class StaticKeys:
         for label in labels:
             jump = self.jump(label)
             insns[label.code] = jump if on else self._text.original(label.code, len(jump))
-            # A CPU that runs into the poker's breakpoint continues as the new instruction would.
+            # A CPU that hits the poker's breakpoint continues where the new instruction would continue.
             self._breakpoints[label.code] = partial(_go, label.target if on else label.code + len(jump))
         self._poker.replace_all(insns)
         for code in insns:
             del self._breakpoints[code]
 
     def jump(self, label: JumpLabel) -> bytes:
-        """Return the jump instruction that the text has while the key is on."""
+        """Return the jump instruction that replaces a branch's nop while its key is on."""
         return self._arch.relative_jump(label.code, label.target)
 
 

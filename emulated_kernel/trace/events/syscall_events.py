@@ -1,4 +1,4 @@
-"""Events of single system calls, made from the raw_syscalls records that every call produces."""
+"""Events of single system calls, which are computed from the raw_syscalls records of all calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP = "syscalls"
 
 
 class SyscallTracepoint:
-    """The entry or the exit of all system calls. Passes each record to the event of its system call.
+    """Dispatcher for the entries or exits of all system calls: passes a record to the event of its call.
 
     Mirrors: kernel/trace/trace_syscalls.c:ftrace_syscall_enter, ftrace_syscall_exit (v6.1).
     """
@@ -24,15 +24,15 @@ class SyscallTracepoint:
     def __init__(self, raw: Tracepoint, word_size: int) -> None:
         """Create the dispatcher for entries or exits.
 
-        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit, whose records begin with the call's
-        number.
+        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. Its records begin with the number of
+        the system call.
         """
         self._raw = raw
         self.word_size = word_size
         self._events: dict[int, SyscallEvent] = {}
 
     def start(self, event: SyscallEvent) -> None:
-        """Pass the records of the event's system call to the event."""
+        """Begin to pass the records of the event's system call to the event."""
         if not self._events:
             self._raw.subscribe(self._record)
         self._events[event.syscall.nr] = event
@@ -55,7 +55,7 @@ class SyscallTracepoint:
 
 
 class SyscallEvent(TraceEvent):
-    """Base of entry and exit events. Their records are `int __syscall_nr`, followed by words."""
+    """Base class of entry and exit events, whose records are `int __syscall_nr`, followed by words."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class SyscallEvent(TraceEvent):
         fields: Sequence[tuple[str, str, bool]],
         print_fmt: str = "",
     ) -> None:
-        """Create an event. `fields` has the type, the name and the signedness of each word."""
+        """Create an event. `fields` has type, name and signedness of each word after `__syscall_nr`."""
         self.syscall = syscall
         self._calls = calls
         word = calls.word_size
@@ -87,12 +87,12 @@ class SyscallEvent(TraceEvent):
 
     @abstractmethod
     def words(self, raw: bytes) -> bytes:
-        """Return the words of a raw record that the event records. `raw` is the record after its number."""
+        """Return the words that the event records. `raw` has the words after the number in a raw record."""
 
     def print_line(
         self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
     ) -> str:
-        """Return the line of `trace`. Linux: it does not begin with the event's name."""
+        """Return the text that `trace` shows after the timestamp. Linux: the event's name is not in it."""
         del verbose
         return self.print_record(payload, symbols, sym_addr=sym_addr)
 
@@ -111,7 +111,7 @@ class SyscallEnter(SyscallEvent):
 
     @property
     def print_fmt(self) -> str:
-        """The print format as in the `format` file.
+        """The print format, as the `format` file shows it.
 
         Mirrors: kernel/trace/trace_syscalls.c:__set_enter_print_fmt (v6.1).
         """
@@ -123,7 +123,7 @@ class SyscallEnter(SyscallEvent):
         return raw[: self._word * len(self.syscall.args)]
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Format the record of a system call: NAME(argument: value, ...).
+        """Return the text of a system call's record: NAME(argument: value, ...).
 
         Mirrors: kernel/trace/trace_syscalls.c:print_syscall_enter (v6.1).
         """
@@ -133,7 +133,7 @@ class SyscallEnter(SyscallEvent):
     def print_line(
         self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
     ) -> str:
-        """Return the line of `trace`. With the option verbose it has the types of the arguments."""
+        """Return the text that `trace` shows after the timestamp, with argument types if `verbose` is set."""
         del symbols, sym_addr
         pairs = zip(self.syscall.types, self.syscall.args, strict=True)
         return self._call(
@@ -146,7 +146,7 @@ class SyscallEnter(SyscallEvent):
 
 
 class SyscallExit(SyscallEvent):
-    """Event sys_exit_NAME, which has the result."""
+    """Event sys_exit_NAME, which has one word for the result."""
 
     def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
         name = syscall.name.replace("sys_", "sys_exit_", 1)
@@ -156,7 +156,7 @@ class SyscallExit(SyscallEvent):
         return raw[: self._word]
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the call with its result.
+        """Return the text of a system call's result: NAME -> result.
 
         Mirrors: kernel/trace/trace_syscalls.c:print_syscall_exit (v6.1).
         """

@@ -1,9 +1,9 @@
-"""The image's tracepoints. Static keys switch them; the host reads the records that the guest commits."""
+"""Tracepoints of the kernel image: static keys switch them, and the host reads the guest's records."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -28,18 +28,18 @@ _ENUM = "enum."
 
 
 class Tracepoints:
-    """All tracepoints of an image, and their events."""
+    """All tracepoints of an image and their events; takes the records when the guest commits them."""
 
     def __init__(
         self,
         image: KernelImage,
         memory: Memory,
-        breakpoints: dict[int, Callable[[Any], object]],
+        breakpoints: MutableMapping[int, Callable[[Any], object]],
         keys: StaticKeys,
         hit: ProbeHit,
         argument_registers: Sequence[str],
     ) -> None:
-        """Create an empty table; events() fills it. `hit` is updated with each record."""
+        """Create an empty table of tracepoints, which events() fills. Each record sets `hit.regs`."""
         self._image = image
         self._memory = memory
         self._breakpoints = breakpoints
@@ -48,17 +48,17 @@ class Tracepoints:
         self._points: dict[int, Tracepoint] = {}
         """Address of the struct trace_event_call -> tracepoint."""
         self.by_name: dict[str, Tracepoint] = {}
-        """GROUP:EVENT -> tracepoint."""
+        """GROUP:EVENT -> tracepoint; complete after events() was iterated."""
         self.syscalls = tuple(syscall_definitions(image))
         self._word = image.bits // 8
         self._arguments: Callable[[Any], tuple[int, int, int]] = attrgetter(*argument_registers[:3])
-        """Returns the first three arguments of the function by which the guest commits a record."""
+        """Returns the three arguments of host_trace_commit(), by which the guest commits a record."""
 
     def _commit(self, regs: Any) -> None:
         """Pass a record that the guest has filled in to the handlers of its tracepoint.
 
-        The guest continues after the breakpoint, where its IP already is. Any guest code may call the
-        function with any arguments, so invalid ones are ignored.
+        This handles the breakpoint at host_trace_commit(). The IP is already after the breakpoint.
+        Hazard: any guest code may call the function with any arguments, so invalid arguments are ignored.
         """
         call, entry, size = self._arguments(regs)
         point = self._points.get(call)
@@ -87,7 +87,7 @@ class Tracepoints:
             fields = layout_fields(each.fields)
             yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, self._names, self._word)
         if self._points:
-            # The breakpoint stays: a CPU may still be on its way there when the last event is disabled.
+            # The breakpoint is never removed: a CPU may be about to hit it when the last event is disabled.
             self._breakpoints[self._address("host_trace_commit")] = self._commit
         if raw:
             entry = SyscallTracepoint(_named(raw, "sys_enter"), self._word)
@@ -97,7 +97,7 @@ class Tracepoints:
                 yield SyscallExit(syscall, end)
 
     def _names(self) -> KernelNames:
-        """Return the names that print formats may use."""
+        """Return the kernel's names that print formats may use."""
         abi = self._image.abi
         variables = {"vmemmap_base": partial(self._variable, "vmemmap_base")}
         constants = {key[len(_ENUM) :]: value for key, value in abi.items() if key.startswith(_ENUM)}

@@ -1,4 +1,4 @@
-"""The interface of triggers: actions that run at the hits of an event."""
+"""Trigger, the base class of the actions that run at the hits of an event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.trace.ring.trace_entry import RawEntry
 
 
 class TriggerKind(Enum):
-    """Kinds of triggers. An event has at most one trigger each of TRACE_ONOFF, SNAPSHOT and STACKTRACE.
+    """Kind of a trigger. An event has at most one trigger each of TRACE_ONOFF, SNAPSHOT and STACKTRACE.
 
     Mirrors: include/linux/trace_events.h:event_trigger_type (v6.1).
     """
@@ -27,23 +27,28 @@ class TriggerKind(Enum):
 
 
 class Trigger(ABC):
-    """A trigger of an event. Mirrors: kernel/trace/trace.h:struct event_trigger_data (v6.1)."""
+    """A trigger of an event in one trace array.
+
+    Mirrors: kernel/trace/trace.h:struct event_trigger_data (v6.1).
+    """
 
     kind: ClassVar[TriggerKind]
     is_post: ClassVar[bool] = False
     """Whether the trigger runs after the entry was written."""
     wants_entry: ClassVar[bool] = False
+    """Whether fire() needs the entry, even without a filter."""
     is_hidden: ClassVar[bool] = False
-    """Whether the trigger is internal, and not made by a user through the trigger file."""
+    """Whether the trigger is internal, so that the trigger file does not show it."""
 
     def __init__(self, filter_: EventFilter | None = None) -> None:
         self.filter = filter_
-        """The filter after `if`, if there is one."""
+        """The filter after `if` in the trigger's command, or None."""
         self.paused = False
+        """Whether the trigger does not run, as after `pause` of a hist trigger."""
 
     @property
     def needs_entry(self) -> bool:
-        """Whether the trigger cannot run before the entry exists."""
+        """Whether the trigger can run only after the hit's entry was built."""
         return self.filter is not None or self.is_post or self.wants_entry
 
     def accepts(self, entry: RawEntry) -> bool:
@@ -54,7 +59,7 @@ class Trigger(ABC):
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
         """Run the trigger at a hit.
 
-        `entry` is None if the trigger does not need it or it is already written.
+        `entry` is the hit's entry, or None if no trigger needs the entry or it is already written.
         """
 
     @abstractmethod
@@ -62,8 +67,8 @@ class Trigger(ABC):
         """Return the trigger's line in the trigger file, without a newline."""
 
     def released(self) -> None:  # noqa: B027
-        """Release resources after the trigger was removed from its event."""
+        """Release the trigger's resources after it was removed from its event."""
 
     def filter_text(self) -> str:
-        """Return the filter as it is shown at the end of the trigger's line."""
+        """Return ` if FILTER` for the end of the trigger's line, or "" if the trigger has no filter."""
         return f" if {self.filter.text}" if self.filter else ""

@@ -1,4 +1,4 @@
-"""Fetch instructions: the operations that a fetch argument is compiled to, in the stages of a hit."""
+"""Fetch instructions: the operations to which a fetch argument is compiled, in the stages that a hit runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FetchOp(Enum):
     REG = auto()
     """Register `name`."""
     STACK = auto()
-    """The word with number `value`, counted from the stack pointer."""
+    """Word `value` of the stack; word 0 is at the stack pointer."""
     STACKP = auto()
     """The stack pointer, which is register `name`."""
     RETVAL = auto()
@@ -24,25 +24,25 @@ class FetchOp(Enum):
     COMM = auto()
     """The address of the current task's name."""
     ARG = auto()
-    """The constant 0, for an argument that is in no register.
+    """The constant 0, for a function argument that is not in a register, on machines with a link register.
 
-    Linux does not look for it on the stack either.
+    Linux: the argument is not read from the stack on those machines.
     """
     DATA = auto()
     """The address of the constant bytes `data`."""
     TP_ARG = auto()
-    """The field `name` of the entry of the event that an event probe is attached to."""
+    """Field `name` of the entry that an event probe receives."""
     FOFFS = auto()
-    """The address at which the byte `value` of the probed file is mapped."""
+    """The address at which the byte at offset `value` of the probed file is mapped."""
     SYMBOL = auto()
-    """Placeholder for the symbol expression `name`. Resolving the symbol replaces it by an IMM.
+    """Placeholder for the symbol expression `name`. resolve_symbol() replaces the placeholder by an IMM.
 
     Linux: a symbol's placeholder precedes an IMM, and both count as operations.
     """
     # Stage 2: replace the value by the word at the address value + `value`.
     DEREF = auto()
     UDEREF = auto()
-    """DEREF of user memory."""
+    """As DEREF, but the word is in user memory."""
     # Stage 3: store `size` bytes, either of the value itself or of the memory at value + `value`.
     ST_RAW = auto()
     ST_MEM = auto()
@@ -56,7 +56,10 @@ class FetchOp(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FetchInsn:
-    """An operation and its operands, whose meaning FetchOp defines. Offsets and sizes are in bytes."""
+    """An operation of a fetch program with its operands. FetchOp says which operands an operation uses.
+
+    Offsets and sizes are in bytes.
+    """
 
     op: FetchOp
     name: str = ""
@@ -72,7 +75,7 @@ FetchProgram = tuple[FetchInsn, ...]
 
 @dataclass(frozen=True)
 class FetchStages:
-    """A fetch program in the form that a hit runs.
+    """A fetch program, divided into the stages that a hit runs one after the other.
 
     Mirrors: the stages of kernel/trace/trace_probe.h:enum fetch_op (v6.1).
     """
@@ -80,11 +83,8 @@ class FetchStages:
     load: FetchInsn
     derefs: FetchProgram
     pointer: FetchInsn | None
-    """The last dereference of an array of strings, which reads the strings' addresses from a table."""
+    """The dereference that reads each string's address for an array of strings, or None."""
     store: FetchInsn
     bitfield: FetchInsn | None
     count: int
-    """Number of array elements, for each of which stages 2 to 4 run.
-
-    It is 0 if the argument is not an array.
-    """
+    """Number of array elements, or 0 if the argument is not an array."""

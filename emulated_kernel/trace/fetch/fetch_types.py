@@ -1,7 +1,6 @@
 """Types of fetch arguments: their allowed sources, their fields in a record, fetching and printing.
 
-A new kind of type needs a class here. If guest code is to fetch it too, it needs an entry of the table in
-compiled/fetch.py.
+A new kind of type needs a class here. To let guest code fetch it, add it to _EMITTERS in compiled/fetch.py.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_STRING_SIZE = 4096
-"""Maximal bytes of a fetched string, including its NUL."""
+"""Maximum size of a fetched string in bytes, including its NUL."""
 _DATA_LOC = struct.Struct("<HH")
-"""__data_loc of a string: its offset in the entry, and its size in bytes."""
+"""Format of a string's __data_loc: offset of the string in the entry, and its size in bytes."""
 _ADDRESS_SOURCES = frozenset({FetchOp.IMM, FetchOp.COMM, FetchOp.DATA, FetchOp.TP_ARG})
 _STRING_SOURCES = _ADDRESS_SOURCES | {FetchOp.DEREF, FetchOp.UDEREF}
 _SYMSTR_SOURCES = frozenset(
@@ -35,11 +34,11 @@ _SYMSTR_SOURCES = frozenset(
 _NUMBER_STORES = {FetchOp.DEREF: FetchOp.ST_MEM, FetchOp.UDEREF: FetchOp.ST_UMEM}
 
 Elements = Sequence[bytes | None]
-"""Elements of a value: the bytes of numbers, or strings with their NULs. None means an unreadable element."""
+"""Elements of a fetched argument: numbers as bytes, strings with their NULs, or None if unreadable."""
 
 
 class StringArea:
-    """The part of an entry after the fixed part, which holds the strings."""
+    """The strings of an entry, which follow its fixed part."""
 
     def __init__(self, position: int, room: int) -> None:
         """Reserve `room` bytes that begin at byte `position` of the entry."""
@@ -50,7 +49,8 @@ class StringArea:
     def add(self, text: bytes | None, *, overlaps: bool = False) -> bytes:
         """Append a fetched string and return its __data_loc, which has length 0 if `text` is None.
 
-        If `overlaps`, the length is that of all remaining bytes, and the next string overwrites the NUL.
+        If `overlaps` is set, the length in __data_loc covers all remaining bytes, and the next string
+        overwrites the NUL of this one.
         """
         used = self._used
         room = len(self.data)
@@ -68,40 +68,40 @@ class FetchType(ABC):
 
     name: str
     size: int
-    """Bytes of an element in the fixed part of an entry. A string's element is its __data_loc."""
+    """Size of an element in the fixed part of an entry, in bytes. For a string, this is its __data_loc."""
     is_signed: bool
     print_fmt: str
-    """The conversion specification in `print fmt:`."""
+    """The conversion specification of an element in the event's print format, such as `%u`."""
     field_type: str
-    """The type in `field:` lines of the format file."""
+    """The C type of an element in `field:` lines of the format file."""
     is_dynamic: ClassVar[bool]
-    """Whether elements are strings that are stored after the fixed part and found through __data_loc."""
+    """Whether elements are strings, which are stored after the fixed part and located by a __data_loc."""
 
     @abstractmethod
     def source_error(self, source: FetchOp) -> ProbeError | None:
-        """Return an error if a value that the operation `source` loads cannot have this type, else None."""
+        """Return None if a value that the operation `source` loads can have this type, else the error."""
 
     @abstractmethod
     def with_store(self, code: FetchProgram, *, is_array: bool) -> FetchProgram:
-        """Return the program with its store operation added.
+        """Return a fetch program with the store operation of this type added.
 
         Mirrors: traceprobe_parse_probe_arg_body (v6.1).
         """
 
     @abstractmethod
     def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
-        """Return the argument's elements at a hit."""
+        """Run a fetch program at a hit, and return the argument's elements."""
 
     @abstractmethod
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
-        """Return the value's bytes in the fixed part of an entry, and add strings to `area`."""
+        """Return the bytes of the elements in the fixed part of an entry, and add their strings to `area`."""
 
     @abstractmethod
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
         """Return the text that `trace` shows for the element at byte `at` of an entry's payload."""
 
     def print_value(self, element: str) -> str:
-        """Return the element as an argument of `print fmt:`."""
+        """Return the C expression that prints the field `element` in the event's print format."""
         return f"__get_str({element})" if self.is_dynamic else f"REC->{element}"
 
 
@@ -122,10 +122,10 @@ class Number(FetchType):
         return (*code, FetchInsn(FetchOp.ST_RAW, size=self.size))
 
     def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
-        """Return the number, or all numbers of an array.
+        """Run a fetch program at a hit, and return the number, or all numbers of an array.
 
         Deviates: 0 is stored for unreadable memory; Linux leaves the former contents of the buffer.
-        Deviates: a string's address has no numeric value here; Linux stores the address of an event's field.
+        Deviates: 0 is stored for a string's address, which the guest does not have; Linux stores the address.
         """
         value: Value | None = environment.load(stages.load)
         if stages.derefs:
@@ -156,7 +156,7 @@ class Number(FetchType):
         return b"".join(filter(None, elements))
 
     def value(self, payload: bytes, at: int) -> int:
-        """Return the number at byte `at` of a payload."""
+        """Return the number at byte `at` of an entry's payload."""
         return int.from_bytes(payload[at : at + self.size], "little", signed=self.is_signed)
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
@@ -165,7 +165,7 @@ class Number(FetchType):
 
 
 class Hexadecimal(Number):
-    """A number shown in hexadecimal."""
+    """A number that is shown in hexadecimal."""
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
         del symbols
@@ -173,18 +173,21 @@ class Hexadecimal(Number):
 
 
 class SymbolType(Number):
-    """An address that is shown as symbol and offset."""
+    """An address, stored as a number and shown as symbol and offset."""
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
         return sprint_symbol(symbols, self.value(payload, at))
 
 
 class String(FetchType):
-    """The string that the last dereference points to. An array's elements are pointers to strings."""
+    """A string at the address that the argument's expression yields, in kernel or user memory.
+
+    In an array, the elements in memory are pointers to strings.
+    """
 
     is_dynamic = True
     _store_op: ClassVar[FetchOp | None] = None
-    """The store operation, if it is the same for kernel and user memory."""
+    """The store operation of the type, or None if it depends on the last dereference."""
 
     def source_error(self, source: FetchOp) -> ProbeError | None:
         return None if source in _STRING_SOURCES else ProbeError.BAD_STRING
@@ -232,7 +235,7 @@ class String(FetchType):
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
         """Return the quoted string, or "(fault)" if its length in __data_loc is 0.
 
-        Linux: any other length is ignored, since the string ends at its NUL.
+        Linux: a length other than 0 is ignored, because the string ends at its NUL.
         """
         del symbols
         place, length = _DATA_LOC.unpack_from(payload, at)
@@ -243,13 +246,13 @@ class String(FetchType):
 
 
 class UserString(String):
-    """A string in user memory."""
+    """A string that is always read from user memory (type ustring)."""
 
     _store_op = FetchOp.ST_USTRING
 
 
 class SymbolString(String):
-    """The symbol and offset of an address, stored as text."""
+    """An address, stored as the text of its symbol and offset (type symstr)."""
 
     def source_error(self, source: FetchOp) -> ProbeError | None:
         return None if source in _SYMSTR_SOURCES else ProbeError.BAD_SYMSTRING
@@ -263,8 +266,9 @@ class SymbolString(String):
         return sprint_symbol(environment.symbols, address).encode("utf-8", "surrogateescape") + b"\0"
 
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
-        """Return the __data_loc of each string. Linux: `symstr` before another string prints both.
+        """Return the __data_loc of each string, and add the strings to `area`.
 
+        Linux: a `symstr` before another string also prints that string.
         Mirrors: fetch_store_symstring (v6.1).
         """
         return b"".join([area.add(text, overlaps=True) for text in elements])
@@ -280,7 +284,10 @@ def _number(prefix: str, bits: int) -> FetchType:
 
 @cache
 def fetch_types(word_size: int) -> dict[str, FetchType]:
-    """Return a map name -> type. Mirrors: kernel/trace/trace_probe.c:probe_fetch_types (v6.1)."""
+    """Return a map name -> type, for machines whose words have `word_size` bytes.
+
+    Mirrors: kernel/trace/trace_probe.c:probe_fetch_types (v6.1).
+    """
     strings = {"string": String, "ustring": UserString, "symstr": SymbolString}
     types: list[FetchType] = [
         kind(name, 4, True, '\\"%s\\"', "__data_loc char[]") for name, kind in strings.items()
@@ -291,9 +298,9 @@ def fetch_types(word_size: int) -> dict[str, FetchType]:
 
 
 def find_fetch_type(name: str | None, word_size: int) -> FetchType | None:
-    """Return the type of that name, the default type for None, or None if there is no such type.
+    """Return the type with a name, or None if there is no such type. The name None means the default type.
 
-    The bitfield type `bN@O/SIZE` is stored as uSIZE.
+    A bitfield type `bN@O/SIZE` is stored as uSIZE.
     Mirrors: kernel/trace/trace_probe.c:find_fetch_type (v6.1).
     """
     if name is None:
@@ -309,7 +316,7 @@ def find_fetch_type(name: str | None, word_size: int) -> FetchType | None:
 def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> FetchInsn | None:
     """Return the shift operation of a bitfield type `bN@O/SIZE`, or None for other types.
 
-    Raises: ValueError (it is malformed or too wide).
+    `container` is the type that stores the bitfield. Raises: ValueError (malformed or too wide).
     Mirrors: kernel/trace/trace_probe.c:__parse_bitfield_probe_arg (v6.1).
     """
     if name is None or not name.startswith("b"):
@@ -319,7 +326,7 @@ def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> Fetch
     first, length = simple_strtoul(rest[1:], word_bits)
     well_formed = width and rest.startswith("@") and length and rest[1 + length :].startswith("/")
     bits = 8 * container.size
-    # Linux: the sum is an unsigned long, and wraps.
+    # Linux: the sum is an unsigned long, which wraps.
     used = (width + first) & (1 << word_bits) - 1
     if not well_formed or used > bits:
         raise ValueError(name)

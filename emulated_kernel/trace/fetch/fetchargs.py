@@ -1,4 +1,4 @@
-"""Parser of fetch arguments: compiles NAME=EXPRESSION:TYPE to a fetch program."""
+"""Parser of fetch arguments, which compiles [NAME=]EXPRESSION[:TYPE] to a fetch program."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_TRACE_ARGS = 128
+"""Maximum number of arguments of an event."""
 MAX_ARG_NAME_LEN = 32
+"""Maximum length of an argument's name in bytes."""
 MAX_ARGSTR_LEN = 63
+"""Maximum length of an argument's expression and type in bytes."""
 MAX_ARRAY_LEN = 64
+"""Maximum number of elements of an array."""
 MAX_PROBE_EVENT_SIZE = 3072
+"""Maximum size of all arguments in the fixed part of an entry, in bytes."""
 FETCH_INSN_MAX = 16
-"""Maximal operations of a program, including its end."""
+"""Maximum number of operations of a fetch program, including its end."""
 PARAM_MAX_STACK = 2048
-"""Words of a kernel stack, on every architecture here. It is the maximal N of $stackN and $argN."""
+"""Maximum N of $stackN and $argN: the number of words of a kernel stack."""
 
 RESERVED_NAMES = frozenset(
     {
@@ -43,50 +48,50 @@ _NumberParser = Callable[[str, int, int], int]
 
 @dataclass(frozen=True)
 class ProbeArg:
-    """A compiled argument. `offset` counts bytes from the first argument's place in an entry."""
+    """A compiled fetch argument of an event."""
 
     name: str
     expression: str
-    """The argument as written, including the type, as kprobe_events shows it."""
+    """Expression and type of the argument as written, which kprobe_events shows."""
     type: FetchType
     count: int
     """Number of array elements; 0 if the argument is not an array."""
     offset: int
+    """Offset of the argument from the first argument in the fixed part of an entry, in bytes."""
     stages: FetchStages
 
     @property
     def size(self) -> int:
-        """Size in the fixed part of an entry, in bytes."""
+        """Size of the argument in the fixed part of an entry, in bytes."""
         return self.type.size * (self.count or 1)
 
     @property
     def field_type(self) -> str:
-        """The type in the format file's `field:` line."""
+        """The C type of the argument in the format file's `field:` line."""
         return f"{self.type.field_type}[{self.count}]" if self.count else self.type.field_type
 
 
 @dataclass(frozen=True)
 class FetchContext:
-    """The kind of probe that evaluates the arguments, which decides which expressions are allowed."""
+    """The kind of probe that the arguments are for, which determines the allowed expressions."""
 
     arch: Arch
     log: TraceProbeLog
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
-    """Whether the kernel is probed. Otherwise a program is probed, which has files but no symbols."""
+    """Whether the kernel is probed. If not, a program is, so expressions name file offsets, not symbols."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
-    """Resolves the variables of an event probe, which are fields of an event, after each argument is parsed.
-    """
+    """For event probes: resolves the event's field that an argument names, after the argument is parsed."""
 
     @property
     def on_event(self) -> bool:
-        """Whether `$NAME` is a field of an event. If so, there are no registers."""
+        """Whether the arguments are for an event probe. If so, `$NAME` is a field, and `%REG` an error."""
         return self.finish is not None
 
 
 def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
-    """Compile the arguments of a command, which start at its third word.
+    """Compile the arguments of a command. `words` are the words from the third word on.
 
     Linux: arguments after the 128th are silently ignored.
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
@@ -104,12 +109,15 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
 
 @lru_cache(maxsize=256)
 def _shared(args: tuple[ProbeArg, ...]) -> tuple[ProbeArg, ...]:
-    """Return the same object for equal arguments, because many events have equal ones."""
+    """Return one object for all equal tuples of arguments, which many events have, to save memory."""
     return args
 
 
 def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: TraceProbeLog) -> tuple[str, str, int]:
-    """Split `[NAME=]EXPR` into the name, the expression, and the column where the expression starts."""
+    """Split `[NAME=]EXPR` into the name, the expression, and the column at which the expression starts.
+
+    Raises: KernelError EINVAL (logged).
+    """
     name, equals, body = word.partition("=")
     if not equals:
         name = f"arg{number + 1}"
@@ -126,9 +134,9 @@ def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: TraceProb
 
 
 def first_difference(args: Sequence[ProbeArg], others: Sequence[ProbeArg]) -> int | None:
-    """Return the index of the first argument that differs in name or type, or None.
+    """Return the index of the first argument that differs in name or type, or None if none differs.
 
-    If the counts differ, return the index of the first extra argument.
+    If the numbers of arguments differ, return the index of the first extra argument.
     Mirrors: kernel/trace/trace_probe.c:trace_probe_compare_arg_type (v6.1).
     """
     if len(args) != len(others):
@@ -140,7 +148,10 @@ def first_difference(args: Sequence[ProbeArg], others: Sequence[ProbeArg]) -> in
 
 
 class _ArgParser:
-    """Parser of one argument. `offset` is the byte offset of its expression in the word, for carets."""
+    """Parser of one argument's expression and type, which are `body`.
+
+    `offset` is the column of `body` in the command's word, for carets in error_log.
+    """
 
     def __init__(self, context: FetchContext, body: str, offset: int) -> None:
         self._context = context
@@ -150,7 +161,10 @@ class _ArgParser:
         self._bits = 8 * context.arch.word_size
 
     def parse(self, name: str, size: int) -> ProbeArg:
-        """Compile the argument. `size` is the number of bytes of the arguments before it."""
+        """Compile the argument. `size` is the size of the arguments before it, in bytes.
+
+        Raises: KernelError EINVAL, ERANGE, E2BIG (logged).
+        """
         if len(self._body) > MAX_ARGSTR_LEN:
             raise self._error(0, ProbeError.ARG_TOO_LONG)
         if not self._body:
@@ -168,7 +182,7 @@ class _ArgParser:
         return ProbeArg(name, self._body, fetch_type, count, size, stages)
 
     def _error(self, column: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
-        """Log the error and return the exception to raise. `column` counts from the expression's start."""
+        """Log an error, and return the exception to raise. `column` is relative to the expression's start."""
         return self._context.log.error(self._offset + column, error, code)
 
     @staticmethod
@@ -178,7 +192,7 @@ class _ArgParser:
     # Type
 
     def _split_type(self) -> tuple[str, str | None, int]:
-        """Return the expression, the type's name without an array's brackets, and the array's length."""
+        """Split off the type. Return the expression, the type's name or None, and the array's length or 0."""
         expression, colon, type_name = self._body.partition(":")
         if not colon:
             return expression, None, 0
@@ -255,7 +269,7 @@ class _ArgParser:
         raise self._error(at, ProbeError.BAD_VAR)
 
     def _argument(self, number: int) -> FetchInsn:
-        """Return the load of argument `number`, counted from 0, at a function's entry.
+        """Return the operation that loads function argument `number`, counted from 0, at a function's entry.
 
         Mirrors: regs_get_kernel_argument (v6.1).
         """
@@ -273,7 +287,7 @@ class _ArgParser:
 
     def _register(self, name: str, at: int) -> FetchInsn:
         if self._context.on_event:
-            # Linux goes on after the first error, finds that nothing was fetched, and logs a second error.
+            # Linux continues after the first error, finds that nothing was fetched, and logs a second error.
             self._error(at, ProbeError.BAD_VAR)
             raise self._error(at, ProbeError.BAD_FETCH_ARG)
         attribute = self._arch.registers.names.get(name)
@@ -299,9 +313,9 @@ class _ArgParser:
         return FetchInsn(FetchOp.FOFFS, value=offset)
 
     def _dereference(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile an expression that reads memory.
+        """Compile a dereference, `+|-[u]OFFS(EXPR)`.
 
-        Linux: the carets inside `+u0(...)` and `+-8(...)` are one column early.
+        Linux: the carets of errors inside `+u0(...)` and `+-8(...)` are one column early.
         """
         op = FetchOp.DEREF
         if text[1:2] == "u":
@@ -332,7 +346,7 @@ class _ArgParser:
         return FetchInsn(FetchOp.IMM, value=value & (1 << self._bits) - 1)
 
     def _logged(self, parse: _NumberParser, text: str, at: int, error: ProbeError) -> int:
-        """Parse a number. If that fails, log `error` and raise it with the parser's errno."""
+        """Parse a number with `parse`. If that fails, log `error`, and raise it with the errno of `parse`."""
         try:
             return parse(text, 0, self._bits)
         except KernelError as failure:
@@ -345,7 +359,7 @@ class _ArgParser:
     ) -> FetchStages:
         """Divide the program into stages, and add a bitfield's shift and an array's count.
 
-        `column` is the column of the type.
+        `column` is the column of the type, for carets in error_log.
         """
         load, *others, store = program
         derefs = [insn for insn in others if insn.op is not FetchOp.IMM]
@@ -370,7 +384,10 @@ class _ArgParser:
 
 
 def _str_to_immediate(text: str, base: int, bits: int) -> int:
-    """Parse the number after a backslash. Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1)."""
+    """Parse the number of an immediate value, which follows a backslash.
+
+    Raises: KernelError EINVAL, ERANGE. Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1).
+    """
     if is_digit(text):
         return kstrtoul(text, base, bits)
     if text[:1] in ("-", "+"):
@@ -379,5 +396,5 @@ def _str_to_immediate(text: str, base: int, bits: int) -> int:
 
 
 def _as_int(offset: int) -> int:
-    """Return a dereference's offset as Linux keeps it, truncated to a signed 32-bit integer."""
+    """Return a dereference's offset truncated to a signed 32-bit integer, as Linux stores it."""
     return ((offset + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)

@@ -1,4 +1,4 @@
-"""The loading stages of a fetch program: values from registers, the stack and memory."""
+"""Stages 1 and 2 of a fetch program, which load a value from registers, the stack and memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from emulated_kernel.trace.symbols import KernelSymbols
 _PAGE_SIZE = 4096
 
 Value = int | bytes
-"""A loaded value. Bytes represent the address of kernel memory with that content."""
+"""A loaded value: a number, or bytes, which represent the address of kernel memory with this content."""
 
 
 class EntryAddress(int):
-    """The address of a string in the entry of the event that an event probe is attached to.
+    """Placeholder for the address of a string in the entry that an event probe receives.
 
-    The address is a placeholder, because the entry is not in guest memory. Only FetchEnvironment.read() uses
-    it.
-    Linux: the entry is in the buffer, or in a page of the CPU.
+    The entry is not in guest memory, so only FetchEnvironment.read() can read at the address.
+    Linux: the entry is in the ring buffer or in trace_buffered_event.
     """
 
     @staticmethod
     def of(offset: int, mask: int) -> EntryAddress:
-        """Return the address of byte `offset` of the entry.
+        """Return the placeholder for byte `offset` of the entry.
 
-        It is in the page of error pointers, which is never mapped.
+        The address is in the page of error pointers, which is never mapped. `mask` has all bits of a word.
         """
         return EntryAddress((mask & -_PAGE_SIZE) + offset)
 
@@ -35,8 +34,8 @@ class EntryAddress(int):
 def read_string(read: Callable[[int, int], bytes | None], address: int, limit: int) -> bytes | None:
     """Return the string at an address with its NUL, or None if it cannot be read.
 
-    The result has at most `limit` bytes. Each read ends at a page's end, so that a string that ends before an
-    unmapped page is read completely.
+    `read` takes an address and a size. The result has at most `limit` bytes, of which the last is a NUL. No
+    read crosses a page boundary, so that a string before an unmapped page can be read.
     """
     text = b""
     while len(text) < limit:
@@ -53,7 +52,7 @@ def read_string(read: Callable[[int, int], bytes | None], address: int, limit: i
 
 
 class FetchEnvironment:
-    """The hit at which fetch programs run, with the architecture and symbols that they need."""
+    """The data that fetch programs read at a hit: registers, memory, symbols, and an event probe's entry."""
 
     __slots__ = ("_arch", "_entry", "_field", "_hit", "_regs", "mask", "symbols", "word_size")
 
@@ -67,8 +66,8 @@ class FetchEnvironment:
     ) -> None:
         """Create the environment of a hit.
 
-        Only event probes have `field` and `entry`. `field` returns the value of the entry's field of that
-        name, or the EntryAddress of a string.
+        `field` and `entry` are for event probes. `entry` is the received entry. `field` returns the value of
+        the entry's field with a name, or the EntryAddress of a string.
         """
         self._arch = arch
         self._hit = hit
@@ -80,7 +79,7 @@ class FetchEnvironment:
         self.mask = (1 << 8 * arch.word_size) - 1
 
     def load(self, insn: FetchInsn) -> Value:
-        """Run stage 1: return the loaded value."""
+        """Run stage 1: return the value that the operation loads."""
         match insn.op:
             case FetchOp.REG | FetchOp.STACKP | FetchOp.RETVAL:
                 value: int = getattr(self._regs, insn.name)
@@ -96,7 +95,7 @@ class FetchEnvironment:
         return insn.value & self.mask
 
     def _stack_word(self, number: int) -> int:
-        """Return a word of the kernel stack, or 0 if it is outside.
+        """Return word `number` from the stack pointer on, or 0 if it is outside of the kernel stack.
 
         Mirrors: regs_get_kernel_stack_nth (v6.1).
         """
@@ -108,7 +107,7 @@ class FetchEnvironment:
         return int.from_bytes(self._hit.read(address, self.word_size) or b"", "little")
 
     def follow(self, value: Value | None, derefs: FetchProgram) -> Value | None:
-        """Run stage 2: follow the dereferences. Return None if a pointer cannot be read."""
+        """Run stage 2: dereference a value one or more times. Return None if a pointer cannot be read."""
         for insn in derefs:
             if not isinstance(value, int):
                 return None
@@ -121,7 +120,10 @@ class FetchEnvironment:
         return address & self.mask < self._arch.task_size
 
     def read(self, address: int, size: int, user: bool) -> bytes | None:
-        """Return bytes of kernel or user memory, or None if they cannot be read."""
+        """Return bytes of kernel memory, user memory or the entry, or None if they cannot be read.
+
+        If `user` is set, an address in kernel space cannot be read.
+        """
         address &= self.mask
         if user and not self.is_user(address):
             return None

@@ -1,4 +1,4 @@
-"""Storing the arguments of a hit as the bytes of a trace entry."""
+"""store(): fetch an event's arguments at a hit, and return them as the bytes of a trace entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 
 
 def store(args: Sequence[ProbeArg], header: bytes, environment: FetchEnvironment) -> bytes:
-    """Return an entry's payload: `header` (addresses), the arguments, and the strings after them.
+    """Return the payload of an entry: `header` (addresses), the fetched arguments, and their strings.
 
     Deviates: an unreadable string has length 0; Linux leaves the former contents of the buffer.
     Mirrors: kernel/trace/trace_probe_tmpl.h:store_trace_args (v6.1).

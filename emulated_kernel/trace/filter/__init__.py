@@ -1,5 +1,6 @@
-"""Event filters: parsing, and the predicates that they compile to.
+"""Event filters: their parser, and the programs of predicates to which they are compiled.
 
-Other subpackages use parse.py, which parses and compiles a filter, and its result, an EventFilter that hits
-call. A filter is immutable. It is assigned to its event under the control lock.
+Other subpackages use parse.py, which parses and compiles a filter. The result is an EventFilter, which
+decides at each hit whether the hit is recorded. A filter is immutable. It is assigned to its event under the
+control lock.
 """

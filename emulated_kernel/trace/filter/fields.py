@@ -1,4 +1,4 @@
-"""The fields that event filters can use: the event's own, the common ones, and those of task and CPU."""
+"""The fields that event filters can use: fields of the event, common fields, and name of task and CPU."""
 
 from __future__ import annotations
 
@@ -10,44 +10,49 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FilterType(Enum):
-    """How a field is compared. Mirrors: include/linux/trace_events.h:FILTER_OTHER and its likes (v6.1)."""
+    """How a filter compares a field.
+
+    Mirrors: include/linux/trace_events.h:FILTER_OTHER and its likes (v6.1).
+    """
 
     OTHER = auto()
     STATIC_STRING = auto()
     DYN_STRING = auto()
     PTR_STRING = auto()
     USER_STRING = auto()
-    """A string in user space that the field points to: a PTR_STRING with the suffix `.ustring`."""
+    """A string in user space to which the field points: a PTR_STRING with the suffix `.ustring`."""
     COMM = auto()
     CPU = auto()
 
     @property
     def is_string(self) -> bool:
-        """Whether the field is compared with strings, not with numbers."""
+        """Whether the field is compared with strings instead of numbers."""
         return self not in (FilterType.OTHER, FilterType.CPU)
 
 
 @dataclass(frozen=True)
 class FilterField:
-    """A field with the way it is compared."""
+    """A field of an event, and how filters compare it."""
 
     type: FilterType
     declared: EventField
-    """The declaration; its size is 0 if the field is not in the entry."""
+    """Declaration of the field; its size is 0 if the field is not in the entry."""
 
 
 _GENERIC_FIELDS = {
     name: FilterField(FilterType.CPU, EventField("int", name, 0, 0, True))
     for name in ("CPU", "cpu", "common_cpu")
 } | {name: FilterField(FilterType.COMM, EventField("char *", name, 0, 0, True)) for name in ("COMM", "comm")}
-"""Fields that every event has although its entry does not contain them.
+"""Name -> field that every event has, although no entry contains it.
 
 Mirrors: kernel/trace/trace_events.c:trace_define_generic_fields (v6.1).
 """
 
 
 def find_event_field(fields: Sequence[EventField], name: str) -> FilterField | None:
-    """Return the field of that name, or None. The event's own `fields` hide generic and common fields.
+    """Return the field with this name, or None.
+
+    The event's own `fields` hide generic and common fields of their names.
 
     Mirrors: kernel/trace/trace_events.c:trace_find_event_field (v6.1).
     """
@@ -63,7 +68,7 @@ def _find(fields: Sequence[EventField], name: str) -> FilterField | None:
 
 
 def filter_type_of(declared: str) -> FilterType:
-    """Return how a field of this declared type is compared.
+    """Return how filters compare a field of this declared type.
 
     Linux: an array of numbers counts as one number of the array's size.
     Mirrors: kernel/trace/trace_events_filter.c:filter_assign_type (v6.1).

@@ -1,4 +1,4 @@
-"""Errors of event filters: texts, errnos and columns."""
+"""Errors of event filters: texts for error_log, and the exception."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class FilterError(Enum):
-    """Errors of filters. The texts are interface, since tools match them.
+    """Errors of filters. The texts are an interface, since tools match them.
 
     Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1).
     """
@@ -29,14 +29,14 @@ class FilterError(Enum):
     INVALID_FILTER = "Meaningless filter expression"
     INVALID_VALUE = "Invalid value (did you forget quotes)?"
     ERRNO = "Error"
-    """The text in error_log if only an errno is known."""
+    """Text in error_log if only an errno is known."""
     NO_FILTER = "No filter found"
 
 
 class FilterParseError(KernelError):
-    """A filter that cannot be parsed. `column` is the column that error_log points at.
+    """A filter that cannot be parsed. `column` is the column at which the caret in error_log points.
 
-    If `error` is None, only the errno has information.
+    If `error` is None, only the errno is known.
     """
 
     def __init__(self, error: FilterError | None, column: int = 0, code: int = errno.EINVAL) -> None:

@@ -30,9 +30,9 @@ from emulated_kernel.util.fast_dataclass import dataclass
 FindField = Callable[[str], FilterField | None]
 
 MAX_FILTER_STR_VAL = 256
-"""Maximal bytes of a string operand, including its NUL."""
+"""Maximum length of a string operand in bytes, including its NUL."""
 _NUMBER_SIZE = 24
-"""Maximal bytes of a number operand, including its NUL."""
+"""Maximum length of a number operand in bytes, including its NUL."""
 _QUOTES = "'\""
 _NUMBER_SIZES = (1, 2, 4, 8)
 _CPU_SIZE = 4
@@ -44,12 +44,14 @@ _NUMBER = re.compile(f"-?[{ALNUM}]*")
 
 
 def parse_event_filter(text: str, fields: Sequence[EventField]) -> EventFilter:
-    """Parse a filter of an event that has these fields of its own. Raises: as parse_filter()."""
+    """Parse the filter of an event whose own fields are `fields`. Raises: errors of parse_filter()."""
     return EventFilter(text, parse_filter(text, partial(find_event_field, fields)))
 
 
 def parse_filter(text: str, find_field: FindField) -> FilterProgram:
-    """Compile a filter, which has no trailing blanks. `text` has one character per byte.
+    """Parse a filter, and return its program.
+
+    `text` has one character per byte, and no trailing blanks.
 
     Raises: FilterParseError EPERM, ENOENT, ESRCH, EINVAL.
     Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).
@@ -59,7 +61,7 @@ def parse_filter(text: str, find_field: FindField) -> FilterProgram:
 
 
 def _check_nesting(text: str) -> None:
-    """Check parentheses and quotes of the whole text.
+    """Check the parentheses and quotes of a filter. Raises: FilterParseError.
 
     Linux: this first pass has its own errnos, such as ESRCH for a missing quote.
     Mirrors: kernel/trace/trace_events_filter.c:calc_stack (v6.1).
@@ -92,17 +94,17 @@ def _check_nesting(text: str) -> None:
 
 @dataclass
 class _Level:
-    """State of an expression in parentheses, or of the whole one; `&&` binds tighter than `||`."""
+    """Parser state of an expression in parentheses, or of the whole filter; `&&` binds tighter than `||`."""
 
     negated: bool
     any_of: Fragment | None = None
     all_of: Fragment | None = None
     wants_operand: bool = False
-    """Whether the last token was an operator."""
+    """Whether the last token was `&&` or `||`."""
 
 
 class _FilterParser:
-    """Parser with an explicit stack of levels, because a filter may nest as deep as it is long."""
+    """Parser of a filter. It has an explicit stack of levels, as parentheses may nest arbitrarily deep."""
 
     def __init__(self, text: str, find_field: FindField) -> None:
         self._text = text
@@ -113,7 +115,10 @@ class _FilterParser:
         self._at = 0
 
     def parse(self) -> FilterProgram:
-        """Parse the whole filter. Mirrors: kernel/trace/trace_events_filter.c:predicate_parse (v6.1)."""
+        """Parse the whole filter, and return its program.
+
+        Mirrors: kernel/trace/trace_events_filter.c:predicate_parse (v6.1).
+        """
         while self._at < len(self._text):
             char = self._text[self._at]
             if char == "(":
@@ -139,7 +144,7 @@ class _FilterParser:
         return negated
 
     def _after_operand(self) -> None:
-        """Read what may follow an operand: closing parentheses, then an operator or the end."""
+        """Parse the text after an operand: closing parentheses, and then an operator or the filter's end."""
         while self._at < len(self._text):
             char = self._text[self._at]
             if char in "&|" and self._text[self._at + 1 : self._at + 2] == char:
@@ -169,7 +174,7 @@ class _FilterParser:
         level.wants_operand = True
 
     def _close(self, level: _Level) -> Fragment | None:
-        """Return the expression that was read at this level, or None if it is empty."""
+        """Return the expression that was parsed at this level, or None if it is empty."""
         if level.any_of is None or level.all_of is None:
             return level.any_of or level.all_of
         return self._builder.either(level.any_of, level.all_of)
@@ -177,7 +182,10 @@ class _FilterParser:
     # `FIELD OP VALUE`. Linux: columns of its errors are one higher than the position.
 
     def _predicate(self) -> Predicate:
-        """Parse a predicate. Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.1)."""
+        """Parse a predicate (`FIELD OP VALUE`) and return it.
+
+        Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.1).
+        """
         found = _FIELD_AND_OP.match(self._text, self._at)
         assert found is not None, "it may match nothing"
         if not found["field"]:
@@ -235,7 +243,7 @@ class _FilterParser:
 
 
 def _compare(field: FilterField, op: FilterOp, value: int) -> Predicate:
-    """Return a comparison with a number.
+    """Return the predicate that compares a field with a number.
 
     Linux: only as many low bytes of the value count as the field has.
     """

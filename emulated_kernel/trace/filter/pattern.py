@@ -22,16 +22,16 @@ class MatchType(Enum):
 
 @dataclass(frozen=True)
 class StringPattern:
-    """A pattern for strings. `text` has no NUL. `glob` is the compiled text, for GLOB only."""
+    """A string pattern. `text` has no NUL. `glob` is the compiled text of a GLOB; otherwise None."""
 
     type: MatchType
     text: bytes
     glob: re.Pattern[bytes] | None = None
 
     def matches(self, data: bytes, length: int) -> bool:
-        """Return True if the string at the start of `data` matches.
+        """Return True if the string at the start of `data` matches the pattern.
 
-        `length` is the size of the string's field, including the NUL. If it is 0, only the NUL ends the
+        `length` is the size of the string's field, including the NUL. If `length` is 0, only the NUL ends the
         string. Bytes after the NUL count for FRONT_ONLY, MIDDLE_ONLY and END_ONLY.
         Linux: END_ONLY assumes that the string fills its field, so it does not match the end of a short
         `comm`.
@@ -51,14 +51,14 @@ class StringPattern:
 
 
 def literal_pattern(text: bytes) -> StringPattern:
-    """Return the pattern of `==` and `!=`."""
+    """Return the pattern that an operand of `==` and `!=` means: it matches only the whole string."""
     return StringPattern(MatchType.FULL, text)
 
 
 def parse_pattern(text: bytes) -> tuple[StringPattern, bool]:
-    """Return the pattern of `~`, and whether a leading `!` negates it.
+    """Return the pattern that an operand of `~` means, and whether a leading `!` negates it.
 
-    Linux: a text that starts with a digit is not a pattern, but compared as a whole.
+    Linux: a text that starts with a digit is no pattern: the whole string is compared with it.
     Mirrors: kernel/trace/trace_events_filter.c:filter_parse_regex (v6.1).
     """
     negated = text.startswith(b"!")
@@ -87,10 +87,11 @@ def _until_nul(data: bytes) -> bytes:
 
 
 def _compiled(pattern: bytes) -> re.Pattern[bytes]:
-    """Compile a glob: `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte.
+    """Compile a glob to a regular expression.
 
-    It is enough to backtrack to the last `*`. Therefore the part between two `*` is an atomic group, which
-    limits the time to the product of both lengths.
+    A glob may contain `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte. It is enough to backtrack
+    to the last `*`. Therefore the part between two `*` is an atomic group, which limits the time to the
+    product of both lengths.
     Mirrors: lib/glob.c:glob_match (v6.1).
     """
     parts = [b""]
@@ -118,9 +119,9 @@ def _compiled(pattern: bytes) -> re.Pattern[bytes]:
 
 
 def _bracket(pattern: bytes, at: int) -> tuple[frozenset[int], int] | None:
-    """Return the bytes of the class after a `[`, and its end; or None if the class is not closed.
+    """Return the bytes that the class after a `[` matches, and the offset after it; None if not closed.
 
-    A `]` that comes first is a member. A backslash has no special meaning here.
+    A `]` that comes first is a member. A backslash has no special meaning in a class.
     """
     inverted = pattern[at : at + 1] == b"!"
     at += inverted

@@ -1,4 +1,4 @@
-"""Compiled event filters: predicates on a raw entry, and steps that branch on their results."""
+"""Compiled event filters: predicates on an entry, and steps that branch on results of predicates."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FilterOp(Enum):
-    """Comparison operators.
+    """Comparison operators of filters.
 
-    An operator precedes those that are its prefix, because the parser tries them in order.
+    An operator comes before its prefixes, such as `<=` before `<`, because the parser tries them in order.
     """
 
     GLOB = "~"
@@ -28,7 +28,7 @@ class FilterOp(Enum):
     BAND = "&"
 
     def compare(self, left: int, right: int) -> bool:
-        """Return the result for two numbers."""
+        """Return True if the comparison of two numbers holds."""
         return bool(_COMPARE[self](left, right))
 
 
@@ -45,7 +45,10 @@ _COMPARE: Mapping[FilterOp, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True)
 class ComparePredicate:
-    """Compares a number of `size` bytes at `offset` of the entry; `value` is in the field's range."""
+    """Predicate that compares a number in the entry, `size` bytes at `offset`, with `value`.
+
+    `value` is in the range of the number's type.
+    """
 
     op: FilterOp
     offset: int
@@ -61,19 +64,19 @@ class ComparePredicate:
 
 @dataclass(frozen=True)
 class CpuPredicate:
-    """Compares the number of the CPU."""
+    """Predicate that compares the id of the CPU that was hit with `value`."""
 
     op: FilterOp
     value: int
 
     def test(self, entry: RawEntry) -> bool:
-        """Return True if the comparison with the CPU's number holds."""
+        """Return True if the comparison with the CPU's id holds."""
         return self.op.compare(entry.cpu, self.value)
 
 
 TASK_COMM_LEN = 16
 POINTED_STRING_MAX = 1024
-"""Maximal bytes of a string that is compared through a pointer, including the NUL.
+"""Maximum length in bytes of a string that is compared through a pointer, including the NUL.
 
 Mirrors: USTRING_BUF_SIZE (v6.1).
 """
@@ -81,7 +84,10 @@ Mirrors: USTRING_BUF_SIZE (v6.1).
 
 @dataclass(frozen=True)
 class StringPredicate:
-    """Compares a string field; `offset` and `size` are the field's, in bytes."""
+    """Predicate that matches a string field with a pattern.
+
+    `offset` and `size` are those of the field, in bytes.
+    """
 
     source: FilterType
     offset: int
@@ -95,7 +101,7 @@ class StringPredicate:
         return found is not None and self.pattern.matches(*found) is not self.negated
 
     def _string(self, entry: RawEntry) -> tuple[bytes, int] | None:
-        """Return the string with the bytes after it, and its field's size; or None if it cannot be read."""
+        """Return the string with the bytes after it, and the field's size; None if it cannot be read."""
         match self.source:
             case FilterType.COMM:
                 return entry.comm.ljust(TASK_COMM_LEN, b"\0"), TASK_COMM_LEN
@@ -114,11 +120,11 @@ class StringPredicate:
 class NeverPredicate:
     """A predicate that is always false.
 
-    Linux: these are comparisons of arrays whose size is not a number's, and `&` with the CPU's number.
+    Linux: comparisons of arrays whose size is not that of a number, and `&` with the CPU, are always false.
     """
 
     def test(self, entry: RawEntry) -> bool:
-        """Return False."""
+        """Return False for any entry."""
         del entry
         return False
 
@@ -131,9 +137,9 @@ REJECT = -2
 
 @dataclass(frozen=True)
 class FilterStep:
-    """A step: tests a predicate, then branches to the step with that index, or to ACCEPT or REJECT.
+    """Step of a filter program: it tests a predicate, and branches on the result.
 
-    The target is always a later step.
+    `on_true` and `on_false` are ACCEPT, REJECT or the index of a later step.
     """
 
     predicate: Predicate
@@ -143,7 +149,7 @@ class FilterStep:
 
 @dataclass(frozen=True)
 class FilterProgram:
-    """A compiled filter, which runs from its first step.
+    """A compiled filter: steps, of which the first one is executed first.
 
     Mirrors: struct prog_entry (v6.1), in its behaviour.
     """
@@ -151,7 +157,10 @@ class FilterProgram:
     steps: tuple[FilterStep, ...]
 
     def accepts(self, entry: RawEntry) -> bool:
-        """Return True if the entry is to be recorded. Mirrors: filter_match_preds (v6.1)."""
+        """Return True if the filter accepts the entry, so that it is recorded.
+
+        Mirrors: filter_match_preds (v6.1).
+        """
         at = 0
         while at >= 0:
             step = self.steps[at]
@@ -161,7 +170,10 @@ class FilterProgram:
 
 @dataclass(frozen=True)
 class EventFilter:
-    """A filter as it was written. If parsing failed, it has no program, and its text has the error."""
+    """A filter of an event: its text, and its program.
+
+    If parsing failed, `program` is None, and `text` contains the error.
+    """
 
     text: str
     program: FilterProgram | None

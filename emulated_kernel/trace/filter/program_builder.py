@@ -1,4 +1,4 @@
-"""Builder of filter programs: turns && and || into branches, and fills in their targets later."""
+"""Builder of filter programs: it turns && and || into branches, whose targets are filled in later."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from emulated_kernel.trace.filter.predicates import ACCEPT, REJECT, FilterProgra
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Exit = tuple[int, bool]
-"""A branch that leaves a fragment: the step's index, and the result on which the branch is taken."""
+"""A branch that leaves a fragment: index of its step, and the result on which the branch is taken."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of the expression: its first step, and the branches that leave it if it is true or false."""
+    """A part of a filter: index of its first step, and the branches that leave it if it is true or false."""
 
     start: int
     on_true: tuple[Exit, ...]
@@ -25,14 +25,14 @@ class Fragment:
 
 
 class FilterBuilder:
-    """Collects predicates in the order in which they are written."""
+    """Builds a filter program from predicates, in the order in which they are written."""
 
     def __init__(self) -> None:
         self._predicates: list[Predicate] = []
         self._targets: dict[Exit, int] = {}
 
     def leaf(self, predicate: Predicate) -> Fragment:
-        """Add a predicate, and return a fragment of one step."""
+        """Add a predicate as a step, and return the fragment of this step."""
         index = len(self._predicates)
         self._predicates.append(predicate)
         return Fragment(index, ((index, True),), ((index, False),))

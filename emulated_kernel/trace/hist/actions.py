@@ -16,7 +16,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class Handler(Enum):
-    """The condition on which an action runs."""
+    """Condition on which an action runs, by its name in a command."""
 
     ONMATCH = "onmatch"
     ONMAX = "onmax"
@@ -24,7 +24,7 @@ class Handler(Enum):
 
 
 class ActionKind(Enum):
-    """The kind of an action."""
+    """Kind of an action, by its name in a command."""
 
     SAVE = "save"
     SNAPSHOT = "snapshot"
@@ -33,7 +33,10 @@ class ActionKind(Enum):
 
 @dataclass
 class Action:
-    """An action on hits. Mirrors: kernel/trace/trace_events_hist.c:struct action_data (v6.1)."""
+    """An action that a histogram runs at hits.
+
+    Mirrors: kernel/trace/trace_events_hist.c:struct action_data (v6.1).
+    """
 
     owner: Histogram
     handler: Handler
@@ -42,30 +45,30 @@ class Action:
     kind: ActionKind = ActionKind.TRACE
     params: list[str] = field(default_factory=list)
     synthetic_name: str | None = None
-    """First parameter of trace(): the name of the synthetic event."""
+    """First parameter of trace(): the name of the synthetic event; None without trace()."""
     match: tuple[str, str] | None = None
-    """Parameter of onmatch(): group and name of the event that has to come before."""
+    """Parameter of onmatch(): group and name of the event that must come before; None for other handlers."""
     tracked_name: str = ""
     """Parameter of onmax() and onchange(): the variable, as written."""
     tracked: HistField | None = None
-    """The reference to the variable of onmax() or onchange()."""
+    """Reference to the variable of onmax() or onchange(); None for onmatch()."""
     track_index: int = -1
-    """Index of the variable that keeps the maximal or latest value."""
+    """Index, in the map, of the variable that keeps the maximal or latest value of `tracked`."""
     synthetic: SyntheticEvent | None = None
     arguments: list[int] = field(default_factory=list)
-    """Indexes of the synthetic event's values among the values of references."""
+    """Index in HistHit.references of each value for the synthetic event."""
 
     @property
     def target_name(self) -> str:
-        """The name of the synthetic event that the action fires."""
+        """Name of the synthetic event that the action records."""
         return self.name if self.synthetic_name is None else self.synthetic_name
 
     def key(self) -> tuple[object, ...]:
-        """Return a tuple that is equal for equivalent actions. Mirrors: actions_match (v6.1)."""
+        """Return a tuple that is the same for equivalent actions. Mirrors: actions_match (v6.1)."""
         return (self.handler, self.kind, self.params, self.target_name, self.match, self.tracked_name)
 
     def show(self) -> str:
-        """Return the action as in a trigger's line. Mirrors: print_actions_spec (v6.1)."""
+        """Return the action as the trigger file shows it. Mirrors: print_actions_spec (v6.1)."""
         subject = ".".join(self.match) if self.match else self.tracked_name
         params = self.params if self.kind is ActionKind.TRACE else []
         if self.kind is ActionKind.SAVE:
@@ -77,15 +80,18 @@ class Action:
     # Hits
 
     def track_value(self, element: Element) -> int:
-        """Return the maximal or latest value so far."""
+        """Return the maximal or latest value of the tracked variable in an element; 0 if it is not set."""
         return as_number(element.variables.get(self.track_index, 0))
 
     def passes(self, before: int, value: int) -> bool:
-        """Return True if a value is greater than, or different from, the value before."""
+        """Return True if `value` is greater than `before` (onmax), or not equal to `before` (onchange)."""
         return value > before if self.handler is Handler.ONMAX else value != before
 
     def run(self, hit: HistHit, element: Element, key: bytes) -> None:
-        """Run the action if its condition holds. Mirrors: hist_trigger_actions, ontrack_action (v6.1)."""
+        """Run the action for a hit if the condition of its handler holds.
+
+        Mirrors: hist_trigger_actions, ontrack_action (v6.1).
+        """
         if self.tracked is not None:
             value = as_number(hit.references[self.tracked.reference])
             if not self.passes(self.track_value(element), value):
@@ -117,7 +123,7 @@ class Action:
         snapshot.take()
 
     def destroy(self) -> None:
-        """Release the synthetic event and the snapshot condition."""
+        """Release the synthetic event and the snapshot condition that the action uses."""
         if self.synthetic is not None:
             self.synthetic.hist_references -= 1
         if self.kind is ActionKind.SNAPSHOT:
@@ -128,7 +134,10 @@ class Action:
 
 @dataclass
 class TrackedSnapshot:
-    """The snapshot condition of a trace array. Mirrors: struct track_data (v6.1)."""
+    """The condition of a trace array's snapshots: an action, and the hit that took the last snapshot.
+
+    Mirrors: struct track_data (v6.1).
+    """
 
     action: Action
     value: int = 0
@@ -141,7 +150,7 @@ class TrackedSnapshot:
 
 
 def parse_action(text: str, data: Histogram) -> Action:
-    """Parse `HANDLER(SUBJECT).ACTION(PARAMS)`. Raises: KernelError EINVAL."""
+    """Parse `HANDLER(SUBJECT).ACTION(PARAMS)`, and return the action. Raises: KernelError EINVAL."""
     handler_name, _, rest = text.partition("(")
     action = Action(data, Handler(handler_name))
     subject, closed, rest = rest.partition(")")
@@ -167,7 +176,7 @@ def _parse_match(subject: str, closed: bool, data: Histogram) -> tuple[str, str]
 
 
 def _parse_body(action: Action, text: str, data: Histogram) -> None:
-    """Parse `.ACTION(PARAMS)`. A name that only begins like an action is accepted too.
+    """Parse `.ACTION(PARAMS)` into `action`. A name that only begins like an action is accepted too.
 
     Mirrors: action_parse (v6.1).
     """

@@ -1,4 +1,4 @@
-"""Parser for the parts of a histogram's command: `keys=...:vals=...:sort=...:size=...` and others."""
+"""Parser of the attributes in a histogram's command, such as `keys=...:vals=...:sort=...`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _HANDLERS = ("onmatch(", "onmax(", "onchange(")
 
 @dataclass
 class HistAttrs:
-    """The parts of a command. Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_attrs (v6.1)."""
+    """The attributes of a histogram's command.
+
+    Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_attrs (v6.1).
+    """
 
     keys: str | None = None
     vals: str | None = None
     sort: str | None = None
     name: str | None = None
-    """The name, including `name=`."""
+    """The attribute `name=NAME` as a whole; None if the command has no name."""
     clock: str = "global"
     bits: int = 0
     pause: bool = False
@@ -42,7 +45,9 @@ class HistAttrs:
 
 
 def split_filter(text: str) -> tuple[str, str | None]:
-    """Split a command from its `if FILTER`. The filter begins at the first `if` with blanks around it.
+    """Split a command into the text before `if FILTER`, and `if FILTER` or None.
+
+    The filter begins at the first `if` with blanks around it.
 
     Raises: KernelError EINVAL. Mirrors: event_hist_trigger_parse (v6.1).
     """
@@ -60,7 +65,7 @@ def split_filter(text: str) -> tuple[str, str | None]:
 
 
 def parse_attrs(text: str, log: LastCommandLog) -> HistAttrs:
-    """Parse the parts of a command. Raises: KernelError EINVAL, ERANGE.
+    """Parse the attributes of a command, without its filter. Raises: KernelError EINVAL, ERANGE.
 
     Mirrors: parse_hist_trigger_attrs (v6.1).
     """
@@ -107,7 +112,10 @@ def _assign(attrs: HistAttrs, part: str, log: LastCommandLog) -> None:
 
 
 def _map_bits(text: str) -> int:
-    """Return the binary logarithm of a map's size, rounded up. Mirrors: parse_map_size (v6.1)."""
+    """Parse the size of a map, and return its binary logarithm, rounded up.
+
+    Mirrors: parse_map_size (v6.1).
+    """
     bits = max(kstrtoul(text) - 1, 0).bit_length()
     if not MIN_BITS <= bits <= MAX_BITS:
         raise KernelError(errno.EINVAL, "histogram: the size is out of range; use 128 to 131072")
@@ -115,7 +123,7 @@ def _map_bits(text: str) -> int:
 
 
 def parse_variables(attrs: HistAttrs, log: LastCommandLog) -> list[tuple[str, str]]:
-    """Return names and expressions of variables. Raises: KernelError EINVAL.
+    """Return name and expression of each variable that the command defines. Raises: KernelError EINVAL.
 
     Mirrors: parse_var_defs (v6.1).
     """

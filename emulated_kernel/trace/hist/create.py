@@ -1,4 +1,4 @@
-"""Preparation of actions: resolving their names, and creating variables for fields that they use.
+"""Preparation of a histogram's actions: look up names, and create variables for fields that they use.
 
 Mirrors: kernel/trace/trace_events_hist.c:create_actions (v6.1).
 """
@@ -21,7 +21,10 @@ from emulated_kernel.trace.synth.synth_event import FIELDS_MAX
 from emulated_kernel.util.errors import KernelError
 
 MakeHist = Callable[[HistData, EventFile, str], None]
-"""Function that creates a histogram on another event. Raises: KernelError."""
+"""Function that creates a histogram on another event: (histogram that needs it, event, command).
+
+Raises: KernelError.
+"""
 _TRACKS = {Handler.ONMAX: "__max", Handler.ONCHANGE: "__change"}
 
 
@@ -34,7 +37,7 @@ class ActionMaker:
         self._make_hist = make_hist
 
     def create(self, action: Action) -> None:
-        """Prepare an action.
+        """Prepare an action, so that hits can run it.
 
         Raises: KernelError EINVAL, EEXIST (a second save), EBUSY (a second snapshot), ENODEV, ENOMEM.
         """
@@ -49,7 +52,7 @@ class ActionMaker:
                 self._snapshot(action)
 
     def _track(self, action: Action) -> None:
-        """Create the variable that keeps the tracked value of onmax() or onchange().
+        """Create the variable that keeps the maximal or latest value of onmax() or onchange().
 
         Mirrors: track_data_create (v6.1).
         """
@@ -70,14 +73,14 @@ class ActionMaker:
         return reference
 
     def _new_variable(self, name: str, size: int, type_: str) -> HistField:
-        """Create a variable. Mirrors: create_var (v6.1)."""
+        """Create a variable of the histogram, and return it. Mirrors: create_var (v6.1)."""
         data = self._data
         if data.variables.exists(name) and not data.removes:
             raise KernelError(errno.EINVAL, f"histogram: the variable {name} already exists")
         return HistField(data, Flag.VAR, size=size, type=type_, variable=name, index=data.map.add_variable())
 
     def _snapshot(self, action: Action) -> None:
-        """Allocate the snapshot buffer and set its condition.
+        """Allocate the trace array's snapshot buffer, and set the condition of snapshots.
 
         Mirrors: kernel/trace/trace.c:tracing_snapshot_cond_enable (v6.1).
         """
@@ -95,7 +98,10 @@ class ActionMaker:
                 self._data.saved_variables.append(self._field_variable(param))
 
     def _field_variable(self, name: str) -> FieldVariable:
-        """Create a variable for a field of the histogram's own event. Mirrors: create_field_var (v6.1)."""
+        """Create a variable for the field `name` of the histogram's own event.
+
+        Mirrors: create_field_var (v6.1).
+        """
         if len(self._data.field_variables) >= FIELDS_MAX:
             raise self._log.error(HistError.TOO_MANY_FIELD_VARS, name)
         with self._log.instead(HistError.FIELD_VAR_PARSE_FAIL, remains_of(name)):
@@ -107,7 +113,10 @@ class ActionMaker:
     # trace(), and synthetic events by name
 
     def _trace(self, action: Action) -> None:
-        """Resolve the synthetic event and its arguments. Mirrors: trace_action_create (v6.1)."""
+        """Look up the synthetic event of an action, and the variables that are its arguments.
+
+        Mirrors: trace_action_create (v6.1).
+        """
         event = self._data.system.find_synthetic(action.target_name)
         if event is None:
             raise self._log.error(HistError.SYNTH_EVENT_NOT_FOUND, action.target_name)
@@ -127,7 +136,7 @@ class ActionMaker:
         action.arguments = arguments
 
     def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
-        """Return the variable of an argument, and create it if the argument is a field.
+        """Return the variable for an argument of a synthetic event; create it if the argument is a field.
 
         Mirrors: trace_action_find_var, trace_action_create_field_var (v6.1).
         """
@@ -158,9 +167,9 @@ class ActionMaker:
         return made.variable
 
     def _field_of_other(self, system: str, event_name: str, name: str) -> HistField:
-        """Return a variable for a field of another event.
+        """Return a variable for the field `name` of another event.
 
-        For this, create a histogram with the same keys there.
+        To set the variable, a histogram with the keys of an existing one is created on that event.
         Mirrors: create_field_var_hist (v6.1).
         """
         data = self._data
@@ -194,7 +203,7 @@ def _same_keys(one: Histogram, other: Histogram) -> bool:
 
 
 def _hist_command(model: Histogram, file: EventFile, variable: str, name: str) -> str:
-    """Return the command of a histogram with the keys and the filter of another one.
+    """Return the command of a histogram that has the keys and the filter of `model`, and one variable.
 
     Raises: KernelError E2BIG.
     """

@@ -34,7 +34,10 @@ _PLAIN_MODIFIERS = {
 
 
 class ExpressionParser:
-    """Parser of one key, value or variable. Mirrors: parse_expr, parse_unary, parse_atom (v6.1)."""
+    """Parser of the expression of one key, value or variable.
+
+    Mirrors: parse_expr, parse_unary, parse_atom (v6.1).
+    """
 
     def __init__(self, variables: Variables) -> None:
         self._variables = variables
@@ -43,7 +46,7 @@ class ExpressionParser:
         self._subexpressions = 0
 
     def parse(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
-        """Parse an expression.
+        """Parse an expression and return its field. `variable` is the name of the variable that it defines.
 
         Raises: KernelError EINVAL, ENOMEM (a field is not a number), EDOM (division by 0).
         """
@@ -63,7 +66,7 @@ class ExpressionParser:
         return self._binary(operator, left, right, flags, variable)
 
     def _unary(self, text: str, flags: Flag, variable: str | None) -> HistField:
-        """Parse `-(EXPRESSION)`.
+        """Parse `-(EXPRESSION)` and return its field.
 
         Linux: one character after the sign is skipped, even if it is not a parenthesis.
         """
@@ -98,7 +101,7 @@ class ExpressionParser:
         flags: Flag,
         variable: str | None,
     ) -> HistField:
-        """Create the field of an expression, which has the type of its first operand."""
+        """Create the field of an operation, which has the type of its first operand."""
         like = operands[0]
         field = HistField(
             self._owner, flags | Flag.EXPR, type=like.type, size=like.size, is_signed=like.is_signed
@@ -139,7 +142,10 @@ class ExpressionParser:
     # Atoms
 
     def atom(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
-        """Parse a constant, `[GROUP.EVENT.]$VARIABLE`, or a field. Raises: KernelError EINVAL, ENOMEM."""
+        """Parse a constant, `[GROUP.EVENT.]$VARIABLE` or a field, and return its field.
+
+        Raises: KernelError EINVAL, ENOMEM.
+        """
         if is_digit(text):
             try:
                 return self._constant(kstrtoul(text), flags, variable)
@@ -157,14 +163,19 @@ class ExpressionParser:
         return field
 
     def _alias(self, reference: HistField, variable: str) -> HistField:
-        """Create a variable that is another name of a referenced one. Mirrors: create_alias (v6.1)."""
+        """Create a variable that is another name for the variable of a reference.
+
+        Mirrors: create_alias (v6.1).
+        """
         alias = HistField(self._owner, Flag.ALIAS | Flag.VAR, variable=variable, operands=(reference,))
         alias.value = reference.value
         self._variables.copy(reference, alias)
         return alias
 
     def _field(self, text: str, flags: Flag) -> tuple[FilterField | None, Flag, int]:
-        """Parse a field with its modifier; return its source, its flags, and the size of buckets.
+        """Parse a field with its modifier, and return the event's field, flags, and the size of buckets.
+
+        The event's field is None for common_timestamp and common_cpu.
 
         Mirrors: parse_field (v6.1).
         """
@@ -188,7 +199,7 @@ class ExpressionParser:
         return source, flags, buckets
 
     def _modifier(self, name: str, modifier: str, flags: Flag) -> tuple[Flag, int]:
-        """Return a modifier's flag, and the size of buckets.
+        """Return the flag of a modifier, and the size of buckets (0 except for `buckets`).
 
         Linux: only the beginning of `percent` and `graph` counts.
         """
@@ -206,7 +217,7 @@ class ExpressionParser:
         raise self._log.error(HistError.BAD_FIELD_MODIFIER, modifier)
 
     def _buckets(self, text: str) -> int:
-        """Parse the size of buckets.
+        """Parse the size of buckets, which is `=SIZE`, and return it.
 
         Linux: the caret points at the part of the modifier that was not yet read.
         """

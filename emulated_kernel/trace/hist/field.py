@@ -1,4 +1,4 @@
-"""A field of a histogram: a key, a value, a variable or a reference, and its value at a hit."""
+"""A field of a histogram: a key, value, variable or reference, and how its value at a hit is computed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_STRING = 256
-"""Maximal bytes of a string, including its NUL. Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1)."""
+"""Maximum length of a string in bytes, including its NUL.
+
+Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1).
+"""
 STACK_DEPTH = 16
 _DIV_SHIFT = 20
 _PID = slice(4, 8)
 
 
 class Flag(IntFlag):
-    """Properties of a field. Mirrors: kernel/trace/trace_events_hist.c:enum hist_field_flags (v6.1)."""
+    """Properties of a histogram's field.
+
+    Mirrors: kernel/trace/trace_events_hist.c:enum hist_field_flags (v6.1).
+    """
 
     HITCOUNT = 1 << 0
     KEY = 1 << 1
@@ -67,7 +73,7 @@ MODIFIERS = {
     Flag.PERCENT: "percent",
     Flag.GRAPH: "graph",
 }
-"""Flag -> modifier. If a field has several of these flags, the first one is shown."""
+"""Flag -> name of the modifier. If a field has several of these flags, the first one is shown."""
 
 
 class Operator(Enum):
@@ -87,19 +93,19 @@ class HistHit:
     hit: ProbeHit
     entry: RawEntry
     clock: Callable[[], int]
-    """Returns the time in units of the trace array's clock."""
+    """Function that returns the current time in units of the trace array's clock."""
     element: Element | None = None
     references: tuple[Value, ...] = ()
-    """Values of the variables that the histogram refers to."""
+    """Values of the variables to which the histogram refers, in the order of Histogram.references."""
 
     @cached_property
     def time(self) -> int:
-        """The time of the hit, which is the same for all fields."""
+        """Time of the hit; all fields use one value."""
         return self.clock()
 
     @property
     def comm(self) -> bytes:
-        """The name of the task that was hit. Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1)."""
+        """Name of the task that was hit. Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1)."""
         return self.entry.comm if any(self.entry.data[_PID]) else b"<idle>"
 
 
@@ -121,15 +127,15 @@ class HistField:
     size: int = 0
     is_signed: bool = False
     value: Callable[[HistHit], Value] = _nothing
-    """Returns the field's value at a hit."""
+    """Function that returns the field's value at a hit."""
     operands: tuple[HistField, ...] = ()
     operator: Operator | None = None
     name: str = ""
-    """Name of an expression or a reference."""
+    """Name of the field if it is an expression or a reference."""
     variable: str | None = None
-    """Name of the variable that the field defines, as in `ts0=...`. None if it does not define a variable."""
+    """Name of the variable that the field defines, as in `ts0=...`; None if it defines no variable."""
     index: int = -1
-    """Index of the variable in the elements of its map."""
+    """Index of the variable in Element.variables."""
     system: str | None = None
     event_name: str | None = None
     reference: int = -1
@@ -138,7 +144,7 @@ class HistField:
     buckets: int = 0
     constant: int = 0
     offset: int = 0
-    """Offset of a key in the compound key."""
+    """Offset of this part in the compound key."""
 
     def number(self, hit: HistHit) -> int:
         """Return the value at a hit as a number. Deviates: strings count as 0; Linux uses their addresses."""
@@ -159,11 +165,11 @@ class HistField:
         return "common_timestamp" if self.flags & Flag.TIMESTAMP else ""
 
     def modifier(self) -> str:
-        """Return the modifier with its dot, or an empty string."""
+        """Return the field's modifier with its dot, or an empty string."""
         return next((f".{name}" for flag, name in MODIFIERS.items() if self.flags & flag), "")
 
     def show(self) -> str:
-        """Return the field as in a trigger's line.
+        """Return the field as the trigger file shows it.
 
         Mirrors: kernel/trace/trace_events_hist.c:hist_field_print (v6.1).
         """
@@ -191,7 +197,7 @@ class HistField:
         return text if self.flags & Flag.VAR_REF else text + self.modifier()
 
     def expression_text(self, level: int = 0) -> str:
-        """Return the name of an expression.
+        """Return the name of the expression that the field is.
 
         Linux: the negation of a bucket, and the double negation of an expression, have no name.
         Mirrors: expr_str (v6.1).
@@ -210,7 +216,7 @@ class HistField:
 
 
 class Histogram:
-    """The interface of a histogram for fields, actions and other histograms: its fields and its map."""
+    """What fields, actions and other histograms use of a histogram: its fields and its map."""
 
     def __init__(
         self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, attrs: HistAttrs
@@ -220,12 +226,12 @@ class Histogram:
         self.log = log
         self.attrs = attrs
         self.values: list[HistField] = []
-        """The values, with the hit count first, and then the variables."""
+        """The values, of which the first is the hit count, and after them the variables."""
         self.keys: list[HistField] = []
-        """The parts of the key."""
+        """The parts of the compound key."""
         self.references: list[HistField] = []
         self.matches: list[tuple[str, str]] = []
-        """Groups and names of the events in its onmatch() actions."""
+        """Group and name of each event in the histogram's onmatch() actions."""
         self.field_variables: list[FieldVariable] = []
         self.saved_variables: list[FieldVariable] = []
         self.uses_time = False
@@ -233,16 +239,16 @@ class Histogram:
 
     @property
     def fields(self) -> list[HistField]:
-        """The values, variables and keys."""
+        """All fields that the histogram defines: values, variables and keys."""
         return self.values + self.keys
 
     def variable(self, name: str) -> HistField | None:
-        """Return the variable of that name, or None. Mirrors: find_var_field (v6.1)."""
+        """Return the variable with this name, or None. Mirrors: find_var_field (v6.1)."""
         found = (each for each in self.fields if each.flags & Flag.VAR and each.variable == name)
         return next(found, None)
 
     def timestamp(self, time: int) -> int:
-        """Convert a time into the unit that the histogram uses."""
+        """Convert a time from the clock's unit to the unit of the histogram."""
         in_usecs = self.attrs.in_usecs and self.triggers.array.clock.in_ns
         return ns_to_usecs(time) if in_usecs else time
 
@@ -259,14 +265,14 @@ class FieldVariable:
 
 
 def set_variable(element: Element, variable: HistField, value: Value) -> None:
-    """Set a variable of an element. A string is truncated to the variable's size."""
+    """Set the value of a variable in an element. A string is truncated to the variable's size."""
     if isinstance(value, bytes):
         value = value[: max(min(variable.size, MAX_STRING) - 1, 0)]
     element.variables[variable.index] = value
 
 
 def set_variables(element: Element, variables: Sequence[FieldVariable], hit: HistHit) -> None:
-    """Set the variables to the values of their fields."""
+    """Set variables in an element to the values that their fields have at a hit."""
     for each in variables:
         set_variable(element, each.variable, each.value.value(hit))
 
@@ -280,12 +286,12 @@ def as_number(value: Value) -> int:
 
 
 def execname_value(hit: HistHit) -> Value:
-    """Return the name of the task that created the element."""
+    """Return the name of the task that created the element of a hit."""
     return hit.element.comm if hit.element is not None else b"(no comm)"
 
 
 def _dynamic_string(data: bytes, place: slice) -> bytes:
-    """Return the string that the __data_loc at `place` of an entry refers to."""
+    """Return the string to which the __data_loc at `place` of an entry refers."""
     location = int.from_bytes(data[place], "little")
     start = location & 0xFFFF
     length = location >> 16
@@ -297,7 +303,7 @@ def _divide(value: int, divisor: int) -> int:
 
 
 def divide_by_constant(value: int, divisor: int) -> int:
-    """Divide as Linux does by a constant.
+    """Return value / divisor as Linux computes it for a constant divisor.
 
     Linux: if the divisor is below 2**20 and not a power of two, quotients of small numbers are rounded up a
     little.
@@ -309,7 +315,7 @@ def divide_by_constant(value: int, divisor: int) -> int:
 
 
 Operation = Callable[..., int]
-"""Function of the operands' numbers; only the low 64 bits of its result are used."""
+"""Function that computes an operator from numbers; only the low 64 bits of its result are used."""
 OPERATIONS: dict[Operator, Operation] = {
     Operator.PLUS: operator.add,
     Operator.MINUS: operator.sub,

@@ -1,4 +1,4 @@
-"""A histogram: its fields, its map, and the counting of hits."""
+"""HistData, a histogram: creation of its fields and its map, and counting of hits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ _NOT_FOR_VALUES = Flag.BUCKET | Flag.LOG2 | Flag.SYM | Flag.SYM_OFFSET | Flag.SY
 
 
 class HistData(Histogram):
-    """A histogram. Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_data (v6.1)."""
+    """The data of a histogram, which named histograms share.
+
+    Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_data (v6.1).
+    """
 
     def __init__(
         self,
@@ -63,7 +66,8 @@ class HistData(Histogram):
     ) -> None:
         """Create a histogram without fields; build() adds them.
 
-        `removes` means that the command begins with `!`. It may then define variables that already exist.
+        `removes` means that the command begins with `!`. Such a command may define variables that already
+        exist.
         """
         super().__init__(triggers, file, log, attrs)
         self.system = system
@@ -72,13 +76,13 @@ class HistData(Histogram):
         self.sort_keys: list[SortKey] = [SortKey()]
         self.actions: list[Action] = []
         self.made_hists: list[tuple[EventFile, str]] = []
-        """Files and commands of histograms that were created on other events to get their fields."""
+        """Event and command of each histogram that was created on another event, to get a field of it."""
         self.variables = Variables(self, system)
 
     # Creation. Mirrors: create_hist_data, create_hist_fields (v6.1).
 
     def build(self) -> None:
-        """Create fields and map from the command, whose actions have already been parsed.
+        """Create fields and map from the attributes. The actions must have been parsed.
 
         Raises: KernelError EINVAL, ENOMEM, EDOM.
         """
@@ -112,7 +116,10 @@ class HistData(Histogram):
             raise KernelError(errno.EINVAL, "histogram: too many values")
 
     def _value(self, text: str, flags: Flag, variable: str | None) -> HistField:
-        """Create a value or a variable. Mirrors: __create_val_field (v6.1)."""
+        """Parse the expression of a value or a variable, and return its field.
+
+        Mirrors: __create_val_field (v6.1).
+        """
         made = ExpressionParser(self.variables).parse(text, flags, variable)
         refused = _NOT_FOR_VARIABLES if made.flags & Flag.VAR else _NOT_FOR_VALUES
         if made.flags & refused:
@@ -120,7 +127,7 @@ class HistData(Histogram):
         return made
 
     def _build_variable(self, name: str, expression: str) -> None:
-        """Create a variable. Mirrors: create_var_field (v6.1)."""
+        """Parse the definition of a variable, and add the variable. Mirrors: create_var_field (v6.1)."""
         if self.variables.exists(name) and not self.removes:
             raise self.log.error(HistError.DUPLICATE_VAR, name)
         made = self._value(expression, Flag.VAR, name)
@@ -146,7 +153,7 @@ class HistData(Histogram):
             raise KernelError(errno.EINVAL, "histogram: too many keys")
 
     def _key(self, text: str) -> HistField:
-        """Create a part of the key. Mirrors: create_key_field (v6.1)."""
+        """Parse a part of the key, and return its field. Mirrors: create_key_field (v6.1)."""
         if text == "stacktrace":
             return HistField(self, Flag.KEY | Flag.STACKTRACE, size=8 * STACK_DEPTH)
         made = ExpressionParser(self.variables).parse(text, Flag.KEY)
@@ -155,7 +162,7 @@ class HistData(Histogram):
         return made
 
     def _build_sort_keys(self) -> None:
-        """Parse `sort=`. Mirrors: create_sort_keys (v6.1)."""
+        """Parse the attribute `sort=` into sort keys. Mirrors: create_sort_keys (v6.1)."""
         if self.attrs.sort is None:
             return
         names = self.attrs.sort.split(",")
@@ -188,7 +195,10 @@ class HistData(Histogram):
         return bool(self.references) or any(_has_variables(each) for each in self.fields)
 
     def is_referred_to(self) -> bool:
-        """Return True if another histogram uses a variable of this one. Mirrors: check_var_refs (v6.1)."""
+        """Return True if another histogram uses a variable of this histogram.
+
+        Mirrors: check_var_refs (v6.1).
+        """
         return any(
             reference.owner is self
             for other in self.system.with_variables(self.triggers.array)
@@ -198,11 +208,11 @@ class HistData(Histogram):
 
     @property
     def sortable(self) -> list[HistField]:
-        """The fields by which elements may be sorted: the hit count, other values, and keys."""
+        """Fields by which elements may be sorted: the hit count, other values, and keys."""
         return [each for each in self.fields if not each.flags & Flag.VAR]
 
     def elements(self) -> Generator[None, None, list[Element]]:
-        """Return all elements, sorted; see TracingMap.sorted()."""
+        """Return all elements of the map, sorted by the sort keys; see TracingMap.sorted()."""
         return self.map.sorted(*(self._ranking(key) for key in self.sort_keys))
 
     def _ranking(self, key: SortKey) -> Rank:
@@ -245,9 +255,9 @@ class HistData(Histogram):
         return value.to_bytes(8, "little").ljust(part.size, b"\0")
 
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
-        """Look up the referenced variables of this histogram (`own`) or of others.
+        """Store in `values` the referenced variables of this histogram (`own`) or of other histograms.
 
-        Return False if one is not set.
+        `key` selects the element whose variables are read. Return False if a variable is not set.
         Mirrors: resolve_var_refs (v6.1).
         """
         for index, reference in enumerate(self.references):
@@ -262,7 +272,10 @@ class HistData(Histogram):
         return True
 
     def _update(self, hit: HistHit, element: Element) -> None:
-        """Add the hit to sums, and set variables. Mirrors: hist_trigger_elt_update (v6.1)."""
+        """Add a hit to the sums of its element, and set the variables of the element.
+
+        Mirrors: hist_trigger_elt_update (v6.1).
+        """
         for index, each in enumerate(self.values):
             if each.flags & Flag.VAR:
                 set_variable(element, each, each.value(hit))
@@ -284,7 +297,9 @@ def _has_variables(each: HistField, level: int = 0) -> bool:
 
 
 def _rank(part: HistField, key: bytes) -> int:
-    """Return the number by which a part of the key is sorted. Strings are compared as bytes.
+    """Return the number by which elements are sorted if the sort key is a part of the key.
+
+    Strings are sorted by their bytes.
 
     Linux: all stack traces are equal.
     """

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class HistError(Enum):
-    """Errors of histogram triggers. The texts are interface, since tools match them.
+    """Errors of histogram triggers. The texts are an interface, since tools match them.
 
     Mirrors: kernel/trace/trace_events_hist.c:ERRORS (v6.1).
     """

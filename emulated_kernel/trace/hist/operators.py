@@ -1,4 +1,4 @@
-"""Operators of histogram expressions: where an expression is split, and which parts are references."""
+"""Operators of histogram expressions: where an expression is split, and how names are split."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from emulated_kernel.trace.text.numbers import is_digit
 
 
 def find_operator(text: str) -> tuple[Operator, int] | None:
-    """Return the root operator of an expression and its position: the last operator of the lowest precedence.
+    """Return the operator at which an expression is split, and its position; None without an operator.
+
+    It is the last operator of the lowest precedence.
 
     Mirrors: kernel/trace/trace_events_hist.c:contains_operator (v6.1).
     """
@@ -27,8 +29,8 @@ def find_operator(text: str) -> tuple[Operator, int] | None:
 def leftmost_operand(text: str) -> str:
     """Return the part of an expression that replaces a later `$name` in the same command.
 
-    Linux: parsing cuts the text at each operator, so that with `a=x-y,b=$a` b is x. It also cuts at the dots
-    of GROUP.EVENT.$NAME.
+    Linux: parsing cuts the text at each operator, so with `a=x-y,b=$a` the value of b is x. Parsing also cuts
+    the text at the dots of GROUP.EVENT.$NAME.
     Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_atom (v6.1).
     """
     found = find_operator(text)
@@ -48,7 +50,7 @@ def remains_of(text: str) -> str:
 
 
 def qualified(text: str) -> tuple[str | None, str | None, str]:
-    """Split `GROUP.EVENT.NAME` into group, event and name.
+    """Split `GROUP.EVENT.NAME` into group, event and name; group and event are None for a plain name.
 
     A name with one dot has a modifier and is not split.
     """

@@ -1,4 +1,4 @@
-"""Texts of histograms: the line in the trigger file, and the hist file."""
+"""Texts of histograms: their line in the trigger file, and the hist file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BAR_SIZE = 20
 
 
 def command_text(data: HistData) -> str:
-    """Return the histogram's command without `hist:`, filter and state.
+    """Return the histogram's command as the trigger file shows it, without `hist:`, filter and state.
 
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_print (v6.1).
     """
@@ -39,7 +39,7 @@ def _sort_texts(data: HistData) -> list[str]:
 
 
 class HistPrinter:
-    """Prints one histogram."""
+    """Printer of one histogram for the hist file."""
 
     def __init__(self, data: HistData, symbols: KernelSymbols) -> None:
         self._data = data
@@ -52,9 +52,10 @@ class HistPrinter:
         ]
 
     def records(self, line: str) -> Iterator[str]:
-        """Yield the text in parts: an entry each, and PAUSE between steps of sorting.
+        """Yield the histogram's text in the hist file in parts, and PAUSE between steps of sorting.
 
-        Between two parts hits may be counted. `line` is the line of the histogram's trigger.
+        Each entry is a part. Between two parts, hits may be counted. `line` is the trigger's line in the
+        trigger file.
         Mirrors: hist_trigger_show (v6.1).
         """
         sorting = self._data.elements()
@@ -77,7 +78,10 @@ class HistPrinter:
 
     @staticmethod
     def _scale(index: int, column: HistField, elements: Sequence[Element]) -> int:
-        """Return the number that a column's values are shares of: their sum or the greatest one."""
+        """Return the number that is 100 % for the values of a column: their sum (percent) or maximum (graph).
+
+        Return 0 for columns with other modifiers.
+        """
         if column.flags & Flag.PERCENT:
             return sum(each.sums[index] for each in elements) & U64
         if column.flags & Flag.GRAPH:
@@ -183,7 +187,7 @@ def _saved(value: Value, is_string: bool) -> str:
 
 
 def _padded(data: bytes, size: int) -> str:
-    """Return the bytes padded as `%-SIZEs` pads them."""
+    """Return bytes as text, padded with spaces to `size` bytes as by `%-SIZEs`."""
     return bytes_to_text(data.ljust(size))
 
 

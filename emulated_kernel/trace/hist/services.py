@@ -1,4 +1,4 @@
-"""Services that histograms share: finding each other's triggers and variables, and synthetic events."""
+"""Look-ups that histograms share: triggers of an event, variables of other histograms, synthetic events."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ class HistHolder(Trigger):
 
 
 def holders_of(file: EventFile) -> Iterator[HistHolder]:
-    """Yield the histogram triggers of an event, in order."""
+    """Yield the histogram triggers of an event, in the order of its triggers."""
     return (trigger for trigger in file.triggers if isinstance(trigger, HistHolder))
 
 
 def hists_of(file: EventFile) -> Iterator[Histogram]:
-    """Yield the histograms of an event, in order."""
+    """Yield the histograms of an event, in the order of its triggers."""
     return (holder.data for holder in holders_of(file))
 
 
 @dataclass
 class HistServices:
-    """The histograms of a kernel, in all its trace arrays."""
+    """Registry of a kernel's histograms that have variables, for all trace arrays."""
 
     registry: EventRegistry
     syscall_name: Callable[[int], str | None]
-    """Returns the name of a system call, such as sys_read."""
+    """Function that returns the name of a system call by its number, such as sys_read, or None."""
     memory: HistMemory = field(default_factory=lambda: HistMemory(Limits()))
-    """The budget of all histograms."""
+    """The memory budget of all histograms of the kernel."""
     _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 
     def find_synthetic(self, name: str) -> SyntheticEvent | None:
-        """Return the synthetic event of that name, or None. Mirrors: find_synth_event_call (v6.1)."""
+        """Return the synthetic event with this name, or None. Mirrors: find_synth_event_call (v6.1)."""
         event = self.registry.find(SYSTEM, name)
         return event if isinstance(event, SyntheticEvent) else None
 
     def with_variables(self, recorder: Recorder) -> Sequence[Histogram]:
-        """Return a trace array's histograms that define or use variables, newest first."""
+        """Return the histograms of a trace array that define or use variables, the newest first."""
         return self._with_variables.get(recorder, ())
 
     def save_variables(self, data: Histogram) -> None:
-        """Make the variables of a histogram visible to others. Mirrors: save_hist_vars (v6.1)."""
+        """Make the variables of a histogram visible to other histograms. Mirrors: save_hist_vars (v6.1)."""
         self._with_variables.setdefault(data.triggers.array, []).insert(0, data)
 
     def remove_variables(self, data: Histogram) -> None:
-        """Hide the variables of a histogram from others. Mirrors: remove_hist_vars (v6.1)."""
+        """Hide the variables of a histogram from other histograms. Mirrors: remove_hist_vars (v6.1)."""
         listed = self._with_variables.get(data.triggers.array, [])
         if data in listed:
             listed.remove(data)

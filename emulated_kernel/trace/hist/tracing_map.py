@@ -1,4 +1,4 @@
-"""The table of a histogram: an element for each key, with sums and variables."""
+"""The map of a histogram: key -> element with sums and variables."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ VALS_MAX = 3
 VARS_MAX = 16
 SORT_KEYS_MAX = 2
 SORT_STEP = 1024
-"""Elements that are sorted in one step of a read, which keeps others waiting."""
+"""Number of elements that are sorted in one step of a read; between steps, other requests are served."""
 U64 = (1 << 64) - 1
 
 HIST_SIZE = 16384
-"""Bytes of the host's memory that a histogram without elements occupies."""
+"""Size in bytes of the host memory that a histogram without elements occupies."""
 ELEMENT_SIZE = 300
-"""Bytes of an element without its key, sums and variables."""
+"""Size in bytes of the host memory of an element, without its key, sums and variables."""
 SUM_SIZE = 40
 VARIABLES_SIZE = 232
 VARIABLE_SIZE = 320
-"""Bytes of a variable, whose value may be a string of 256 characters."""
+"""Size in bytes of the host memory of a variable, whose value may be a string of 256 characters."""
 T = TypeVar("T")
 Value = int | bytes
-"""A number below 2**64, or a string without its NUL."""
+"""Value of a field: a number below 2**64, or a string without its NUL."""
 
 
 class Element:
-    """An entry of the table. Mirrors: kernel/trace/tracing_map.h:struct tracing_map_elt (v6.1)."""
+    """An entry of a histogram's map, for one key.
+
+    Mirrors: kernel/trace/tracing_map.h:struct tracing_map_elt (v6.1).
+    """
 
     __slots__ = ("comm", "key", "sums", "variables")
 
@@ -45,14 +48,17 @@ class Element:
         self.key = key
         self.sums = [0] * sums
         self.variables: dict[int, Value] = {}
-        """Index -> value of the variables that are set."""
+        """Index of the variable (HistField.index) -> value, for the variables that are set."""
         self.comm = comm
         """Name of the task that created the element."""
 
 
 @dataclass(frozen=True)
 class SortKey:
-    """A sort criterion. `index` counts the sums first, and the keys after them."""
+    """A sort key: a field of the histogram, and the direction.
+
+    `index` is the field's index in HistData.sortable.
+    """
 
     index: int = 0
     descending: bool = False
@@ -63,31 +69,31 @@ Rank = Callable[[Element], int]
 
 
 class HistMemory:
-    """The budget of host memory for the elements of all histograms of a kernel."""
+    """The budget of host memory for all histograms of a kernel."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.used = 0
-        """Bytes that are in use."""
+        """Number of bytes that the histograms use."""
 
     def has_room(self, size: int) -> bool:
-        """Return True if `size` more bytes are within the limit."""
+        """Return True if the use of `size` more bytes stays within the limit."""
         most = self._limits[Limit.HIST_BYTES]
         return most is None or self.used + size <= most
 
 
 class TracingMap:
-    """The table of a histogram. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
+    """The map of a histogram: key -> element. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
 
     def __init__(self, bits: int, key_size: int, sums: int, memory: HistMemory | None = None) -> None:
-        """Create an empty map. `memory`: the budget that its elements are charged to."""
+        """Create an empty map. `memory` is the budget to which the map and its elements are charged."""
         self._memory = memory or HistMemory(Limits())
         self._charged = 0
-        """Bytes that the map is charged with."""
+        """Number of bytes that the map has charged to the budget."""
         self.bits = bits
         self.key_size = key_size
         self._own_charge = 0
-        """Bytes of `_charged` that stay when the map is cleared."""
+        """Number of bytes of `_charged` that stay charged when the map is cleared."""
         self.hits = 0
         self.drops = 0
         self.variable_count = 0
@@ -95,16 +101,16 @@ class TracingMap:
         self._elements: dict[bytes, Element] = {}
 
     def add_variable(self) -> int:
-        """Return the index of a new variable. Raises: KernelError EINVAL (there are already 16)."""
+        """Return the index of a new variable. Raises: KernelError EINVAL (there are 16 already)."""
         if self.variable_count == VARS_MAX:
             raise KernelError(errno.EINVAL, f"histogram: more than {VARS_MAX} variables")
         self.variable_count += 1
         return self.variable_count - 1
 
     def insert(self, key: bytes, comm: bytes) -> Element | None:
-        """Return the element of a key, and create it if necessary.
+        """Return the element of a key and count a hit; create the element if necessary.
 
-        If the map is full, or the memory of all maps, count a drop and return None.
+        If the map is full, or the budget has no room for a new element, count a drop and return None.
         """
         element = self._elements.get(key)
         if element is None:
@@ -117,7 +123,10 @@ class TracingMap:
         return element
 
     def lookup(self, key: bytes) -> Element | None:
-        """Return the element of a key, or None. The key is truncated or padded to the map's key size."""
+        """Return the element of a key, or None if there is none.
+
+        The key is truncated, or padded with zeros, to the map's key size.
+        """
         return self._elements.get(key[: self.key_size].ljust(self.key_size, b"\0"))
 
     def clear(self) -> None:
@@ -130,12 +139,15 @@ class TracingMap:
 
     @property
     def _element_size(self) -> int:
-        """Bytes that an element occupies at most."""
+        """Maximum size in bytes of the host memory of an element."""
         variables = VARIABLES_SIZE + self.variable_count * VARIABLE_SIZE if self.variable_count else 0
         return ELEMENT_SIZE + self.key_size + self._sums * SUM_SIZE + variables
 
     def _charge(self, size: int) -> bool:
-        """Charge the budget. Return False if it has no room."""
+        """Charge `size` bytes to the budget.
+
+        Return False, with nothing changed, if the budget has no room.
+        """
         if not self._memory.has_room(size):
             return False
         self._memory.used += size
@@ -143,22 +155,24 @@ class TracingMap:
         return True
 
     def allocate(self) -> None:
-        """Charge the budget with the histogram itself. Raises: KernelError ENOMEM."""
+        """Charge the map without elements to the budget. Raises: KernelError ENOMEM."""
         if not self._charge(HIST_SIZE):
             raise KernelError(errno.ENOMEM, "histogram: the limit of hist_bytes is reached; remove others")
         self._own_charge = HIST_SIZE
 
     def release(self) -> None:
-        """Give everything back to the budget, because nobody counts into the map any more."""
+        """Return all bytes of the map to the budget. The map must not count any more hits."""
         self._memory.used -= self._charged
         self._charged = 0
         self._own_charge = 0
 
     def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
-        """Return all elements in order, and yield after each SORT_STEP elements.
+        """Return all elements, sorted by `primary` and, where that is equal, by `secondary`.
 
-        An element has the rank that it has at the start. Between two steps other elements may come.
-        Linux: equal ones have the order that a heap sort gives to keys in byte order.
+        The generator yields after each SORT_STEP elements. Ranks are computed before each heap sort. Between
+        two steps, hits may add elements, which are not returned.
+        Linux: equal elements have the order that a heap sort gives to elements in the byte order of their
+        keys.
         """
         elements = sorted(self._elements.values(), key=lambda each: each.key)
         ranks = [primary(each) for each in elements]
@@ -175,9 +189,10 @@ class TracingMap:
 def heap_sort(
     elements: Sequence[T], ranks: Sequence[int]
 ) -> Generator[None, None, tuple[list[T], list[int]]]:
-    """Return elements and their ranks, sorted by a heap sort that orders equal elements as Linux's.
+    """Return elements and ranks, sorted by a heap sort that orders equal elements as Linux's sort() does.
 
-    Yield after each SORT_STEP elements. Mirrors: lib/sort.c:sort (v6.1), in its order.
+    The generator yields after each SORT_STEP elements.
+    Mirrors: lib/sort.c:sort (v6.1).
     """
     keys = [*ranks]
     order = [*range(len(keys))]
@@ -195,7 +210,10 @@ def heap_sort(
 
 
 def _sift_down(keys: list[int], order: list[int], start: int, end: int) -> None:
-    """Follow the greater child to a leaf, then go back up to the position of the element."""
+    """Move the element at `start` down in the heap to its position.
+
+    Follow the greater child to a leaf, and then go back up to the position.
+    """
     path = []
     at = start
     last = end - 2

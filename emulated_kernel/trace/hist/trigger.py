@@ -1,4 +1,4 @@
-"""The hist trigger: its command, and adding, changing and removing histograms."""
+"""The hist trigger and its command, which adds, changes and removes histograms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PREFIX = "hist:"
 
 
 class HistTrigger(HistHolder):
-    """A histogram of an event. Histograms of the same name share their data.
+    """A histogram trigger of an event. Triggers with the same name share their data.
 
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_ops, event_hist_trigger_named_ops (v6.1).
     """
@@ -42,14 +42,20 @@ class HistTrigger(HistHolder):
         self.data: HistData = data
         self.name: str | None = None
         self.shared: HistTrigger | None = None
-        """The trigger whose data a trigger of the same name uses."""
+        """The named trigger whose data this trigger uses; None if it uses data of its own."""
         self.users = 0
         self.synthetic: SyntheticEvent | None = None
-        """The event of the trigger if it is a synthetic event, which cannot be removed then."""
+        """The trigger's event if it is synthetic, or None.
+
+        While the trigger exists, the event can't be removed.
+        """
         self._command = release
 
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
-        """Count a hit. Linux: without an entry, as if another trigger runs this one, nothing is counted."""
+        """Count a hit in the histogram.
+
+        Linux: without an entry, as if another trigger fires this trigger, nothing is counted.
+        """
         if entry is not None:
             self.data.count(hit, entry)
 
@@ -66,7 +72,7 @@ class HistTrigger(HistHolder):
 
 @dataclass(frozen=True)
 class HistCommand(TriggerCommand):
-    """The command `hist:keys=...`.
+    """The command `hist:keys=...` of trigger files.
 
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_parse (v6.1).
     """
@@ -74,10 +80,10 @@ class HistCommand(TriggerCommand):
     system: HistServices
     name: str = "hist"
     owners: dict[str, HistTrigger] = field(default_factory=dict, compare=False)
-    """Name -> the trigger that owns the data of that name, in all trace arrays."""
+    """Name -> trigger that owns the data with this name, for all trace arrays."""
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Execute a command.
+        """Add, change or remove a histogram, as a command in a trigger file says.
 
         Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, any error of parse_filter().
         """
@@ -126,14 +132,17 @@ class HistCommand(TriggerCommand):
             trigger.synthetic.hist_references += 1
 
     def _make_for(self, data: HistData, file: EventFile, command: str) -> None:
-        """Create a histogram on another event on behalf of `data`.
+        """Create a histogram on another event, because an action of `data` needs a field of that event.
 
         Errors are logged with the command of `data`.
         """
         self._run(data.triggers, file, data.log, command, removes=False)
 
     def _register(self, trigger: HistTrigger, data: HistData) -> None:
-        """Check a new trigger against existing ones, and name it. Mirrors: hist_register_trigger (v6.1)."""
+        """Check a new trigger against the existing triggers, and register its name.
+
+        Mirrors: hist_register_trigger (v6.1).
+        """
         attrs = data.attrs
         log = data.log
         shared = self._find_named(attrs.name)
@@ -153,7 +162,10 @@ class HistCommand(TriggerCommand):
         self._take_name(trigger, shared)
 
     def _find_named(self, name: str | None) -> HistTrigger | None:
-        """Return the trigger that owns the data of that name, or None. Mirrors: find_named_trigger (v6.1)."""
+        """Return the trigger that owns the data with this name, or None.
+
+        Mirrors: find_named_trigger (v6.1).
+        """
         return None if name is None else self.owners.get(name)
 
     def _take_name(self, trigger: HistTrigger, shared: HistTrigger | None) -> None:
@@ -169,7 +181,9 @@ class HistCommand(TriggerCommand):
             self._discard(own)
 
     def _update_existing(self, trigger: HistTrigger, file: EventFile) -> bool:
-        """Pause, continue or clear the equal histogram if there is one.
+        """Pause, continue or clear the existing histogram that equals `trigger`.
+
+        Return False if the command asks for no change, or if there is no such histogram.
 
         Mirrors: existing_hist_update_only (v6.1).
         """
@@ -194,9 +208,9 @@ class HistCommand(TriggerCommand):
     # Removing
 
     def _remove(self, trigger: HistTrigger, file: EventFile) -> None:
-        """Remove the equal histogram.
+        """Remove the existing histogram that equals `trigger`, if there is one.
 
-        Raises: KernelError EBUSY (while another histogram uses its variables).
+        Raises: KernelError EBUSY (another histogram uses its variables).
         """
         existing = self._find_match(trigger, file, self._find_named(trigger.data.attrs.name))
         if existing is None:
@@ -206,7 +220,9 @@ class HistCommand(TriggerCommand):
         file.remove(existing)
 
     def remove_all(self, file: EventFile) -> None:
-        """Remove all histograms of an event. Linux: if another histogram uses a variable of one, all stay.
+        """Remove all histograms of an event.
+
+        Linux: if another histogram uses a variable of any of them, none is removed.
 
         Mirrors: hist_unreg_all (v6.1).
         """
@@ -218,7 +234,7 @@ class HistCommand(TriggerCommand):
                 file.remove(trigger)
 
     def release(self, trigger: HistTrigger) -> None:
-        """Remove a user of a trigger. The last one releases the data.
+        """Remove one user of a trigger. Without users, release the trigger and its data.
 
         Mirrors: event_hist_trigger_free (v6.1).
         """
@@ -261,7 +277,7 @@ class HistCommand(TriggerCommand):
         *,
         ignore_filter: bool = False,
     ) -> bool:
-        """Return True if both are the same histogram. Mirrors: hist_trigger_match (v6.1)."""
+        """Return True if two triggers have equivalent histograms. Mirrors: hist_trigger_match (v6.1)."""
         if shared is None:
             if other.name is not None:
                 return False
@@ -279,14 +295,14 @@ class HistCommand(TriggerCommand):
 
 
 def _identity(each: HistField) -> tuple[object, ...]:
-    """Return a tuple that is equal for equivalent fields of two histograms."""
+    """Return a tuple that is the same for equivalent fields of two histograms."""
     source = each.field
     field = None if source is None else (source.name, source.type, source.size, source.is_signed)
     return (each.flags, field, each.offset, each.size, each.is_signed, each.variable)
 
 
 def hist_records(triggers: EventTriggers, event: TraceEvent) -> Iterator[str]:
-    """Yield the text of the event's hist file in parts; see HistPrinter.records().
+    """Yield the text of an event's hist file in parts; see HistPrinter.records().
 
     Mirrors: kernel/trace/trace_events_hist.c:hist_show (v6.1).
     """

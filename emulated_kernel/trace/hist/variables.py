@@ -1,4 +1,4 @@
-"""Variables of histograms: resolving a name in this histogram, or in that of another event."""
+"""Variables of histograms: look-up by name, in the histogram itself or in those of other events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 def find_file_variable(file: EventFile, name: str) -> HistField | None:
-    """Return the variable of that name in a histogram of the event, or None.
+    """Return the variable with this name in a histogram of the event, or None.
 
     Mirrors: find_file_var (v6.1).
     """
@@ -30,10 +30,10 @@ class Variables:
         self._system = system
         self.log = owner.log
         self.definitions: list[tuple[str, str]] = []
-        """Names and expressions of the variables that the histogram defines."""
+        """Name and expression of each variable that the histogram defines."""
 
     def exists(self, name: str) -> bool:
-        """Return True if this histogram, or another of the same event, has the variable.
+        """Return True if this histogram, or another histogram of its event, has the variable.
 
         Mirrors: find_var (v6.1).
         """
@@ -42,7 +42,7 @@ class Variables:
         return find_file_variable(self.owner.file, name) is not None
 
     def local_expression(self, system: str | None, event_name: str | None, name: str) -> str | None:
-        """Return the expression for `$name` if this histogram defines it as a plain field, else None.
+        """Return the expression for `$name` if this histogram defines the variable as a field, else None.
 
         Mirrors: local_field_var_ref, field_name_from_var (v6.1).
         """
@@ -57,7 +57,7 @@ class Variables:
         return None
 
     def reference(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
-        """Return a reference to `$name` of an event.
+        """Return a reference to the variable `$name` of an event.
 
         If there is no such variable, log an error and return None.
         Mirrors: parse_var_ref (v6.1).
@@ -81,9 +81,9 @@ class Variables:
         return None if file is None else find_file_variable(file, name)
 
     def _find_matched(self, name: str) -> HistField | None:
-        """Return a variable of the events in onmatch(), or None.
+        """Return a variable of an event that an onmatch() of this histogram names, or None.
 
-        Raises: KernelError EINVAL (two events have it).
+        Raises: KernelError EINVAL (two of the events have the variable).
         Mirrors: find_match_var (v6.1).
         """
         found: HistField | None = None
@@ -97,7 +97,7 @@ class Variables:
         return found
 
     def _find_file(self, system: str | None, event_name: str | None, name: str) -> EventFile | None:
-        """Return the event whose histogram defines the variable, or None if it is not unique.
+        """Return the event whose histogram defines the variable; None if there is no event, or more than one.
 
         Mirrors: find_var_file (v6.1).
         """
@@ -114,9 +114,9 @@ class Variables:
         return found
 
     def refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField | None:
-        """Return the reference to a variable, and create it if necessary.
+        """Return this histogram's reference to a variable; create the reference if necessary.
 
-        If there are already 16, return None.
+        If the histogram already has 16 references, return None.
         Mirrors: create_var_ref (v6.1).
         """
         owner = self.owner
@@ -150,8 +150,9 @@ class Variables:
 
     @staticmethod
     def origin(operand: HistField) -> HistField:
-        """Return the variable of a reference; return any other field itself. Raises: KernelError EINVAL.
+        """Return the variable to which a reference or alias refers; return any other field itself.
 
+        Raises: KernelError EINVAL.
         Mirrors: check_expr_operands (v6.1).
         """
         if not operand.flags & (Flag.VAR_REF | Flag.ALIAS):

@@ -1,5 +1,5 @@
-"""Text of records: lines, headers, the function graph's tree, and the options that control them.
+"""Text of trace records: lines, headers, the function graph's tree, and trace options.
 
-Other subpackages use trace_file.trace_lines() and the options of a trace array. This subpackage reads buffers
-and changes none. It runs under the control lock, because a text is rendered completely at open.
+Other subpackages use trace_file.trace_lines() and the options of a trace array. No module here changes a
+buffer. All functions run under the control lock, because a file's text is rendered completely at open.
 """

@@ -1,4 +1,4 @@
-"""Records of the function_graph tracer and their text: calls as a tree, with their durations.
+"""Records of the function_graph tracer, and their text: a tree of calls with durations.
 
 Mirrors: kernel/trace/trace_functions_graph.c (v6.1)
 """
@@ -16,11 +16,11 @@ from emulated_kernel.trace.symbols import print_ip
 from emulated_kernel.util.fast_dataclass import dataclass
 
 NAME = "function_graph"
-"""Name of the tracer in current_tracer."""
+"""Name of the function_graph tracer in current_tracer."""
 INDENT = 2
-"""Characters of indentation per level."""
+"""Number of spaces by which each level of calls is indented."""
 MAX_DEPTH = 50
-"""FTRACE_RETFUNC_DEPTH: calls nested deeper are not matched with their returns."""
+"""Maximum depth of calls that are matched with their returns. Mirrors: FTRACE_RETFUNC_DEPTH (v6.1)."""
 _PROCINFO_LENGTH = 14
 _NO_TIME = "              |  "
 _RULE = " ------------------------------------------\n"
@@ -28,18 +28,21 @@ _COMM_SHOWN = 7
 
 
 class GraphRecords:
-    """struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, without their trace_entry."""
+    """Formats of struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, without their trace_entry."""
 
     def __init__(self, word_size: int) -> None:
         word = "Q" if word_size == 8 else "I"
         self.entered = Struct(f"<{word}i")
-        """func, depth"""
+        """Format of a call's record: func, depth."""
         self.returned = Struct(f"<{word}iIQQ")
-        """func, depth, overrun, calltime, rettime; nanoseconds"""
+        """Format of a return's record: func, depth, overrun, calltime, rettime. Times are in nanoseconds."""
 
 
 def duration_text(nanoseconds: int) -> str:
-    """Return microseconds, in at most seven digits. Mirrors: trace_print_graph_duration (v6.1)."""
+    """Return a duration as text: microseconds with at most seven digits.
+
+    Mirrors: trace_print_graph_duration (v6.1).
+    """
     usecs, rest = divmod(nanoseconds, 1000)
     text = str(usecs)
     if len(text) < 7:
@@ -49,12 +52,12 @@ def duration_text(nanoseconds: int) -> str:
 
 @dataclass
 class _CpuState:
-    """The state of a CPU's text after the last record. Mirrors: struct fgraph_cpu_data (v6.1)."""
+    """State of a CPU's text after its last record. Mirrors: struct fgraph_cpu_data (v6.1)."""
 
     last_pid: int = -1
     depth: int = 0
     functions: dict[int, int] = field(default_factory=dict)
-    """Depth -> function that was entered and has not returned yet."""
+    """Depth -> address of the function that was entered there and has not returned yet."""
     was_leaf: bool = False
     """Whether the next return was printed together with its call."""
 
@@ -70,7 +73,10 @@ _LATENCY_INDENTS = {GraphOption.ABSTIME: 16, GraphOption.CPU: 4, GraphOption.PRO
 
 
 def header(options: TracerOptions, *, latency: bool) -> str:
-    """Return the titles of the columns. Mirrors: __print_graph_headers_flags, print_lat_header (v6.1)."""
+    """Return the comment lines with the titles of the columns.
+
+    Mirrors: __print_graph_headers_flags, print_lat_header (v6.1).
+    """
     indent = sum(width for option, width in _LATENCY_INDENTS.items() if options.is_on(option))
     legend = "".join(f"#{'':{indent}}{line}\n" for line in _LATENCY_LEGEND) if latency else ""
     columns = (
@@ -87,7 +93,7 @@ def header(options: TracerOptions, *, latency: bool) -> str:
 
 
 class GraphPrinter:
-    """Printer of the records of one rendering in their order, under the options at that moment."""
+    """Printer of records as a call graph. Each rendering of a file makes a new one."""
 
     def __init__(self, cpus: int, options: TracerOptions) -> None:
         self.is_on = options.is_on
@@ -95,13 +101,14 @@ class GraphPrinter:
         self.cpus = [_CpuState() for _ in range(cpus)]
 
     def prints(self, record: bytes) -> bool:
-        """Return True if a record is a call, a return, or printed as a comment."""
+        """Return True if the graph prints a record, as a call, return or comment."""
         return TRACE_ENTRY.unpack_from(record)[0] not in (EntryType.STACK, EntryType.FN)
 
     def line(self, entry: TimedRecord, following: bytes | None, formatter: LineFormatter) -> str:
-        """Return a record's lines; "" for a return that was already printed in its call's line (a leaf).
+        """Return the lines of a record.
 
-        `following` is the next record of the same CPU. `formatter` has the other options.
+        They are "" for a return that the line of its call contains, because the call was a leaf. `following`
+        is the next record of the same CPU. `formatter` has the other options.
         """
         line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
@@ -113,7 +120,7 @@ class GraphPrinter:
 
 
 class _GraphLine:
-    """One record that is being printed."""
+    """Printer of one record in a call graph."""
 
     def __init__(self, entry: TimedRecord, printer: GraphPrinter, formatter: LineFormatter) -> None:
         _, self._context_flags, self._preempt_count, self._pid = TRACE_ENTRY.unpack_from(entry.record)
@@ -171,7 +178,10 @@ class _GraphLine:
         return prologue + self._column(left - called) + " " * (depth * INDENT) + closing
 
     def comment(self) -> str:
-        """Return another tracer's or an event's record as a comment. Mirrors: print_graph_comment (v6.1)."""
+        """Return the lines of a record of another tracer or of an event: a comment.
+
+        Mirrors: print_graph_comment (v6.1).
+        """
         depth = self._state.depth
         indent = " " * ((depth + 1) * INDENT) if depth > 0 else ""
         text = self._formatter.comment(self._entry).rstrip("\n")
@@ -197,7 +207,10 @@ class _GraphLine:
         return text
 
     def _switch(self) -> str:
-        """Return the note that another task runs on this CPU, or "". Mirrors: verif_pid (v6.1)."""
+        """Return the lines that say that another task runs on the CPU; "" if the task did not change.
+
+        Mirrors: verif_pid (v6.1).
+        """
         previous = self._state.last_pid
         self._state.last_pid = self._pid
         if previous in (-1, self._pid):
@@ -210,7 +223,7 @@ class _GraphLine:
         return " " * (spaces // 2) + text + " " * (spaces - spaces // 2)
 
     def _column(self, nanoseconds: int | None) -> str:
-        """Return the overhead mark and the duration. Mirrors: print_graph_duration (v6.1)."""
+        """Return the column with the overhead mark and the duration. Mirrors: print_graph_duration (v6.1)."""
         if not self._has_context or not self._is_on(GraphOption.DURATION):
             return ""
         if nanoseconds is None:

@@ -1,6 +1,6 @@
 """Lines of the trace file: a record's context (task, CPU, flags, time) and its text.
 
-Lines are str in which bytes that are not UTF-8 are surrogates; encode_text() turns them back into bytes.
+Lines are str in which bytes that are not UTF-8 are surrogates. encode_text() converts lines to bytes.
 Mirrors: kernel/trace/trace_output.c, kernel/trace/trace.c:print_trace_line (v6.1)
 """
 
@@ -30,7 +30,7 @@ from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.cmdlines import TaskNames
 
 SEQ_SIZE = 4095
-"""Bytes of the longest line, and of the longest read of trace_pipe."""
+"""Maximum size in bytes of a line, and of a read of trace_pipe."""
 TOO_BIG = "[LINE TOO BIG]\n"
 """Text that replaces the part of a line that does not fit."""
 
@@ -47,17 +47,17 @@ _MARKS = (
 
 
 class TimedRecord(NamedTuple):
-    """A record with its CPU and its time in clock units."""
+    """A record of a ring buffer, with its CPU and its time in clock units."""
 
     time_stamp: int
     cpu: int
     record: bytes
     follows_lost: bool = False
-    """Whether records of the same CPU just before this one were lost while the file was read."""
+    """Whether records of the CPU directly before this record were lost while the file was read."""
 
 
 def encode_text(text: str) -> bytes:
-    """Return the bytes of trace text."""
+    """Return the text of a trace file as bytes."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -94,12 +94,15 @@ def _irq_level(flags: int) -> str:
 
 
 def find_mark(nanoseconds: int) -> str:
-    """Return the mark of a delay. Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1)."""
+    """Return the character that marks the length of a delay.
+
+    Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1).
+    """
     return next((mark for limit, mark in _MARKS if nanoseconds > limit), " ")
 
 
 class LineFormatter:
-    """Printer of records under one setting of the options. Each rendering makes a new one."""
+    """Printer of records as lines, with the current options. Each rendering of a file makes a new one."""
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class LineFormatter:
         style: AddressStyle,
         time_start: int = 0,
     ) -> None:
-        """Choose the format by `flags`.
+        """Prepare printing in the format that the trace options `flags` select.
 
         `find_event` finds an event by an entry's type. `in_ns` means that the clock counts nanoseconds.
         `time_start` is the time from which latency-format counts.
@@ -128,17 +131,17 @@ class LineFormatter:
         self._message_only = flags & wanted == wanted
 
     def line(self, entry: TimedRecord, next_time: int, index: int) -> str:
-        """Return the text of a record.
+        """Return the line of a record.
 
-        `next_time` is the time of the next record in the file, or of this one if it is the last. `index` is
-        the record's position in the file.
+        `next_time` is the time of the next record in the file, or of the record itself if it is the last.
+        `index` is the record's position in the file.
         """
         if self._message_only and TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
             return print_message(entry.record[TRACE_ENTRY.size :], self.style)
         return self._print(entry, next_time, index)
 
     def comment(self, entry: TimedRecord) -> str:
-        """Return a record's text for a comment between the lines of a graph."""
+        """Return the text of a record for a comment in a call graph."""
         if TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
             return print_message(entry.record[TRACE_ENTRY.size :], self.style)
         return self._body(entry)

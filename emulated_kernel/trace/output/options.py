@@ -13,9 +13,9 @@ _WRITE_LIMIT = 64
 
 
 class TraceOption(IntFlag):
-    """Options that every tracer has, in the order of trace_options.
+    """Options of a trace array that do not depend on the tracer, in the order of trace_options.
 
-    Most names are those of the members with `-` for `_`.
+    In the file, most names are those of the members in lower case, with `-` for `_`.
     Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1), as configured for x86_64
     """
 
@@ -60,7 +60,7 @@ _OTHER_NAMES = {
 OPTION_NAMES: dict[str, TraceOption] = {
     _OTHER_NAMES.get(option) or str(option.name).lower().replace("_", "-"): option for option in TraceOption
 }
-"""Name in trace_options -> option."""
+"""Name of an option in trace_options -> option."""
 
 DEFAULT_OPTIONS = (
     TraceOption.PRINT_PARENT
@@ -77,10 +77,10 @@ DEFAULT_OPTIONS = (
 """Options that are on at boot."""
 
 TOP_LEVEL_OPTIONS = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY | TraceOption.RECORD_CMD
-"""Options for which an instance has no file."""
+"""Options for which only the top array has files in options/."""
 
 INHERITED_OPTIONS = ~(TraceOption.EVENT_FORK | TraceOption.FUNC_FORK)
-"""Options that a new instance inherits from the top array. Mirrors: ZEROED_TRACE_FLAGS (v6.1)."""
+"""Mask of the options that a new instance inherits from the top array. Mirrors: ZEROED_TRACE_FLAGS (v6.1)."""
 
 
 class TraceOptions:
@@ -95,7 +95,7 @@ class TraceOptions:
         printk: Callable[[str], None],
         tracer_changed: Callable[[str], None],
     ) -> None:
-        """Set the default options.
+        """Start with the default options.
 
         `changed` is called when an option of the trace array itself changes. `tracer_changed` is called with
         the name of a tracer's option that changes.
@@ -109,14 +109,14 @@ class TraceOptions:
         self._tracer_changed = tracer_changed
 
     def names(self, *, instance: bool = False) -> tuple[str, ...]:
-        """Return the names of all options, or of those for which an instance has files."""
+        """Return the names of all options, or only of the options for which an instance has files."""
         hidden = TOP_LEVEL_OPTIONS if instance else TraceOption(0)
         own = (name for name, option in OPTION_NAMES.items() if option not in hidden)
         others = () if instance else self.of_tracers.others
         return (*own, *self.of_tracers.names(self._tracers()), *others)
 
     def get(self, name: str) -> bool:
-        """Return whether an option is on. Raises: KernelError EINVAL (an unknown name)."""
+        """Return True if an option is on. Raises: KernelError EINVAL (an unknown name)."""
         if option := OPTION_NAMES.get(name):
             return option in self.flags
         if name not in (*self.of_tracers.names(self._tracers()), *self.of_tracers.others):
@@ -124,7 +124,7 @@ class TraceOptions:
         return self.of_tracers.is_on(name)
 
     def set(self, name: str, value: int) -> None:
-        """Switch an option.
+        """Switch an option on (1) or off (0).
 
         Raises: KernelError EINVAL (an unknown name, a value other than 0 and 1, or the tracer refuses).
         Mirrors: kernel/trace/trace.c:trace_options_core_write, trace_options_write (v6.1)
@@ -140,7 +140,7 @@ class TraceOptions:
             self._set_of_tracer(name, on=bool(value))
 
     def _set_of_tracer(self, name: str, *, on: bool) -> None:
-        """Switch an option of a tracer. Mirrors: kernel/trace/trace_nop.c:nop_set_flag (v6.1)."""
+        """Switch an option of a tracer on or off. Mirrors: kernel/trace/trace_nop.c:nop_set_flag (v6.1)."""
         if name in tuple(NopOption):
             verb = "refuse" if name == NopOption.REFUSE else "accept"
             self._printk(
@@ -157,9 +157,10 @@ class TraceOptions:
             self._changed()
 
     def write(self, data: bytes) -> int:
-        """Execute one write to trace_options and return the bytes taken.
+        """Execute one write to trace_options, and return the number of bytes taken.
 
-        `data` is a name, or "no" and a name. It may name options of the current tracer, but not of others.
+        `data` is a name, or "no" and a name. Of the options of tracers, only those of the current tracer are
+        accepted.
         Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_trace_options_write (v6.1)
         """
         if len(data) >= _WRITE_LIMIT:
@@ -178,11 +179,11 @@ class TraceOptions:
         return len(data)
 
     def text(self) -> str:
-        """Return the trace_options file: one line per option, with "no" before each that is off."""
+        """Return the text of trace_options: a line for each option, with "no" before options that are off."""
         return "".join(f"{'' if self.get(name) else 'no'}{name}\n" for name in self._shown())
 
     def _shown(self) -> tuple[str, ...]:
-        """Return the names in trace_options.
+        """Return the names of the options that trace_options lists.
 
         Mirrors: kernel/trace/trace.c:tracing_trace_options_show (v6.1).
         """

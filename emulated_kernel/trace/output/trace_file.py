@@ -1,4 +1,4 @@
-"""Trace files: the comment lines of the header, and the records of all CPUs in the order of time.
+"""Trace files: the comment lines of the header, and the records of all CPUs, sorted by time.
 
 Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_lat_help_header (v6.1)
 """
@@ -48,16 +48,16 @@ class TraceHeader:
     entries: int
     """Number of events in the buffers."""
     total: int
-    """Number of events in the buffers plus that of the overwritten ones."""
+    """Number of events in the buffers plus number of overwritten events."""
     cpus: int
     release: str
     tracer_options: TracerOptions
 
 
 def header_text(facts: TraceHeader, flags: TraceOption) -> str:
-    """Return the header of a trace file under these options.
+    """Return the header of a trace file, with these trace options.
 
-    Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1), too.
+    Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1)
     """
     start = f"# tracer: {facts.tracer}\n#\n"
     latency = TraceOption.LATENCY_FMT in flags
@@ -89,7 +89,10 @@ def _columns(tgid: bool, *, irqs: bool) -> str:
 
 
 def _latency_header(facts: TraceHeader) -> str:
-    """Return the facts of latency-format. M is the preemption model in Linux's words."""
+    """Return the header lines that the option latency-format adds.
+
+    The text after M: is the name of the preemption model.
+    """
     rule = "#    -----------------\n"
     return (
         f"# {facts.tracer} latency trace v1.1.5 on {facts.release}\n"
@@ -112,7 +115,7 @@ def _latency_legend() -> str:
 def trace_lines(
     entries: Iterator[TimedRecord], formatter: LineFormatter, graph: GraphPrinter | None, *, annotate: bool
 ) -> Iterator[str]:
-    """Yield the text of each record; `graph` prints the records of a call graph.
+    """Yield the text of each record. `graph` prints the records of a call graph; None if there is none.
 
     If `annotate` and the formatter's options allow it, a note precedes the first record of each CPU except
     the first one in the file.
@@ -140,7 +143,7 @@ def trace_lines(
 
 
 def timed_records(cursors: Mapping[int, RingCursor]) -> Iterator[TimedRecord]:
-    """Return the records of some CPUs in the order of time. `cursors`: CPU -> the position in its buffer."""
+    """Yield the records of CPUs, sorted by time. `cursors`: CPU -> position in the CPU's buffer."""
     streams = [_cpu_entries(cursor, cpu) for cpu, cursor in cursors.items()]
     return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=itemgetter(0))
 

@@ -1,4 +1,4 @@
-"""Options that tracers have in addition to those of every trace array."""
+"""Options of single tracers, which exist in addition to the trace options of all tracers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GraphOption(StrEnum):
 
 
 BLK_CLASSIC = "blk_classic"
-"""Option of the blk tracer that also switches context-info.
+"""Name of the option of the blk tracer that also switches the trace option context-info.
 
 Mirrors: kernel/trace/blktrace.c:blk_tracer_set_flag (v6.1).
 """
@@ -54,23 +54,26 @@ _OPTIONS: Mapping[str, tuple[TracerOption, ...]] = {
     "function_graph": tuple(GraphOption),
 }
 TRACERS = tuple(_OPTIONS)
-"""Names of the tracers with options."""
+"""Names of the tracers that have options and can be selected."""
 _ON_AT_BOOT = frozenset(
     set(GraphOption) - {GraphOption.OVERRUN, GraphOption.PROC, GraphOption.ABSTIME, GraphOption.TAIL}
 )
 
 
 class TracerOptions:
-    """Values of the tracers' options, which all trace arrays share.
+    """Values of the tracers' options; all trace arrays share one object.
 
     Mirrors: kernel/trace/trace.h:tracer_flags (v6.1).
     """
 
     def __init__(self, others: Mapping[str, Mapping[str, bool]] | None = None) -> None:
-        """Set the values at boot. `others`: tracers that only have options: name -> option -> value."""
+        """Start with the values at boot.
+
+        `others`: tracers that have options but can't be selected: name -> option -> value at boot.
+        """
         self._on: set[str] = set(_ON_AT_BOOT)
         self.others: tuple[str, ...] = ()
-        """Names of the options of tracers that cannot be selected."""
+        """Names of the options of tracers that can't be selected."""
         for options in (others or {}).values():
             self.others += tuple(options)
             self._on.update(name for name, on in options.items() if on)
@@ -83,11 +86,11 @@ class TracerOptions:
         return tuple(str(option) for tracer in tracers for option in _OPTIONS.get(tracer, ()))
 
     def is_on(self, name: str) -> bool:
-        """Return whether an option is on."""
+        """Return True if an option is on."""
         return name in self._on
 
     def switch(self, name: str, *, on: bool) -> None:
-        """Switch an option. Raises: KernelError EINVAL (the tracer refuses)."""
+        """Switch an option on or off. Raises: KernelError EINVAL (the tracer refuses)."""
         if name == NopOption.REFUSE:
             raise KernelError(errno.EINVAL, f"{name}: the nop tracer refuses this option")
         if on:

@@ -21,14 +21,15 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 KPROBE_EVENT_SYSTEM = "kprobes"
 MAX_EVENT_NAME_LEN = 64
-"""Maximal bytes of a name, including its NUL."""
+"""Maximum size of an event's or a group's name in bytes, including its NUL."""
 KRETPROBE_MAXACTIVE_MAX = 4096
+"""Maximum value of maxactive in a command."""
 _UINT_MAX = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePoint:
-    """The place of a probe: `symbol` (also MODULE:NAME) plus `offset` bytes, or `address`."""
+    """The place of a probe as given: `symbol` (NAME or MODULE:NAME) plus `offset` bytes, or `address`."""
 
     symbol: str | None
     offset: int
@@ -37,16 +38,16 @@ class ProbePoint:
     is_jprobe: bool = False
 
     def show(self, word_size: int) -> str:
-        """Return the place as in kprobe_events, which is the form that `-:EVENT PLACE` requires.
+        """Return the place as kprobe_events shows it; `-:EVENT PLACE` requires the same text.
 
-        Deviates: Linux hashes raw addresses (%p); this is the text that it shows with `no_hash_pointers`.
+        Deviates: Linux hashes raw addresses (%p), unless it is booted with `no_hash_pointers`.
         """
         if self.symbol is None:
             return f"0x{self.address or 0:0{2 * word_size}x}"
         return f"{self.symbol}+{self.offset}" if self.offset else self.symbol
 
     def default_event(self, word_size: int) -> str:
-        """Return the name of an event whose command has none."""
+        """Return the event name for a command without one."""
         place = f"{self.symbol}_{self.offset}" if self.symbol is not None else self.show(word_size)
         letter = "p"
         if self.is_return:
@@ -59,19 +60,19 @@ class ProbePoint:
 
 @dataclass(frozen=True, slots=True)
 class ProbeDefinition:
-    """A parsed command. Strings have one character per byte."""
+    """A parsed command for a kprobe event. Strings have one character per byte."""
 
     group: str
     event: str
     place: ProbePoint
     found: Location | None
-    """The location of the place, or None if it does not exist (yet)."""
+    """The location of `place`, or None if its symbol or address does not exist (yet)."""
     maxactive: int
     args: tuple[ProbeArg, ...]
 
 
 def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
-    """Return the place's address as a symbol and an offset, or None if it does not exist (yet)."""
+    """Return the location of a place as symbol and offset, or None if it does not exist (yet)."""
     address = place.address if place.symbol is None else symbols.lookup_name(place.symbol)
     return symbols.lookup(address + place.offset) if address else None
 
@@ -81,8 +82,7 @@ def parse_definition(
 ) -> ProbeDefinition | None:
     """Parse a command of at least one word. Return None if it may be for another kind of event.
 
-    `letters` are the allowed first letters. They include `j` if there are jprobes, which need a function as
-    place.
+    `letters` are the allowed first letters; they include `j` if the kernel has jprobes.
     Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG (logged, except for a wrong type of
     `$comm`).
     Mirrors: kernel/trace/trace_kprobe.c:__trace_kprobe_create (v6.1).
@@ -111,7 +111,10 @@ def parse_definition(
 
 
 def _maxactive(head: str, log: TraceProbeLog) -> int:
-    """Return maxactive, the number after `r`, or 0. Linux: anything other than a digit is skipped."""
+    """Return maxactive, which is the number after `r`, or 0. Linux: text other than a number is skipped.
+
+    Raises: KernelError EINVAL (logged).
+    """
     if not head[1:2].isdecimal():
         return 0
     if head[0] != "r":
@@ -130,7 +133,7 @@ def _maxactive(head: str, log: TraceProbeLog) -> int:
 
 
 def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
-    """Parse the place. A jprobe's place has to be a function, because the jprobe sees its arguments."""
+    """Parse the place of a command. A jprobe's place must have no offset: it is the entry of a function."""
     is_return = letter == "r"
     is_jprobe = letter == "j"
     if word.removeprefix("+")[:1].isdecimal() and not is_jprobe:
@@ -146,16 +149,17 @@ def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
         offset = -1
     if not 0 <= offset <= (0 if is_jprobe else _UINT_MAX):
         raise log.error(0, ProbeError.BAD_PROBE_ADDR)
-    # Many probes may be in one function, so its name is shared.
+    # Many probes may be in one function, so its name is interned to save memory.
     return ProbePoint(intern(symbol), offset, None, is_return or bool(percent), is_jprobe)
 
 
 def _check_symbol(
     place: ProbePoint, symbol: str, found: Location | None, symbols: KernelSymbols, log: TraceProbeLog
 ) -> None:
-    """Check that the symbol is unique and allowed.
+    """Check that the symbol of a place exists and is unique, and that a return probe is at its start.
 
-    A module's symbol may be unknown, since it may be loaded later.
+    A symbol of a module may be unknown, because the module may be loaded later.
+    Raises: KernelError EINVAL, EADDRNOTAVAIL, ENOENT (logged).
     """
     if place.is_return and found is not None and found.offset:
         raise log.error(0, ProbeError.BAD_RETPROBE)
@@ -178,7 +182,7 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
 
 
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
-    """Return the argument with its `@symbol` replaced by an address. Without a symbol, return it unchanged.
+    """Return an argument with its `@symbol` replaced by an address, or unchanged if it has no symbol.
 
     Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).
     """
@@ -196,9 +200,9 @@ def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg
 def parse_event_name(
     text: str, offset: int, log: TraceProbeLog, group: str = KPROBE_EVENT_SYSTEM
 ) -> tuple[str, str]:
-    """Return group and event of [GRP/][EVENT]. The separator may also be a dot.
+    """Parse [GRP/][EVENT], and return group and event. The separator may also be a dot.
 
-    The event is "" if only a group is given. `group` is the default group.
+    `group` is the default group, and `offset` the column of `text`. The event is "" if only a group is given.
     Raises: KernelError EINVAL (logged).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v6.1).
     """

@@ -1,4 +1,4 @@
-"""Dynamic events: the list of all events that commands made, their kinds, and the execution of commands."""
+"""Dynamic events: the list of all events created by commands, their kinds, and the execution of commands."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limit, Limits
 
 WRITE_BUFSIZE = 4096
+"""Size in bytes of Linux's buffer for a line with its newline and NUL."""
 
 
 def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[str], None]) -> int:
-    """Execute each line of one write(2) until one fails, and return the number of bytes taken, which is all.
+    """Execute each line of one write(2), and return the number of bytes taken, which is all of them.
 
-    A line with its newline has at most 4,095 bytes. A NUL ends the part of a line that is used, and makes it
-    too long.
-    Raises: KernelError EINVAL (a line is too long), any error of `execute`. Earlier lines keep their effect.
+    A line with its newline has at most 4,095 bytes. A line with a NUL is refused as too long.
+    Raises: KernelError EINVAL (a line is too long), or the error of `execute`. The lines before a line that
+    fails keep their effect.
     Mirrors: kernel/trace/trace.c:trace_parse_run_command (v6.1).
     """
     done = 0
@@ -48,30 +49,36 @@ def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[
 
 
 class DynEvent(ABC):
-    """The interface of a dynamic event for the list. Mirrors: kernel/trace/trace_dynevent.h (v6.1)."""
+    """Interface of a dynamic event: an item of the list of dynamic events, shown as one line.
+
+    Mirrors: kernel/trace/trace_dynevent.h (v6.1).
+    """
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of the event, as readers of the files see it."""
+        """The name of the event, as dynamic_events shows it."""
 
     @abstractmethod
     def show(self) -> str:
-        """Return the event's line."""
+        """Return the event's line in dynamic_events, with a newline."""
 
     @abstractmethod
     def is_busy(self) -> bool:
-        """Return True if the event is in use, so that removing all events fails."""
+        """Return True if the event is in use, so that release_all() fails."""
 
     @abstractmethod
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
-        """Return True if a command to remove events matches this one."""
+        """Return True if a command that removes events matches this event.
+
+        `words` are the place and the arguments in the command. `group` is None if the command has no group.
+        """
 
     @abstractmethod
     def release(self) -> None:
-        """Remove the event, and take it off the list. Raises: KernelError EBUSY."""
+        """Unregister the event, and remove it from the list. Raises: KernelError EBUSY (it is in use)."""
 
 
 D = TypeVar("D", bound=DynEvent)
@@ -91,19 +98,22 @@ class DynEventList:
         return len(self._all)
 
     def add(self, entry: DynEvent) -> None:
-        """Append a new event."""
+        """Append a new event to the list."""
         name = entry.name
         self._all[entry] = None
         self._named[name] = (*self._named.get(name, ()), entry)
 
     def remove(self, entry: DynEvent) -> None:
-        """Remove an event that has been released."""
+        """Remove an event from the list."""
         del self._all[entry]
         if left := tuple(other for other in self._named.pop(entry.name) if other is not entry):
             self._named[entry.name] = left
 
     def named(self, event: str) -> Iterable[DynEvent]:
-        """Return the events with a name as written in a command. If the name is empty, return all."""
+        """Return the events with a name, or all events if the name is empty.
+
+        `event` is the name as written in a command, with one character per byte.
+        """
         return self._named.get(to_text(event), ()) if event else self._all
 
 
@@ -119,9 +129,9 @@ class EventCommands:
 
 
 class EventKind(ABC, Generic[D]):
-    """A kind of dynamic events: its own file, and its part of dynamic_events.
+    """A kind of dynamic events: creates them from commands, and shows them in the kind's own file.
 
-    Callers serialize; Linux holds event_mutex.
+    Callers hold the control lock, in the place of Linux's event_mutex.
     Mirrors: kernel/trace/trace_dynevent.h:struct dyn_event_operations (v6.1).
     """
 
@@ -132,20 +142,20 @@ class EventKind(ABC, Generic[D]):
         self._listed = commands.listed
         self._limits = commands.limits
         self._own: dict[D, None] = {}
-        """The dynamic events of this kind, in the order of the common list."""
+        """The dynamic events of this kind, as keys in order of creation."""
 
     @abstractmethod
     def create(self, command: str) -> bool:
         """Create an event from a command without its newline.
 
         Return False if the command is for another kind.
-        Raises: KernelError (error_log has the cause if it is in the command).
+        Raises: KernelError. If the cause is in the command, it is logged in error_log.
         """
 
     def write(self, data: bytes) -> int:
-        """Handle one write to the kind's file, and return the number of bytes taken, which is all.
+        """Execute the commands of one write to the kind's file, and return the number of bytes taken.
 
-        Raises: KernelError (as run_commands()).
+        Raises: KernelError, as run_commands().
         """
         return run_commands(data, self._execute, self.printk)
 
@@ -160,11 +170,14 @@ class EventKind(ABC, Generic[D]):
         return (each.show() for each in islice(self._own, start, None))
 
     def clear(self) -> None:
-        """Remove all events, as opening the file with O_TRUNC does. Raises: KernelError EBUSY."""
+        """Remove all events of this kind, as opening the kind's file with O_TRUNC does.
+
+        Raises: KernelError EBUSY (an event is in use, so none is removed).
+        """
         release_all(list(self._own))
 
     def _check_room(self) -> None:
-        """Check that another dynamic event may be made. Raises: KernelError ENOSPC (logged)."""
+        """Check the limit on dynamic events before one is created. Raises: KernelError ENOSPC (logged)."""
         try:
             self._limits.check(Limit.PROBES, len(self._listed))
         except KernelError as error:
@@ -180,32 +193,35 @@ class EventKind(ABC, Generic[D]):
         self._listed.remove(entry)
 
     def _forget(self, event: TraceEvent) -> None:
-        """Remove an event without probes from the registry and from its recorders."""
+        """Remove an event without probes from the registry, and its entries from trace arrays."""
         self.registry.remove(event)
         for recorder in event.seen_by:
             recorder.event_removed(event)
 
 
 class DynamicEvents:
-    """The dynamic_events file, which has events of all kinds in order of creation."""
+    """The file dynamic_events, which shows the events of all kinds in order of creation."""
 
     def __init__(self, commands: EventCommands, *kinds: EventKind[Any]) -> None:
-        """Create the file. A new command is offered to the kinds in the given order."""
+        """Create the file. A command that creates an event is offered to `kinds` in the given order."""
         self._printk = commands.printk
         self._events = commands.listed
         self._kinds = kinds
 
     def write(self, data: bytes) -> int:
-        """Handle one write to the file. Raises: KernelError (as run_commands())."""
+        """Execute the commands of one write to the file, and return the number of bytes taken.
+
+        Raises: KernelError, as run_commands().
+        """
         return run_commands(data, self._execute, self._printk)
 
     @property
     def count(self) -> int:
-        """Number of dynamic events."""
+        """Number of dynamic events of all kinds."""
         return len(self._events)
 
     def records(self) -> list[str]:
-        """Return the lines of the file."""
+        """Return all lines of the file."""
         return [*self.records_from(0)]
 
     def records_from(self, start: int) -> Iterator[str]:
@@ -213,11 +229,17 @@ class DynamicEvents:
         return (event.show() for event in islice(self._events, start, None))
 
     def clear(self) -> None:
-        """Remove all events, as opening the file with O_TRUNC does. Raises: KernelError EBUSY."""
+        """Remove all dynamic events, as opening the file with O_TRUNC does.
+
+        Raises: KernelError EBUSY (an event is in use, so none is removed).
+        """
         release_all([*self._events])
 
     def _execute(self, command: str) -> None:
-        """Execute a command. Mirrors: kernel/trace/trace_dynevent.c:create_dyn_event (v6.1)."""
+        """Execute a command that creates or removes events.
+
+        Raises: KernelError. Mirrors: kernel/trace/trace_dynevent.c:create_dyn_event (v6.1).
+        """
         if command[:1] in ("-", "!"):
             release_matching(command, self._events)
         elif not any(kind.create(command) for kind in self._kinds):
@@ -225,10 +247,11 @@ class DynamicEvents:
 
 
 def release_matching(command: str, listed: DynEventList, own: Container[DynEvent] | None = None) -> None:
-    """Remove the events that match `-:[GRP/][EVENT] [PLACE [ARGS]]`, until one of them is busy.
+    """Remove the events that match `-:[GRP/][EVENT] [PLACE [ARGS]]`, in order of creation.
 
-    If `own` is given, only its events are removed.
-    Raises: KernelError EINVAL (no event is named), ENOENT (no such event), EBUSY.
+    If `own` is given, only events in `own` are removed.
+    Raises: KernelError EINVAL (no event is named), ENOENT (no such event), EBUSY (an event is in use; the
+    events before it are removed).
     Mirrors: kernel/trace/trace_dynevent.c:dyn_event_release (v6.1).
     """
     head, *words = argv_split(command)
@@ -256,7 +279,10 @@ def release_all(events: Sequence[DynEvent]) -> None:
 
 
 def _named(head: str) -> tuple[str | None, str]:
-    """Return the group, or None, and the event of `-:[GRP/][EVENT]` or `!...:[GRP/][EVENT]`."""
+    """Parse `-:[GRP/][EVENT]` or `!...:[GRP/][EVENT]`, and return the group, or None, and the event.
+
+    Raises: KernelError EINVAL.
+    """
     before, colon, name = head.partition(":")
     if not colon or (head[0] == "-" and before != "-"):
         raise KernelError(errno.EINVAL, "command: no event is named; write -:GROUP/EVENT")

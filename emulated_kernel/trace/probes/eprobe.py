@@ -1,4 +1,4 @@
-"""Event probes: events that are made from the entries of other events."""
+"""Event probes: events whose arguments are fetched from the entries of another event, the target."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ _COMM = ("comm", "COMM")
 
 
 class EprobeTrigger(Trigger):
-    """The trigger by which an event probe gets the entries of its target.
-
-    The trigger file does not show it.
-    """
+    """The hidden trigger by which an event probe receives the entries of its target event."""
 
     kind = TriggerKind.EVENT_PROBE
     wants_entry = True
@@ -57,7 +54,7 @@ class EprobeTrigger(Trigger):
 
 
 class EprobeEvent(ProbeTraceEvent):
-    """The event of an event probe, which is made from entries of the event `target`."""
+    """The event of an event probe, which is recorded for each entry of the event `target`."""
 
     __slots__ = ("target",)
 
@@ -68,13 +65,16 @@ class EprobeEvent(ProbeTraceEvent):
         self.target = target
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the record's text. Mirrors: kernel/trace/trace_eprobe.c:print_eprobe_event (v6.1)."""
+        """Return the text of a record. Mirrors: kernel/trace/trace_eprobe.c:print_eprobe_event (v6.1)."""
         del sym_addr
         return f"({self.target.group}.{self.target.name}){args_text(self.args, payload, 0, symbols)}"
 
 
 class Eprobe(TraceProbe):
-    """An event probe. Mirrors: kernel/trace/trace_eprobe.c:struct trace_eprobe (v6.1)."""
+    """An event probe, which records an event for each entry of its target event.
+
+    Mirrors: kernel/trace/trace_eprobe.c:struct trace_eprobe (v6.1).
+    """
 
     __slots__ = ("_arch", "_symbols", "_trigger", "filter", "target")
     letter = "e"
@@ -94,18 +94,19 @@ class Eprobe(TraceProbe):
         return f"{self.target.group}.{self.target.name}"
 
     def matches_place(self, word: str) -> bool:
-        """Return True if the word is the target's name. Mirrors: eprobe_dyn_event_match (v6.1)."""
+        """Return True if `word` names the target event. Mirrors: eprobe_dyn_event_match (v6.1)."""
         return word in (self.place_text, f"{self.target.group}/{self.target.name}")
 
     def enable(self) -> None:
-        """Add the trigger to the target, in the trace array that enables this event. Raises: KernelError.
+        """Add the trigger to the target event, in the first trace array that enables this event.
 
-        Linux: trace arrays that enable this event later get no hits. Deviates: they get them.
+        Deviates: in Linux, trace arrays that enable this event later get no hits. Here they get hits.
+        Raises: KernelError, as TraceEvent.enable().
         """
         self.target.file(self.event.recorders[0]).add(self._trigger, last=True)
 
     def disable(self) -> None:
-        """Remove the trigger from the target."""
+        """Remove the trigger from the target event."""
         for file in self.target.files.values():
             if self._trigger in file.triggers:
                 file.remove(self._trigger)
@@ -114,16 +115,16 @@ class Eprobe(TraceProbe):
         self.target.let_go()
 
     def hit(self, hit: ProbeHit, entry: RawEntry) -> None:
-        """Record an entry of the target. Mirrors: __eprobe_trace_func (v6.1)."""
+        """Record the event for an entry of the target event. Mirrors: __eprobe_trace_func (v6.1)."""
         environment = FetchEnvironment(
             self._arch, hit, self._symbols, partial(self._field, entry), entry.data
         )
-        # Linux: the target's entry is not yet committed, and keeps preemption disabled.
+        # Linux: the target's entry is not yet committed, so preemption is disabled.
         with within_another(hit, preempt_count=1):
             self.event.record(store(self.args, b"", environment), hit)
 
     def _field(self, entry: RawEntry, name: str) -> Value:
-        """Return the value of a field of the target's entry. Mirrors: get_event_field (v6.1)."""
+        """Return the value of a field in an entry of the target event. Mirrors: get_event_field (v6.1)."""
         field = next(field for field in self.target.fields if field.name == name)
         data = entry.data[field.offset : field.offset + field.size]
         match filter_type_of(field.type):
@@ -137,7 +138,10 @@ class Eprobe(TraceProbe):
 
 
 class EventProbes(ProbeKind[Eprobe]):
-    """The events of `e` commands in dynamic_events. Mirrors: kernel/trace/trace_eprobe.c (v6.1)."""
+    """All event probes of a kernel, which `e` commands in dynamic_events create.
+
+    Mirrors: kernel/trace/trace_eprobe.c (v6.1).
+    """
 
     def __init__(self, arch: Arch, symbols: KernelSymbols, commands: EventCommands) -> None:
         super().__init__(commands)
@@ -145,9 +149,9 @@ class EventProbes(ProbeKind[Eprobe]):
         self.symbols = symbols
 
     def create(self, command: str) -> bool:
-        """Create a probe from `e[:[GROUP/]EVENT] TARGET_GROUP.TARGET [ARGS] [if FILTER]`.
+        """Create an event probe from `e[:[GROUP/]EVENT] TARGET_GROUP.TARGET [ARGS] [if FILTER]`.
 
-        Return False for other commands.
+        Return False if the command is for another kind of event.
         Raises: KernelError EINVAL, ENODEV (no such event), ENOENT (no such field or symbol), EEXIST, E2BIG.
         """
         argv = argv_split(command)
@@ -158,7 +162,7 @@ class EventProbes(ProbeKind[Eprobe]):
         return True
 
     def _shared_event(self, probe: Eprobe) -> None:
-        """Return None. Linux: each event probe has an event of its own."""
+        """Return None, because event probes never share an event, as in Linux."""
         del probe
 
     def _insert(self, probe: Eprobe) -> None:
@@ -170,7 +174,7 @@ class EventProbes(ProbeKind[Eprobe]):
             raise
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> Eprobe:
-        """Parse a command. Mirrors: __trace_eprobe_create (v6.1)."""
+        """Parse a command and return its event probe. Mirrors: __trace_eprobe_create (v6.1)."""
         group = EPROBE_EVENT_SYSTEM
         event = ""
         before, colon, name = argv[0].partition(":")
@@ -204,7 +208,7 @@ class EventProbes(ProbeKind[Eprobe]):
         return group, name
 
     def _find_target(self, group: str, name: str) -> TraceEvent | None:
-        """Return the target event, which may not be the event of another probe.
+        """Return the target event, or None if it does not exist or is the event of another probe.
 
         Mirrors: find_and_get_event (v6.1).
         """
@@ -213,7 +217,10 @@ class EventProbes(ProbeKind[Eprobe]):
         return found if is_eligible and not isinstance(found, (KprobeTraceEvent, EprobeEvent)) else None
 
     def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: TraceProbeLog) -> EventFilter:
-        """Parse the words after `if`. Mirrors: trace_eprobe_parse_filter (v6.1)."""
+        """Parse the filter after `if`, which tests fields of the target event.
+
+        Raises: KernelError EINVAL (logged). Mirrors: trace_eprobe_parse_filter (v6.1).
+        """
         if not words:
             raise log.error(0, ProbeError.NO_EP_FILTER)
         text = " ".join(words)
@@ -224,7 +231,7 @@ class EventProbes(ProbeKind[Eprobe]):
             raise KernelError(errno.EINVAL, "malformed filter") from None
 
     def _finish(self, target: TraceEvent, log: TraceProbeLog, arg: ProbeArg) -> ProbeArg:
-        """Resolve the field and the symbol that an argument names.
+        """Check the field and resolve the symbol that an argument names; `$comm` need not be a field.
 
         Mirrors: trace_eprobe_tp_update_arg (v6.1).
         """

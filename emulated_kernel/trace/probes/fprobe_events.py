@@ -20,7 +20,7 @@ FPROBE_EVENT_SYSTEM = "fprobes"
 
 
 class TraceFprobe(TraceKprobe):
-    """A probe of a function's entry or exit, which is hooked while the event is enabled.
+    """A probe of an fprobe event. Its fprobe is registered only while the event is enabled.
 
     Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.5).
     """
@@ -41,10 +41,10 @@ class TraceFprobe(TraceKprobe):
         )
         self._is_hooked = False
         self._missed_before = 0
-        """Missed hits of all former periods in which the event was enabled."""
+        """Number of missed hits before the last registration of the fprobe."""
 
     def _hook(self, address: int | None) -> None:
-        """Look up the function's fentry site, and hook it if the event is enabled.
+        """Look up the function's fentry site, and register the fprobe if the event is enabled.
 
         Raises: KernelError EINVAL (the function cannot be traced).
         """
@@ -60,9 +60,9 @@ class TraceFprobe(TraceKprobe):
         self.disable()
 
     def enable(self) -> None:
-        """Register the hook of the function, unless it is already hooked.
+        """Register the fprobe, unless it is registered or the function does not exist.
 
-        Raises: KernelError (as register_fprobe).
+        Raises: KernelError, as register_fprobe().
         """
         if self.address and not self._is_hooked:
             self._missed_before += self._fprobe.nmissed
@@ -95,17 +95,17 @@ class TraceFprobe(TraceKprobe):
         return super().place_text + ("%return" if self.place.is_return else "")
 
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """Emit the handler, as TraceKprobe.emit() does.
+        """Emit guest code for the handler, as TraceKprobe.emit() does.
 
-        Return False also if an entry's argument is the ip, because the ip is after the fentry site and not
-        constant.
+        In addition, return False if an argument of an entry event is the ip, which is after the fentry site
+        and not constant.
         """
         loads = (arg.stages.load for arg in self.args)
         asks = any(load.op is FetchOp.REG and load.name == "ip" for load in loads)
         return (self.place.is_return or not asks) and super().emit(builder, way)
 
     def _called(self, _fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
-        """Handle a call of the function's entry or exit.
+        """Handle a hit at the function's entry or exit, as the handler of the fprobe.
 
         At the exit, regs.ip is the address that the function returns to.
         """
@@ -116,7 +116,7 @@ class TraceFprobe(TraceKprobe):
 
 
 class FprobeEvents(KprobeEvents):
-    """All fprobe events of a kernel, which are listed in dynamic_events only.
+    """All fprobe events of a kernel, which only dynamic_events shows.
 
     Extends: 6.1 has none. Mirrors: kernel/trace/trace_fprobe.c (v6.5), without tracepoint events.
     """
@@ -125,7 +125,7 @@ class FprobeEvents(KprobeEvents):
     log_name = "trace_fprobe"
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
-        """Parse a command as that of a kprobe.
+        """Parse an `f` command as a command for a kprobe event. Return None if it is another command.
 
         Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.5).
         """

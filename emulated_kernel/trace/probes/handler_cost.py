@@ -1,4 +1,4 @@
-"""The cost of compiled handlers: a copy of a handler is run repeatedly outside of its probe, and timed."""
+"""The cost of compiled handlers, measured by running a copy of a handler many times outside of its probe."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.interrupts.trap_handlers import Redirect
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
@@ -17,8 +19,8 @@ from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import RecordTarget, memory_size
 
-_HITS = {EntryKind.BREAKPOINT: 500, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
-"""Hits of a round, so many that the cost of entering the guest is small in comparison."""
+_HITS = {EntryKind.BREAKPOINT: 2000, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
+"""Kind of entry -> number of hits in a round, so many that the cost of entering the guest is negligible."""
 _ROUNDS = 7
 _PAGES = 4
 _CLOCK = 0
@@ -29,9 +31,9 @@ _CELLS_SIZE = 32
 
 
 class HandlerCosts:
-    """Measures compiled handlers of events.
+    """Measures the cost of compiled handlers of events.
 
-    The copies write only to buffers and counters made for the purpose.
+    The measured copies of handlers write only to buffers and counters of this object.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class HandlerCosts:
         self._cells[self._tasks.cpu()][_PID >> 3] = self._tasks.pid()
         return True
 
-    def median_ns(self, probe: TraceKprobe, head: AggrKprobe, way: EntryKind) -> float | None:
-        """Return the nanoseconds of the host's CPU that a hit takes, or None if they cannot be measured.
+    def median_ns(
+        self, probe: TraceKprobe, head: AggrKprobe, way: EntryKind, *, steps: bool = False
+    ) -> float | None:
+        """Return the CPU time of the host that a hit takes in nanoseconds, or None if it cannot be measured.
 
-        The cost of a hit by a breakpoint includes its trap. The registers are those of the last hit before
-        the handler was compiled.
+        The cost of a hit by a breakpoint includes its trap, and with `steps` the trap after the probed
+        instruction. The copy runs with the registers of the last hit before the handler was compiled.
         """
         if head.sample is None or self._machine.is_running:
             return None
@@ -71,19 +75,22 @@ class HandlerCosts:
             return None
         text = self._machine.text
         size = self._arch.max_repetition
-        empty = text.alloc_text(2 * size + len(self._arch.breakpoint))
+        step_size = len(self._arch.trap_flag_lead) + self._arch.jump_size + len(self._arch.breakpoint)
+        empty = text.alloc_text(2 * size + len(self._arch.breakpoint) + step_size)
         loop = empty + size
         trap = empty + 2 * size
+        step = trap + len(self._arch.breakpoint)
         nothing = self._arch.repetition(empty, empty, self._at + _TURNS)
         ret = empty + len(nothing) - self._arch.return_size
-        code = self._compiler.as_handler(builder, head.address, ret)
+        code = self._compiler.as_handler(builder, head.address, step if steps else ret)
+        step_end = self._put_step(step, ret, self._lead(head)) if steps else step
         try:
             if code is None:
                 return None
             entry = code.entry
             if way is EntryKind.BREAKPOINT:
                 text.poke(trap, self._arch.breakpoint)
-                self._machine.breakpoints[trap] = lambda regs: setattr(regs, "ip", code.entry)
+                self._machine.breakpoints[trap] = _go_to(code.entry)
                 entry = trap
             for at, called in ((empty, ret), (loop, entry)):
                 text.poke(at, self._arch.repetition(at, called, self._at + _TURNS))
@@ -92,13 +99,32 @@ class HandlerCosts:
         except GuestFault:
             return None
         finally:
-            self._machine.breakpoints.pop(trap, None)
+            for handlers in (self._machine.breakpoints, self._machine.debug_traps):
+                for at in (trap, step_end):
+                    handlers.pop(at, None)
             text.free_text(empty)
             if code is not None:
                 self._compiler.retire(code)
 
+    @staticmethod
+    def _lead(head: AggrKprobe) -> int:
+        return 0 if head.insn is None else head.insn.lead
+
+    def _put_step(self, step: int, ret: int, lead: int) -> int:
+        """Write a step that continues at `ret`, and return the address of the trap at its end."""
+        machine = self._machine
+        if not lead:
+            machine.text.poke(step, self._arch.breakpoint)
+            machine.breakpoints[step] = _go_to(ret)
+            return step
+        # A jump to the next instruction is stepped.
+        end = step + lead + self._arch.jump_size
+        machine.text.poke(step, self._arch.trap_flag_lead + self._arch.relative_jump(step + lead, end))
+        machine.debug_traps[end] = _go_to(ret, steps=True)
+        return end
+
     def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
-        """Return the median nanoseconds that a turn of `loop` takes longer than one of `empty`."""
+        """Return the median nanoseconds by which a turn of `loop` is longer than a turn of `empty`."""
         from statistics import median
 
         rounds = [self._taken(loop, sample, hits) - self._taken(empty, sample, hits) for _ in range(_ROUNDS)]
@@ -111,3 +137,12 @@ class HandlerCosts:
         before = thread_time_ns()
         machine.execute(start)
         return thread_time_ns() - before
+
+
+def _go_to(address: int, *, steps: bool = False) -> Redirect:
+    def go(regs: Regs) -> None:
+        if steps:
+            regs.step(False)
+        regs.ip = address
+
+    return Redirect(address, go)

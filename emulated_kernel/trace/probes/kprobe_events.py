@@ -1,4 +1,4 @@
-"""The kprobe_events and kprobe_profile files: creating, showing and removing kprobe events."""
+"""KprobeEvents: create, show and remove kprobe events, for the files kprobe_events and kprobe_profile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
 
     probe_class: ClassVar[type[TraceKprobe]] = TraceKprobe
     log_name: ClassVar[str] = "trace_kprobe"
-    """The prefix of entries in error_log."""
+    """The name of the kind of events in error_log's entries."""
 
     def __init__(self, engine: ProbeEngine, commands: EventCommands) -> None:
         super().__init__(commands)
@@ -36,18 +36,18 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return (probe.profile() for probe in islice(self._own, start, None))
 
     def events(self) -> list[KprobeTraceEvent]:
-        """Return all events, in order of creation."""
+        """Return all kprobe events, in order of creation."""
         return list(dict.fromkeys(probe.event for probe in self._own))
 
     def find(self, group: str, name: str) -> KprobeTraceEvent | None:
-        """Return the kprobe event of that name, or None."""
+        """Return the kprobe event with a name, or None if there is none or the event is of another kind."""
         event = self.registry.find(group, name)
         if not isinstance(event, KprobeTraceEvent):
             return None
         return event if all(probe.kind is self for probe in event.probes) else None
 
     def create(self, command: str) -> bool:
-        """Create a probe as EventKind.create() describes."""
+        """Implement EventKind.create: create a probe from a `p`, `r` or `j` command."""
         argv = argv_split(command)
         if not argv:
             return True
@@ -81,7 +81,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
                 log.error(0, ProbeError.FAIL_REG_PROBE)
 
     def _insert(self, probe: TraceKprobe) -> None:
-        """Register and list the probe. If its module may be loaded later, keep it pending."""
+        """Register a probe and add it to the list. If its module may be loaded later, add it unregistered."""
         try:
             probe.register()
         except KernelError as failure:
@@ -91,9 +91,9 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         super()._insert(probe)
 
     def module_coming(self, module: str) -> None:
-        """Register the probes of `module:...` places in a module that is being loaded.
+        """Register the probes with places `MODULE:...` in a module that is being loaded.
 
-        Probes that were registered in a former load of the module are registered again.
+        Probes that were registered while the module was loaded before are registered again.
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_callback (v6.1).
         """
         for probe in self.probes():

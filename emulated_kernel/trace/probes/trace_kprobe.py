@@ -1,4 +1,4 @@
-"""Kprobe events: a probe of an event, its registration with the engine, and its hits."""
+"""TraceKprobe, a probe of a kprobe event: its registration with the probe engine, and its hits."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _PROFILE_LINE = "  %-44s %15d %15d\n"
-"""Event, hits and misses.
+"""Format of a line of kprobe_profile: event, hits and misses.
 
-Formatting takes half as long as with an f-string, and there are thousands of lines.
+The % operator takes half the time of an f-string, and the file may have thousands of lines.
 """
 
 
 @dataclass(frozen=True)
 class ProbeEngine:
-    """The registries that events' probes are registered with, and the context of their hits."""
+    """The registries with which events register their probes, and the context of the probes' hits."""
 
     arch: Arch
     symbols: KernelSymbols
@@ -53,16 +53,16 @@ class ProbeEngine:
     kretprobes: Kretprobes
     fprobes: Fprobes
     probe_ctx: ProbeHit
-    """The context, which is updated at each hit."""
+    """The context of the hit that is being handled; handlers set its registers."""
     places: GuestAddresses | None
-    """Addresses for handlers in guest code. None if all handlers run in Python."""
+    """Addresses for handlers in guest code; None if all handlers run in Python."""
     has_jprobes: bool = False
-    """Whether kprobe_events accepts `j` commands. Extends: only a kernel with jprobes has them."""
+    """Whether kprobe_events accepts `j` commands. Extends: Linux has no jprobe events."""
 
 
 @dataclass(eq=False, slots=True)
 class EventKprobe(Kprobe):
-    """The kprobe of a trace event."""
+    """The kprobe that a TraceKprobe, `user`, registers with the probe engine."""
 
     user: TraceKprobe = field(kw_only=True)
 
@@ -75,7 +75,7 @@ EventProbe = EventKprobe | Kretprobe
 
 
 def _kprobe_hit(kprobe: Kprobe, regs: Regs) -> None:
-    """Handle a hit, as the pre_handler of all events' kprobes."""
+    """Pass a hit to the kprobe's TraceKprobe. All kprobes of events have this pre_handler."""
     assert isinstance(kprobe, EventKprobe)
     user = kprobe.user
     hit = user.engine.probe_ctx
@@ -84,7 +84,7 @@ def _kprobe_hit(kprobe: Kprobe, regs: Regs) -> None:
 
 
 class KprobeTraceEvent(ProbeTraceEvent):
-    """The event of kprobes, or of return probes."""
+    """The event of one or more kprobes, or of one or more return probes."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ class KprobeTraceEvent(ProbeTraceEvent):
             probe.handler_changed()
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the record's text.
+        """Return the text of a record.
 
         Mirrors: kernel/trace/trace_kprobe.c:print_kprobe_event, print_kretprobe_event (v6.1).
         """
@@ -115,7 +115,7 @@ class KprobeTraceEvent(ProbeTraceEvent):
 
 
 class JprobeTraceEvent(KprobeTraceEvent):
-    """The event of jprobes, to which only jprobes can be added."""
+    """The event of one or more jprobes. The class differs so that only jprobes can be added to the event."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ class TraceKprobe(TraceProbe):
     def __init__(self, kind: ProbeKind[Any], definition: ProbeDefinition, engine: ProbeEngine) -> None:
         self.place = definition.place
         self.found = definition.found
-        """The place's location, or None if it does not exist (yet)."""
+        """The location of `place`, or None if its symbol or address does not exist (yet)."""
         event_class = JprobeTraceEvent if definition.place.is_jprobe else KprobeTraceEvent
         event = event_class(
             to_text(definition.group),
@@ -145,16 +145,17 @@ class TraceKprobe(TraceProbe):
         self.address = 0
         """The probed address; 0 while the place does not exist (yet)."""
         self.handle: EventProbe | None = None
-        """The probe that is registered with the engine."""
+        """The kprobe or kretprobe that is registered with the engine, or None."""
         self._hits = 0
-        """Hits that the counter of guest code does not include."""
+        """Number of hits that `_counter` does not include."""
         self._counter: HitCounter | None = None
+        """Counter of the hits that guest code handles; None before guest code is emitted."""
         self._shown = ""
-        """The line after maxactive, cached after it is first shown, since a definition never changes."""
+        """Cached part of the probe's line after maxactive, or "" before the line is first shown."""
 
     @property
     def hits(self) -> int:
-        """Hits since the probe was created or the count was reset."""
+        """Number of hits since the probe was created or the count was set."""
         return self._hits + (0 if self._counter is None else self._counter.value)
 
     @hits.setter
@@ -165,7 +166,7 @@ class TraceKprobe(TraceProbe):
 
     @property
     def nmissed(self) -> int:
-        """Missed hits since the probe was registered."""
+        """Number of missed hits since the probe was registered or the number was set."""
         return 0 if self.handle is None else self.handle.nmissed
 
     @nmissed.setter
@@ -176,10 +177,10 @@ class TraceKprobe(TraceProbe):
     # Registration
 
     def register(self) -> None:
-        """Register a probe at the place's location. It is armed if the event is enabled.
+        """Register the probe with the engine at `found`. The probe is armed if the event is enabled.
 
-        Raises: KernelError EINVAL (a function that tracing needs), ENOENT (the place or an argument's symbol
-        does not exist), any error of the engine.
+        Raises: KernelError EINVAL (a notrace function), ENOENT (the place or an argument's symbol does not
+        exist), or the error of the engine.
         Mirrors: kernel/trace/trace_kprobe.c:__register_trace_kprobe (v6.1).
         """
         symbols = self.engine.symbols
@@ -189,17 +190,17 @@ class TraceKprobe(TraceProbe):
             self.kind.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
             raise KernelError(errno.EINVAL, f"{self.symbol} is a notrace function")
         args = tuple(resolve_symbol(arg, symbols, self.engine.arch.bits) for arg in self.args)
-        # Equal arguments stay shared with other events.
+        # If no argument has changed, keep the tuple that other events may share.
         self.args = self.args if args == self.args else args
         if self.place.symbol is not None and found is None:
             raise KernelError(errno.ENOENT, f"no symbol named {self.place.symbol}")
         self._hook(address)
 
     def _is_notrace(self, address: int) -> bool:
-        """Return True if the address must not be traced: see ProbeChecker.check_traced().
+        """Return True if the address must not be traced because it is in a notrace function or a trampoline.
 
-        Trampolines must not be traced either. They are the host's own text, which that method's tables do not
-        contain.
+        The host's trampolines are not in the tables of ProbeChecker.check_traced(), so their names are
+        checked here.
         """
         is_trampoline = self.found is not None and self.found.symbol.name in ADDED_TEXT
         return is_trampoline or self.engine.kprobes.probe_checker.check_traced(address) is not None
@@ -230,7 +231,7 @@ class TraceKprobe(TraceProbe):
         self.maxactive = rp.maxactive
 
     def unregister(self) -> None:
-        """Unregister the probe, and keep its hits.
+        """Unregister the probe from the engine, and keep its number of hits.
 
         Mirrors: kernel/trace/trace_kprobe.c:__unregister_trace_kprobe (v6.1).
         """
@@ -250,15 +251,15 @@ class TraceKprobe(TraceProbe):
 
     @property
     def symbol(self) -> str:
-        """The symbol in messages and comparisons. Linux: it is "unknown" for a probe by address."""
+        """The symbol of the place in messages and comparisons. Linux: for a raw address, it is "unknown"."""
         return self.place.symbol or "unknown"
 
     def is_in_module(self, module: str) -> bool:
-        """Return True if the place was given as a symbol of that module."""
+        """Return True if the place was given as `MODULE:SYMBOL` with this module."""
         return self.symbol.startswith(f"{module}:")
 
     def awaits_module(self) -> bool:
-        """Return True if the place may exist after a module is loaded. Linux assumes that of any raw address.
+        """Return True if the place may exist after a module is loaded. Linux: so may any raw address.
 
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_exist (v6.1), negated.
         """
@@ -267,20 +268,21 @@ class TraceKprobe(TraceProbe):
         module, colon, _ = self.place.symbol.partition(":")
         return bool(colon) and not self.engine.symbols.has_module(module)
 
-    # Enabling skips probes that are gone or pending. Linux: it succeeds while all kprobes are disarmed.
+    # enable() and disable() skip probes that are gone or unregistered. Linux: enabling succeeds while all
+    # kprobes are disarmed.
 
     def enable(self) -> None:
-        """Enable the probe. Raises: KernelError (of the engine)."""
+        """Enable the probe in the engine, unless it is gone. Raises: KernelError, as enable_kprobe()."""
         if self.handle is not None and not self.handle.is_gone:
             self.engine.kprobes.enable_kprobe(self.handle)
 
     def disable(self) -> None:
-        """Disable the probe. Raises: KernelError (of the engine)."""
+        """Disable the probe in the engine, unless it is gone. Raises: KernelError, as disable_kprobe()."""
         if self.handle is not None and not self.handle.is_gone:
             self.engine.kprobes.disable_kprobe(self.handle)
 
     def handler_changed(self) -> None:
-        """Notify the engine that hits have to be handled differently from now on."""
+        """Let the engine compile the handler again, because the event's recorders or filters changed."""
         if self.handle is None or self.handle.is_gone:
             return
         if isinstance(self.handle, Kretprobe):
@@ -296,11 +298,11 @@ class TraceKprobe(TraceProbe):
 
     @property
     def identity(self) -> Hashable:
-        """The place as symbol and offset. Linux: all raw addresses count as the same place."""
+        """Symbol and offset of the place, for comparisons. Linux: all raw addresses are equal."""
         return self.symbol, self.place.offset
 
     def matches_place(self, word: str) -> bool:
-        """Return True if PLACE matches. Linux compares at most 63 bytes.
+        """Return True if `word` is this probe's place. Linux: at most 63 bytes of the place are compared.
 
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_match.
         """
@@ -347,7 +349,7 @@ class TraceKprobe(TraceProbe):
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         """Emit guest code that does the same as hit().
 
-        If Python is required, emit nothing and return False.
+        If only Python can handle the event, emit nothing and return False.
         """
         engine = self.engine
         if not self.address or engine.places is None:
@@ -368,9 +370,10 @@ class TraceKprobe(TraceProbe):
         target: RecordTarget,
         counter: int,
     ) -> bool:
-        """Emit the same code as emit(), but with other addresses; every record is written to `target`.
+        """Emit a copy of emit()'s code that uses `places` and `counter`, and writes all records to `target`.
 
-        Return False also for return probes, because the handler is the smaller part of their cost.
+        HandlerCosts measures the copy. In addition, return False for return probes, because the handler is
+        the smaller part of their cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)

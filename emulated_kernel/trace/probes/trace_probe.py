@@ -1,4 +1,4 @@
-"""Probes whose hits are events; the common part of kprobes, fprobes, uprobes and event probes."""
+"""Base classes of the probes of events and of their kinds: kprobes, fprobes, uprobes and event probes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
 
 ENTRY_ADDRESSES = ("__probe_ip",)
-"""First fields of the events of probes at a function's entry, or anywhere else except at a return."""
+"""Names of the address fields before the arguments, for events of all probes except return probes."""
 RETURN_ADDRESSES = ("__probe_func", "__probe_ret_ip")
-"""First fields of the events of return probes."""
+"""Names of the address fields before the arguments, for events of return probes."""
 
 
 class ProbeTraceEvent(TraceEvent):
-    """The event of one or more probes of a kind, all of which have the same arguments.
+    """The event of one or more probes of one kind. Names and types of the probes' arguments are equal.
 
     Mirrors: kernel/trace/trace_probe.h:struct trace_probe_event (v6.1).
     """
@@ -40,7 +40,8 @@ class ProbeTraceEvent(TraceEvent):
     ) -> None:
         """Create an event.
 
-        `addresses` are names of fields before the arguments; each holds an address, one word.
+        `addresses` are the names of the fields before the arguments. Each of these fields holds an address,
+        which is one word.
         """
         super().__init__(group, name)
         self.args = args
@@ -48,7 +49,7 @@ class ProbeTraceEvent(TraceEvent):
         self.addresses = addresses
         self.probes: tuple[TraceProbe, ...] = ()
 
-    # These are computed on demand, because few events need them.
+    # The fields and the print format are computed on demand, because few events need them.
 
     @property
     def fields(self) -> tuple[EventField, ...]:
@@ -79,9 +80,10 @@ class ProbeTraceEvent(TraceEvent):
         return not self.probes
 
     def start(self) -> None:
-        """Enable all probes of the event, or none if one fails.
+        """Enable all probes of the event, or none if one cannot be enabled.
 
-        Raises: KernelError (of a probe). Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).
+        Raises: KernelError, as TraceProbe.enable().
+        Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).
         """
         done: list[TraceProbe] = []
         try:
@@ -103,12 +105,12 @@ class ProbeTraceEvent(TraceEvent):
 
 
 class TraceProbe(DynEvent):
-    """One probe of an event. Mirrors: kernel/trace/trace_probe.h:struct trace_probe (v6.1)."""
+    """Base class of a probe of an event. Mirrors: kernel/trace/trace_probe.h:struct trace_probe (v6.1)."""
 
     __slots__ = ("args", "event", "kind")
 
     def __init__(self, kind: ProbeKind[Any], event: ProbeTraceEvent, args: tuple[ProbeArg, ...]) -> None:
-        """Create a probe with a new event. Registration replaces the event if an older one has its name."""
+        """Create a probe with a new event. ProbeKind._register() may replace it by an event of its name."""
         self.kind = kind
         self.event = event
         self.args = args
@@ -120,7 +122,7 @@ class TraceProbe(DynEvent):
     @property
     @abstractmethod
     def place_text(self) -> str:
-        """The place as in the probe's line, which is the form that `-:EVENT PLACE` requires."""
+        """The place as the probe's line shows it; `-:EVENT PLACE` requires the same text."""
 
     @property
     @abstractmethod
@@ -129,23 +131,23 @@ class TraceProbe(DynEvent):
 
     @property
     def identity(self) -> Hashable:
-        """A value that is equal for probes of the same place."""
+        """A value that identifies the place: it is equal for probes of one place."""
         return self.place_text
 
     def enable(self) -> None:
-        """Begin to take hits. Raises: KernelError."""
+        """Begin to take hits, because the event was enabled. Raises: KernelError."""
 
     def disable(self) -> None:
-        """Stop taking hits. Raises: KernelError."""
+        """Stop taking hits, because the event was disabled. Raises: KernelError."""
 
     def unregister(self) -> None:
-        """Release resources before the probe is removed."""
+        """Release the probe's resources before the probe is removed."""
 
     def is_busy(self) -> bool:
         return self.event.is_enabled
 
     def show(self) -> str:
-        """Return the probe's line.
+        """Return the probe's line in dynamic_events and the kind's own file, with a newline.
 
         Mirrors: trace_kprobe_show, trace_uprobe_show, eprobe_dyn_event_show (v6.1).
         """
@@ -156,14 +158,14 @@ class TraceProbe(DynEvent):
         return [self.place_text, *(f"{arg.name}={arg.expression}" for arg in self.args)]
 
     def matches_place(self, word: str) -> bool:
-        """Return True if PLACE of a command that removes events is this probe's place."""
+        """Return True if `word`, PLACE in a command that removes events, is this probe's place."""
         return word == self.place_text
 
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
         """Return True if `-:[GROUP/][EVENT] [PLACE [ARGS]]` matches this probe.
 
-        ARGS may be a prefix of its arguments.
-        Linux: compares at most 63 bytes of an argument.
+        ARGS may be only the first of the probe's arguments.
+        Linux: at most 63 bytes of an argument are compared.
         Mirrors: kernel/trace/trace_probe.c:trace_probe_match_command_args (v6.1).
         """
         if event and to_text(event) != self.event.name:
@@ -178,13 +180,13 @@ class TraceProbe(DynEvent):
         return all(mine[:MAX_ARGSTR_LEN] == given for mine, given in zip(own[1:], words[1:], strict=False))
 
     def is_same_as(self, other: TraceProbe) -> bool:
-        """Return True if both probes have the same place and the same arguments."""
+        """Return True if this probe and `other` have equal places and equal arguments."""
         if self.identity != other.identity:
             return False
         return [arg.expression for arg in self.args] == [arg.expression for arg in other.args]
 
     def release(self) -> None:
-        """Remove the probe. Raises: KernelError EBUSY."""
+        """Remove the probe; see ProbeKind.remove(). Raises: KernelError EBUSY."""
         self.kind.remove(self)
 
 
@@ -192,10 +194,10 @@ P = TypeVar("P", bound=TraceProbe)
 
 
 class ProbeKind(EventKind[P]):
-    """A kind of dynamic events whose events have probes."""
+    """A kind of dynamic events that are the probes of events."""
 
     def probes(self) -> list[P]:
-        """Return all probes, in order of creation."""
+        """Return all probes of this kind, in order of creation."""
         return list(self._own)
 
     def _shared_event(self, probe: P) -> ProbeTraceEvent | None:
@@ -206,10 +208,10 @@ class ProbeKind(EventKind[P]):
         return event if all(each.kind is self for each in event.probes) else None
 
     def _register(self, probe: P, log: TraceProbeLog) -> None:
-        """List a probe. Register its event, unless there is already one of that name.
+        """Add a probe to the list. Register its event, or add the probe to an existing event of its name.
 
-        Raises: KernelError EEXIST (logged), ENOSPC, any error of `_insert`. Mirrors: register_trace_kprobe
-        (v6.1).
+        Raises: KernelError EEXIST (logged), ENOSPC, or the error of _insert().
+        Mirrors: register_trace_kprobe (v6.1).
         """
         self._check_room()
         log.index = 0
@@ -236,9 +238,9 @@ class ProbeKind(EventKind[P]):
         self._list(probe)
 
     def remove(self, probe: P) -> None:
-        """Remove a probe. If it is the last one of its event, remove the event too.
+        """Remove a probe. If it is the last probe of its event, remove the event too.
 
-        Raises: KernelError EBUSY (only for the last probe of an event that is enabled or referred to).
+        Raises: KernelError EBUSY (the last probe of an event that is enabled or has users).
         Mirrors: kernel/trace/trace_kprobe.c:unregister_trace_kprobe (v6.1).
         """
         event = probe.event
@@ -256,7 +258,10 @@ class ProbeKind(EventKind[P]):
 
 
 def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog) -> None:
-    """Check that `probe` may be added to an event. Mirrors: append_trace_kprobe (v6.1)."""
+    """Check that `probe` may be added to an event that has probes.
+
+    Raises: KernelError EEXIST (logged). Mirrors: append_trace_kprobe (v6.1).
+    """
     if probe.event.addresses != event.addresses:
         raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)
     different = first_difference(probe.args, event.args)
@@ -268,9 +273,9 @@ def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog)
 
 
 def args_text(args: Sequence[ProbeArg], payload: bytes, start: int, symbols: KernelSymbols) -> str:
-    """Return the text of arguments in `trace`, with a blank before each.
+    """Return the text that `trace` shows for arguments: ` NAME=VALUE` for each.
 
-    They begin at `start` of the payload.
+    The first argument is at byte `start` of the payload.
     Mirrors: kernel/trace/trace_probe_tmpl.h:trace_probe_print_args (v6.1).
     """
     return "".join(f" {arg.name}={_arg_text(arg, payload, start, symbols)}" for arg in args)

@@ -1,4 +1,4 @@
-"""uprobe_events and uprobe_profile. Definitions are parsed and listed, but there is no user code to probe."""
+"""UprobeEvents: create, show and remove uprobe events. They have no hits, as the guest runs no programs."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from emulated_kernel.util.safe_read import BoundedFileReader
 UPROBE_EVENT_SYSTEM = "uprobes"
 _RETURN = "%return"
 PATIENCE = 0.1
-"""Seconds for which a definition waits for the file system of its file."""
+"""Maximum time in seconds for which a command waits for the file system of the probed file."""
 
 
 @dataclass(frozen=True)
 class UprobePoint:
-    """The place of a uprobe in a file.
-
-    Offsets are in bytes; `reference` is 0 if no reference counter is given.
-    """
+    """The place of a uprobe in a file."""
 
     path: str
     offset: int
+    """Offset of the probed instruction in the file, in bytes."""
     reference: int
+    """Offset of the reference counter in the file, in bytes; 0 if the command has none."""
     is_return: bool
     inode: tuple[int, int]
+    """Device and inode number of the file."""
 
     def show(self, word_size: int) -> str:
-        """Return the place as in uprobe_events, which is the form that `-:EVENT PLACE` requires."""
+        """Return the place as uprobe_events shows it; `-:EVENT PLACE` requires the same text."""
         counter = f"({self.reference:#x})" if self.reference else ""
         return f"{self.path}:0x{self.offset:0{2 * word_size}x}{counter}"
 
     def default_event(self) -> str:
-        """Return the name of an event whose command has none.
+        """Return the event name for a command without one.
 
-        Linux: it begins with `p` for return probes too.
+        Linux: the name begins with `p` for return probes too.
         """
         name = self.path.rpartition("/")[2]
         end = min((name.index(mark) for mark in ".-_" if mark in name), default=len(name))
@@ -62,18 +62,18 @@ class UprobePoint:
 
 
 class UprobeTraceEvent(ProbeTraceEvent):
-    """The event of one or more uprobes, all of which have the same arguments."""
+    """The event of one or more uprobes. It has no records, because it cannot be enabled."""
 
     __slots__ = ()
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Raise an AssertionError, because the event is never started and has no records."""
+        """Raise AssertionError, because the event has no records."""
         del payload, symbols, sym_addr
         raise AssertionError(f"a record of {self.name}")
 
 
 class TraceUprobe(TraceProbe):
-    """A uprobe. Mirrors: kernel/trace/trace_uprobe.c:struct trace_uprobe (v6.1)."""
+    """A probe of a uprobe event. Mirrors: kernel/trace/trace_uprobe.c:struct trace_uprobe (v6.1)."""
 
     __slots__ = ("place",)
 
@@ -92,9 +92,9 @@ class TraceUprobe(TraceProbe):
         return self.place.inode, self.place.offset
 
     def enable(self) -> None:
-        """Fail. Deviates: uprobes cannot be enabled, since the guest runs no programs.
+        """Raise KernelError EOPNOTSUPP.
 
-        Raises: KernelError EOPNOTSUPP.
+        Deviates: uprobes cannot be enabled, because the guest runs no programs.
         """
         raise KernelError(errno.EOPNOTSUPP, "uprobes: the guest runs no programs that could be probed")
 
@@ -108,7 +108,7 @@ class TraceUprobe(TraceProbe):
 
 
 class UprobeEvents(ProbeKind[TraceUprobe]):
-    """All uprobe events. Mirrors: kernel/trace/trace_uprobe.c (v6.1)."""
+    """All uprobe events of a kernel. Mirrors: kernel/trace/trace_uprobe.c (v6.1)."""
 
     def __init__(self, arch: Arch, commands: EventCommands) -> None:
         super().__init__(commands)
@@ -149,8 +149,9 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         return True
 
     def _check_reference(self, place: UprobePoint) -> None:
-        """Check that all probes of a place have the same reference counter.
+        """Check that other probes of the place, if any, have the same reference counter.
 
+        Raises: KernelError EINVAL.
         Mirrors: kernel/trace/trace_uprobe.c:validate_ref_ctr_offset (v6.1).
         """
         for other in (probe.place for probe in self._own):
@@ -180,9 +181,10 @@ def _parse_place(
 
 
 def _find_file(path: str, log: TraceProbeLog, files: BoundedFileReader) -> tuple[int, int]:
-    """Return device and inode of the file, which identify it independently of its path.
+    """Return device and inode number of a file, which identify it independently of its path.
 
-    The control lock is held, so a file system that does not answer is given up.
+    The control lock is held, so the wait for a slow file system is limited.
+    Raises: KernelError (logged), with the errno of stat(2), or EINVAL (not a regular file).
     """
     try:
         found = files.look(path.encode("latin-1"), monotonic() + PATIENCE)

@@ -1,6 +1,6 @@
-"""A CPU's ring buffer in Linux's layout, over memory that guest code writes too.
+"""RingBuffer: a CPU's ring buffer in Linux's layout, in memory that guest code also writes.
 
-All state is in that memory, as ring_layout.py describes it; Python keeps none.
+All state of the buffer is in that memory, in the layout that ring_layout.py describes.
 
 Mirrors: kernel/trace/ring_buffer.c (v6.1)
 """
@@ -38,20 +38,23 @@ from emulated_kernel.util.fast_dataclass import dataclass
 _DISABLED = RingFlag.DISABLED.value
 _MISSED_COUNT_SIZE = 8
 _SMALLEST = 4
-"""Bytes of the smallest event."""
+"""Minimum size of an event in bytes."""
 
 
 class Consumed(NamedTuple):
-    """An event that a reader consumed or peeked at; its time is in clock units."""
+    """An event that consume() or peek() has returned."""
 
     time_stamp: int
+    """Time of the event, in units of the trace clock."""
     record: bytes
+    """The entry: common fields and payload."""
     lost_events: int
+    """Number of events that were overwritten just before this event."""
 
 
 @dataclass(frozen=True)
 class RingStats:
-    """Counters of a ring buffer, named as in per_cpu/cpuN/stats; `size` is in bytes."""
+    """Counters of a ring buffer, with the names in per_cpu/cpuN/stats; `size` is its field `bytes`."""
 
     entries: int
     overrun: int
@@ -63,20 +66,23 @@ class RingStats:
 
 
 class RingBuffer(RingWriter):
-    """A per-CPU ring buffer with one writer at a time; callers serialise readers against the writer."""
+    """A CPU's ring buffer. Callers ensure that only one reader or writer uses the buffer at a time."""
 
     __slots__ = ()
 
     # -- reading
 
     def __len__(self) -> int:
-        """Return the number of unread events; it is no more than the pages can hold."""
+        """Return the number of unread events, at most the number that the pages can hold.
+
+        Hazard: guest code may have damaged the counters.
+        """
         control = self._control
         count = control.entries + control.tail_entries - control.overrun - control.read
         return min(max(count, 0), (self.nr_pages + 1) * PAGE_DATA_SIZE // _SMALLEST)
 
     def peek(self) -> Consumed | None:
-        """Return the event that consume() would take. This may move the reader to the next sub-buffer.
+        """Return the event that consume() would return, or None. This may swap the reader page.
 
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_peek (v6.1)
         """
@@ -84,7 +90,7 @@ class RingBuffer(RingWriter):
         return None if found is None else Consumed(found[0], found[1], self._control.lost_events)
 
     def consume(self) -> Consumed | None:
-        """Remove and return the oldest event; `lost_events` counts events overwritten just before it.
+        """Remove the oldest event and return it, or None if there is no event.
 
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_consume (v6.1)
         """
@@ -116,9 +122,9 @@ class RingBuffer(RingWriter):
         return None
 
     def _take_reader_page(self) -> bool:
-        """Make sure that the reader page has unread data, swapping it with the head page if needed.
+        """Swap the reader page with the head page if all data of the reader page was consumed.
 
-        Return False if there is nothing to read.
+        Return False if the buffer has no unread data.
         Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1)
         """
         self.check()
@@ -137,7 +143,7 @@ class RingBuffer(RingWriter):
             return False
         control.changing = 1
         self._clear_page(reader)
-        # Hazard: the process may end here; recover.py finds out from this order how far the swap got.
+        # Hazard: the process may end here. The order of these assignments lets recover.py complete the swap.
         table[SLOTS + head] = reader
         control.reader_read = 0
         control.reader_page = taken
@@ -152,20 +158,20 @@ class RingBuffer(RingWriter):
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest unread event, counted from the last reset."""
+        """Position of the oldest unread event in the sequence of events since the last reset."""
         control = self._control
         return control.overrun + control.read
 
     @property
     def reader_state(self) -> tuple[int, int, int]:
-        """Value that changes when the unread sub-buffers, counted from the oldest, get other numbers."""
+        """A value that changes if the indexes of unread sub-buffers, or of their unread events, change."""
         control = self._control
         return control.overrun, control.read, control.reader_page
 
     def unread_count(self, index: int) -> int:
         """Return the number of unread events of a sub-buffer.
 
-        Index 0 is that of the reader, and 1 is the oldest one in the ring.
+        Index 0 is the reader page, and index 1 is the oldest unread sub-buffer in the ring.
         """
         control = self._control
         if index == 0:
@@ -174,7 +180,7 @@ class RingBuffer(RingWriter):
         return control.tail_entries if page == control.tail_page else self._table[self._entries_at + page]
 
     def unread_events(self, index: int) -> list[tuple[int, bytes]]:
-        """Return time stamp and record of each unread event of a sub-buffer. `index`: see unread_count()."""
+        """Return time stamp and record of each unread event of a sub-buffer. `index`: as unread_count()."""
         control = self._control
         if index == 0:
             events = self._events(control.reader_page, control.reader_read, control.read_stamp)
@@ -187,7 +193,7 @@ class RingBuffer(RingWriter):
         return self._page_in((self._control.head_slot + index - 1) % self.nr_pages)
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (time stamp, record) of every unread event, oldest first, without consuming any."""
+        """Yield (time stamp, record) of each unread event, oldest first, without consuming the events."""
         self.check()
         control = self._control
         for stamp, record, _ in self._events(control.reader_page, control.reader_read, control.read_stamp):
@@ -199,8 +205,9 @@ class RingBuffer(RingWriter):
     def _events(self, page: int, offset: int, stamp: int) -> Iterator[tuple[int, bytes, int]]:
         """Yield (time stamp, payload, end offset) of each event of a page, from `offset` on.
 
-        `stamp` is the time before the first event. Payloads are padded to four bytes, because the format
-        stores lengths in units of four. An event that leaves the page is damaged, and ends it.
+        `stamp` is the time before the first event. Payloads are padded to a multiple of four bytes, because
+        the format stores lengths in units of four. An event that exceeds the page is damaged, and ends the
+        iteration.
         """
         words = self._words32
         memory = self._memory
@@ -234,7 +241,7 @@ class RingBuffer(RingWriter):
                 offset += TIME_EVENT_SIZE
 
     def _unread_pages(self) -> list[int]:
-        """Return the sub-buffers of the ring that hold unread events, oldest first."""
+        """Return the numbers of the ring's sub-buffers that hold unread events, oldest first."""
         control = self._control
         count = self.nr_pages
         if control.tail_page == control.reader_page:
@@ -244,9 +251,9 @@ class RingBuffer(RingWriter):
         return [self._page_in((head + i) % count) for i in range(used)]
 
     def read_page(self, *, full: bool = False) -> bytes | None:
-        """Consume the rest of one sub-buffer and return it as a page of 4096 bytes.
+        """Consume the rest of one sub-buffer, and return it as a page of 4096 bytes.
 
-        Return None if there is nothing to read. If `full`, ignore the sub-buffer that is still being written.
+        Return None if there is no unread event. If `full` is set, ignore the tail page, which is not full.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_page (v6.1)
         """
         if not self._take_reader_page():
@@ -284,12 +291,12 @@ class RingBuffer(RingWriter):
 
     @property
     def size(self) -> int:
-        """Bytes of events that the ring holds, without the reader page."""
+        """Capacity of the ring in bytes, without the reader page."""
         return self.nr_pages * PAGE_DATA_SIZE
 
     @property
     def overwrite(self) -> bool:
-        """Whether a full buffer overwrites its oldest events; otherwise it drops new events."""
+        """Whether a full buffer overwrites its oldest events. If not, it drops new events."""
         return bool(self._control.flags & RingFlag.OVERWRITE)
 
     @overwrite.setter
@@ -321,12 +328,12 @@ class RingBuffer(RingWriter):
 
     @property
     def dirty_pages(self) -> int:
-        """Number of full unread sub-buffers, which poll(2) compares with buffer_percent."""
+        """Number of full sub-buffers with unread events, which poll(2) compares with buffer_percent."""
         self.check()
         return max(0, len(self._unread_pages()) - 1)
 
     def stats(self) -> RingStats:
-        """Return the counters. As in Linux, `oldest_event_ts` survives a reset."""
+        """Return the counters of the buffer. As in Linux, a reset does not change `oldest_event_ts`."""
         self.check()
         control = self._control
         page = control.tail_page
@@ -343,7 +350,7 @@ class RingBuffer(RingWriter):
         )
 
     def reset(self) -> None:
-        """Forget all events and counters.
+        """Empty the buffer and reset its counters.
 
         Mirrors: kernel/trace/ring_buffer.c:rb_reset_cpu (v6.1)
         """
@@ -365,15 +372,15 @@ class RingBuffer(RingWriter):
         control.changing = 0
 
     def released(self) -> None:
-        """Free the pages. Nobody uses the buffer any more, except cursors, which find out."""
+        """Free the pages of the buffer, and make cursors that still refer to the buffer stale."""
         self.generation += 1
         self.place.release()
 
     def resize(self, place: RingMemory, nr_pages: int) -> None:
-        """Move the events into other memory with `nr_pages` sub-buffers.
+        """Move the events to the memory `place`, which has `nr_pages` sub-buffers.
 
-        `place` has the same control block or another one. The oldest sub-buffers that do not fit are overrun.
-        The caller releases the old pages when no guest code writes to them any longer.
+        `place` may have the same control block or another one. If not all events fit, the oldest sub-buffers
+        are overrun. The caller must release the old pages after guest code has stopped writing to them.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
         """
         self.check()
@@ -388,10 +395,10 @@ class RingBuffer(RingWriter):
         images = [self._memory[self._data(page) - PAGE_HEADER_SIZE :][:PAGE_SIZE] for page in kept]
         entries = [table[self._entries_at + page] for page in kept]
         before = RingControl.from_buffer_copy(self.place.control_block)
-        # Guest code that writes by another control block must call the host from now on.
+        # From now on, guest code that uses the old control block must call the host, which drops its event.
         self._park(tail)
         old.flags = before.flags | _DISABLED
-        # Hazard: the process may end here; the old pages stay valid until the new ones are complete.
+        # Hazard: the process may end here. The old pages stay valid until the new pages are complete.
         draft = replace(place, control=memoryview(bytearray(CONTROL_SIZE)))
         self._format(draft, nr_pages, before.flags)
         control = self._control
@@ -402,7 +409,7 @@ class RingBuffer(RingWriter):
             at = self._data(page) - PAGE_HEADER_SIZE
             self._memory[at : at + PAGE_SIZE] = image
             self._table[self._entries_at + page] = count
-        # If no page is unread, the tail is the reader page and the next slot is the head.
+        # If no page of the ring is unread, the tail is the reader page, and the next slot is the head.
         control.tail_page = len(unread) - 1 if unread else nr_pages
         control.tail_slot = (len(unread) - 1) % nr_pages
         control.tail_entries = before.tail_entries

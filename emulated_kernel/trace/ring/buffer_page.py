@@ -25,7 +25,7 @@ from emulated_kernel.util.abi import PAGE_SIZE
 PAGE_HEADER_SIZE = 16
 PAGE_DATA_SIZE = PAGE_SIZE - PAGE_HEADER_SIZE
 MAX_DATA_SIZE = PAGE_DATA_SIZE - 8
-"""Bytes of the largest payload: it fills a page alone, after the two u32 of its header."""
+"""Maximum size of a payload in bytes. With the two u32 of its header, such a payload fills a page."""
 
 MISSED_EVENTS = 1 << 31
 MISSED_STORED = 1 << 30
@@ -43,11 +43,12 @@ STAMP_MASK = (1 << 59) - 1
 
 
 def event_size(payload_size: int) -> int:
-    """Return the bytes that an event with a payload of `payload_size` bytes takes on a page, header included.
+    """Return the size on a page, in bytes, of an event with a payload of `payload_size` bytes.
 
+    The size includes the header and padding.
     Mirrors: kernel/trace/ring_buffer.c:rb_calculate_event_length (v6.1)
     """
     size = max(payload_size, 1) + (4 if payload_size <= MAX_SMALL_DATA else 8)
     size = (size + 3) & ~3
-    # A discarded event becomes padding. One of TIME_EVENT_SIZE would look like a discarded time extend.
+    # A discarded event becomes padding. A discarded event of TIME_EVENT_SIZE would look like a time extend.
     return 12 if size == TIME_EVENT_SIZE else size

@@ -1,6 +1,7 @@
-"""RingCursor: reading of a ring buffer's events without consuming them, while others write and consume.
+"""RingCursor: reads a ring buffer's events without consuming them, while the buffer is written and consumed.
 
-Mirrors: kernel/trace/ring_buffer.c:struct ring_buffer_iter (v6.1), which ends only where the writer is.
+Mirrors: kernel/trace/ring_buffer.c:struct ring_buffer_iter (v6.1).
+Deviates: Linux's iterator also yields events that are written after it was created.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from emulated_kernel.trace.ring.buffer import RingBuffer
 
 
 class CursorEvent(NamedTuple):
-    """An event that a cursor has read; its time is in clock units."""
+    """An event that a cursor has read."""
 
     time_stamp: int
+    """Time of the event, in units of the trace clock."""
     record: bytes
     follows_lost: bool
-    """Whether events just before this one were overwritten or consumed before the cursor reached them."""
+    """Whether the cursor missed events just before this event, because they were overwritten or consumed."""
 
 
 class RingCursor:
-    """A position among the unread events that a buffer holds when the cursor is made.
+    """A position among the unread events that a buffer held when the cursor was created.
 
-    It copies the events of one sub-buffer at a time. Events that are written later do not belong to it.
+    The cursor copies the events of one sub-buffer at a time. It skips events that are written later.
     """
 
     def __init__(self, buffer: RingBuffer) -> None:
@@ -31,19 +33,19 @@ class RingCursor:
         self._buffer = buffer
         self._generation = buffer.generation
         self._next = buffer.oldest
-        """Number of the next event, counted from the buffer's last reset."""
+        """Position of the next event in the sequence of events since the buffer's last reset."""
         self._end = buffer.written
         self._place: tuple[int, int] | None = None
-        """Index of a sub-buffer among the unread ones, and the number of its first event."""
+        """Index of the last copied sub-buffer, and the position of its first unread event; None: unknown."""
         self._state = buffer.reader_state
 
     @property
     def is_stale(self) -> bool:
-        """Whether the buffer was emptied or freed since the cursor was made."""
+        """Whether the buffer was emptied or freed after the cursor was created."""
         return self._buffer.generation != self._generation
 
     def __iter__(self) -> Iterator[CursorEvent]:
-        """Yield the events. Between two of them the buffer may change, but it must not get stale."""
+        """Yield the events. Between two events, the buffer may change. Stop if `is_stale` becomes True."""
         while self._next < self._end:
             oldest = self._buffer.oldest
             is_late = self._next < oldest
@@ -56,7 +58,7 @@ class RingCursor:
                 is_late = False
 
     def _copy(self) -> list[tuple[int, bytes]]:
-        """Return the events of one sub-buffer from the next event on, and pass them."""
+        """Return the events of one sub-buffer from the next event on, and advance the position."""
         buffer = self._buffer
         buffer.check()
         if self.is_stale:
@@ -73,6 +75,6 @@ class RingCursor:
         found = buffer.unread_events(index)[self._next - first : self._end - first]
         # The counters of a buffer that was recovered from a file may be wrong.
         self._next = self._next + len(found) if found else self._end
-        # The tail may get further events, so it is not passed.
+        # The tail may get further events, so the next call looks at the same sub-buffer again.
         self._place = (index, first)
         return found

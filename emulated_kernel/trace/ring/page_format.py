@@ -1,4 +1,4 @@
-"""events/header_page and header_event: texts that describe the pages of trace_pipe_raw to programs."""
+"""The texts of events/header_page and header_event, which describe pages of trace_pipe_raw to programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def _field(declaration: str, offset: int, size: int, signed: int) -> str:
 
 
 def header_page_text() -> str:
-    """Return header_page. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_print_page_header (v6.1)."""
+    """Return the text of header_page.
+
+    Mirrors: kernel/trace/ring_buffer.c:ring_buffer_print_page_header (v6.1).
+    """
     return (
         _field("u64 timestamp", 0, _STAMP_SIZE, 0)
         + _field("local_t commit", _STAMP_SIZE, _COMMIT_SIZE, 1)
@@ -30,7 +33,10 @@ def header_page_text() -> str:
 
 
 def header_event_text() -> str:
-    """Return header_event. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_print_entry_header (v6.1)."""
+    """Return the text of header_event.
+
+    Mirrors: kernel/trace/ring_buffer.c:ring_buffer_print_entry_header (v6.1).
+    """
     return (
         "# compressed entry header\n"
         "\ttype_len    :    5 bits\n"

@@ -1,9 +1,9 @@
-"""Recovery of the ring buffers of a machine that ended at an arbitrary moment.
+"""Recovery of the ring buffers of a machine whose process ended at an arbitrary moment.
 
-A record is complete once the write pointer is after it. Each buffer has at most one incomplete record; its
-time or its count may already be included in the control block.
-If the host was changing the control block, the pages decide and not the counters. Otherwise, a buffer whose
-counters and pages disagree is damaged.
+A record is complete if the write pointer is after the record. Each buffer has at most one incomplete record,
+whose time or count the control block may already include.
+If the host was changing the control block, the pages are right, and the counters are corrected. Otherwise, a
+buffer whose counters and pages disagree is damaged.
 """
 
 from __future__ import annotations
@@ -37,68 +37,70 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MIN_SIZE = 4 + TRACE_ENTRY.size
-"""Bytes of the smallest event."""
+"""Minimum size of an event in bytes."""
 _LOST_LIMIT = 1 << 32
-"""A larger number of lost records is not plausible: no machine has memory for so many."""
+"""Exclusive upper bound of a plausible number of lost records: no machine has memory for more."""
 _COUNT_LIMIT = 1 << 62
-"""A counter that reaches this value is not plausible."""
+"""Exclusive upper bound of a plausible value of a counter."""
 
 
 @dataclass(frozen=True)
 class RecoveredBuffer:
-    """A ring buffer that was copied to memory of its own, and the findings of the recovery."""
+    """A ring buffer that was copied to its own memory and repaired, and what the recovery has found."""
 
     buffer: RingBuffer
     torn: int
     """Number of records that are incomplete, or that the counters include but no page holds."""
     damage: str
-    """Description of damage that the end of a process cannot explain; "" if there is none."""
+    """Description of damage that the end of a process cannot cause, or ""."""
     is_aside: bool
-    """Whether the buffer belonged to a snapshot."""
+    """Whether the buffer is one of a snapshot."""
 
 
 @dataclass(frozen=True)
 class _IntactEvents:
-    """The valid events at the start of a page's data."""
+    """The valid events at the start of a range of a page's data."""
 
     count: int
     end: int
+    """Offset in the page's data at which the valid events end, in bytes."""
     stamp: int
     """Time of the last valid event."""
     is_whole: bool
-    """Whether the data consist of valid events only."""
+    """Whether all data in the range are valid events."""
 
 
 @dataclass(frozen=True)
 class _RecoveredPage:
-    """The valid events of a page: first those that were consumed, then the unread ones."""
+    """The valid events of a page: the consumed events, and then the unread events."""
 
     number: int
+    """Number of the page."""
     consumed: _IntactEvents
     unread: _IntactEvents
 
     @property
     def count(self) -> int:
-        """Number of all valid events."""
+        """Number of all valid events of the page."""
         return self.consumed.count + self.unread.count
 
     @property
     def unread_size(self) -> int:
-        """Bytes of the unread events."""
+        """Size of the unread events in bytes."""
         return self.unread.end - self.consumed.end
 
 
 class UnreadableControlBlock(ValueError):
-    """Raised for bytes that are not a valid control block of a ring buffer."""
+    """Exception for bytes that are not a valid control block of a ring buffer."""
 
     def __init__(self, message: str, lost: int) -> None:
-        """Keep `lost`, the number of records that the counters of the block include."""
+        """Store `lost`, the number of unread records according to the counters of the block."""
         super().__init__(message)
         self.lost = lost
 
 
 class _DamagedBuffer:
-    """A control block and its pages, as they were found."""
+    """A copy of a control block and its pages, which this class repairs."""
 
     def __init__(self, block: bytes, read: Callable[[int, int], bytes]) -> None:
         self.block = memoryview(bytearray(block))
@@ -109,7 +111,7 @@ class _DamagedBuffer:
         self.is_changing = bool(control.changing)
         control.changing = 0
         self.is_odd = False
-        """Whether something is inconsistent that would be consistent if the host was changing nothing."""
+        """Whether the control block is inconsistent in a way that only a change by the host explains."""
         if not MIN_PAGES <= count < 1 << 32:
             raise ValueError(f"a ring buffer of {count} pages")
         self.memory = memoryview(bytearray(read(control.base, memory_size(count))))
@@ -129,7 +131,7 @@ class _DamagedBuffer:
         head = control.head_slot
         missing = set(range(count + 1)).difference(slots, (reader,))
         if len(missing) == 1 and slots[head] == reader:
-            # The reader was taking the head's page: it is in the ring already, and the other one not out yet.
+            # The reader was swapping its page with the head page. Its old page is in the ring already.
             control.reader_page = missing.pop()
             control.reader_read = 0
             control.head_slot = (head + 1) % count
@@ -137,18 +139,18 @@ class _DamagedBuffer:
         elif missing:
             raise ValueError("a page that is there twice")
         if control.tail_page != control.reader_page:
-            # The tail was moving where this differs: it hasn't left its page.
+            # If the slots differ, the tail was moving to the next page, but has not left its page.
             slot = slots.index(control.tail_page)
             self.is_odd |= slot != control.tail_slot
             control.tail_slot = slot
 
     def _repair_tail(self, slots: list[int]) -> None:
-        """Correct the tail, whose position is stored three times.
+        """Correct the position of the tail, which the control block stores three times.
 
-        If the host was changing nothing, two of the three are right.
+        If the host was not changing the control block, at least two of the three are right.
         """
         control = self.control
-        # Where the page is full the pointer is behind it.
+        # If the page is full, the pointer is after the page, so one is subtracted.
         written = (self._pointer - 1 - control.base - self._start) // PAGE_SIZE
         if self.is_changing:
             return
@@ -168,7 +170,7 @@ class _DamagedBuffer:
         return self.control.write_ptr or self.control.parked_ptr
 
     def header(self, page: int) -> int:
-        """Return the offset of a page's header, in bytes."""
+        """Return the offset of a page's header in the buffer's memory, in bytes."""
         return self._start + page * PAGE_SIZE
 
     def stamp(self, page: int) -> int:
@@ -176,7 +178,7 @@ class _DamagedBuffer:
         return self.table[self.header(page) >> 3]
 
     def end(self, page: int) -> int:
-        """Return the offset at which a page's data end, in bytes."""
+        """Return the size of a page's data in bytes, or 0 if it is invalid."""
         control = self.control
         if page != control.tail_page:
             end = self.table[(self.header(page) >> 3) + 1] & COMMIT_MASK
@@ -184,11 +186,14 @@ class _DamagedBuffer:
         end = self._pointer - control.base - self.header(page) - PAGE_HEADER_SIZE
         if 0 <= end <= PAGE_DATA_SIZE:
             return end
-        # Where the tail was moving here nothing is written yet.
+        # If the tail was moving to this page, nothing was written to the page yet.
         return 0 if self.is_changing else self._end_by_count(page)
 
     def _end_by_count(self, page: int) -> int:
-        """Return where the counted number of events of a page ends; used if the write pointer is invalid."""
+        """Return the size of a page's data with as many events as were counted, in bytes.
+
+        This replaces the write pointer if it is invalid.
+        """
         low = 0
         high = PAGE_DATA_SIZE
         while low < high:
@@ -200,7 +205,7 @@ class _DamagedBuffer:
         return high
 
     def pages(self) -> list[_RecoveredPage]:
-        """Return the reader's page, and the pages of the ring that hold unread events, oldest first."""
+        """Return the reader page, and then the pages of the ring that hold unread events, oldest first."""
         reader = self.control.reader_page
         read = min(self.control.reader_read, self.end(reader))
         found = [self._page(reader, self.walk(reader, 0, read, self.stamp(reader)))]
@@ -214,7 +219,7 @@ class _DamagedBuffer:
         return _RecoveredPage(number, consumed, unread)
 
     def _unread(self) -> list[int]:
-        """Return the pages of the ring that hold unread events, oldest first."""
+        """Return the numbers of the ring's pages that hold unread events, oldest first."""
         control = self.control
         count = self.count
         if control.tail_page == control.reader_page:
@@ -223,23 +228,23 @@ class _DamagedBuffer:
         return [self.table[SLOTS + (control.head_slot + i) % count] for i in range(used)]
 
     def is_count_wrong(self, page: _RecoveredPage) -> bool:
-        """Whether a page has other events than were counted when the tail left it."""
+        """Return True if the number of a page's events differs from the count when the tail left the page."""
         is_left = page.number != self.control.tail_page
         return is_left and page.count != self.table[SLOTS + self.count + page.number]
 
     def torn(self, page: _RecoveredPage) -> int:
-        """Return the number of records of a page that the end of the machine left incomplete."""
+        """Return the number of records of a page that the end of the process left incomplete: 0 or 1."""
         if not page.unread.is_whole:
             return 1
-        # The writer counts a record and takes its time before it moves the pointer: then there is a record
-        # that the page does not show. Nothing is known of a page that is still empty.
+        # The writer counts a record and stores its time before it advances the pointer. In between, the page
+        # does not show the record. For an empty page, the counters prove nothing.
         control = self.control
         if page.number != control.tail_page or not page.unread.end:
             return 0
         return int(control.tail_entries > page.count or control.write_stamp > page.unread.stamp)
 
     def keep(self, page: _RecoveredPage) -> None:
-        """Set the words that describe a page to its unread events."""
+        """Set the words that describe a page so that the page has only its valid events."""
         control = self.control
         unread = page.unread
         self.table[SLOTS + self.count + page.number] = unread.count
@@ -252,7 +257,7 @@ class _DamagedBuffer:
         control.write_stamp = unread.stamp
 
     def keep_counts(self, unread: int, size: int) -> None:
-        """Set the counters to `unread` events of `size` bytes on all pages."""
+        """Set the counters so that all pages together have `unread` unread events of `size` bytes."""
         control = self.control
         for word in ("overrun", "dropped", "read", "read_bytes"):
             if getattr(control, word) >= _COUNT_LIMIT:
@@ -260,18 +265,21 @@ class _DamagedBuffer:
         tail = self.end(control.tail_page)
         control.last_overrun = control.overrun
         control.lost_events = 0
-        # `entries` is of pages that the tail has left, and must not be negative. As in _expected():
-        # unread = entries + tail_entries - overrun - read
+        # `entries` counts the events of pages that the tail has left, and must not be negative. As in
+        # _expected(): unread = entries + tail_entries - overrun - read
         control.read = max(control.read, control.tail_entries - unread)
         control.entries = unread + control.overrun + control.read - control.tail_entries
-        # The same in bytes, of which those that were overwritten are not counted:
+        # For sizes in bytes, overwritten events are not counted:
         # size = entries_bytes + the tail's bytes - read_bytes
         control.read_bytes = max(control.read_bytes, tail - size)
         control.entries_bytes = size + control.read_bytes - tail
         control.flags = control.flags & RingFlag.OVERWRITE | RingFlag.DISABLED
 
     def walk(self, page: int, offset: int, end: int, stamp: int) -> _IntactEvents:
-        """Return the valid events of a page in [offset, end). `stamp` is the time before the first one."""
+        """Return the valid events in the range [offset, end) of a page's data.
+
+        `stamp` is the time before the first event.
+        """
         words = self.words32
         data = self.header(page) + PAGE_HEADER_SIZE
         count = 0
@@ -305,10 +313,10 @@ class _DamagedBuffer:
 
 
 def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> RecoveredBuffer | None:
-    """Recover the buffer of a control block; return None if the block is empty.
+    """Recover the ring buffer of a control block, or return None if the block is empty.
 
-    `read` reads pages by address.
-    Raises: UnreadableControlBlock, OSError (from `read`).
+    `read` takes an address and a size, and returns memory of the machine.
+    Raises: UnreadableControlBlock, OSError, as `read`.
     """
     if not any(block[: offset_of("aside")]):
         return None
@@ -331,13 +339,13 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
     damaged.keep_counts(unread, sum(page.unread_size for page in pages))
 
     missing = expected - unread
-    # The counters can include an incomplete record, which no page holds. They can also have counted one as
-    # consumed whose page still has it: the reader moves its position last.
+    # The counters may include an incomplete record, which no page holds. They may also count a record as
+    # consumed that is unread by its position, because the reader advances its position last.
     if torn > 1 or missing > torn or missing < -1:
         is_damaged = True
     damage = ""
     if is_damaged and not damaged.is_changing:
-        # The number is plausible if so many records fit into the pages.
+        # A number of missing records is plausible if that many records fit into the pages.
         is_plausible = 0 < missing <= (damaged.count + 1) * PAGE_DATA_SIZE // MIN_SIZE
         torn = max(torn, missing) if is_plausible else torn
         damage = f"records missing: {missing}" if is_plausible else "counters and pages disagree"
@@ -346,9 +354,9 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
 
 
 def _expected(control: RingControl) -> int:
-    """Return the number of unread events by the counters.
+    """Return the number of unread events according to the counters.
 
-    All events that were written are on pages that the tail has left or on its page. What was neither
-    overwritten nor consumed of them is unread.
+    The written events are on pages that the tail has left and on the tail page. An event is unread if it was
+    neither overwritten nor consumed.
     """
     return control.entries + control.tail_entries - control.overrun - control.read

@@ -1,10 +1,10 @@
-"""Layout of a ring buffer's memory: the contract between guest code and the host's readers.
+"""Layout of a ring buffer's memory, on which guest code and the host's readers rely.
 
-Each CPU writes to a buffer of its own. Its control block has 32 u64 words (little-endian): the state that
-each event changes, and counters. RingControl lists them.
+Each CPU writes to its own buffer. The buffer's control block has 32 u64 words (little-endian): the state that
+each event changes, and counters. RingControl lists the words.
 
 The memory of the sub-buffers starts with space for a control block, which is used if there is no other one.
-Then follow
+The following words are
 
          word 32...        slots[nr_pages]: the number of the sub-buffer in each ring slot
          then              page_entries[nr_pages + 1]: events on each sub-buffer that the tail has left
@@ -19,9 +19,9 @@ Guest code writes an event of `length` bytes (buffer_page.event_size) at the tim
     delta = t - write_stamp; if delta >= 1 << 27, unsigned: a time extend is needed
     write_stamp += delta; put the event at p; tail_entries += 1; write_ptr = p + length
 
-In both other cases it first calls the host: RingBuffer.make_room(length, t). If that returns True, the steps
-succeed when they are repeated. If it returns False, the event is dropped; it is counted only if there was no
-room.
+If there is no room or a time extend is needed, guest code first calls the host: RingBuffer.make_room(length,
+t). If the call returns True, the steps succeed when they are repeated. If the call returns False, the event
+is dropped. A dropped event is counted only if there was no room.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MIN_PAGES = 2
-"""Smallest number of sub-buffers in a ring."""
+"""Minimum number of sub-buffers in a ring."""
 _SIZE_MASK = (1 << 64) - 1
 
 
 class RingControl(LittleEndianStructure):
-    """A control block: 32 u64 words, of which the last 7 are reserved."""
+    """A control block of a ring buffer: 32 u64 words, of which the last 7 are reserved."""
 
     write_ptr: int  # address of the next event; 0: only the host may write one now
     write_stamp: int  # time of the last event written
@@ -73,7 +73,7 @@ class RingControl(LittleEndianStructure):
 
 CONTROL_SIZE = sizeof(RingControl)
 SLOTS = CONTROL_SIZE // 8
-"""Word at which the ring slots begin."""
+"""Index of the u64 word of the buffer's memory at which the ring slots begin."""
 COUNTERS = (
     "write_stamp",
     "read_stamp",
@@ -87,11 +87,11 @@ COUNTERS = (
     "last_overrun",
     "lost_events",
 )
-"""Names of the words that a reset clears."""
+"""Names of the control block's words that a reset clears."""
 
 
 def offset_of(word: str) -> int:
-    """Return the offset of a word of a control block, in bytes."""
+    """Return the offset of a word, given by its name, in a control block in bytes."""
     offset: int = getattr(RingControl, word).offset
     return offset
 
@@ -106,13 +106,13 @@ class RingFlag(IntFlag):
     """Bits of `flags` in a control block."""
 
     OVERWRITE = 1
-    """A full buffer loses its oldest sub-buffer; without this bit it drops new events."""
+    """If the buffer is full, it overwrites its oldest sub-buffer. Without this bit, it drops new events."""
     DISABLED = 2
-    """Nothing is recorded or counted."""
+    """The buffer neither records nor counts events."""
 
 
 def _keep() -> None:
-    """Do nothing: the memory is freed with its last user."""
+    """Do nothing: Python frees the memory with its last reference."""
 
 
 def _ignore(_what: str, _why: object) -> None:
@@ -123,26 +123,25 @@ def _ignore(_what: str, _why: object) -> None:
 class RingMemory:
     """The memory of a ring buffer.
 
-    Guest code finds the pages at `address`. It finds the control block `control_at` bytes after the per-CPU
-    base of the buffer's CPU.
-    If `control` is None, the control block is the space at the start of `pages`. Memory that no guest code
-    uses has address 0.
+    Memory that no guest code uses has address 0.
     """
 
     pages: memoryview
     """Writable memory of at least memory_size(nr_pages) bytes, with any content."""
     address: int = 0
+    """Guest address of the pages."""
     control: memoryview | None = None
-    """Writable memory of CONTROL_SIZE bytes, or None."""
+    """Writable memory of the control block. If it is None, the start of `pages` is the control block."""
     control_at: int = 0
+    """Offset of the control block from the per-CPU base of the buffer's CPU, in bytes, for guest code."""
     release: Callable[[], None] = _keep
     """Frees the pages."""
     report: Callable[[str, object], None] = _ignore
-    """Reports data that the guest has damaged: what it is, and why it is no such data."""
+    """Reports that the guest has damaged the memory; arguments: name of the data, and what is wrong."""
 
     @property
     def control_block(self) -> memoryview:
-        """The bytes of the control block."""
+        """The memory of the control block, CONTROL_SIZE bytes."""
         return (self.pages if self.control is None else self.control).cast("B")[:CONTROL_SIZE]
 
     def moved_to(self, pages: RingMemory) -> RingMemory:
@@ -152,11 +151,14 @@ class RingMemory:
 
 @dataclass(frozen=True)
 class RingControls:
-    """The control blocks of ring buffers, one per CPU, at the same offset from each CPU's per-CPU base."""
+    """The control blocks of a set of ring buffers, one per CPU."""
 
     blocks: Sequence[memoryview]
+    """Memory of each CPU's control block."""
     offset: int = 0
+    """Offset of the control blocks from the per-CPU bases, in bytes."""
     release: Callable[[], None] = _keep
+    """Frees the control blocks."""
 
     def place(self, cpu: int, pages: RingMemory) -> RingMemory:
         """Return `pages` with the control block of `cpu`."""
@@ -165,29 +167,30 @@ class RingControls:
 
 @dataclass(frozen=True)
 class RecordTarget:
-    """A recorder's ring buffers, one per CPU, as guest code writes to them."""
+    """The ring buffers of a trace array, one per CPU, as guest code writes to them."""
 
     control_at: int
-    """Offset of the control blocks from the per-CPU bases."""
+    """Offset of the control blocks from the per-CPU bases, in bytes."""
     saves_comm: bool
+    """Whether the name of the current task has to be saved for tracefs."""
     make_room: Callable[[], bool]
-    """Calls RingBuffer.make_room of the current CPU's buffer for the event that guest code is writing."""
+    """Host call that calls RingBuffer.make_room() for the current CPU's buffer."""
 
 
 def pages_for(size: int) -> int:
-    """Return the number of sub-buffers in the ring for a requested size in bytes.
+    """Return the number of sub-buffers for a ring of a requested size in bytes.
 
-    Linux: rounding up wraps around. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
+    Linux: rounding up may overflow. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
     """
     return max(MIN_PAGES, ((size + PAGE_DATA_SIZE - 1) & _SIZE_MASK) // PAGE_DATA_SIZE)
 
 
 def memory_size(nr_pages: int) -> int:
-    """Return the bytes of memory of a ring buffer with `nr_pages` sub-buffers."""
+    """Return the size in bytes of the memory of a ring buffer with `nr_pages` sub-buffers."""
     return data_start(nr_pages) + (nr_pages + 1) * PAGE_SIZE
 
 
 def data_start(nr_pages: int) -> int:
-    """Return the offset at which the sub-buffers begin, in bytes."""
+    """Return the offset of the first sub-buffer in a ring buffer's memory, in bytes."""
     header = (SLOTS + 2 * nr_pages + 1) * 8
     return -(-header // PAGE_SIZE) * PAGE_SIZE

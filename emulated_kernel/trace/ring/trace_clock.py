@@ -1,4 +1,4 @@
-"""Trace clocks: the units of a trace array's time stamps."""
+"""Trace clocks, which determine the units and the origin of a trace array's time stamps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TraceClock:
     in_ns: bool
     """Whether the clock counts nanoseconds, which are shown as seconds with six decimals."""
     host_clock: int | None = None
-    """Number of the clock that user space reads by clock_gettime(2) with the same values."""
+    """clockid_t of the clock with the same values in user space, such as CLOCK_MONOTONIC; None: no clock."""
 
 
 LOCAL = TraceClock("local", True)
@@ -47,17 +47,17 @@ TRACE_CLOCKS = (
 
 
 class ClockSource:
-    """Converter of the machine's nanoseconds since boot into the units of each clock."""
+    """Converts times of the machine's clock (nanoseconds since boot) to the units of a trace clock."""
 
     def __init__(self, clock: GuestClock) -> None:
-        """Convert times that `clock` has returned."""
+        """Create the converter for times that `clock` returns."""
         self._clock = clock
         self._counter = 0
         self._latest: dict[int, int] = {}
-        """Number of a host's clock -> the latest time that was returned. Buffers need times in order."""
+        """clockid_t -> latest time that was returned. Times never decrease, because buffers need an order."""
 
     def converter(self, clock: TraceClock) -> Callable[[int], int] | None:
-        """Return the function from nanoseconds to `clock`'s units; None if the units are nanoseconds.
+        """Return a function that converts nanoseconds to the units of `clock`, or None if they are equal.
 
         The result is None for x86-tsc too, because the time stamp counter runs at 1 GHz.
         """
@@ -66,9 +66,9 @@ class ClockSource:
         return {COUNTER: self._count, UPTIME: _uptime}.get(clock)
 
     def _host_time(self, host_clock: int, ns: int) -> int:
-        """Return the time of a host's clock at the guest's time `ns`, which has just been read.
+        """Return the time of a clock of the host at the guest's time `ns`, which has just been read.
 
-        If the guest's clock is virtual, no host's clock has its time: return `ns`.
+        If the guest's clock is virtual, return `ns`, because no clock of the host runs with it.
         """
         if self._clock.is_virtual:
             return ns
@@ -89,16 +89,19 @@ def _uptime(ns: int) -> int:
 
 
 def ns_to_usecs(ns: int) -> int:
-    """Return microseconds, rounded to the nearest. Mirrors: kernel/trace/trace.c:ns2usecs (v6.1)."""
+    """Return nanoseconds as microseconds, rounded to the nearest.
+
+    Mirrors: kernel/trace/trace.c:ns2usecs (v6.1).
+    """
     return (ns + 500) // 1000
 
 
 def find_clock(name: str) -> TraceClock | None:
-    """Return the clock of that name, or None."""
+    """Return the trace clock with a name, or None if there is no such clock."""
     return next((clock for clock in TRACE_CLOCKS if clock.name == name), None)
 
 
 def clocks_text(current: TraceClock) -> str:
-    """Return the trace_clock file: all names in one line, the current one in brackets."""
+    """Return the text of the trace_clock file: one line of all names, with the current clock in brackets."""
     names = (f"[{clock.name}]" if clock is current else clock.name for clock in TRACE_CLOCKS)
     return " ".join(names) + "\n"

@@ -1,4 +1,4 @@
-"""Records: the header that starts each one, their fields, and the types that no trace event defines."""
+"""Entries of ring buffers: common fields, descriptions of fields, and types that no trace event defines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.util.fast_dataclass import dataclass
 
 TRACE_ENTRY = Struct("<HBBi")
-"""common_type, common_flags, common_preempt_count, common_pid. Mirrors: struct trace_entry (v6.1)."""
+"""Format of the common fields: common_type, common_flags, common_preempt_count, common_pid.
+
+Mirrors: struct trace_entry (v6.1).
+"""
 COMMON_SIZE = TRACE_ENTRY.size
-"""Bytes of the common fields before an entry's payload; offsets in __data_loc count from their start."""
+"""Size in bytes of the common fields before an entry's payload. Offsets of fields include this size."""
 
 
 class EntryType(IntEnum):
-    """Types of entries that no trace event defines. Mirrors: kernel/trace/trace.h:trace_type (v6.1)."""
+    """common_type of entries that no trace event defines. Mirrors: kernel/trace/trace.h:trace_type (v6.1)."""
 
     FN = 1
     STACK = 4
@@ -44,19 +47,22 @@ class EntryFlag(IntFlag):
 
 @dataclass(frozen=True)
 class RawEntry:
-    """The input of an event filter: an entry with its common fields, and the CPU and task that made it."""
+    """The input of filters and triggers: an entry with its common fields, and the CPU and task of the hit."""
 
     data: bytes
     cpu: int
     comm: bytes
     """The current task's name, without padding."""
     string_at: Callable[[int, bool], bytes | None]
-    """Reads the string at an address, with its NUL; None if it faults. The flag means a user address."""
+    """Returns the string at an address with its NUL, or None if reading faults.
+
+    The second argument is True for an address in user memory.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class EventField:
-    """A field of an entry. Offset and size are in bytes; the offset counts from the entry's start."""
+    """The description of a field of an entry. Offset and size are in bytes; offset 0 is the entry's start."""
 
     type: str
     name: str
@@ -64,7 +70,7 @@ class EventField:
     size: int
     is_signed: bool
     length: int = 0
-    """Number of elements if the field is an array of a static event; 0 for fields of probes."""
+    """Number of array elements of a static event's field; 0 for a field that is no array or of a probe."""
 
     def format_line(self) -> str:
         """Return the field's line of a `format` file. Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
@@ -85,21 +91,21 @@ COMMON_FIELDS = (
 
 
 MARKER_SYMBOL = "tracing_mark_write"
-"""Name of the function whose address is in markers."""
+"""Name of the kernel function whose address PRINT records of markers contain."""
 _U32 = Struct("<I")
 _FAULTED_SIZE = 9
 
 
 @dataclass(frozen=True)
 class AddressStyle:
-    """The form in which records print addresses: size in bytes, and the options sym-offset and sym-addr."""
+    """How addresses in entries are printed: by which symbols, and under which trace options."""
 
     symbols: KernelSymbols
     word_size: int = 8
     sym_offset: bool = False
     sym_addr: bool = False
     print_parent: bool = True
-    """Whether a function's caller is printed too."""
+    """Whether the caller in an FN entry is printed."""
 
     def place(self, ip: int) -> str:
         """Return the text of an instruction address."""
@@ -107,7 +113,7 @@ class AddressStyle:
         return print_ip(self.symbols, ip, offset=self.sym_offset, digits=digits)
 
     def word(self, payload: bytes, at: int = 0) -> int:
-        """Return the unsigned long at an offset of a payload."""
+        """Return the unsigned long at byte `at` of a payload."""
         return int.from_bytes(payload[at : at + self.word_size], "little")
 
 
@@ -122,10 +128,10 @@ def print_entry(text: bytes, ip: int, word_size: int = 8) -> bytes:
 
 
 def raw_data_entry(data: bytes) -> bytes:
-    """Return the payload of a RAW_DATA record: a number, and bytes up to the entry's aligned end.
+    """Return the payload of a RAW_DATA record: a u32 and further bytes, padded to the entry's size in Linux.
 
-    Linux: the size counts the number twice and includes space for the text "<faulted>". Linux leaves
-    unwritten bytes unset; here they are 0.
+    Linux: the size counts the u32 twice and includes space for the text "<faulted>". Linux does not
+    initialize the padding; here it is 0.
     Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1).
     """
     size = max(len(data), _U32.size + _FAULTED_SIZE)
@@ -133,12 +139,12 @@ def raw_data_entry(data: bytes) -> bytes:
 
 
 def print_message(payload: bytes, style: AddressStyle) -> str:
-    """Return the message of a PRINT record, without the function that wrote it."""
+    """Return the text of a PRINT record: the message without the function that wrote it."""
     return bytes_to_text(payload[style.word_size :].split(b"\0", 1)[0])
 
 
 def print_place_and_message(payload: bytes, style: AddressStyle) -> str:
-    """Return the message of a PRINT record after the function that wrote it."""
+    """Return the text of a PRINT record: the function that wrote the message, and the message."""
     return f"{style.place(style.word(payload))}: {print_message(payload, style)}"
 
 
@@ -147,7 +153,7 @@ def _print_raw(payload: bytes, style: AddressStyle) -> str:
 
 
 def stack_entry(callers: Sequence[int], word_size: int = 8) -> bytes:
-    """Return the payload of a STACK record: return addresses, innermost first."""
+    """Return the payload of a STACK record with a call chain, innermost address first."""
     words = b"".join(caller.to_bytes(word_size, "little") for caller in callers)
     return len(callers).to_bytes(word_size, "little") + words
 
@@ -156,7 +162,7 @@ _USER_CALLERS = 8
 
 
 def user_stack_entry(tgid: int, callers: Sequence[int], word_size: int = 8) -> bytes:
-    """Return the payload of a USER_STACK record, which holds up to 8 addresses."""
+    """Return the payload of a USER_STACK record with at most 8 addresses."""
     words = [tgid, *callers, *[0] * (_USER_CALLERS - len(callers))]
     return b"".join(word.to_bytes(word_size, "little") for word in words)
 
@@ -214,22 +220,25 @@ def _function_binary(payload: bytes, style: AddressStyle) -> str:
 
 
 _REPEATS = Struct("<HHI")
-"""The count of calls, and the upper and lower bits of the time since the latest call."""
+"""Format of a FUNC_REPEATS record after the call: count, high and low bits of the time since the latest."""
 
 
 def repeats_entry(call: bytes, count: int, ago: int) -> bytes:
-    """Return the payload of a FUNC_REPEATS record for repetitions of `call`, the payload of an FN record."""
+    """Return the payload of a FUNC_REPEATS record for `count` repetitions of a call.
+
+    `call` is the payload of the call's FN record, and `ago` the time since the latest repetition.
+    """
     return call + _REPEATS.pack(count, ago >> 32 & 0xFFFF, ago & 0xFFFFFFFF)
 
 
 def repeats(payload: bytes, style: AddressStyle) -> tuple[int, int]:
-    """Return the number of repeated calls of a FUNC_REPEATS record, and the time since the latest call."""
+    """Return the number of repetitions in a FUNC_REPEATS record, and the time since the latest one."""
     count, top, bottom = _REPEATS.unpack_from(payload, 2 * style.word_size)
     return count, top << 32 | bottom
 
 
 def _repeats_raw(payload: bytes, style: AddressStyle) -> str:
-    """Return the raw text of a FUNC_REPEATS record.
+    """Return the text of a FUNC_REPEATS record under option `raw`.
 
     Mirrors: kernel/trace/trace_output.c:trace_func_repeats_raw (v6.1).
     """
@@ -246,7 +255,7 @@ ENTRY_PRINTERS: dict[int, EntryPrinter] = {
     EntryType.PRINT: print_place_and_message,
     EntryType.RAW_DATA: _raw_data,
 }
-"""Entry type -> function that prints the entry's text, with its newline."""
+"""Entry type -> function that returns the text of an entry, with a newline."""
 
 RAW_PRINTERS: dict[int, EntryPrinter] = {
     EntryType.FN: _function_raw,
@@ -254,10 +263,10 @@ RAW_PRINTERS: dict[int, EntryPrinter] = {
     EntryType.RAW_DATA: _raw_data,
     EntryType.FUNC_REPEATS: _repeats_raw,
 }
-"""Entry type -> function that prints the entry under option `raw`. Other types have no such text."""
+"""Entry type -> function that returns an entry's text under option `raw`. Other types have no raw text."""
 
 HEX_PRINTERS: dict[int, EntryPrinter] = {EntryType.FN: _function_hex}
-"""Entry type -> function that prints the entry under option `hex`."""
+"""Entry type -> function that returns an entry's text under option `hex`. Other types have no hex text."""
 
 BINARY_PRINTERS: dict[int, EntryPrinter] = {EntryType.FN: _function_binary}
-"""Entry type -> function that prints the entry under option `bin`, without a newline."""
+"""Entry type -> function that returns the text of an entry under option `bin`, without a newline."""

@@ -1,4 +1,4 @@
-"""The writing half of a ring buffer: events are added to the tail page, and the tail moves to the next page.
+"""RingWriter: the writing half of a ring buffer, which adds events to the tail page and moves the tail.
 
 Mirrors: kernel/trace/ring_buffer.c (v6.1)
 """
@@ -42,7 +42,7 @@ _TWO_WORDS = Struct("<II")
 
 
 class RingWriter:
-    """The operations of a ring buffer's writer; RingBuffer adds those of its readers."""
+    """The operations of a ring buffer's writer. The subclass RingBuffer adds the operations of readers."""
 
     __slots__ = (
         "_control",
@@ -59,13 +59,13 @@ class RingWriter:
     )
 
     def __init__(self, place: RingMemory, nr_pages: int, *, overwrite: bool = True) -> None:
-        """Format the memory as an empty buffer."""
+        """Format the memory `place` as an empty buffer with `nr_pages` sub-buffers."""
         self._begin()
         self._format(place, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
 
     @classmethod
     def over(cls, place: RingMemory, nr_pages: int) -> Self:
-        """Return the buffer that `place` already holds."""
+        """Return the buffer that the memory `place` already contains."""
         buffer = cls.__new__(cls)
         buffer._begin()
         buffer._attach(place, nr_pages)
@@ -81,7 +81,7 @@ class RingWriter:
         """
 
     def _format(self, place: RingMemory, nr_pages: int, flags: int) -> None:
-        """Format the control block and the first page; move_tail() clears the other pages later."""
+        """Format the control block, the first page and the reader page. move_tail() clears other pages."""
         if nr_pages < MIN_PAGES:
             raise ValueError(f"ring buffer: {nr_pages} pages; it needs at least {MIN_PAGES}")
         place.control_block[:] = bytes(CONTROL_SIZE)
@@ -101,7 +101,7 @@ class RingWriter:
     def _attach(self, place: RingMemory, nr_pages: int) -> None:
         memory = place.pages.cast("B")[: memory_size(nr_pages)]
         self.place = place
-        """The buffer's memory; each resize replaces it."""
+        """The memory of the buffer; each resize replaces the object."""
         self._memory = memory
         self._table = memory.cast("Q")
         self._control = RingControl.from_buffer(place.control_block)
@@ -114,9 +114,9 @@ class RingWriter:
 
     @property
     def is_aside(self) -> bool:
-        """Whether the buffer is a snapshot's.
+        """Whether the buffer is one of a snapshot.
 
-        It is stored in the memory for recovery after the process ended.
+        The flag is stored in the control block, for recovery after the process has ended.
         """
         return bool(self._control.aside)
 
@@ -136,11 +136,14 @@ class RingWriter:
         return min(self._table[self._page_word(page) + 1] & COMMIT_MASK, PAGE_DATA_SIZE)
 
     def _page_in(self, slot: int) -> int:
-        """Return the number of the sub-buffer in a ring slot; guest code may have written any number."""
+        """Return the number of the sub-buffer in a ring slot.
+
+        Hazard: guest code may have written any number, so the result is limited to valid numbers.
+        """
         return min(self._table[SLOTS + slot], self.nr_pages)
 
     def check(self) -> None:
-        """Empty the buffer if guest code has written a control block that is none."""
+        """Empty the buffer if its control block is invalid, because guest code has damaged it."""
         control = self._control
         last = self.nr_pages
         if (
@@ -156,7 +159,7 @@ class RingWriter:
         self.empty_damaged()
 
     def empty_damaged(self) -> None:
-        """Empty the buffer, because guest code has damaged it.
+        """Report that guest code has damaged the buffer, and empty the buffer.
 
         Linux: recording stops, and a warning is logged.
         Mirrors: kernel/trace/ring_buffer.c:RB_WARN_ON (v6.1)
@@ -169,12 +172,12 @@ class RingWriter:
         self.is_aside = bool(aside)
 
     def _tail(self) -> int:
-        """Return the bytes of data on the tail page."""
+        """Return the number of bytes of data on the tail page."""
         control = self._control
         return (control.write_ptr or control.parked_ptr) - self._shift - self._data(control.tail_page)
 
     def write(self, payload: bytes, time_stamp: int) -> bool:
-        """Append one event; return False if it was dropped, is too large or recording is off.
+        """Append one event. Return False if the buffer is full, the event too large, or recording off.
 
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_write (v6.1)
         """
@@ -191,9 +194,10 @@ class RingWriter:
         return True
 
     def make_room(self, length: int, time_stamp: int) -> bool:
-        """Make room for an event of `length` bytes at write_ptr, with its delta counted from write_stamp.
+        """Make room for an event of `length` bytes at write_ptr, if necessary on the next page.
 
-        Return False if recording is off or there is no room; in the latter case one more event is dropped.
+        Set write_stamp so that the event's time delta fits into its header. Return False if recording is off.
+        If the buffer is full, count a dropped event and return False.
         """
         control = self._control
         if control.flags & _DISABLED:
@@ -229,25 +233,28 @@ class RingWriter:
 
     def _put_time(self, at: int, delta: int, time_stamp: int) -> None:
         # Deviates: if the clock went back (the task moved to a vCPU whose time is earlier), an absolute time
-        # is stored. Linux stores one only for events that interrupt one another.
+        # is stored. Linux stores an absolute time only for events that interrupt one another.
         kind, value = (TIME_EXTEND, delta) if delta > 0 else (TIME_STAMP, time_stamp & STAMP_MASK)
         _TWO_WORDS.pack_into(self._memory, at, kind | (value & DELTA_MASK) << 5, value >> DELTA_BITS)
 
     def _open_tail(self) -> None:
-        """Let guest code write events."""
+        """Let guest code write events without calling the host."""
         control = self._control
         control.write_ptr = control.write_ptr or control.parked_ptr
 
     def _park(self, tail: int) -> None:
-        """Make guest code call the host for the next event, at `tail` bytes into the tail page's data."""
+        """Make guest code call the host for the next event.
+
+        `tail` is the offset of the next event in the tail page's data, in bytes.
+        """
         control = self._control
         control.parked_ptr = self._shift + self._data(control.tail_page) + tail
         control.write_ptr = 0
 
     def move_tail(self) -> bool:
-        """Close the tail page and go to the next one.
+        """Close the tail page, and make the next page of the ring the tail page.
 
-        If the buffer is full, return False and count a dropped event.
+        If the buffer is full and must not overwrite events, count a dropped event and return False.
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
         """
         control = self._control
@@ -256,7 +263,7 @@ class RingWriter:
         head = control.head_slot
         slot = (control.tail_slot + 1) % count
         target = self._page_in(slot)
-        # A tail on the reader page means that the ring is empty: its head can be written at once.
+        # If the tail is the reader page, the ring is empty, so its head page can be written.
         full = slot == head and page != control.reader_page
         self._pad_tail()
         if full and not control.flags & _OVERWRITE:
@@ -287,7 +294,7 @@ class RingWriter:
         self._park(tail)
 
     def _leave_tail(self) -> None:
-        """Add the tail page's events to the counters of the pages that the tail has left."""
+        """Add the tail page's events to the counters of pages that the tail has left, before it moves."""
         control = self._control
         table = self._table
         page = control.tail_page

@@ -15,7 +15,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 STRING_MAX = 256
-"""Bytes of the longest string with its NUL. In an entry, a string of fixed size takes as many."""
+"""Maximum size of a string with its NUL in bytes. A string of declared size takes that much in an entry."""
 _DATA_LOC = "__data_loc "
 _SIZES_AND_FORMATS = {
     "s64": (8, "%lld"),
@@ -36,7 +36,7 @@ _SIZES_AND_FORMATS = {
     "pid_t": (4, "%d"),
     "gfp_t": (4, "%x"),
 }
-"""Type -> (bytes, format in `print fmt`).
+"""Type -> (size in bytes, conversion in the event's print format).
 
 Mirrors: kernel/trace/trace_events_synth.c:synth_field_size, synth_field_fmt (v6.1).
 """
@@ -46,14 +46,18 @@ _WORDS = ("long", "unsigned long")
 
 @dataclass(frozen=True)
 class SyntheticField(ABC):
-    """Base class of fields. Mirrors: kernel/trace/trace_synth.h:struct synth_field (v6.1)."""
+    """Base class of a synthetic event's fields.
+
+    Mirrors: kernel/trace/trace_synth.h:struct synth_field (v6.1).
+    """
 
     type: str
     """The type as the `format` file shows it."""
     name: str
     size: int
+    """Size of the declared type in bytes; 8 for a string of any size or a call chain."""
     room: ClassVar[int] = 8
-    """Bytes of the field in the fixed part of an entry."""
+    """Size of the field in the fixed part of an entry, in bytes."""
 
     @property
     def is_signed(self) -> bool:
@@ -61,35 +65,41 @@ class SyntheticField(ABC):
 
     @property
     def declaration(self) -> str:
-        """The declaration as synthetic_events shows it."""
+        """The declaration of the field, `TYPE NAME`, as synthetic_events shows it."""
         return f"{self.type.removeprefix(_DATA_LOC)} {self.name}"
 
     @property
     def print_fmt(self) -> str:
-        """The field's conversion in `print fmt:`."""
+        """The field's conversion specification in the event's print format."""
         return "%s"
 
     @property
     def print_value(self) -> str:
-        """The field's argument in `print fmt:`."""
+        """The field's argument in the event's print format."""
         return f"REC->{self.name}"
 
     def takes(self, type_: str, size: int, is_signed: bool) -> bool:
-        """Return True if a variable of that type can be the value. Mirrors: check_synth_field (v6.1)."""
+        """Return True if a variable of a type, size and signedness can be the field's value.
+
+        Mirrors: check_synth_field (v6.1).
+        """
         del is_signed
         return type_ == self.type or size == self.size
 
     @abstractmethod
     def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
-        """Return the bytes in the fixed part of an entry, and the bytes to append at its byte `end`."""
+        """Encode a value: return its bytes in the fixed part of an entry, and bytes to append to the entry.
+
+        `end` is the offset of the appended bytes in the entry.
+        """
 
     @abstractmethod
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
-        """Return the text of the value at byte `at` of a payload, as `trace` shows it."""
+        """Return the text that `trace` shows for the value at byte `at` of an entry's payload."""
 
 
 class NumberField(SyntheticField):
-    """A number, stored in 8 bytes for every type."""
+    """A number, which takes 8 bytes in an entry whatever its type is."""
 
     @property
     def print_fmt(self) -> str:
@@ -111,12 +121,12 @@ class NumberField(SyntheticField):
         del symbols
         is_signed = self.is_signed and self.size > 2
         value = int.from_bytes(payload[at : at + self.size], "little", signed=is_signed)
-        # Deviates: Linux names the flags.
+        # Deviates: Linux prints the names of the flags.
         return f"{value:x} ({value:#x})" if self.type == "gfp_t" else str(value)
 
 
 class StringField(SyntheticField):
-    """A string of a declared size."""
+    """A string of a declared size, stored in the fixed part of an entry."""
 
     room = STRING_MAX
 
@@ -131,7 +141,7 @@ class StringField(SyntheticField):
 
 
 class DynamicStringField(SyntheticField):
-    """A string of any size, stored after the fixed part."""
+    """A string of any size, stored after the fixed part of an entry."""
 
     @property
     def print_value(self) -> str:
@@ -156,7 +166,7 @@ class DynamicStringField(SyntheticField):
 
 
 class StackField(DynamicStringField):
-    """A call chain, stored after the fixed part. No variable can be its value."""
+    """A call chain, stored after the fixed part of an entry. No variable can be the value of the field."""
 
     @property
     def print_value(self) -> str:
@@ -173,9 +183,9 @@ class StackField(DynamicStringField):
 
 
 def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
-    """Return the field of a declared type, or None if the type is unknown; a long has `word_size` bytes.
+    """Create a field of a declared type. Return None if the type is unknown. A long has `word_size` bytes.
 
-    Raises: KernelError EINVAL, ERANGE (a wrong array). Mirrors: parse_synth_field (v6.1).
+    Raises: KernelError EINVAL, ERANGE (a malformed array). Mirrors: parse_synth_field (v6.1).
     """
     if type_ in _SIZES_AND_FORMATS:
         size = word_size if type_ in _WORDS else _SIZES_AND_FORMATS[type_][0]
@@ -189,7 +199,10 @@ def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
 
 
 def _string_size(type_: str) -> int:
-    """Return the declared size, or 0 for a string of any size. Mirrors: synth_field_string_size (v6.1)."""
+    """Return the declared size of a string in bytes, or 0 for a string of any size.
+
+    Raises: KernelError EINVAL, ERANGE. Mirrors: synth_field_string_size (v6.1).
+    """
     digits, bracket, rest = type_.partition("char[")[2].partition("]")
     if not bracket or rest or len(digits) > 3:
         raise KernelError(errno.EINVAL, f"{type_}: malformed array; write char[SIZE] or char[]")

@@ -1,4 +1,4 @@
-"""A synthetic event: its fields and its entries."""
+"""SyntheticEvent: the fields of a synthetic event, the writing of its entries, and their text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from emulated_kernel.trace.synth.fields import SyntheticField
 SYSTEM = "synthetic"
 """Group of all synthetic events."""
 FIELDS_MAX = 64
-"""Number of fields that an event may have."""
+"""Maximum number of fields of an event."""
 
 
 class SyntheticEvent(TraceEvent):
-    """A synthetic event. Mirrors: kernel/trace/trace_synth.h:struct synth_event (v6.1)."""
+    """A synthetic event, whose fields a user defines and which histograms trigger.
+
+    Mirrors: kernel/trace/trace_synth.h:struct synth_event (v6.1).
+    """
 
     def __init__(self, name: str, fields: Sequence[SyntheticField]) -> None:
         self.synthetic_fields = tuple(fields)
         self.fixed_size = sum(field.room for field in fields)
         self.hist_references = 0
-        """Number of histograms on the event and of actions that trigger it."""
+        """Number of histograms on the event, and of histogram actions that trigger it."""
         self.is_gone = False
         super().__init__(SYSTEM, name, _event_fields(fields), _print_fmt(fields))
 
@@ -32,19 +35,23 @@ class SyntheticEvent(TraceEvent):
         return self.is_gone
 
     def start(self) -> None:
-        """Do nothing: histograms trigger the event in any case."""
+        """Do nothing: histograms call trace() even if the event is disabled."""
 
     def stop(self) -> None:
-        """Do nothing."""
+        """Do nothing: trace() records nothing while the event is disabled."""
 
     def takes(self, position: int, type_: str, size: int, is_signed: bool) -> bool:
-        """Return True if a variable of that type can be the value of the field at `position`."""
+        """Return True if a variable of a type, size and signedness can be the value of field `position`.
+
+        Positions count from 0.
+        """
         fields = self.synthetic_fields
         return position < len(fields) and fields[position].takes(type_, size, is_signed)
 
     def trace(self, values: Sequence[int | bytes], hit: ProbeHit) -> None:
-        """Trigger the event, unless it is one of too many events that trigger each other.
+        """Trigger the event: record an entry with a value for each field, if the event is enabled.
 
+        If too many events trigger each other, record nothing.
         Mirrors: kernel/trace/trace_events_synth.c:trace_event_raw_event_synth (v6.1).
         """
         if not self.recorders:
@@ -79,7 +86,10 @@ class SyntheticEvent(TraceEvent):
 
 
 def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:
-    """Yield the fields of `format`. Mirrors: synth_event_define_fields (v6.1)."""
+    """Yield the fields for the `format` file, with their offsets.
+
+    Mirrors: synth_event_define_fields (v6.1).
+    """
     offset = COMMON_SIZE
     for field in fields:
         yield EventField(field.type, field.name, offset, field.size, field.is_signed)
@@ -87,6 +97,6 @@ def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:
 
 
 def _print_fmt(fields: Sequence[SyntheticField]) -> str:
-    """Return the `print fmt`. Mirrors: __set_synth_event_print_fmt (v6.1)."""
+    """Return the print format of an event. Mirrors: __set_synth_event_print_fmt (v6.1)."""
     text = ", ".join(f"{field.name}={field.print_fmt}" for field in fields)
     return f'"{text}", {", ".join(field.print_value for field in fields)}'

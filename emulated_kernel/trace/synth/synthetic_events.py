@@ -1,4 +1,4 @@
-"""synthetic_events, and `s:` in dynamic_events: creation, listing and removal of synthetic events."""
+"""SyntheticEvents: create, show and remove synthetic events, in synthetic_events and dynamic_events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCATION = "synthetic_events"
 
 
 class SynthError(Enum):
-    """Errors in commands. The texts are interface: tools match them.
+    """Errors in commands for synthetic events, with their texts in error_log. Tools match the texts.
 
     Mirrors: kernel/trace/trace_events_synth.c:ERRORS (v6.1).
     """
@@ -57,12 +57,15 @@ class _Entry(DynEvent):
         return self.event.hist_references != 0
 
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
-        """Return True if the name matches. Linux: words after the name are ignored."""
+        """Return True if a command that removes events names this event.
+
+        Linux: words after the name are ignored.
+        """
         del words
         return self.event.name == event and group in (None, SYSTEM)
 
     def release(self) -> None:
-        """Remove the event. Raises: KernelError EBUSY."""
+        """Remove the event; see SyntheticEvents.remove(). Raises: KernelError EBUSY."""
         self._owner.remove(self)
 
 
@@ -74,7 +77,7 @@ class SyntheticEvents(EventKind[_Entry]):
         self._word_size = word_size
 
     def find(self, name: str) -> SyntheticEvent | None:
-        """Return the event of that name, or None. Mirrors: find_synth_event (v6.1)."""
+        """Return the synthetic event `name`, or None. Mirrors: find_synth_event (v6.1)."""
         entry = self._find(name)
         return None if entry is None else entry.event
 
@@ -82,11 +85,14 @@ class SyntheticEvents(EventKind[_Entry]):
         return next((entry for entry in self._own if entry.event.name == name), None)
 
     def records(self, start: int = 0) -> Iterator[str]:
-        """Return the lines of synthetic_events."""
+        """Return the lines of synthetic_events, from line `start` on."""
         return (entry.line() for entry in islice(self._own, start, None))
 
     def remove(self, entry: _Entry) -> None:
-        """Remove an event. Raises: KernelError EBUSY. Mirrors: synth_event_release (v6.1)."""
+        """Remove a synthetic event.
+
+        Raises: KernelError EBUSY (the event is enabled or has users). Mirrors: synth_event_release (v6.1).
+        """
         event = entry.event
         if event.hist_references or event.references or event.is_enabled:
             raise KernelError(
@@ -99,7 +105,10 @@ class SyntheticEvents(EventKind[_Entry]):
     # Commands
 
     def _execute(self, command: str) -> None:
-        """Execute `NAME FIELD[;FIELD]...` or `!NAME ...`. Mirrors: create_or_delete_synth_event (v6.1)."""
+        """Execute a command: `NAME FIELD[;FIELD]...` creates an event, and `!NAME ...` removes it.
+
+        Raises: KernelError. Mirrors: create_or_delete_synth_event (v6.1).
+        """
         command = command.lstrip(SPACES)
         if not command:
             return
@@ -113,8 +122,9 @@ class SyntheticEvents(EventKind[_Entry]):
         self.remove(entry)
 
     def create(self, command: str) -> bool:
-        """Create an event from `s:[synthetic/]NAME FIELD[;FIELD]...`; return False for other commands.
+        """Create an event from `s:[synthetic/]NAME FIELD[;FIELD]...`.
 
+        Return False if the command is for another kind of event.
         Raises: KernelError EINVAL, EEXIST. Mirrors: create_synth_event (v6.1).
         """
         command = command.lstrip(SPACES)
@@ -134,7 +144,7 @@ class SyntheticEvents(EventKind[_Entry]):
         return True
 
     def _create(self, text: str, log: LastCommandLog) -> None:
-        """Create an event from its name and at least one type and name of a field.
+        """Create an event from `NAME FIELD[;FIELD]...`. A field is `TYPE NAME`; there is at least one.
 
         Mirrors: check_command, __create_synth_event (v6.1).
         """
@@ -153,16 +163,16 @@ class SyntheticEvents(EventKind[_Entry]):
 
 
 def _split_name(text: str) -> tuple[str, str | None]:
-    """Return the text before the first blank and the text after it.
-
-    The latter is None if there is no blank.
-    """
+    """Split at the first blank. Return the text before the blank, and the text after it or None."""
     name, rest = split_at(text)
     return name, None if rest is None else rest.lstrip(SPACES)
 
 
 def _parse_fields(text: str, word_size: int, log: LastCommandLog) -> list[SyntheticField]:
-    """Return the fields of a command. Semicolons are optional: a field ends with its name."""
+    """Parse the fields of a command. Semicolons are optional, because a field ends with its name.
+
+    Raises: KernelError EINVAL (logged).
+    """
     found: list[SyntheticField] = []
     for part in text.split(";"):
         words = argv_split(part)
@@ -178,7 +188,10 @@ def _parse_fields(text: str, word_size: int, log: LastCommandLog) -> list[Synthe
 
 
 def _parse_field(words: Sequence[str], word_size: int, log: LastCommandLog) -> tuple[SyntheticField, int]:
-    """Return the first field, and the number of words that it takes. Mirrors: parse_synth_field (v6.1)."""
+    """Parse one field. Return the field, and the number of words that it takes.
+
+    Raises: KernelError EINVAL (logged). Mirrors: parse_synth_field (v6.1).
+    """
     size = 2 if words[0] == "unsigned" else 1
     if len(words) <= size:
         raise log.error(SynthError.INCOMPLETE_TYPE if size == 2 else SynthError.INVALID_FIELD, words[0])

@@ -1,4 +1,4 @@
-"""Bytes as text: words of commands, valid names, and raw bytes as str.
+"""Conversion of bytes to text, words of commands, and checks of names.
 
 Commands are parsed as Latin-1, one character per byte, so that columns are byte columns and every input can
 be decoded. Text for readers of a file is UTF-8 with surrogate escapes, and is encoded in the same way.
@@ -22,27 +22,33 @@ _SYSTEM_NAME = re.compile(f"(?![0-9])[-_{ALNUM}]+")
 
 
 def decode_command(data: bytes) -> str:
-    """Return a written command as text, one character per byte."""
+    """Return a command that was written to a file as text, one character per byte."""
     return data.decode("latin-1")
 
 
 def to_text(command: str) -> str:
-    """Return a command as readers see it; bytes that are not UTF-8 become surrogates."""
+    """Convert a command from one character per byte to the text that readers of a file see.
+
+    Bytes that are not UTF-8 become surrogates.
+    """
     return command if command.isascii() else bytes_to_text(command.encode("latin-1"))
 
 
 def bytes_to_text(data: bytes) -> str:
-    """Return raw bytes as readers see them; bytes that are not UTF-8 become surrogates."""
+    """Convert bytes to the text that readers of a file see.
+
+    Bytes that are not UTF-8 become surrogates.
+    """
     return data.decode("utf-8", "surrogateescape")
 
 
 def argv_split(command: str) -> list[str]:
-    """Return the words of a command."""
+    """Return the words of a command, which white space separates."""
     return _WORD.findall(command)
 
 
 def split_at(text: str, chars: str = " \t") -> tuple[str, str | None]:
-    """Return the text before and after the first of these characters.
+    """Split `text` at the first character that is in `chars`, and return the text before and after it.
 
     The text after it is None if there is no such character.
     """
@@ -51,12 +57,15 @@ def split_at(text: str, chars: str = " \t") -> tuple[str, str | None]:
 
 
 def is_good_name(name: str) -> bool:
-    """Return True for a C identifier of Latin-1 letters. Mirrors: kernel/trace/trace_probe.h (v6.1)."""
+    """Return True if a name is a C identifier of Latin-1 letters.
+
+    Mirrors: kernel/trace/trace_probe.h (v6.1).
+    """
     return _NAME.fullmatch(name) is not None
 
 
 def is_good_system_name(name: str) -> bool:
-    """Return True for a valid group name, which may contain dashes.
+    """Return True if a name is a valid group name, which may contain dashes.
 
     Mirrors: kernel/trace/trace.h:is_good_system_name (v6.1).
     """

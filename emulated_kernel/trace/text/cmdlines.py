@@ -9,46 +9,46 @@ from struct import Struct
 from emulated_kernel.util.errors import KernelError
 
 PID_MAX_DEFAULT = 0x8000
-"""Number of pids; only their low 15 bits select an entry."""
+"""Number of pids that the cache distinguishes: only the low 15 bits of a pid select an entry."""
 DEFAULT_SIZE = 6552
-"""Tasks that are remembered at boot."""
+"""Number of tasks that the cache can hold at boot."""
 _HEADER = 4 * (PID_MAX_DEFAULT + 1) + 20
-"""Bytes of the table of pids and of the fields after it."""
+"""Size in bytes of Linux's struct saved_cmdlines_buffer without its names."""
 _ELEMENT = 20
-"""Bytes of a name and its pid."""
+"""Size in bytes of a task's name and pid in Linux's buffer."""
 _PAGE = 4096
-"""Bytes of a page."""
+"""Size of a page in bytes."""
 _KEPT = Struct("<i16s")
 KEPT_SIZE = 1 << 20
-"""Bytes of memory that hold all names for any size of the cache."""
+"""Size in bytes of memory that can hold all names, whatever the size of the cache."""
 UNKNOWN_COMM = "<...>"
-"""Name that is shown for tasks that are not in the cache."""
+"""Name shown for tasks that are not in the cache."""
 _NO_PID = -1
 
 
 class TaskNames(ABC):
-    """Names and thread groups of the tasks that made records."""
+    """Interface to the names and thread groups of the tasks that made records."""
 
     @abstractmethod
     def find(self, pid: int) -> str:
-        """Return the name of `pid`, "<...>" if it is unknown."""
+        """Return the name of the task `pid`; "<...>" if it is unknown."""
 
     @abstractmethod
     def find_tgid(self, pid: int) -> int:
-        """Return the thread group of `pid`, 0 if it is unknown."""
+        """Return the thread group id of the task `pid`; 0 if it is unknown."""
 
 
 class SavedCmdlines(TaskNames):
-    """Names of a fixed number of tasks by pid; a new name replaces the oldest entry.
+    """Cache of task names: pid -> name, for a fixed number of tasks.
 
-    Pids with the same low 15 bits share an entry.
+    A new entry replaces the oldest one. Pids with the same low 15 bits share an entry.
     Mirrors: kernel/trace/trace.c:trace_save_cmdline, trace_find_cmdline (v6.1)
     """
 
     def __init__(self, size: int = DEFAULT_SIZE) -> None:
         self._tgids: dict[int, int] = {}
         self.recorders = 0
-        """Number of enabled events, summed over all trace arrays.
+        """Number of enabled events in all trace arrays: while it is not 0, names are saved.
 
         Mirrors: trace_sched_switch.c:sched_cmdline_ref.
         """
@@ -57,7 +57,7 @@ class SavedCmdlines(TaskNames):
 
     def _clear(self, size: int) -> None:
         self.size = size
-        """Number of tasks that are remembered (the saved_cmdlines_size file)."""
+        """Number of tasks that the cache can hold (file saved_cmdlines_size)."""
         self._index = 0
         self._slots: dict[int, int] = {}
         self._pids = [_NO_PID] * size
@@ -66,7 +66,9 @@ class SavedCmdlines(TaskNames):
             self._kept[:] = bytes(len(self._kept))
 
     def resize(self, size: int) -> None:
-        """Forget all names, and remember at least `size` tasks from now on: as many as fit into the pages.
+        """Forget all names, and set the size of the cache to at least `size` tasks.
+
+        The size is the number of tasks that fit into the allocated pages.
 
         Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_saved_cmdlines_size_write (v6.1)
         """
@@ -75,7 +77,7 @@ class SavedCmdlines(TaskNames):
         self._clear(_fitting(size))
 
     def take_over(self, other: SavedCmdlines) -> None:
-        """Replace the content by that of `other`."""
+        """Replace the content of this cache by that of `other`."""
         kept = self._kept
         self._kept = None
         self.__dict__.update(other.__dict__ | {"recorders": self.recorders, "_kept": None})
@@ -83,7 +85,7 @@ class SavedCmdlines(TaskNames):
             self.keep_in(kept)
 
     def save(self, pid: int, comm: str) -> None:
-        """Remember `comm` as the name of `pid`. The idle task (pid 0) needs no entry."""
+        """Store `comm` as the name of the task `pid`. The idle task (pid 0) needs no entry."""
         if not pid:
             return
         key = pid & (PID_MAX_DEFAULT - 1)
@@ -100,9 +102,9 @@ class SavedCmdlines(TaskNames):
         self._comms[slot] = comm
 
     def keep_in(self, memory: memoryview) -> None:
-        """Copy the names to `memory` (KEPT_SIZE bytes) now and at every change.
+        """Copy the names to `memory` (KEPT_SIZE bytes), now and at every change.
 
-        After the process ended, kept() reads them from there.
+        After the daemon has ended, kept() restores the names from `memory`.
         """
         self._kept = memory
         memory[:] = bytes(len(memory))
@@ -116,7 +118,7 @@ class SavedCmdlines(TaskNames):
 
     @classmethod
     def kept(cls, memory: bytes) -> SavedCmdlines:
-        """Return the names that keep_in() has left in `memory`."""
+        """Return a cache with the names that keep_in() has written to `memory`."""
         found = cls(PID_MAX_DEFAULT)
         for pid, comm in _KEPT.iter_unpack(memory[: len(memory) // _KEPT.size * _KEPT.size]):
             if pid > 0:
@@ -132,7 +134,7 @@ class SavedCmdlines(TaskNames):
         return UNKNOWN_COMM if slot is None or self._pids[slot] != pid else self._comms[slot]
 
     def save_tgid(self, pid: int, tgid: int) -> None:
-        """Remember the thread group of `pid`."""
+        """Store the thread group id of the task `pid`."""
         if pid:
             self._tgids[pid] = tgid
 
@@ -140,17 +142,17 @@ class SavedCmdlines(TaskNames):
         return self._tgids.get(pid, 0)
 
     def records(self) -> list[str]:
-        """Return the lines of saved_cmdlines: pid and name."""
+        """Return the lines of the file saved_cmdlines: pid and name."""
         entries = zip(self._pids, self._comms, strict=True)
         return [f"{pid} {comm}\n" for pid, comm in entries if pid != _NO_PID]
 
     def tgid_records(self) -> list[str]:
-        """Return the lines of saved_tgids: pid and thread group."""
+        """Return the lines of the file saved_tgids: pid and thread group id."""
         return [f"{pid} {tgid}\n" for pid, tgid in sorted(self._tgids.items()) if tgid]
 
 
 def _fitting(size: int) -> int:
-    """Return how many tasks fit into the pages for `size` of them.
+    """Return the number of tasks that fit into the pages that Linux allocates for `size` tasks.
 
     Mirrors: allocate_cmdlines_buffer (v6.1).
     """

@@ -1,4 +1,4 @@
-"""The error_log file: reasons why the last commands failed, with a caret under the culprit."""
+"""The error_log file: why the last commands failed, with a caret under the wrong part of each command."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ TRACING_LOG_ERRS_MAX = 8
 """Number of errors that error_log keeps."""
 _PREFIX = "  Command: "
 _POSITION_MASK = 0xFFFF
-"""Linux: the column is kept in 16 bits."""
+"""Mask of a column. Linux: the column has 16 bits."""
 
 
 class ErrorLog:
-    """The last 8 errors, oldest first. `clock` returns ns."""
+    """The last 8 errors, the oldest first. `clock` returns nanoseconds."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
         self._entries: deque[str] = deque(maxlen=TRACING_LOG_ERRS_MAX)
 
     def add(self, location: str, command: str, text: str, column: int) -> None:
-        """Add an error with its `text`, the command, and the caret's byte column in the command.
+        """Add an error of a command: its `text`, and the column in bytes of the caret in the command.
 
         Mirrors: kernel/trace/trace.c:tracing_log_err, tracing_err_log_seq_show (v6.1).
         """
@@ -36,7 +36,7 @@ class ErrorLog:
         self._entries.append(f"{head}{_PREFIX}{to_text(command)}\n{caret}")
 
     def records(self) -> list[str]:
-        """Return the text of each entry."""
+        """Return the text of each error, the oldest first."""
         return list(self._entries)
 
     def clear(self) -> None:
@@ -45,7 +45,9 @@ class ErrorLog:
 
 
 class LastCommandLog:
-    """A command that is kept as one text. Carets point at the first place that reads like the culprit.
+    """Log of the errors of one command, which is stored as one text.
+
+    The caret of an error points at the first occurrence of the wrong text in the command.
 
     Mirrors: kernel/trace/trace_events_hist.c:last_cmd_set, errpos; trace_events_synth.c (v6.1).
     """
@@ -56,14 +58,17 @@ class LastCommandLog:
         self._command = command
 
     def error(self, error: Enum, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
-        """Log `error`, whose value is its text, and return the exception for the caller to raise."""
+        """Log `error`, whose value is its text, and return the exception that the caller raises.
+
+        `culprit` is the wrong text in the command.
+        """
         column = max(self._command.find(culprit), 0)
         self._error_log.add(self._location, self._command, error.value, column)
         return KernelError(code, error.value)
 
     @contextmanager
     def instead(self, error: Enum, culprit: str = "") -> Iterator[None]:
-        """Log `error` instead of any KernelError of the body, and raise it with the errno of that error."""
+        """If the `with` block raises a KernelError, log and raise `error` instead, with its errno."""
         try:
             yield
         except KernelError as failure:

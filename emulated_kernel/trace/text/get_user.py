@@ -1,4 +1,4 @@
-"""Words of writes: splitting of writes to tracing files that accept lists."""
+"""Splitting of writes to tracing files that accept lists of words."""
 
 from __future__ import annotations
 
@@ -9,33 +9,42 @@ from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.util.errors import KernelError
 
 WORD_MAX = 127
-"""Bytes of the longest word. Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, PID_BUF_SIZE (v6.1)."""
+"""Maximum length of a word in bytes.
+
+Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, PID_BUF_SIZE (v6.1).
+"""
 FUNCTION_WORD_MAX = 670
-"""Bytes of the longest word in lists of functions. Mirrors: kernel/trace/ftrace.c:FTRACE_BUFF_MAX (v6.1)."""
+"""Maximum length in bytes of a word in a list of functions.
+
+Mirrors: kernel/trace/ftrace.c:FTRACE_BUFF_MAX (v6.1).
+"""
 _BLANKS = SPACES.encode("latin-1")
 _WORD = re.compile(rb"[%b]*([^\0%b]*)" % (_BLANKS, _BLANKS))
 _REST = re.compile(rb"([^\0%b]*)" % _BLANKS)
 
 
 class WordParser:
-    """Takes the words of one open file out of its writes. A word may come in several writes.
+    """Parser of the words that are written to one open file.
+
+    A word may be divided among several writes.
 
     Mirrors: kernel/trace/trace.h:struct trace_parser (v6.1).
     """
 
     def __init__(self, longest: int) -> None:
-        """`longest` is the number of bytes that a word may have."""
+        """Start without a word. `longest` is the maximum length of a word in bytes."""
         self._longest = longest
         self._has_failed = False
         self.rest = b""
-        """The word that no blank has ended so far; b"" if there is none."""
+        """The start of a word that no blank has ended yet; b"" if there is none."""
 
     def take(self, data: bytes, *, is_at_start: bool = False) -> tuple[bytes, int]:
-        """Return the word that `data` ends, and the bytes that were taken.
+        """Return the first word that ends in `data`, and the number of bytes taken.
 
-        The word is b"" if `data` has only blanks, or ends within the word, which then is in `rest`. The taken
-        bytes include the blanks before the word and one blank or NUL after it. A write with `is_at_start`,
-        at file position 0, begins a new word. After a word that is too long, all words are dropped.
+        The word is b"" if `data` has only blanks. It is also b"" if `data` ends within the word, whose start
+        is then in `rest`. The bytes taken include the blanks before the word and one blank or NUL after it. A
+        write with `is_at_start`, at file position 0, begins a new word. After a word that is too long, all
+        words are dropped.
         Raises: KernelError EINVAL (more than `longest` bytes).
         Mirrors: kernel/trace/trace.c:trace_get_user (v6.1.176).
         """
@@ -57,7 +66,9 @@ class WordParser:
 
 
 def take_word(data: bytes) -> tuple[bytes, int]:
-    """Return the first word of `data`, and the bytes that it takes, for files that keep no rest of a write.
+    """Return the first word of `data`, and the number of bytes that it takes.
+
+    The function is for files that do not join words of several writes.
 
     Raises: KernelError EINVAL (more than WORD_MAX bytes).
     """

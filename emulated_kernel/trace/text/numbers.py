@@ -1,4 +1,4 @@
-"""Numbers as lib/kstrtox.c reads them: the strict kstrto*() and the lenient simple_strtoul()."""
+"""Parsers of numbers like those of lib/kstrtox.c: the strict kstrto*(), the lenient simple_strtoul()."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def is_digit(text: str, index: int = 0) -> bool:
 
 
 def _radix(text: str, base: int) -> tuple[int, int]:
-    """Return the base to read `text` in, and the length of its prefix."""
+    """Return the base of the number that `text` begins with, and the length of its prefix.
+
+    `base` 0 means that the prefix selects the base.
+    """
     prefixed = text[:1] == "0" and text[1:2] in ("x", "X")
     if base == 0:
         octal_or_decimal = 8 if text[:1] == "0" else 10
@@ -25,7 +28,7 @@ def _radix(text: str, base: int) -> tuple[int, int]:
 
 
 def _digits(text: str, start: int, base: int) -> tuple[int, int]:
-    """Return the unbounded number at `start`, and the index of the first character after it."""
+    """Return the number at index `start`, without a limit, and the index of the first character after it."""
     value = 0
     index = start
     while index < len(text) and _DIGITS.get(text[index], base) < base:
@@ -45,7 +48,7 @@ def _unsigned(text: str, base: int) -> int:
 
 
 def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
-    """Return an unsigned number of `bits`; one sign "+" and one final newline are allowed.
+    """Parse an unsigned number of `bits` bits. A sign "+" and a final newline are allowed.
 
     Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoull (v6.1).
     """
@@ -56,7 +59,7 @@ def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
 
 
 def kstrtol(text: str, base: int = 0, bits: int = 64) -> int:
-    """Return a signed number of `bits`.
+    """Parse a signed number of `bits` bits. A final newline is allowed.
 
     Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoll (v6.1).
     """

@@ -1,4 +1,4 @@
-"""printf() for print formats: C's conversions, and the kernel's %p with its letters."""
+"""printf() for the print formats of events: C's conversions, and the kernel's %p with its letters."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ _AF_INET = 2
 _AF_INET6 = 10
 _V4_MAPPED = bytes(10) + b"\xff\xff"
 _ISATAP = (b"\0\0\x5e\xfe", b"\2\0\x5e\xfe")
-"""Bytes before the IPv4 address in an ISATAP interface identifier."""
+"""The possible bytes before the IPv4 address in an ISATAP interface identifier."""
 _ZERO_WORDS = re.compile(r"\b0(?::0)+\b")
 _LENGTHS = {"hh": 8, "h": 16, "": 32, "ll": 64, "L": 64}
-"""Length modifier -> bits; other modifiers mean a long."""
+"""Length modifier -> size of the number in bits. Other modifiers mean a long."""
 
 
 def unsigned(value: Value, bits: int = 64) -> int:
-    """Return a number as C's unsigned type of `bits` represents it."""
+    """Return a number converted to C's unsigned type of `bits` bits."""
     return int(value) & ((1 << bits) - 1)
 
 
 def signed(value: Value, bits: int = 64) -> int:
-    """Return a number as C's signed type of `bits` represents it."""
+    """Return a number converted to C's signed type of `bits` bits."""
     number = unsigned(value, bits)
     return number - (1 << bits) if number >> (bits - 1) else number
 
 
 _WIDEST = 1 << 12
-"""Characters of the largest width that a value may request; a line is no longer than a page."""
+"""Maximum width in characters that an argument may request: a line is no longer than a page."""
 _LONGEST_DUMP = 64
-"""Bytes that %ph prints at most."""
+"""Maximum number of bytes that %ph prints."""
 
 
 @dataclass(frozen=True)
 class _Starred:
-    """A conversion whose width, precision or both are arguments before its value."""
+    """A conversion with `*`: its width, its precision or both are arguments before its value."""
 
     count: int
-    """Number of these arguments."""
+    """Number of the arguments for width and precision."""
     of: Callable[[Sequence[int]], Conversion]
-    """Returns the conversion for given arguments."""
+    """Function that returns the conversion for given width and precision."""
 
 
 def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], KernelSymbols], str]:
@@ -153,7 +153,7 @@ def _ip4_string(address: bytes) -> str:
 
 
 def _ip6_compressed_string(address: bytes) -> str:
-    """Return an IPv6 address with its first longest run of zero words as `::`.
+    """Return the text of an IPv6 address, with its first longest run of zero words as `::`.
 
     The last 4 bytes of mapped and ISATAP addresses are printed as an IPv4 address.
     Mirrors: lib/vsprintf.c:ip6_compressed_string (v6.1).
@@ -169,7 +169,9 @@ def _ip6_compressed_string(address: bytes) -> str:
 
 
 def _address(size: int, as_text: Callable[[bytes], str]) -> Conversion:
-    """Return a conversion of the `size` bytes of an address in a record.
+    """Return a conversion for `size` bytes of a record, such as a network address.
+
+    `as_text` converts the bytes to text.
 
     Mirrors: lib/vsprintf.c:ip_addr_string (v6.1).
     """
@@ -177,7 +179,7 @@ def _address(size: int, as_text: Callable[[bytes], str]) -> Conversion:
 
 
 def _socket_address(address: bytes) -> str:
-    """Return address and port of a struct sockaddr.
+    """Return the text of a struct sockaddr: address and port.
 
     Mirrors: lib/vsprintf.c:ip4_addr_string_sa, ip6_addr_string_sa (v6.1).
     """
@@ -195,7 +197,10 @@ def _uuid(data: bytes) -> str:
 
 
 def _dump(size: int, separator: str) -> Conversion:
-    """Return a conversion of `size` bytes to hexadecimal. Mirrors: lib/vsprintf.c:hex_string (v6.1)."""
+    """Return a conversion of `size` bytes to hexadecimal with a separator.
+
+    Mirrors: lib/vsprintf.c:hex_string (v6.1).
+    """
     return _address(size, lambda data: separator.join(f"{byte:02x}" for byte in data))
 
 

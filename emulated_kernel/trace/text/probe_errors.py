@@ -11,7 +11,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class ProbeError(Enum):
-    """Errors of probe definitions. The texts are interface: tools match them.
+    """Errors of probe definitions. The texts are an interface, since tools match them.
 
     Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1).
     """
@@ -80,7 +80,9 @@ class ProbeError(Enum):
 
 
 class TraceProbeLog:
-    """The words of a command that is being parsed; `index` is the current word's.
+    """Log of the errors of a probe definition that is being parsed.
+
+    `index` is the index of the current word in `argv`.
 
     Mirrors: kernel/trace/trace_probe.c:trace_probe_log (v6.1).
     """
@@ -92,7 +94,7 @@ class TraceProbeLog:
         self.index = 0
 
     def error(self, offset: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
-        """Log `error` at byte `offset` of the current word, and return the exception for the caller to raise.
+        """Log `error` at byte `offset` of the current word, and return the exception that the caller raises.
 
         If the index is past the last word, the caret points after the command.
         """

@@ -1,4 +1,4 @@
-"""Traceable functions: those of the kernel, and those of modules that are loaded and unloaded."""
+"""Functions: the traceable functions of the kernel and of loaded modules, and their selection by name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from emulated_kernel.trace.text.numbers import simple_strtoul
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CallHandler = Callable[[int, ProbeHit], None]
-"""Handles a call of a function: it gets the fentry site and the hit."""
+"""Handler of a traced function's calls; its arguments are the fentry site and the hit."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceableFunction:
-    """A function with a fentry site."""
+    """A function with a fentry site, at which its calls can be traced."""
 
     site: int
     """Address of the fentry site."""
@@ -30,7 +30,7 @@ class TraceableFunction:
 
     @property
     def shown(self) -> str:
-        """The function's line in lists, without a newline.
+        """The function's line in available_filter_functions and filters, without a newline.
 
         Mirrors: kernel/trace/ftrace.c:print_rec (v6.1).
         """
@@ -38,26 +38,26 @@ class TraceableFunction:
 
 
 class FunctionWatcher(ABC):
-    """Base class of objects that keep a selection of functions."""
+    """Base class of objects that keep a selection of functions and adapt it when modules change."""
 
     def module_came(self, module: str, /) -> None:  # noqa: B027 - filters elsewhere may see to it
-        """Take notice of the functions of a new module."""
+        """Add functions of a new module to the selection, if they are wanted. By default do nothing."""
 
     @abstractmethod
     def functions_went(self, sites: frozenset[int], /) -> None:
-        """Forget these functions, which are going away. Their text still exists."""
+        """Remove functions from the selection whose text is about to be freed."""
 
 
 class Functions(Collection[TraceableFunction]):
-    """All traceable functions: the kernel's by address, then those of modules in the order of loading.
+    """All traceable functions: the kernel's in order of address, then each module's in the order of loading.
 
     Mirrors: kernel/trace/ftrace.c:ftrace_pages_start (v6.1).
     """
 
     def __init__(self, functions: Iterable[TraceableFunction], has_module: Callable[[str], bool]) -> None:
-        """Keep the functions at boot, without iterating over them.
+        """Store the kernel's functions, without iterating over them.
 
-        `has_module` returns whether a module is loaded, even if none of its functions can be traced.
+        `has_module` returns True if a module is loaded, even if none of its functions can be traced.
         """
         self._at_boot = functions
         self._of_modules: dict[int, TraceableFunction] = {}
@@ -66,9 +66,9 @@ class Functions(Collection[TraceableFunction]):
 
     @cached_property
     def _functions(self) -> dict[int, TraceableFunction]:
-        """Site -> function.
+        """Cached map: fentry site -> function.
 
-        It is built at first use, because naming a thousand functions takes a tenth of a boot.
+        The map is built at its first use, because finding a thousand names takes a tenth of a boot's time.
         """
         return {function.site: function for function in self._at_boot} | self._of_modules
 
@@ -83,13 +83,13 @@ class Functions(Collection[TraceableFunction]):
 
     @property
     def sites(self) -> list[int]:
-        """All sites whose calls can be traced."""
+        """The fentry sites of all functions that are not disabled."""
         dropped = self.dropped
         return [site for site in self._functions if site not in dropped]
 
     @cached_property
     def dropped(self) -> frozenset[int]:
-        """Sites of the functions that are disabled."""
+        """Cached set of the fentry sites of disabled functions."""
         return frozenset(site for site, function in self._functions.items() if function.is_dropped)
 
     def at(self, site: int) -> TraceableFunction:
@@ -97,27 +97,30 @@ class Functions(Collection[TraceableFunction]):
         return self._functions[site]
 
     def existing(self, sites: Iterable[int]) -> frozenset[int]:
-        """Return those of `sites` whose functions exist."""
+        """Return the members of `sites` that are fentry sites of existing functions."""
         return frozenset(site for site in sites if site in self._functions)
 
     def in_order(self, sites: Collection[int]) -> list[int]:
-        """Return `sites` in the order of the list."""
+        """Return `sites` in the order of the list of all functions."""
         return list(sites) if len(sites) < 2 else [site for site in self._functions if site in sites]
 
     @cached_property
     def _by_name(self) -> dict[bytes, list[TraceableFunction]]:
-        """Name -> functions, for patterns without a wildcard: lists of all functions are written."""
+        """Cached map: name -> functions, for patterns without a wildcard.
+
+        Clients write a name for each of thousands of functions, so a linear search would be too slow.
+        """
         found: dict[bytes, list[TraceableFunction]] = {}
         for function in self._functions.values():
             found.setdefault(function.name.encode(), []).append(function)
         return found
 
     def watch(self, watcher: FunctionWatcher) -> None:
-        """Notify `watcher` of changes from now on."""
+        """Call `watcher` when functions are added or removed from now on."""
         self._watchers.append(watcher)
 
     def unwatch(self, watcher: FunctionWatcher) -> None:
-        """Stop notifying `watcher`."""
+        """Stop calling `watcher`."""
         self._watchers.remove(watcher)
 
     def add(self, module: str, functions: Iterable[TraceableFunction]) -> None:
@@ -127,7 +130,7 @@ class Functions(Collection[TraceableFunction]):
             watcher.module_came(module)
 
     def remove(self, sites: frozenset[int]) -> None:
-        """Remove the functions of a module, or those of its init text.
+        """Remove functions of a module: all of them, or only the functions in its init text.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_release_mod, ftrace_free_mem (v6.1).
         """
@@ -147,11 +150,11 @@ class Functions(Collection[TraceableFunction]):
             self.__dict__.pop(cached, None)
 
     def matching(self, pattern: bytes, module: bytes | None = None) -> frozenset[int]:
-        """Return the sites of the functions whose names match.
+        """Return the fentry sites of the functions whose names match a pattern.
 
-        A number is a position in the list, counted from 1.
-        `module` is a pattern too. With "!" before it, functions outside of matching modules match. The empty
-        pattern matches any module.
+        A number in the place of a pattern is a position in the list of all functions, counted from 1.
+        `module` is a pattern for the name of the module. With "!" before it, functions outside of matching
+        modules are returned. An empty pattern matches any module.
         Mirrors: kernel/trace/ftrace.c:match_records, ftrace_match_record (v6.1).
         """
         if pattern[:1].isdigit():

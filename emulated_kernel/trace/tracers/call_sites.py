@@ -1,4 +1,4 @@
-"""Calls of traced functions: they come from fentry sites and go to the tracers of all trace arrays."""
+"""KernelFunctions, which passes calls from fentry sites to tracers, and CallRecorder, which records calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INVALID_FUNCTION = "__ftrace_invalid_address__"
 
 
 class KernelFunctions:
-    """The kernel's fentry sites, which all tracers share, and the users of each site."""
+    """The traceable functions of a kernel, and the tracers that are called from their fentry sites."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class KernelFunctions:
         self._hit = hit
         hit.has_several = True
         self._latest = 0
-        """Number of the call to which the call chain in `hit` belongs."""
+        """Value of FtraceSites.calls at the call to which the call chain cached in `hit` belongs."""
         self._symbols = symbols
         self.functions = Functions(self._at(fentry), symbols.has_module)
 
@@ -59,11 +59,11 @@ class KernelFunctions:
                 yield TraceableFunction(site, name, where.module, is_dropped=True)
 
     def module_came(self, name: str, fentry: frozenset[int]) -> None:
-        """Add the functions of a module that was loaded. Its symbols can be looked up already."""
+        """Add the functions of a new module, at its `fentry` sites. The module's symbols can be looked up."""
         self.functions.add(name, self._at(fentry))
 
     def init_goes(self, name: str, fentry: frozenset[int]) -> None:
-        """Remove the functions of a module's init text, which is about to be freed.
+        """Remove the functions in a module's init text, which is about to be freed, at its `fentry` sites.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_free_mem (v6.1).
         """
@@ -73,26 +73,26 @@ class KernelFunctions:
         self.functions.remove(fentry)
 
     def module_goes(self, name: str, fentry: frozenset[int]) -> None:
-        """Remove the functions of a module that is about to be freed."""
+        """Remove the functions of a module that is about to be freed, at its `fentry` sites."""
         self._symbols.forget(name)
         self.functions.remove(fentry)
 
     def user(self, handler: CallHandler, symbol: Callable[[], str]) -> FtraceOps:
-        """Return a user whose `handler` is called from the sites passed to attach().
+        """Return a user of fentry sites whose `handler` is called from the sites passed to attach().
 
-        See FtraceOps for `symbol`.
+        `symbol` returns the name of Linux's handler, which enabled_functions shows; see FtraceOps.
         """
         return FtraceOps(partial(self._call, handler), symbol)
 
     def attach(self, user: FtraceOps, sites: Collection[int]) -> None:
-        """Call `user` from these sites. See FtraceSites.attach."""
+        """Call `user` from these fentry sites and no others, except disabled ones; see FtraceSites.attach."""
         if self._sites is not None:
             # Linux: a number in a filter also selects disabled functions, whose calls are not traced.
             dropped = self.functions.dropped
             self._sites.attach(user, [site for site in sites if site not in dropped])
 
     def detach(self, user: FtraceOps) -> None:
-        """Stop calling `user`. See FtraceSites.detach."""
+        """Stop calling `user` from all fentry sites; see FtraceSites.detach."""
         if self._sites is not None:
             self._sites.detach(user)
 
@@ -105,10 +105,11 @@ class KernelFunctions:
         handler(site, hit)
 
     def total_info(self) -> str:
-        """Return dyn_ftrace_total_info. Mirrors: kernel/trace/trace.c:tracing_read_dyn_info (v6.1).
+        """Return the text of dyn_ftrace_total_info.
 
-        Deviates: no pages of struct dyn_ftrace exist. The guest keeps only the addresses of its sites, so the
-        pages of these are counted, with one group for the kernel and one for each module.
+        Mirrors: kernel/trace/trace.c:tracing_read_dyn_info (v6.1).
+        Deviates: the guest has no struct dyn_ftrace, only tables of fentry sites' addresses. The pages of
+        these tables are counted, with one group for the kernel and one for each module.
         """
         groups = Counter(function.module for function in self.functions)
         pages = sum(-(-count * self._word_size // PAGE_SIZE) for count in groups.values())
@@ -133,10 +134,10 @@ class KernelFunctions:
                 yield f"{function.shown} ({len(users)}){regs}{ip}  {self._way(target, users)}\n"
 
     def _way(self, target: int, users: Sequence[FtraceOps]) -> str:
-        """Return the trampoline and the function that a site calls.
+        """Return the end of a line of enabled_functions: the trampoline and the handler that a site calls.
 
         Return "" if the architecture has no trampolines per user.
-        Deviates: the functions have no addresses, because the guest does not contain Linux's own.
+        Deviates: handlers are shown without an address, because the guest does not contain Linux's handlers.
         Mirrors: kernel/trace/ftrace.c:add_trampoline_func (v6.1).
         """
         if not self._has_trampolines:
@@ -149,7 +150,7 @@ class KernelFunctions:
 
 @dataclass(slots=True)
 class _Repeated:
-    """Repetitions of the last recorded call, which are only counted.
+    """The last recorded call on a CPU, and the number of its repetitions, which are not recorded singly.
 
     Mirrors: struct trace_func_repeats (v6.1).
     """
@@ -157,11 +158,11 @@ class _Repeated:
     call: bytes = b""
     count: int = 0
     latest: int = 0
-    """Time of the latest repetition, in clock units."""
+    """Time of the latest repetition, in units of the trace clock."""
 
 
 class CallRecorder:
-    """Writer of the function tracer's entries into a trace array."""
+    """Writes the entries of the function tracer to a trace array."""
 
     def __init__(self, array: TraceArray, pids: EventPids) -> None:
         system = array.system
@@ -174,7 +175,7 @@ class CallRecorder:
         self._word = system.arch.word_size
 
     def record(self, site: int, hit: ProbeHit) -> None:
-        """Record a call under the current options.
+        """Record a call, unless the lists of pids exclude the task. The tracer's options are respected.
 
         Mirrors: kernel/trace/trace_functions.c:function_trace_call and its variants (v6.1).
         """
@@ -188,7 +189,7 @@ class CallRecorder:
             self._array.record_stack(hit)
 
     def _repeats(self, call: bytes, hit: ProbeHit) -> bool:
-        """Return True if the call is a repetition and was only counted.
+        """Count a call that repeats the last recorded one. Return False if the call has to be recorded.
 
         Mirrors: is_repeat_check, process_repeats (v6.1).
         """

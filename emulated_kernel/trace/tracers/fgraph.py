@@ -1,4 +1,4 @@
-"""FunctionGraph: hooks of entries and returns of functions that filters select, for one user at a time."""
+"""FunctionGraph: hooks on entries and returns of the selected functions, for one user at a time."""
 
 from __future__ import annotations
 
@@ -28,30 +28,33 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class GraphUser(ABC):
-    """A user of the function graph, which handles entries and returns. Mirrors: struct fgraph_ops (v6.1)."""
+    """Interface of a user of the function graph, which handles entries and returns of functions.
+
+    Mirrors: struct fgraph_ops (v6.1).
+    """
 
     data_size: int
-    """Bytes that the user keeps for each call. At offset CALLED is the time of the call, a u64 in ns."""
+    """Size in bytes of the user's data for each call. A u64 at offset CALLED is the call's time in ns."""
 
     @abstractmethod
     def entered(self, func: int, caller: RethookNode | None, regs: Any, /) -> bytes | None:
-        """Handle the entry of `func`, and return the data to keep; None if the return is not to be hooked.
+        """Handle the entry of `func`, and return the data to keep until the call's return is handled.
 
-        `caller` is the task's newest call whose return is hooked.
+        Return None if the return need not be handled. `caller` is the task's innermost hooked call, or None.
         """
 
     @abstractmethod
     def returned(self, instance: RethookNode, regs: Any, /) -> None:
-        """Handle the return of a hooked call."""
+        """Handle the return of a hooked call. `instance` has the data that entered() returned."""
 
     def compiled(self) -> CompiledGraph | None:
-        """Return the parameters of guest code that replaces both handlers; None if they must be called."""
+        """Return the settings of guest code that replaces both handlers, or None if Python must run them."""
         return None
 
 
 @dataclass(eq=False)
 class _Running:
-    """The hooks that serve the current user."""
+    """The registered user of the function graph, with its hooks and guest code."""
 
     user: GraphUser
     hooks: ReturnHooks
@@ -60,12 +63,12 @@ class _Running:
     compiled: CompiledGraph | None = None
     codes: list[CompiledCode] = field(default_factory=list)
     entries: dict[CallKind, CompiledCode] = field(default_factory=dict)
-    """Kind of functions -> the jump that their sites call. It leads to guest code or to the trampoline.
+    """Kind of function -> the jump that the kind's sites call, which leads to guest code or the trampoline.
 
-    A change of settings needs other code, and then changes these few jumps instead of all sites.
+    A change of settings changes the target of these few jumps instead of all sites.
     """
     is_settled: bool = False
-    """Whether it is decided, until something changes, if guest code or Python handles the calls."""
+    """Whether guest code was compiled, or cannot be, for the current settings."""
 
     @property
     def stack(self) -> RetStack:
@@ -74,9 +77,9 @@ class _Running:
 
 
 class FunctionGraph:
-    """Hooks of entries and returns, selected by the filters of the top array's function tracer.
+    """Hooks on entries and returns of the functions that the top array's function tracer selects.
 
-    The calls of each task are kept in the task's own shadow stack.
+    The hooked calls of a task are kept on the task's shadow stack.
     Mirrors: kernel/trace/fgraph.c (v6.1).
     """
 
@@ -89,7 +92,7 @@ class FunctionGraph:
         sleeps: SleepTimes,
         places: GuestAddresses,
     ) -> None:
-        """Subscribe to the filters; `choose_hooks` is called at each start for the hooks to use."""
+        """Subscribe to changes of the filters. `choose_hooks` returns the return hooks for a new user."""
         filters.on_selection.append(self.filters_changed)
         self._sleeps = sleeps
         self._kprobes = kprobes
@@ -104,7 +107,7 @@ class FunctionGraph:
     def register(self, user: GraphUser) -> None:
         """Install the hooks for `user`.
 
-        Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (another user), ENOMEM.
+        Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (there is another user), ENOMEM.
         """
         if self._sites is None:
             raise KernelError(errno.EOPNOTSUPP, "function_graph: this kernel has no fentry sites")
@@ -128,7 +131,7 @@ class FunctionGraph:
         self.filters_changed()
 
     def unregister(self) -> None:
-        """Remove the hooks. Returns of pending calls are not handled any more."""
+        """Remove the user's hooks. Returns of pending calls are not handled any more."""
         assert self._sites is not None
         assert self._running is not None
         running = self._running
@@ -141,17 +144,17 @@ class FunctionGraph:
         self._running = None
 
     def caller_of(self, instance: RethookNode) -> RethookNode | None:
-        """Return the nearest hooked call that led to this one, directly or through other calls."""
+        """Return the innermost hooked caller of a hooked call, direct or indirect, or None."""
         assert self._running is not None
         return self._running.hooks.newest(instance.hook, before=instance.node)
 
     def overruns(self) -> int:
-        """Return the number of the current task's calls that were nested too deep to be hooked."""
+        """Return the number of calls of the current task that were nested too deep to be hooked."""
         assert self._running is not None
         return self._running.stack.overruns(self._tasks.current())
 
     def filters_changed(self) -> None:
-        """Attach to the functions that the filters select now, and to no others."""
+        """Attach the hooks to the functions that the filters select now, and to no others."""
         if self._running is not None:
             assert self._sites is not None
             self.user_changed()
@@ -159,8 +162,8 @@ class FunctionGraph:
             selected = self._filters.selected()
             settings = self._settings(running)
             if settings is not None:
-                # New sites call the right jump at once, because to write all sites again takes long.
-                # The others still call the jumps of the old settings.
+                # New sites call the right jump at once, because writing all sites again takes long.
+                # Old sites still call the jumps of the previous settings.
                 new = set(selected) - running.ops.sites
                 entries = self._entries(running, settings.by_kind(new))
                 running.ops.codes = {**running.ops.codes, **entries}
@@ -201,7 +204,7 @@ class FunctionGraph:
     # In guest code
 
     def user_changed(self) -> None:
-        """Drop the guest code, because the user's compiled() returns something else from now on."""
+        """Drop the guest code, because the user's compiled() returns other settings from now on."""
         if self._running is not None:
             self._drop_code(self._running)
 
@@ -220,9 +223,9 @@ class FunctionGraph:
             self._kprobes.compiler.retire(code)
 
     def _compile(self, running: _Running) -> None:
-        """Compile guest code for each kind of function.
+        """Compile guest code for each kind of function, if the settings allow it.
 
-        If there is no memory, Python keeps handling the calls.
+        If there is no memory for the code, Python continues to handle the calls.
         """
         running.is_settled = True
         try:
@@ -233,7 +236,7 @@ class FunctionGraph:
             running.is_settled = True
 
     def _settings(self, running: _Running) -> CompiledGraph | None:
-        """Return the parameters of the user's guest code; None if Python must handle the calls."""
+        """Return the settings of the user's guest code, or None if Python must handle the calls."""
         may_compile = self._kprobes.compiler.may_compile and running.hooks.native is not None
         return running.user.compiled() if may_compile else None
 
@@ -258,7 +261,10 @@ class FunctionGraph:
                 compiler.lead_to(running.entries[kind], code.entry)
 
     def _entries(self, running: _Running, kinds: Mapping[CallKind, Collection[int]]) -> dict[int, int]:
-        """Return site -> the jump that it calls. Without room for a jump, its sites call the trampoline."""
+        """Return site -> address of the jump that the site calls; create missing jumps.
+
+        Sites of a kind whose jump has no room are left out, and call the trampoline.
+        """
         assert self._sites is not None
         found: dict[int, int] = {}
         for kind, members in kinds.items():
@@ -282,7 +288,7 @@ class FunctionGraph:
 
 
 def traceable_functions(image: ProbedTables, verdict: ProbeChecker[Any]) -> dict[str, int]:
-    """Return name -> site of the traceable functions, in the order of their addresses."""
+    """Return name -> fentry site of the traceable functions, in the order of their addresses."""
     found: dict[str, int] = {}
     for site in sorted(image.mcount):
         where = image.kallsyms.lookup(site)

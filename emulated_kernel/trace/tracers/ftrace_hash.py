@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 DEFAULT_BITS = 10
-"""Mirrors: kernel/trace/ftrace.c:FTRACE_HASH_DEFAULT_BITS (v6.1)."""
+"""Binary logarithm of the number of buckets of a new table.
+
+Mirrors: kernel/trace/ftrace.c:FTRACE_HASH_DEFAULT_BITS (v6.1).
+"""
 MAX_BITS = 12
-"""Mirrors: kernel/trace/ftrace.c:FTRACE_HASH_MAX_BITS (v6.1)."""
+"""Maximum of the binary logarithm of the number of buckets.
+
+Mirrors: kernel/trace/ftrace.c:FTRACE_HASH_MAX_BITS (v6.1).
+"""
 _GOLDEN_RATIO = {32: 0x61C88647, 64: 0x61C8864680B583EB}
 
 
 class FtraceHash:
-    """Addresses in buckets; the latest one of a bucket comes first.
+    """A hash table of addresses. Iteration yields each bucket in turn, its latest address first.
 
     Mirrors: kernel/trace/ftrace.c:struct ftrace_hash, add_hash_entry (v6.1).
     """
 
     def __init__(self, sites: Iterable[int] = (), bits: int = DEFAULT_BITS) -> None:
-        """Make a table with 2**`bits` buckets, and add `sites`."""
+        """Create a table with 2**`bits` buckets, and add `sites`."""
         self._bits = bits
         self._buckets: dict[int, list[int]] = {}
         for site in sites:
@@ -26,7 +32,10 @@ class FtraceHash:
 
     @classmethod
     def moved(cls, sites: Iterable[int]) -> FtraceHash:
-        """Return a table of the size that suits its content. Mirrors: ftrace.c:dup_hash (v6.1)."""
+        """Return a table with `sites`, whose number of buckets depends on the number of sites.
+
+        Mirrors: ftrace.c:dup_hash (v6.1).
+        """
         found = list(sites)
         return cls(found, min((len(found) // 2).bit_length(), MAX_BITS))
 
@@ -46,7 +55,7 @@ class FtraceHash:
         self._buckets[self._key(site)].remove(site)
 
     def _key(self, site: int) -> int:
-        """Return the number of the address's bucket. Mirrors: include/linux/hash.h:hash_long (v6.1)."""
+        """Return the index of an address's bucket. Mirrors: include/linux/hash.h:hash_long (v6.1)."""
         if not self._bits:
             return 0
         width = 64 if site >> 32 else 32

@@ -1,7 +1,7 @@
 """Sets of functions selected by name patterns: set_ftrace_filter, set_graph_function and similar files.
 
-A file that is open for writing has a copy of the set. Words change the copy, and the last close puts it into
-force.
+A file that is open for writing has a copy of the set. Written words change the copy. The last close of the
+file replaces the set by the copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class WordEdit(ABC):
-    """The changes of one open file, made word by word. The last close puts them into force."""
+    """The copy of a set of functions in one open file: written words change it, and close() applies it."""
 
     def __init__(self, *, truncate: bool) -> None:
         self._is_truncated = truncate
@@ -29,19 +29,20 @@ class WordEdit(ABC):
 
     @abstractmethod
     def records_from(self, index: int) -> Iterator[str]:
-        """Return the lines of the open file for one read(2), beginning with line `index`."""
+        """Return the lines of the open file from line `index` on, for one read(2)."""
 
     @abstractmethod
     def execute(self, word: bytes) -> None:
-        """Change the copy by one word. Raises: KernelError EINVAL (no function matches)."""
+        """Apply one written word to the copy. Raises: KernelError EINVAL (no function matches)."""
 
     @abstractmethod
     def put_into_force(self) -> None:
         """Replace the set by the copy."""
 
     def write(self, data: bytes, position: int) -> int:
-        """Execute the first word that `data` ends, and return the bytes taken. Raises: see execute().
+        """Execute the first word that `data` completes, and return the number of bytes taken.
 
+        Raises: KernelError, as execute().
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_write, ftrace_graph_write (v6.1).
         """
         word, size = self._parser.take(data, is_at_start=position == 0)
@@ -56,8 +57,9 @@ class WordEdit(ABC):
         return self._is_truncated or bool(self._executed or self._parser.rest)
 
     def close(self) -> None:
-        """Execute the word that no blank has ended, without an error, and put the copy into force.
+        """Execute the last word, which no blank has ended, and replace the set by the copy.
 
+        If the word is refused, ignore the error.
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_release, ftrace_graph_release (v6.1).
         """
         if self._parser.rest:
@@ -66,7 +68,7 @@ class WordEdit(ABC):
         self.put_into_force()
 
     def goes_on_from(self, other: WordEdit) -> None:
-        """Make the changes of `other`, whose kernel was replaced by this one."""
+        """Repeat the changes of `other`, an open file of the kernel that this one has replaced."""
         self._parser = other._parser
         if other._is_truncated:
             self.clear()
@@ -81,16 +83,16 @@ class WordEdit(ABC):
 
 
 class EditedSet(ABC):
-    """A set of functions that open files change by their WordEdits."""
+    """Base class of a set of functions, which open files change through WordEdit objects."""
 
     @abstractmethod
     def edit(self, *, truncate: bool) -> WordEdit:
-        """Return the copy for a file that was opened for writing, with O_TRUNC if `truncate`."""
+        """Return a copy of the set for a file that was opened for writing, with O_TRUNC if `truncate`."""
 
     def write(self, words: bytes) -> None:
-        """Execute words as a client does that opens the file, writes lines of one word, and closes the file.
+        """Open the file, write each word to it, and close it, as a client does.
 
-        Raises: KernelError (of the first word that is refused).
+        Raises: KernelError, the error of the first word that is refused.
         """
         edit = self.edit(truncate=False)
         try:
@@ -100,28 +102,31 @@ class EditedSet(ABC):
             edit.close()
 
     def clear(self) -> None:
-        """Remove all selections, as a client does that opens the file with O_TRUNC and closes it."""
+        """Remove all functions from the set: open the file with O_TRUNC and close it, as a client does."""
         self.edit(truncate=True).close()
 
 
 class FilterEdit(WordEdit):
-    """An open file of a FunctionSet. Mirrors: kernel/trace/ftrace.c:ftrace_regex_open (v6.1)."""
+    """The copy of a FunctionSet in an open file. Mirrors: kernel/trace/ftrace.c:ftrace_regex_open (v6.1)."""
 
     def __init__(self, target: FunctionSet, *, truncate: bool) -> None:
         super().__init__(truncate=truncate)
         self._target = target
         self.sites = set(target.sites)
         self.lost_functions = target.lost_functions
-        """See FunctionSet."""
+        """Whether functions of the copy were removed with their modules, as in FunctionSet."""
         self.waits = target.waits
-        """Whether the set waited for a module when the file was opened."""
+        """Whether the set had selections that wait for a module when the file was opened."""
         self.has_awaited = False
-        """Whether the selections that wait for a module were changed."""
+        """Whether this file has changed the selections that wait for a module."""
         if truncate:
             self.clear()
 
     def clear(self) -> None:
-        """Remove all functions from the copy. Linux: the selections that wait are removed at once."""
+        """Remove all functions from the copy.
+
+        Linux: selections that wait for a module are removed from the set itself, at once.
+        """
         self._is_truncated = True
         self.sites.clear()
         self.lost_functions = False
@@ -131,7 +136,7 @@ class FilterEdit(WordEdit):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the copy selects nothing."""
+        """Whether no selection was made in the copy."""
         return not (self.sites or self.lost_functions or self.waits)
 
     def records_from(self, index: int) -> Iterator[str]:
@@ -145,18 +150,18 @@ class FilterEdit(WordEdit):
 
 
 class FunctionSet(EditedSet):
-    """The functions that a filter file selects. An empty set means that no selection was made.
+    """The functions that a filter file selects. If the set is empty, no selection was made.
 
-    If all functions of a set were removed with their modules, the set is not empty: it selects nothing until
-    it is cleared.
+    If all functions of a set were removed with their modules, the set does not count as empty. It selects no
+    function until it is cleared.
     """
 
     def __init__(
         self, functions: Functions, title: str, changed: Callable[[], None], *, waiting_counts: bool = True
     ) -> None:
-        """Create an empty set; `title` is shown while it is empty.
+        """Create an empty set. The file shows `title` while the set is empty.
 
-        If `waiting_counts`, a set that waits for a module is not empty.
+        If `waiting_counts` is set, a set with selections that wait for a module does not count as empty.
         """
         self._functions = functions
         self._title = title
@@ -166,16 +171,16 @@ class FunctionSet(EditedSet):
         """Whether functions of the set were removed with their modules."""
         self.sites: frozenset[int] = frozenset()
         self.awaited: list[tuple[bytes, bytes]] = []
-        """Selections that wait for a module, the latest first: (pattern of functions, name of the module)."""
+        """Selections that wait for a module, latest first, as (pattern of functions, name of the module)."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was selected. Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1)."""
+        """Whether no selection was made. Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1)."""
         return not (self.sites or self.lost_functions or self.waits)
 
     @property
     def waits(self) -> bool:
-        """Whether the set waits for a module, and is therefore not empty."""
+        """Whether the set has selections that wait for a module and that count (see `waiting_counts`)."""
         return self._waiting_counts and bool(self.awaited)
 
     def edit(self, *, truncate: bool) -> FilterEdit:
@@ -183,10 +188,10 @@ class FunctionSet(EditedSet):
 
     @abstractmethod
     def execute(self, word: bytes, edit: FilterEdit) -> None:
-        """Execute a word that was written to an open file."""
+        """Apply a word that was written to an open file to the file's copy. Raises: KernelError."""
 
     def choose(self, pattern: bytes, edit: FilterEdit) -> None:
-        """Add the functions that match; with "!" before the pattern, remove them.
+        """Add matching functions to a copy, or remove them if "!" precedes the pattern.
 
         Raises: KernelError EINVAL (no function matches). Mirrors: ftrace_match_records (v6.1).
         """
@@ -196,10 +201,10 @@ class FunctionSet(EditedSet):
             )
 
     def choose_of_module(self, pattern: bytes, module: bytes, edit: FilterEdit) -> None:
-        """Execute FUNCTIONS:mod:MODULE: select matching functions of one module, now or when it is loaded.
+        """Execute FUNCTIONS:mod:MODULE: select functions of one module, now or when the module is loaded.
 
-        With "!" before the pattern, remove the functions, or the selection that waits for the module.
-        Linux: the selections that wait are changed at once.
+        If "!" precedes the pattern, remove the functions, or the selection that waits for the module.
+        Linux: selections that wait are changed in the set itself, at once.
         Raises: KernelError EINVAL. Mirrors: kernel/trace/ftrace.c:ftrace_mod_callback, cache_mod (v6.1).
         """
         if self._match(pattern, module, edit.sites):
@@ -228,7 +233,7 @@ class FunctionSet(EditedSet):
         self.awaited = left
 
     def replace(self, edit: FilterEdit) -> None:
-        """Put the functions of an open file into force.
+        """Replace the set by the copy in an open file. If the set changes, notify its user.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_hash_move_and_update_ops (v6.1).
         """
@@ -240,7 +245,7 @@ class FunctionSet(EditedSet):
             self._changed()
 
     def module_came(self, name: str) -> None:
-        """Select the functions that waited for this module.
+        """Apply the selections that waited for a module, which was loaded.
 
         Mirrors: kernel/trace/ftrace.c:process_mod_list (v6.1).
         """
@@ -252,7 +257,7 @@ class FunctionSet(EditedSet):
         self.awaited = [each for each in self.awaited if each[1] != module]
 
     def functions_went(self, sites: frozenset[int]) -> None:
-        """Remove functions that no longer exist.
+        """Remove functions that no longer exist from the set.
 
         Mirrors: kernel/trace/ftrace.c:clear_mod_from_hashes (v6.1).
         """
@@ -265,15 +270,18 @@ class FunctionSet(EditedSet):
         return self._lines(self)
 
     def records_from(self, index: int) -> Iterator[str]:
-        """Return the lines of the file for one read(2), beginning with line `index`."""
+        """Return the lines of the file from line `index` on, for one read(2)."""
         return self.shown_from(index, self)
 
     def shown_from(self, index: int, shown: FilterEdit | FunctionSet) -> Iterator[str]:
-        """Return the lines of the set, or of its copy in an open file, for one read(2)."""
+        """Return the lines of `shown`, the set or its copy in an open file, from line `index` on."""
         return islice(self._lines(shown), index, None)
 
     def _lines(self, shown: FilterEdit | FunctionSet) -> Iterator[str]:
-        """Yield the lines. Mirrors: kernel/trace/ftrace.c:t_start, t_show, t_mod_show (v6.1)."""
+        """Yield the lines of the set, or of its copy in an open file.
+
+        Mirrors: kernel/trace/ftrace.c:t_start, t_show, t_mod_show (v6.1).
+        """
         if shown.is_empty:
             yield f"#### {self._title} ####\n"
         for function in self._functions:
@@ -284,7 +292,7 @@ class FunctionSet(EditedSet):
 
 
 class GraphEdit(WordEdit):
-    """An open file of a GraphSet. Mirrors: kernel/trace/ftrace.c:__ftrace_graph_open (v6.1)."""
+    """The copy of a GraphSet in an open file. Mirrors: kernel/trace/ftrace.c:__ftrace_graph_open (v6.1)."""
 
     def __init__(self, target: GraphSet, *, truncate: bool) -> None:
         super().__init__(truncate=truncate)
@@ -296,7 +304,10 @@ class GraphEdit(WordEdit):
         self.hash = FtraceHash()
 
     def records_from(self, index: int) -> Iterator[str]:
-        """Return the lines for one read(2). Linux: a file that is open for writing shows the set, too."""
+        """Return the lines of the set from line `index` on, for one read(2).
+
+        Linux: a file that is open for writing also shows the set, not the copy.
+        """
         return self._target.records_from(index)
 
     def execute(self, word: bytes) -> None:
@@ -307,13 +318,13 @@ class GraphEdit(WordEdit):
 
 
 class GraphSet(EditedSet):
-    """A file of functions that does not wait for modules. Names and globs add functions; `!` removes them.
+    """The functions in set_graph_function or set_graph_notrace. No selection waits for a module.
 
     Mirrors: kernel/trace/ftrace.c:ftrace_graph_set_hash, g_show (v6.1).
     """
 
     def __init__(self, functions: Functions, title: str, changed: Callable[[], None]) -> None:
-        """Create an empty set; `title` is shown while it is empty."""
+        """Create an empty set. The file shows `title` while the set is empty."""
         self._functions = functions
         self._title = title
         self._changed = changed
@@ -324,7 +335,7 @@ class GraphSet(EditedSet):
         return GraphEdit(self, truncate=truncate)
 
     def records_from(self, index: int) -> Iterator[str]:
-        """Return the lines of the file for one read(2), beginning with line `index`."""
+        """Return the lines of the file from line `index` on, for one read(2)."""
         return islice(self.records(), index, None)
 
     def records(self) -> Iterator[str]:
@@ -335,12 +346,12 @@ class GraphSet(EditedSet):
             yield f"{self._functions.at(site).shown}\n"
 
     def execute(self, word: bytes, chosen: FtraceHash) -> None:
-        """Add the functions that a word names to `chosen`, or remove them.
+        """Add the functions that match a word to `chosen`, or remove them if the word begins with "!".
 
         Raises: KernelError EINVAL (no function matches).
         """
         pattern = word.removeprefix(b"!")
-        # Linux: numbers match nothing here; in other filters they are positions in the list.
+        # Linux: a number matches no function here. In other filters, it is a position in the list.
         found = frozenset() if pattern[:1].isdigit() else self._functions.matching(pattern)
         if pattern != word:
             found = frozenset(site for site in found if site in chosen)
@@ -355,11 +366,11 @@ class GraphSet(EditedSet):
                 chosen.add(site)
 
     def replace(self, chosen: FtraceHash) -> None:
-        """Put the functions of an open file into force."""
+        """Replace the set by the copy in an open file."""
         self._set(chosen, self._functions.existing(chosen))
 
     def functions_went(self, sites: frozenset[int]) -> None:
-        """Remove functions that no longer exist. A set that loses its last function becomes empty."""
+        """Remove functions that no longer exist from the set. The set is empty after its last function."""
         self._set(self.hash, self.sites - sites)
 
     def _set(self, chosen: FtraceHash, sites: frozenset[int]) -> None:

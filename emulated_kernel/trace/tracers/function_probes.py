@@ -1,4 +1,4 @@
-"""Commands of set_ftrace_filter: actions at calls of a function, whichever tracer is current."""
+"""Commands of set_ftrace_filter: actions at calls of a function, independent of the current tracer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Action = Callable[[ProbeHit], bool]
-"""Performs a command's action at a call; returns whether the call counts against the limit."""
+"""Performs a command's action at a call. Returns True if the call counts against the command's limit."""
 
 
 Kind = tuple[str, bool]
@@ -24,17 +24,20 @@ Kind = tuple[str, bool]
 
 @dataclass(eq=False)
 class FunctionProbe:
-    """A command on one function; a `count` of None means no limit."""
+    """A command on one function."""
 
     title: str
+    """The command as set_ftrace_filter shows it: `NAME`, or `NAME:GROUP:EVENT`."""
     action: Action
     count: int | None
+    """Number of calls at which the command still acts; None means no limit."""
     forget: Callable[[], None]
+    """Releases the command's resources after its removal."""
 
     def fire(self, hit: ProbeHit) -> None:
-        """Run the action at a call of the function.
+        """Run the action at a call of the function, unless the limit is reached.
 
-        Linux: if the limit is -1 (an empty one), only `stacktrace` acts.
+        Linux: if the limit is -1, which an empty limit sets, only `stacktrace` acts.
         """
         if self.count is None:
             self.action(hit)
@@ -48,14 +51,14 @@ class FunctionProbe:
 
 
 class _Probes(dict[int, FunctionProbe]):
-    """Site -> command, for the commands of one kind. Mirrors: struct ftrace_func_probe (v6.1)."""
+    """Fentry site -> command, for the commands of one kind. Mirrors: struct ftrace_func_probe (v6.1)."""
 
     def __init__(self, hooks: KernelFunctions) -> None:
         self._hooks = hooks
         self._user = hooks.user(self._fire, lambda: "function_trace_probe_call")
 
     def changed(self) -> None:
-        """Attach to the sites of the current commands."""
+        """Attach to the sites that have a command now, and to no others."""
         if self:
             self._hooks.attach(self._user, self.keys())
         else:
@@ -68,7 +71,7 @@ class _Probes(dict[int, FunctionProbe]):
 
 
 class FunctionProbes:
-    """The commands of one trace array.
+    """The commands on functions that were written to set_ftrace_filter of one trace array.
 
     Mirrors: kernel/trace/ftrace.c:register_ftrace_function_probe (v6.1).
     """
@@ -88,13 +91,13 @@ class FunctionProbes:
             "snapshot": self._snapshot,
         }
         self._kinds: dict[Kind, _Probes] = {}
-        """Kind -> its commands, the oldest kind first."""
+        """Kind -> commands of this kind; the oldest kind comes first."""
 
     def execute(self, pattern: bytes, command: str) -> None:
-        """Add `COMMAND[:COUNT]` to the functions that match; with "!" before the pattern, remove it.
+        """Add `COMMAND[:COUNT]` to matching functions, or remove it if "!" precedes the pattern.
 
-        Raises: KernelError EINVAL (unknown command, or no function to change matches), ENODEV (no function
-        has the command that is to be removed), ERANGE, ENOMEM.
+        Raises: KernelError EINVAL (unknown command, or no function to change matches), ENODEV (the command to
+        remove is on no function), ERANGE, ENOMEM.
         """
         title, limit = self._parse(command)
         kind = title.partition(":")[0], limit is not None
@@ -114,9 +117,9 @@ class FunctionProbes:
         probes.changed()
 
     def _remove(self, pattern: bytes, kind: Kind) -> None:
-        """Remove the commands of a kind from the functions that match.
+        """Remove the commands of a kind from matching functions.
 
-        Linux: commands on other events than the given one are removed too.
+        Linux: an enable_event or disable_event command is removed even if it is for another event.
         Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function_probe_func (v6.1).
         """
         probes = self._kinds.get(kind)
@@ -138,7 +141,7 @@ class FunctionProbes:
             del self._kinds[kind]
 
     def clear(self) -> None:
-        """Remove all commands: the trace array is removed."""
+        """Remove all commands, because the trace array is being removed."""
         for kind, probes in tuple(self._kinds.items()):
             self._drop(kind, tuple(probes))
 
@@ -148,7 +151,7 @@ class FunctionProbes:
             self._drop(kind, sites & probes.keys())
 
     def records(self) -> Iterator[str]:
-        """Yield the commands' lines in set_ftrace_filter, the newest kind first.
+        """Yield the lines of the commands in set_ftrace_filter, the newest kind first.
 
         Mirrors: t_probe_next (v6.1).
         """
@@ -158,7 +161,10 @@ class FunctionProbes:
                     yield function.shown + probes[function.site].show()
 
     def _parse(self, command: str) -> tuple[str, str | None]:
-        """Return the command with its event, and its limit, which Linux ignores when a command is removed."""
+        """Split a command into its name with its event, and its limit as text or None.
+
+        Raises: KernelError EINVAL (no such command or event).
+        """
         name, colon, rest = command.partition(":")
         title = name
         if name in ("enable_event", "disable_event"):
@@ -205,9 +211,9 @@ class FunctionProbes:
         return True
 
     def _limited_stacktrace(self, hit: ProbeHit) -> bool:
-        """Record the call chain, if tracing is on.
+        """Record the call chain and return True, or return False if tracing is off.
 
-        Linux: tracing_on of the top array decides, even for instances.
+        Linux: tracing_on of the top array counts, even for instances.
         Mirrors: kernel/trace/trace_functions.c:ftrace_stacktrace_count (v6.1).
         """
         return self._top.tracing_on and self._stacktrace(hit)
@@ -218,7 +224,7 @@ class FunctionProbes:
 
 
 def _count(title: str, limit: str | None) -> int | None:
-    """Return the limit as a number, or None.
+    """Parse a command's limit. Return None if there is no limit.
 
     Linux: an empty limit is -1, except for commands with an event. Raises: KernelError EINVAL, ERANGE.
     """

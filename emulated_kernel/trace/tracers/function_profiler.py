@@ -1,4 +1,4 @@
-"""The function profiler: number of calls of each function on each CPU, and their durations."""
+"""The function profiler: number and durations of the calls of each function on each CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _U64 = (1 << 64) - 1
 _CALL = Struct("<QQQ")
-"""func, calltime (at offset CALLED), subtime; times in nanoseconds."""
+"""Format of a call's data on the shadow stack: func, calltime (at offset CALLED), subtime; times in ns."""
 _HEADER = """\
   Function                               Hit    Time            Avg             s^2
   --------                               ---    ----            ---             ---
@@ -32,7 +32,7 @@ class _Profile:
     time_squared: int = 0
 
     def variance(self) -> int:
-        """Return s^2 in thousandths of a square microsecond (Welford's method).
+        """Return the variance s^2 of the durations in thousandths of a square microsecond.
 
         Mirrors: function_stat_show (v6.1).
         """
@@ -43,8 +43,9 @@ class _Profile:
 
 
 class FunctionProfiler(GraphUser):
-    """function_profile_enabled and trace_stat/function*. Callers serialise.
+    """The function profiler, for the files function_profile_enabled and trace_stat/function*.
 
+    Callers hold the control lock.
     Mirrors: kernel/trace/ftrace.c, CONFIG_FUNCTION_PROFILER with CONFIG_FUNCTION_GRAPH_TRACER (v6.1).
     """
 
@@ -53,7 +54,7 @@ class FunctionProfiler(GraphUser):
     def __init__(
         self, graph: FunctionGraph, system: TracingServices, threshold_ns: Callable[[], int]
     ) -> None:
-        """Create empty profiles. `threshold_ns` returns tracing_thresh.
+        """Create empty profiles. `threshold_ns` returns the value of tracing_thresh.
 
         Functions whose average duration is below the threshold are not shown.
         """
@@ -64,9 +65,10 @@ class FunctionProfiler(GraphUser):
         self._by_cpu: list[dict[int, _Profile]] = [{} for _ in range(system.cpus)]
 
     def enable(self, value: int) -> None:
-        """Start the profiler with empty profiles, or stop it if `value` is 0. A running profiler continues.
+        """Start the profiler with empty profiles, or stop it if `value` is 0.
 
-        Raises: KernelError (see FunctionGraph.register).
+        If the profiler is running already and `value` is not 0, do nothing.
+        Raises: KernelError, as FunctionGraph.register().
         """
         if bool(value) is self.is_enabled:
             return
@@ -79,14 +81,17 @@ class FunctionProfiler(GraphUser):
         self.is_enabled = bool(value)
 
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes:
-        """Count the call and keep its time. Mirrors: profile_graph_entry, function_profile_call (v6.1)."""
+        """Count the call, and return its data with the current time.
+
+        Mirrors: profile_graph_entry, function_profile_call (v6.1).
+        """
         del caller, regs
         profiles = self._by_cpu[self._system.tasks.cpu()]
         profiles.setdefault(func, _Profile(func)).counter += 1
         return _CALL.pack(func, self._system.now_ns(), 0)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """Add the duration of a call that returned. Mirrors: profile_graph_return (v6.1)."""
+        """Add the duration of a call that returns to its profile. Mirrors: profile_graph_return (v6.1)."""
         del regs
         tasks = self._system.tasks
         func, called, below = _CALL.unpack(instance.data)
@@ -103,7 +108,7 @@ class FunctionProfiler(GraphUser):
             profile.time_squared += took * took
 
     def text(self, cpu: int) -> str:
-        """Return the file of a CPU, sorted by total time, longest first.
+        """Return the text of trace_stat/functionN for a CPU, sorted by total time, longest first.
 
         Mirrors: function_stat_headers, function_stat_show, kernel/trace/trace_stat.c:insert_stat (v6.1).
         """

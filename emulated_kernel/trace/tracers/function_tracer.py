@@ -1,4 +1,4 @@
-"""The function tracer of a trace array: selection of functions and tasks whose calls are recorded."""
+"""FunctionTracer, the function tracer of a trace array, and the files that select functions and tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emulated_kernel.trace.tracers.function_probes import FunctionProbes
 
 
 class FunctionTracer(Tracer, FunctionWatcher):
-    """The function tracer. Callers serialise.
+    """The function tracer of a trace array. Callers hold the control lock.
 
     Mirrors: kernel/trace/trace_functions.c, kernel/trace/ftrace.c (v6.1).
     """
@@ -28,9 +28,10 @@ class FunctionTracer(Tracer, FunctionWatcher):
         record: CallHandler,
         is_on: Callable[[str], bool],
     ) -> None:
-        """Create the filters.
+        """Create the filters, which select all functions.
 
-        `record` writes the entry of a call if `pids` (set_ftrace_pid) allows it. `is_on` returns an option.
+        `record` writes the entry of a call, unless `pids` (the lists set_ftrace_pid and
+        set_ftrace_notrace_pid) exclude the task. `is_on` returns whether an option of the tracer is on.
         """
         self._hooks = hooks
         self._option = is_on
@@ -68,38 +69,41 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._hooks.detach(self._user)
 
     def option_changed(self, name: str) -> None:
-        """Register the handler that the options select now. Mirrors: func_set_flag (v6.1)."""
+        """Attach again, because the options select another handler now. Mirrors: func_set_flag (v6.1)."""
         if name in tuple(FunctionOption):
             self._hooks.detach(self._user)
             self._update()
 
     def remove(self) -> None:
-        """Detach from all functions: the trace array is removed."""
+        """Stop recording and remove all commands, because the trace array is being removed."""
         self._hooks.functions.unwatch(self)
         self.probes.clear()
         self.stop()
 
     def module_came(self, module: str) -> None:
-        """Trace the module's functions if the filters select them."""
+        """Trace the functions of a new module that the filters select."""
         self.filter.module_came(module)
         self.notrace.module_came(module)
         self._update()
 
     def functions_went(self, sites: frozenset[int]) -> None:
-        """Remove functions that no longer exist from the filters."""
+        """Remove functions that no longer exist from the filters and the commands."""
         self.filter.functions_went(sites)
         self.notrace.functions_went(sites)
         self.probes.functions_went(sites)
         self._update()
 
     def selected(self) -> list[int]:
-        """Return the sites of the functions that set_ftrace_filter and set_ftrace_notrace select."""
+        """Return the fentry sites of the functions that set_ftrace_filter and set_ftrace_notrace select."""
         chosen = self._hooks.functions.sites if self.filter.is_empty else self.filter.sites
         left_out = self.notrace.sites
         return [site for site in chosen if site not in left_out]
 
     def _update(self) -> None:
-        """Attach to the selected functions. Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1)."""
+        """Attach to the selected functions if the tracer is current, and notify `on_selection`.
+
+        Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1).
+        """
         if self._is_on:
             self._hooks.attach(self._user, self.selected())
         for notify in self.on_selection:
@@ -107,7 +111,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
 
 
 class FilterFile(FunctionSet):
-    """set_ftrace_filter, which accepts commands, or set_ftrace_notrace, which does not.
+    """The functions in set_ftrace_filter, which also accepts commands, or in set_ftrace_notrace.
 
     O_TRUNC does not remove commands. Commands take effect at once, and functions when the file is closed.
     """
@@ -125,16 +129,16 @@ class FilterFile(FunctionSet):
         self._probes = probes
 
     def records(self) -> Iterator[str]:
-        """Yield the lines of the functions, then those of the commands."""
+        """Yield the lines of the functions, then the lines of the commands."""
         return chain(super().records(), self._commands())
 
     def _commands(self) -> Iterator[str]:
         return iter(()) if self._probes is None else self._probes.records()
 
     def shown_from(self, index: int, shown: FilterEdit | FunctionSet) -> Iterator[str]:
-        """Return the lines of the functions, then those of the commands, for one read(2).
+        """Return the lines of functions and then commands, from line `index` on, for one read(2).
 
-        If line `index` is the last one before the commands, the read ends after it.
+        If line `index` is the last one of a function, the read ends after this line.
         Mirrors: kernel/trace/ftrace.c:t_start, t_next, t_mod_start (v6.1).
         """
         lines = list(islice(self._lines(shown), index, index + 2))
@@ -143,7 +147,7 @@ class FilterFile(FunctionSet):
         return islice(chain(self._lines(shown), self._commands()), index, None)
 
     def execute(self, word: bytes, edit: FilterEdit) -> None:
-        """Execute a word: a pattern, or PATTERN:COMMAND.
+        """Apply a word to the copy in an open file: a pattern, PATTERN:mod:MODULE, or PATTERN:COMMAND.
 
         Raises: KernelError EINVAL, ENOMEM. Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).
         """
@@ -157,16 +161,16 @@ class FilterFile(FunctionSet):
 
 
 _NO_PIDS = "no pid\n"
-"""Line of an empty list."""
+"""Line that set_ftrace_pid shows for an empty list."""
 _LAST_PID = f"{1 << 22}\n"
-"""Line of the greatest pid + 1. Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1)."""
+"""Line of PID_MAX_LIMIT, the greatest pid + 1. Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1)."""
 
 
 class FunctionPids(PidList):
-    """set_ftrace_pid: a list of pids, which reads "no pid" if it is empty."""
+    """The list of pids in set_ftrace_pid or set_ftrace_notrace_pid, which reads "no pid" if it is empty."""
 
     def records(self) -> list[str]:
-        """Return the lines of the file. Linux: the greatest pid + 1 is printed like an empty list.
+        """Return the lines of the file. Linux: the greatest pid + 1 is also printed as "no pid".
 
         Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1).
         """

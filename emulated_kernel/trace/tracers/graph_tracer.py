@@ -1,4 +1,4 @@
-"""The function_graph tracer: it records calls of selected functions as a tree."""
+"""The function_graph tracer, which records entries and returns of selected functions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from emulated_kernel.trace.tracers.function_filter import GraphSet
 
 
 class PendingCall(NamedTuple):
-    """A call that has not returned, as its task's shadow stack stores it (in the format FRAME)."""
+    """A call that has not returned, as stored on its task's shadow stack in the format FRAME."""
 
     func: int
     called_ns: int
-    """Time of the call; without option sleep-time, plus the time that its task has slept since."""
+    """Time of the call. If option sleep-time is off, the time that the task has slept since is added."""
     depth: int
+    """Nesting depth of the call: its number of hooked callers."""
     flags: int
+    """CallFlag."""
 
 
 class GraphTracer(Tracer, FunctionWatcher, GraphUser):
@@ -44,16 +46,16 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         pids: EventPids,
         context: HitContext,
     ) -> None:
-        """Create the filters. `pids` is set_ftrace_pid of the function tracer."""
+        """Create the filters, which select all functions. `pids` are the function tracer's lists of pids."""
         self.functions = GraphSet(functions, "all functions enabled", graph.user_changed)
         self.notrace = GraphSet(functions, "no functions disabled", graph.user_changed)
         functions.watch(self)
         self.max_depth = 0
-        """Calls that are nested deeper are not recorded; 0 means no limit."""
+        """Value of max_graph_depth: calls that are nested deeper are not recorded; 0 means no limit."""
         self.threshold_ns = 0
-        """Value of tracing_thresh.
+        """Value of tracing_thresh in nanoseconds.
 
-        If it is not 0, only returns are recorded, and only of calls that took at least so long.
+        If the value is not 0, only returns are recorded, and only of calls that took at least this time.
         """
         self._graph = graph
         self._pids = pids
@@ -65,17 +67,17 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._records = GraphRecords(array.system.arch.word_size)
 
     def set_max_depth(self, depth: int) -> None:
-        """Set max_graph_depth, an unsigned int."""
+        """Set max_graph_depth to `depth`, truncated to an unsigned int."""
         self.max_depth = depth & 0xFFFFFFFF
         self._graph.user_changed()
 
     def set_threshold(self, nanoseconds: int) -> None:
-        """Set tracing_thresh."""
+        """Set tracing_thresh, in nanoseconds."""
         self.threshold_ns = nanoseconds
         self._graph.user_changed()
 
     def start(self) -> None:
-        """Begin to record calls. Raises: KernelError (see FunctionGraph.register)."""
+        """Begin to record calls. Raises: KernelError, as FunctionGraph.register()."""
         self._graph.register(self)
 
     def stop(self) -> None:
@@ -86,15 +88,15 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             self._graph.user_changed()
 
     def rewired(self) -> None:
-        """Drop the guest code, which writes to the old buffers."""
+        """Drop the guest code, which was compiled for the old buffers or lists of pids."""
         self._graph.user_changed()
 
     def compiled(self) -> CompiledGraph | None:
-        """Return the parameters of guest code that records calls, or None if Python must handle them.
+        """Return the settings of guest code that records calls, or None if Python must handle the calls.
 
         Python handles the calls if the clock or an option keeps guest code from writing to the buffers. It
-        does so too if the lists of pids are very long. FtraceSites passes calls of functions that have other
-        users to Python in any case. Guest code implements all other settings.
+        also handles them if the lists of pids are very long. Guest code implements all other settings.
+        FtraceSites always passes calls of functions with other users to Python.
         """
         target = self._array.ring_target()
         pids = self._pids
@@ -121,12 +123,18 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     # Recording
 
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes | None:
-        """Record the call if it is selected, and return its frame. Mirrors: trace_graph_entry (v6.1)."""
+        """Record a call if it is selected, and return its PendingCall as bytes, or None if it is not.
+
+        Mirrors: trace_graph_entry (v6.1).
+        """
         frame = self._frame(func, None if caller is None else _read(caller), regs)
         return None if frame is None else FRAME.pack(*frame)
 
     def _frame(self, func: int, parent: PendingCall | None, regs: Any) -> PendingCall | None:
-        """Return the data to keep of a call made by `parent`; None if its return does not matter."""
+        """Record a call made by `parent` if it is selected, and return the data to keep until its return.
+
+        Return None if the return need not be handled.
+        """
         depth = 0 if parent is None else parent.depth + 1
         if parent is not None and parent.flags & CallFlag.HIDDEN:
             return None
@@ -139,13 +147,13 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             return None
         now = self._now_ns()
         if not self.threshold_ns:
-            # Linux: the hook's guard against recursion disables preemption.
+            # Linux: ftrace's guard against recursion has disabled preemption.
             disabled = self._context.disabled_once
             self._record(EntryType.GRAPH_ENT, self._records.entered.pack(func, depth), regs, now, disabled)
         return PendingCall(func, now, depth, CallFlag.IN_IRQ if in_irq else 0)
 
     def _ignores(self, func: int, parent: PendingCall | None, depth: int, *, in_irq: bool) -> bool:
-        """Return True if a call is not recorded.
+        """Return True if set_graph_function, max_graph_depth or option funcgraph-irqs exclude a call.
 
         Mirrors: ftrace_graph_ignore_func, ftrace_graph_ignore_irqs (v6.1).
         """
@@ -154,11 +162,14 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             return True
         if not in_irq or self._options.is_on(GraphOption.IRQS):
             return False
-        # Functions in set_graph_function are recorded in interrupts too, with all that they call.
+        # Functions in set_graph_function are recorded in interrupts too, with all their callees.
         return func not in chosen and not (parent is not None and parent.flags & CallFlag.IN_IRQ)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """Record the return of a call. Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1)."""
+        """Record the return of a call, unless it is hidden or shorter than the threshold.
+
+        Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
+        """
         frame = _read(instance)
         if frame.flags & CallFlag.HIDDEN:
             return

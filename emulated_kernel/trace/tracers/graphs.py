@@ -1,4 +1,4 @@
-"""Construction of the users of the function graph: the function_graph tracer and the function profiler."""
+"""build_graphs(): build the users of the function graph: function_graph tracer and function profiler."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def build_graphs(
     context: HitContext,
     places: GuestAddresses,
 ) -> tuple[GraphTracer, FunctionProfiler]:
-    """Return the function_graph tracer and the profiler of the top array.
+    """Build the function_graph tracer and the function profiler of the top array, and register the tracer.
 
-    `tracer` is the top array's function tracer. `points` is GROUP:EVENT -> tracepoint of the kernel.
+    `tracer` is the top array's function tracer. `points` maps GROUP:EVENT -> tracepoint of the kernel.
     """
     system = array.system
     graph = FunctionGraph(kprobes, hook_sets.graph, system, tracer, SleepTimes(points, system), places)

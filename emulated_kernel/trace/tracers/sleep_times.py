@@ -1,4 +1,4 @@
-"""Times that tasks were off the CPU, which the function graph can exclude from the durations of calls."""
+"""SleepTimes: the times that tasks are off the CPU, which durations of calls exclude without sleep-time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 
 Slept = Callable[[int, int], None]
-"""Gets the address of a task_struct and the nanoseconds that its task was off the CPU."""
+"""Handler of a task's return to a CPU; arguments: its task_struct's address, and nanoseconds off the CPU."""
 
 
 class SleepTimes:
@@ -21,9 +21,9 @@ class SleepTimes:
     """
 
     def __init__(self, points: Mapping[str, Tracepoint], system: TracingServices) -> None:
-        """Find the fields of sched_switch; `points` is GROUP:EVENT -> tracepoint of the kernel.
+        """Find the fields of sched_switch. `points` maps GROUP:EVENT -> tracepoint of the kernel.
 
-        An image without events has no tracepoints; nothing is measured then.
+        If the image has no events, no times are measured.
         """
         event = system.events.find("sched", "sched_switch")
         fields = () if event is None else event.fields
@@ -36,18 +36,18 @@ class SleepTimes:
         self._is_watching = False
         self._options.on_switch.append(self._follow)
         self._left: dict[tuple[int, int], tuple[int, int]] = {}
-        """(pid, 0) or (0, CPU of an idle task) -> the task_struct's address, and the time it left the CPU."""
+        """(pid, 0), or (0, CPU) of an idle task -> address of its task_struct, and when it left the CPU."""
 
     def start(self, slept: Slept) -> None:
-        """Call `slept` for each task that comes back to a CPU.
+        """Call `slept` for each task that comes back to a CPU, while option sleep-time is off.
 
-        Linux: sched_switch is watched whatever the option is, which only costs time.
+        Deviates: Linux watches sched_switch even if the option is on, which only costs time.
         """
         self._slept = slept
         self._follow()
 
     def stop(self) -> None:
-        """Stop watching the scheduler."""
+        """Stop calling `slept`, and stop watching sched_switch."""
         self._slept = None
         self._follow()
 

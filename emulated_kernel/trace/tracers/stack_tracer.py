@@ -1,4 +1,4 @@
-"""The stack tracer: the deepest stack at any call of a traced function, and the callers on it."""
+"""StackTracer: finds the deepest stack at calls of traced functions, and keeps the callers on the stack."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ _DISABLED = """\
 """
 
 MAX_FRAMES = 499
-"""Number of callers that are kept. Mirrors: kernel/trace/trace_stack.c:STACK_TRACE_ENTRIES - 1 (v6.1)."""
+"""Maximum number of callers that are kept.
+
+Mirrors: kernel/trace/trace_stack.c:STACK_TRACE_ENTRIES - 1 (v6.1).
+"""
 Frames = Sequence[tuple[int, int]]
-"""(Return address, bytes from the stack's top to where it is stored) of each caller, innermost first."""
+"""Callers, innermost first: (return address, distance of its stack slot from the stack's top in bytes)."""
 
 
 class StackTracer(FunctionWatcher):
-    """sysctl kernel.stack_tracer_enabled and the files stack_*. Callers serialise.
+    """The stack tracer, for sysctl kernel.stack_tracer_enabled and the files stack_*.
 
+    Callers hold the control lock.
     Mirrors: kernel/trace/trace_stack.c (v6.1).
     """
 
@@ -51,19 +55,19 @@ class StackTracer(FunctionWatcher):
         self._memory = memory
         self._bits = arch.bits
         self._pushed = 0 if arch.registers.link is not None else arch.word_size
-        """Bytes that the call from the fentry site pushes onto the stack."""
+        """Number of bytes that the call from a fentry site pushes onto the stack."""
         self._stack_at = abi["task_struct.stack"]
         self._stack_size = abi["thread.size"]
         self._user = hooks.user(self._check, lambda: "stack_trace_call")
         self.enabled = 0
-        """The value written last; the tracer is on unless it is 0."""
+        """Value of stack_tracer_enabled; the tracer is on unless the value is 0."""
         self._max_size = 0
         self._frames: Frames = ()
         self.filter = StackFilter(hooks.functions, "all functions enabled", self._update)
         hooks.functions.watch(self)
 
     def enable(self, value: int) -> None:
-        """Execute a write to stack_tracer_enabled."""
+        """Set stack_tracer_enabled to `value`: start the tracer, or stop it if `value` is 0."""
         was = self.enabled
         self.enabled = value
         if bool(was) != bool(value):
@@ -71,13 +75,13 @@ class StackTracer(FunctionWatcher):
 
     @property
     def max_size(self) -> int:
-        """Value of stack_max_size: bytes, as a signed long."""
+        """Value of stack_max_size: the greatest depth so far in bytes, as a signed long."""
         return self._max_size - (self._max_size >> (self._bits - 1) << self._bits)
 
     def set_max_size(self, size: int) -> None:
-        """Search for stacks deeper than `size` bytes from now on.
+        """Set stack_max_size, so that the tracer looks for stacks deeper than `size` bytes.
 
-        The last result is kept until one is found.
+        The callers in stack_trace are kept until such a stack is found.
         """
         self._max_size = size & (1 << self._bits) - 1
 
@@ -93,7 +97,7 @@ class StackTracer(FunctionWatcher):
             yield f"{number:3d}) {depth:8d}   {depth - below:5d}   {where}\n"
 
     def module_came(self, module: str) -> None:
-        """Trace the module's functions if the filter selects them."""
+        """Check the stack at calls of a new module's functions too, if the filter selects them."""
         del module
         self._update()
 
@@ -110,7 +114,7 @@ class StackTracer(FunctionWatcher):
             self._hooks.detach(self._user)
 
     def _check(self, site: int, hit: ProbeHit) -> None:
-        """Keep the stack if it is the deepest so far.
+        """Handle a call: keep depth and callers of the stack if it is the deepest so far.
 
         Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1).
         """
@@ -120,9 +124,9 @@ class StackTracer(FunctionWatcher):
             self._frames = self._callers(site, hit)
 
     def _depth(self, hit: ProbeHit) -> int:
-        """Return the bytes of the task's stack in use, including the return address of the fentry call.
+        """Return the number of bytes in use on the task's stack, or 0 if the CPU uses another stack.
 
-        Return 0 on other stacks. `hit` has the registers before that call pushed its return address.
+        The return address of the fentry call counts. `hit` has the registers before the call pushed it.
         """
         used = self._top() - getattr(hit.regs, self._system.arch.registers.sp)
         return used + self._pushed if 0 < used <= self._stack_size else 0
@@ -137,15 +141,15 @@ class StackTracer(FunctionWatcher):
         return ((after_call, top - sp + self._pushed), *((address, top - at) for address, at in callers))
 
     def _top(self) -> int:
-        """Return the end of the current task's stack."""
+        """Return the address of the end of the current task's stack, from which depths are measured."""
         return self._memory.read_word(self._system.tasks.current() + self._stack_at) + self._stack_size
 
 
 class StackFilter(FunctionSet):
-    """stack_trace_filter: the functions at whose calls the depth is checked. It accepts no commands."""
+    """The functions in stack_trace_filter, at whose calls the depth is checked. Commands are refused."""
 
     def execute(self, word: bytes, edit: FilterEdit) -> None:
-        """Execute a word, which is a pattern.
+        """Apply a word, which is a pattern, to the copy in an open file.
 
         Raises: KernelError EINVAL, ENODEV (a command, which is only valid for a trace array).
         """

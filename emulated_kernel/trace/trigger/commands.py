@@ -24,14 +24,14 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class CountedTrigger(Trigger):
-    """A trigger that may have a limit. A hit that would change nothing does not count."""
+    """A trigger whose number of actions may be limited. A hit that would change nothing does not count."""
 
     def __init__(self, title: str, count: int, filter_: EventFilter | None) -> None:
         super().__init__(filter_)
         self._title = title
-        """The text before the count in the trigger file."""
+        """Text of the trigger in the trigger file, up to the count."""
         self.count = count
-        """Number of times that the trigger still fires; UNLIMITED if it has no limit."""
+        """Number of times that the trigger may still fire; UNLIMITED if it has no limit."""
 
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
         del entry
@@ -42,7 +42,7 @@ class CountedTrigger(Trigger):
         self.act(hit)
 
     def would_change(self) -> bool:
-        """Return True if act() makes a difference now."""
+        """Return True if act() would change something now."""
         return True
 
     @abstractmethod
@@ -50,7 +50,7 @@ class CountedTrigger(Trigger):
         """Perform the trigger's action."""
 
     def show(self) -> str:
-        """Return the trigger's line.
+        """Return the trigger's line in the trigger file.
 
         Mirrors: kernel/trace/trace_events_trigger.c:event_trigger_print (v6.1).
         """
@@ -59,7 +59,7 @@ class CountedTrigger(Trigger):
 
 
 class ControlTrigger(CountedTrigger):
-    """A trigger that acts on its trace array."""
+    """A trigger whose action changes its trace array."""
 
     def __init__(self, name: str, array: TraceArray, count: int, filter_: EventFilter | None) -> None:
         super().__init__(name, count, filter_)
@@ -67,7 +67,7 @@ class ControlTrigger(CountedTrigger):
 
 
 class TraceOn(ControlTrigger):
-    """Switches recording on."""
+    """Trigger that switches the recording of its trace array on."""
 
     kind = TriggerKind.TRACE_ONOFF
     on = True
@@ -81,14 +81,14 @@ class TraceOn(ControlTrigger):
 
 
 class TraceOff(TraceOn):
-    """Switches recording off, after the entry of the hit is written."""
+    """Trigger that switches the recording of its trace array off, after the hit's entry was written."""
 
     on = False
     is_post = True
 
 
 class SnapshotTrigger(ControlTrigger):
-    """Takes a snapshot: swaps the trace array's buffers with the snapshot's."""
+    """Trigger that takes a snapshot: it swaps the trace array's buffers with the snapshot's buffers."""
 
     kind = TriggerKind.SNAPSHOT
 
@@ -98,7 +98,7 @@ class SnapshotTrigger(ControlTrigger):
 
 
 class StackTrace(ControlTrigger):
-    """Records the call chain, after the entry of the hit."""
+    """Trigger that records the call stack of a hit, after the hit's entry."""
 
     kind = TriggerKind.STACKTRACE
     is_post = True
@@ -109,13 +109,13 @@ class StackTrace(ControlTrigger):
 
 @dataclass(frozen=True)
 class ControlCommand(TriggerCommand):
-    """`NAME[:COUNT] [if FILTER]`. Mirrors: event_trigger_parse, register_trigger (v6.1)."""
+    """The command `NAME[:COUNT] [if FILTER]`. Mirrors: event_trigger_parse, register_trigger (v6.1)."""
 
     name: str
     trigger: type[ControlTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Add the trigger, or remove it.
+        """Add the trigger to an event, or remove it.
 
         Raises: KernelError EINVAL, ERANGE, EEXIST (the event has a trigger of this kind), errors of
         parse_filter().
@@ -139,7 +139,7 @@ class ControlCommand(TriggerCommand):
 
 
 class SwitchTrigger(CountedTrigger):
-    """A trigger that acts on another event, which it keeps alive and in soft mode."""
+    """A trigger that acts on another event. While the trigger exists, that event exists in soft mode."""
 
     def __init__(
         self, name: str, enable: bool, target: EventFile, count: int, filter_: EventFilter | None
@@ -153,7 +153,7 @@ class SwitchTrigger(CountedTrigger):
 
 
 class EventSwitch(SwitchTrigger):
-    """Starts or stops recording another event, which stays enabled in soft mode."""
+    """Trigger that starts or stops the recording of another event, which stays enabled in soft mode."""
 
     kind = TriggerKind.EVENT_ENABLE
 
@@ -166,7 +166,7 @@ class EventSwitch(SwitchTrigger):
 
 
 class HistSwitch(SwitchTrigger):
-    """Starts or pauses another event's histograms."""
+    """Trigger that continues or pauses the histograms of another event."""
 
     kind = TriggerKind.HIST_ENABLE
 
@@ -179,14 +179,14 @@ class HistSwitch(SwitchTrigger):
 
 @dataclass(frozen=True)
 class SwitchCommand(TriggerCommand):
-    """`NAME:GROUP:EVENT[:COUNT] [if FILTER]`. Mirrors: event_enable_trigger_parse (v6.1)."""
+    """The command `NAME:GROUP:EVENT[:COUNT] [if FILTER]`. Mirrors: event_enable_trigger_parse (v6.1)."""
 
     name: str
     enable: bool
     trigger: type[SwitchTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Add the trigger, or remove it.
+        """Add the trigger to an event, or remove it.
 
         Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST, errors of parse_filter().
         """
@@ -218,7 +218,7 @@ class SwitchCommand(TriggerCommand):
             raise
 
     def remove_all(self, file: EventFile) -> None:
-        """Remove only triggers that switch histograms."""
+        """Remove the event's triggers that switch histograms; other triggers stay."""
         for trigger in tuple(file.triggers):
             if trigger.kind is TriggerKind.HIST_ENABLE:
                 file.remove(trigger)
@@ -234,4 +234,4 @@ PLAIN_COMMANDS: tuple[TriggerCommand, ...] = (
     SwitchCommand("enable_hist", True, HistSwitch),
     SwitchCommand("disable_hist", False, HistSwitch),
 )
-"""The commands, in the order in which the trigger file lists them."""
+"""All plain trigger commands, in the order in which the trigger file lists them."""

@@ -19,30 +19,37 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
 UNLIMITED = -1
-"""Count of a trigger that has no limit."""
+"""Count of a trigger that may fire without a limit."""
 _LONG_BITS = 64
 
 
 class TriggerCommand(ABC):
-    """A command, which begins with its name. Mirrors: kernel/trace/trace.h:struct event_command (v6.1)."""
+    """A command of trigger files, which begins with its name.
+
+    Mirrors: kernel/trace/trace.h:struct event_command (v6.1).
+    """
 
     name: str
-    """The name as a user writes it."""
+    """Name of the command, as a user writes it."""
 
     @abstractmethod
     def execute(
         self, triggers: EventTriggers, file: EventFile, rest: str | None, /, *, removes: bool
     ) -> None:
-        """Add or remove a trigger; `rest` is the text after the name. Raises: KernelError."""
+        """Add a trigger to an event, or remove it. `rest` is the text after the name, or None.
+
+        Raises: KernelError.
+        """
 
     def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most stay
-        """Remove the triggers that opening the file with O_TRUNC removes."""
+        """Remove the event's triggers that opening its trigger file with O_TRUNC removes: none by default."""
 
 
 class EventTriggers:
-    """The triggers of a trace array's events.
+    """The triggers of all events, in one trace array.
 
-    Callers serialise: Linux holds event_mutex. Mirrors: kernel/trace/trace_events_trigger.c (v6.1).
+    The caller holds the control lock; Linux holds event_mutex.
+    Mirrors: kernel/trace/trace_events_trigger.c (v6.1).
     """
 
     def __init__(
@@ -60,16 +67,16 @@ class EventTriggers:
         self._commands = {command.name: command for command in commands}
 
     def file(self, event: TraceEvent) -> EventFile:
-        """Return the event's state in this trace array."""
+        """Return the state of an event in this trace array."""
         return event.file(self.array)
 
     def find_file(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event of that name in this trace array, or None."""
+        """Return the state of the event with this name in this trace array; None if there is no event."""
         event = self.registry.find(group, name)
         return None if event is None else self.file(event)
 
     def find_switchable(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event of that name, or None if it cannot be enabled.
+        """Return the state of the event with this name; None if there is none or it cannot be enabled.
 
         Mirrors: find_event_file (v6.1).
         """
@@ -77,9 +84,9 @@ class EventTriggers:
         return file if file is not None and file.event.is_switchable else None
 
     def records(self, event: TraceEvent, start: int = 0) -> Iterator[str]:
-        """Yield the lines of the event's trigger file from line `start` on.
+        """Yield the lines of an event's trigger file, from the line with index `start` on.
 
-        Hidden triggers are never listed. If there are only hidden ones, or none, the line lists the commands.
+        Hidden triggers are not listed. If no trigger is listed, a comment lists the commands.
         """
         shown = [trigger for trigger in self.file(event).triggers if not trigger.is_hidden]
         if not shown and not start:
@@ -89,7 +96,7 @@ class EventTriggers:
             yield to_text(f"{trigger.show()}\n")
 
     def write(self, event: TraceEvent, data: bytes) -> int:
-        """Execute one write to a trigger file and return the bytes taken, which are all.
+        """Execute one write to an event's trigger file, and return the number of bytes taken, which is all.
 
         Raises: KernelError EINVAL (a page or more, no such command), errors of the command.
         """
@@ -100,7 +107,10 @@ class EventTriggers:
         return len(data)
 
     def execute(self, event: TraceEvent, text: str) -> None:
-        """Execute `[!]NAME[:| ]...` without blanks around it. Mirrors: trigger_process_regex (v6.1)."""
+        """Execute a command `[!]NAME[:| ]...` on an event. `text` has no blanks around it.
+
+        Mirrors: trigger_process_regex (v6.1).
+        """
         word, rest = split_at(text, ": \t")
         name = word.removeprefix("!")
         if name not in self._commands:
@@ -109,7 +119,7 @@ class EventTriggers:
         self._commands[name].execute(self, self.file(event), rest, removes=word.startswith("!"))
 
     def truncate(self, event: TraceEvent) -> None:
-        """Remove histograms and the triggers that switch them, as opening the file with O_TRUNC does."""
+        """Remove an event's histograms and triggers that switch histograms, as opening with O_TRUNC does."""
         for command in reversed(self._commands.values()):
             command.remove_all(self.file(event))
 
@@ -122,7 +132,9 @@ class EventTriggers:
 
 
 def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str | None]:
-    """Return parameter and filter of `[PARAM] [if FILTER]`. An optional parameter is a number.
+    """Split `[PARAM] [if FILTER]` into the parameter and `if FILTER`, either of which may be None.
+
+    If the parameter is not `required`, it must be a number.
 
     Raises: KernelError EINVAL. Mirrors: event_trigger_separate_filter (v6.1).
     """
@@ -137,7 +149,7 @@ def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str |
 
 
 def parse_count(param: str | None) -> int:
-    """Return how often a trigger fires. The text after another colon is ignored.
+    """Parse the count of a trigger; None means UNLIMITED. The text after another colon is ignored.
 
     Raises: KernelError EINVAL, ERANGE. Mirrors: event_trigger_parse_num (v6.1).
     """
@@ -149,8 +161,9 @@ def parse_count(param: str | None) -> int:
 
 
 def parse_trigger_filter(event: TraceEvent, text: str | None) -> EventFilter | None:
-    """Compile `if FILTER`. Linux: errors in the filter are not added to error_log.
+    """Compile `if FILTER`, and return the filter; None if `text` is None.
 
+    Linux: errors in the filter are not added to error_log.
     Raises: KernelError EINVAL, errors of parse_filter(). Mirrors: set_trigger_filter (v6.1).
     """
     if text is None:

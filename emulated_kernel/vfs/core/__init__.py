@@ -2,6 +2,6 @@
 
 A NodeTree finds nodes by their paths and raises Linux's errno for operations that a node does not support.
 Opening a node creates an OpenFile, the only object that knows positions, ends and partial reads. `seq_file`
-contains the kinds of files: lists of records, single values, commands and streams. This subpackage knows
-nothing of kernels.
+contains the kinds of files: lists of records, single values, commands and streams. No module of this
+subpackage depends on a kernel.
 """

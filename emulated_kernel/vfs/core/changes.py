@@ -1,4 +1,4 @@
-"""ChangeWatcher: reports of the changes that clients make to control files."""
+"""ChangeWatcher: interface of an object that records the changes of clients to control files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 
 
 class ChangeWatcher(ABC):
-    """Receives the requests that may have changed control files, in their order. Lock: needs."""
+    """Interface of an object that is called after each request that may have changed a control file.
+
+    Lock: needs, for all methods.
+    """
 
     @abstractmethod
     def truncated(self, path: str) -> None:
@@ -14,9 +17,9 @@ class ChangeWatcher(ABC):
 
     @abstractmethod
     def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
-        """Record that a write(2) took these bytes, or failed and may have executed a part of them.
+        """Record that a write(2) took `data`, or that it failed and may have executed a part of `data`.
 
-        `is_part`: the text after the last newline continues in the next write.
+        If `is_part` is set, the text after the last newline continues in the next write.
         """
 
     @abstractmethod

@@ -12,16 +12,17 @@ from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 
 T = TypeVar("T")
 WritePiece = Callable[[Piece, int], int]
-"""Do a step of a piece at an offset. After its last step, return the bytes taken, which may be fewer.
+"""Function that does one step of writing a piece at an offset.
 
-Raises: YieldLock (the piece has more steps), KernelError.
+After the last step, the function returns the number of bytes taken.
+Raises: YieldLock (more steps follow), KernelError.
 """
 
 
 class RunOnce(Generic[T]):
-    """An action of one of kprobefs's own files that runs once, during or after the guest's system call.
+    """An action on a control file that runs only once, either during the guest's system call or after it.
 
-    The request returns the result of the action, even if the guest's system call fails or never runs it.
+    A request returns the result of the action. The result of the guest's system call does not matter.
     """
 
     def __init__(self, action: Callable[[], T]) -> None:
@@ -29,12 +30,12 @@ class RunOnce(Generic[T]):
         self.answer: T
         self._error: Exception | None = None
         self.is_done = False
-        """True if the action has returned. Its result is in `answer`."""
+        """Whether the action has returned, so that `answer` has its result."""
 
     def __call__(self) -> T:
-        """Run the action, or return its earlier result.
+        """Run the action at the first call, and return its result at each call.
 
-        Raises: the action's exception, each time; WouldBlock (the next call runs the action again).
+        Raises: the action's exception, at each call; WouldBlock (the next call runs the action again).
         """
         if self._error is not None:
             raise self._error
@@ -51,9 +52,9 @@ class RunOnce(Generic[T]):
 
 
 class ChunkedWrite:
-    """One write(2) to an open file, in pieces, which may have several steps.
+    """One write(2) to an open file, in pieces, each of which has one or more steps.
 
-    Linux: the effects before an error are kept.
+    Linux: an error does not undo the effects of earlier data.
     """
 
     def __init__(self, opened: OpenFile, data: bytes, offset: int, write: WritePiece) -> None:
@@ -64,26 +65,26 @@ class ChunkedWrite:
         self._taken = 0
 
     def __call__(self) -> int:
-        """Do the next step. After the last one, return the bytes that all pieces have taken.
+        """Do the next step. After the last step, return the number of bytes that all pieces have taken.
 
-        Raises: YieldLock (there are further steps), KernelError.
+        Raises: YieldLock (more steps follow), KernelError.
         """
         piece = self._pieces[self._done]
         taken = self._write(piece, self._offset + self._taken)
         self._done += 1
         self._taken += taken
-        # If a piece is not taken whole, the writer must write the rest again.
+        # If only a part of a piece is taken, the write ends: the client must write the rest again.
         if taken == len(piece.data) and self._done < len(self._pieces):
             raise YieldLock
         return self._taken
 
 
 def retry_yielding_lock(lock: ControlLock, step: Callable[[], T], check: Callable[[], None]) -> T:
-    """Call `step` until it does not raise YieldLock, and return its result.
+    """Call `step` again whenever it raises YieldLock, and return its result.
 
-    `step` takes the lock by itself. Between the calls other threads get the lock, and another thread serves
-    requests in place of this one.
-    Raises: errors of `step`, and of `check`, which is called between two steps.
+    `step` takes the control lock itself. Between two calls, other threads get the lock, and `check` is
+    called. Meanwhile another thread serves requests in place of this one.
+    Raises: the errors of `step` and of `check`.
     """
     try:
         return step()

@@ -9,25 +9,25 @@ from typing import NamedTuple
 from emulated_kernel.util.errors import KernelError
 
 STATUS_FLAGS = os.O_APPEND | os.O_NONBLOCK
-"""Status flags that file systems follow when a client changes them with fcntl(F_SETFL)."""
+"""Status flags of an open file that take effect when a client changes them with fcntl(F_SETFL)."""
 INO_SPACES = 4
-"""Most file systems in one mount. The mount shows inode n of file system number s as n * INO_SPACES + s.
+"""Maximum number of file systems in one mount.
 
-The numbers must differ because programs take two files with the same inode number for the same file. The
-tree of control files is file system number 0.
+The mount shows inode n of the file system with index s as n * INO_SPACES + s, so that inode numbers are
+unique. Programs take two files with equal inode numbers for one file. The control files have index 0.
 """
 
 
 class Client(NamedTuple):
-    """The process that a request comes from, in the daemon's pid and user namespace."""
+    """The process that makes a request, with ids in the daemon's pid and user namespaces."""
 
     pid: int
     uid: int
     gid: int
     umask: int = 0
-    """The process's umask if the front end knows it, else 0. Modes in requests have it applied already."""
+    """The process's umask if the front end knows it, else 0. It is already applied to modes in requests."""
     facts: object = None
-    """What the guest has to know about the process, as FileSystem.informed() has read it."""
+    """Data about the process for the guest, which FileSystem.informed() has read; None before that."""
 
 
 class Stat(NamedTuple):
@@ -45,14 +45,14 @@ class Stat(NamedTuple):
     blocks: int = 0
     rdev: int = 0
     is_paged: bool = False
-    """True if a front end that caches pages may read any page of the file: a whole page or an errno."""
+    """Whether the file has pages that a front end may read for splice(2), each whole or with an errno."""
 
 
 class StatFs(NamedTuple):
     """Capacity of a file system as statfs(2) shows it. The counts of a pseudo file system are 0."""
 
     block_size: int = 4096
-    """Bytes of one block, the unit of `blocks`, `free` and `available`."""
+    """Size of a block in bytes, which is the unit of `blocks`, `free` and `available`."""
     blocks: int = 0
     free: int = 0
     available: int = 0
@@ -61,7 +61,7 @@ class StatFs(NamedTuple):
 
 
 class DirEntry(NamedTuple):
-    """An entry of a directory as readdir(3) shows it. `kind` is the file type (S_IFDIR, ...)."""
+    """An entry of a directory as readdir(3) returns it. `kind` is the file type (S_IFDIR, ...)."""
 
     name: str
     kind: int
@@ -69,13 +69,13 @@ class DirEntry(NamedTuple):
 
 
 GONE = ""
-"""Path of an open directory that was removed or replaced by rename(2)."""
+"""Path in the description of an open directory that was removed by rmdir(2) or replaced by rename(2)."""
 
 
 def path_behind(path: str, old: str, new: str) -> str:
-    """Return the path of an open directory after rename(2) of `old` to `new`.
+    """Return the new path of an open directory with `path`, after rename(2) of `old` to `new`.
 
-    If `new` is GONE, return its path after rmdir(2) of `old`.
+    If `new` is GONE, return the path after rmdir(2) of `old`.
     """
     if path == old or path.startswith(f"{old}/"):
         return new and new + path[len(old) :]
@@ -83,7 +83,10 @@ def path_behind(path: str, old: str, new: str) -> str:
 
 
 def still_there(path: str) -> str:
-    """Return `path`, the path of an open directory. Raises: KernelError ENOENT (it is GONE)."""
+    """Check that `path`, the path of an open directory, is not GONE, and return it.
+
+    Raises: KernelError ENOENT (the directory is GONE).
+    """
     if path == GONE:
         raise KernelError(errno.ENOENT, "the directory has been removed")
     return path

@@ -10,7 +10,10 @@ from emulated_kernel.util.errors import KernelError
 _UNSIGNED = re.compile(rb"\+?([0-9]+)\n?")
 _INTEGER = re.compile(rb"(-?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)(?=[ \t\n]|\Z)")
 _INTEGER_LIMIT = 20
-"""Limit of a number's characters, including sign and leading zeros. Mirrors: proc_get_long (v6.1)."""
+"""Maximum number of characters of a number, including sign and leading zeros.
+
+Mirrors: proc_get_long (v6.1).
+"""
 _HEXADECIMAL = re.compile(rb"[0-9a-fA-F]+")
 _CHUNK_DIGITS = 8
 _NUMBER_BUFFER = 31
@@ -19,7 +22,7 @@ _SWITCHES_AFTER_O = {b"n": True, b"f": False}
 
 
 def kstrtobool(data: bytes) -> bool:
-    """Return the value of a switch, by its first one or two letters: 1/0, y/n, t/f, on/off in either case.
+    """Parse a switch by its first one or two letters, in either case: 1, y, t, on or 0, n, f, off.
 
     Raises: KernelError EINVAL. Mirrors: lib/kstrtox.c:kstrtobool (v6.1).
     """
@@ -31,7 +34,7 @@ def kstrtobool(data: bytes) -> bool:
 
 
 def kstrtoul(data: bytes) -> int:
-    """Return the value of an unsigned decimal number with at most one newline after it.
+    """Parse an unsigned decimal number of 64 bits, with at most one newline after it.
 
     Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoul_from_user (v6.1).
     """
@@ -46,7 +49,7 @@ def kstrtoul(data: bytes) -> int:
 
 
 def switch(data: bytes) -> bool:
-    """Return the value of a 0 or a 1, as an event's `enable` file parses it.
+    """Parse 0 or 1, as the `enable` file of an event does.
 
     Raises: KernelError EINVAL, ERANGE.
     """
@@ -57,7 +60,7 @@ def switch(data: bytes) -> bool:
 
 
 def sysctl_switch(data: bytes) -> bool:
-    """Return the value of 0 or 1, as an integer sysctl with these bounds parses it. Skip blanks around it.
+    """Parse 0 or 1, as a sysctl with these bounds does. Blanks around the number are skipped.
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec_minmax (v6.1).
     """
@@ -68,7 +71,7 @@ def sysctl_switch(data: bytes) -> bool:
 
 
 def sysctl_int(data: bytes) -> int:
-    """Return the value of an int, as an integer sysctl parses it. Blanks around it are skipped.
+    """Parse an int, as a sysctl does. Blanks around the number are skipped.
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec (v6.1).
     """
@@ -84,7 +87,7 @@ def sysctl_int(data: bytes) -> int:
 
 
 def cpumask(data: bytes, cpus: int) -> int:
-    """Return a CPU mask of `cpus` bits from hexadecimal chunks of 32 bits, separated by commas.
+    """Parse a CPU mask of `cpus` bits, which are hexadecimal chunks of 32 bits with commas between them.
 
     Raises: KernelError EINVAL (not hexadecimal), EOVERFLOW (more bits than a chunk or the machine has).
     Mirrors: lib/bitmap.c:bitmap_parse (v6.1).
@@ -104,7 +107,7 @@ def cpumask(data: bytes, cpus: int) -> int:
 
 
 def ascii_lines(data: bytes) -> list[str]:
-    """Return the lines of a write that are not blank, without blanks around them.
+    """Split written data into lines. Return lines that are not blank, without blanks around them.
 
     Raises: KernelError EINVAL (the data is not ASCII).
     """

@@ -1,4 +1,7 @@
-"""Permission bits of tracefs. Mirrors: kernel/trace/trace.h:TRACE_MODE_READ, TRACE_MODE_WRITE (v6.1)."""
+"""Permission bits of files and directories in tracefs.
+
+Mirrors: kernel/trace/trace.h:TRACE_MODE_READ, TRACE_MODE_WRITE (v6.1).
+"""
 
 from __future__ import annotations
 

@@ -13,22 +13,22 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 
 PERMISSION_BITS = 0o7777
-"""The bits of a mode that chmod(2) changes."""
+"""Mask of the mode's bits that chmod(2) changes."""
 _FEW = 64
-"""Number of members up to which a DynamicDirectory does not check for removed objects."""
+"""Number of members from which on a DynamicDirectory looks for members whose objects were removed."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """User and group of all nodes that were not changed by chown(2): those of the user who mounts."""
+    """User and group of the user who mounts, which all nodes have until chown(2) changes them."""
 
     uid: int = 0
     gid: int = 0
 
     def is_privileged(self, client: Client) -> bool:
-        """Return True if `client` is treated as having CAP_SYSLOG: it is root or the owner of the mount."""
+        """Return True if `client` is root or the owner, and so is treated as having CAP_SYSLOG."""
         return client.uid in (0, self.uid)
 
 
@@ -37,9 +37,9 @@ class Node:
 
     kind: ClassVar[int] = stat.S_IFREG
     is_paged: ClassVar[bool] = False
-    """True if its open files implement read_page()."""
+    """Whether open files of the node implement OpenFile.read_page()."""
     is_listed: ClassVar[bool] = True
-    """True if directory listings show the node."""
+    """Whether listings of the directory show the node."""
     __slots__ = ("_gid", "_permissions", "_times_ns", "_uid", "ino", "name", "parent")
 
     def __init__(self, mode: int) -> None:
@@ -59,17 +59,17 @@ class Node:
 
     @property
     def nlink(self) -> int:
-        """Number of names, as stat(2) counts them."""
+        """Number of hard links, as stat(2) shows it."""
         return 1
 
     def number(self, numbers: Iterator[int]) -> int:
-        """Return the inode number. The first call takes it from `numbers`."""
+        """Return the inode number of the node. The first call takes the number from `numbers`."""
         if self.ino == 0:
             self.ino = next(numbers)
         return self.ino
 
     def stat(self, owner: Owner) -> Stat:
-        """Return the attributes. `owner` fills in a user or group that chown(2) has not set.
+        """Return the attributes of the node. `owner` supplies the user and group that chown(2) has not set.
 
         The size is 0, as in debugfs and tracefs.
         """
@@ -87,12 +87,12 @@ class Node:
         )
 
     def chmod(self, mode: int) -> None:
-        """Replace the permission bits."""
+        """Set the permission bits of the node to the permission bits of `mode`."""
         self._permissions = mode & PERMISSION_BITS
         self._touch()
 
     def chown(self, uid: int, gid: int) -> None:
-        """Replace the user and the group; -1 keeps the old one."""
+        """Set the user and the group of the node; -1 leaves either unchanged."""
         if uid != -1:
             self._uid = uid
         if gid != -1:
@@ -100,7 +100,7 @@ class Node:
         self._touch()
 
     def utimens(self, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Set the access and the modification time in nanoseconds since the epoch; None keeps the old one."""
+        """Set access and modification time in nanoseconds since the epoch; None leaves a time unchanged."""
         atime, mtime, _ = self._times_ns
         self._times_ns = (
             atime if atime_ns is None else atime_ns,
@@ -109,9 +109,9 @@ class Node:
         )
 
     def check_attached(self) -> None:
-        """Check that each directory above still finds the node or its ancestor.
+        """Check that the node is still in the tree.
 
-        Raises: KernelError ENODEV (the kernel's object of the node or of a directory above was removed).
+        Raises: KernelError ENODEV (the kernel object of the node, or of a directory above it, was removed).
         """
         node = self
         while node.parent is not None:
@@ -120,7 +120,7 @@ class Node:
             node = node.parent
 
     def count_open(self, change: int) -> None:
-        """Add `change`, 1 for an open and -1 for a close, to `open_files` of all directories above."""
+        """Count an open (1) or a close (-1) of the node in `open_files` of all directories above it."""
         directory = self.parent
         while directory is not None:
             directory.open_files += change
@@ -132,11 +132,11 @@ class Node:
 
 
 class Directory(Node):
-    """A directory with fixed children, which are given by name."""
+    """A directory with fixed children: name -> node."""
 
     kind = stat.S_IFDIR
     is_kept_by_open_files: ClassVar[bool] = False
-    """True if rmdir(2) of a subdirectory returns EBUSY while files in that subdirectory are open."""
+    """Whether rmdir(2) of a subdirectory returns EBUSY while files in the subdirectory are open."""
     __slots__ = ("_children", "_subdirectories", "open_files")
 
     def __init__(self, mode: int, children: Mapping[str, Node]) -> None:
@@ -152,28 +152,28 @@ class Directory(Node):
 
     @property
     def nlink(self) -> int:
-        """Number of links: two, and one for each subdirectory's ".."."""
+        """Number of hard links: two, and one for the ".." of each subdirectory."""
         return 2 + self._subdirectories
 
     def get(self, name: str) -> Node | None:
-        """Return the child called `name`, or None if there is none, without a scan of the children."""
+        """Return the child called `name`, or None. This is fast, however many children there are."""
         return self._children.get(name)
 
     def names(self) -> list[str]:
-        """Return the names of all children that listings show."""
+        """Return the names of the children that listings show."""
         return [name for name, child in self._children.items() if child.is_listed]
 
     def entries(self, numbers: Iterator[int]) -> list[DirEntry]:
-        """Return the entries for readdir(3). A child without an inode number takes one from `numbers`."""
+        """Return the entries for readdir(3). Children without an inode number take one from `numbers`."""
         listed = ((name, child) for name, child in self._children.items() if child.is_listed)
         return [DirEntry(name, child.kind, child.number(numbers)) for name, child in listed]
 
     def mkdir(self, name: str, mode: int) -> None:
-        """Make a subdirectory. Raises: KernelError EPERM (unless a subclass overrides this)."""
+        """Create a subdirectory. Raises: KernelError EPERM, unless a subclass overrides this method."""
         raise KernelError(errno.EPERM, f"no directory can be made here: {name} ({mode:o})")
 
     def rmdir(self, name: str) -> None:
-        """Remove a subdirectory. Raises: KernelError EPERM (unless a subclass overrides this)."""
+        """Remove a subdirectory. Raises: KernelError EPERM, unless a subclass overrides this method."""
         raise KernelError(errno.EPERM, f"{name} can't be removed")
 
     def _adopt(self, name: str, child: Node) -> None:
@@ -184,7 +184,7 @@ class Directory(Node):
 
 
 class UnlistedDirectory(Directory):
-    """A directory that can be opened by name, but is not shown in listings."""
+    """A directory that can be opened by name, but that listings omit."""
 
     is_listed = False
     __slots__ = ()
@@ -192,21 +192,21 @@ class UnlistedDirectory(Directory):
 
 @dataclass(frozen=True, slots=True)
 class Objects(Generic[T]):
-    """Source of a DynamicDirectory's subdirectories: named kernel objects that are created and removed."""
+    """Named kernel objects that come and go, each of which is a subdirectory of a DynamicDirectory."""
 
     names: Callable[[], Collection[str]]
-    """Return the current names in the order of readdir. Its len() must be cheap, because nlink needs it."""
+    """Returns the current names in the order of readdir. len() of the result must be fast, for nlink."""
     find: Callable[[str], T | None]
-    """Return the object of a name, or None. It must return the same object as long as that exists."""
+    """Returns the object with a name, or None. The result is the same object while the object exists."""
     make: Callable[[T], Directory]
-    """Make the directory that shows an object."""
+    """Creates the directory that shows an object."""
 
 
 @dataclass(slots=True)
 class _Member(Generic[T]):
-    """An object of a DynamicDirectory, with its inode number and its directory once they are needed.
+    """An object of a DynamicDirectory, with the inode number and the node of its subdirectory.
 
-    A listing needs only the number, and a lookup needs the directory.
+    The first listing sets the number, and the first lookup creates the node.
     """
 
     object: T
@@ -214,7 +214,7 @@ class _Member(Generic[T]):
     directory: Directory | None = None
 
     def number(self, numbers: Iterator[int]) -> int:
-        """Return the inode number of its directory, which need not exist yet."""
+        """Return the inode number of the object's subdirectory, whose node need not exist yet."""
         if self.directory is not None:
             return self.directory.number(numbers)
         self.ino = self.ino or next(numbers)
@@ -224,8 +224,8 @@ class _Member(Generic[T]):
 class DynamicDirectory(Directory, Generic[T]):
     """A directory with a subdirectory for each kernel object, in addition to fixed children.
 
-    A node lives as long as its object. A new object of the same name gets a new node and a new inode number.
-    Files that are still open in the old node return ENODEV.
+    The node of a subdirectory exists as long as its object. A new object of the same name gets a new node and
+    a new inode number. Files that are still open in the old node return ENODEV.
     """
 
     __slots__ = ("_limit", "_members", "_mkdir", "_objects", "_rmdir")
@@ -247,11 +247,11 @@ class DynamicDirectory(Directory, Generic[T]):
 
     @property
     def nlink(self) -> int:
-        """Number of links: two, and one for each subdirectory's ".."."""
+        """Number of hard links: two, and one for the ".." of each subdirectory."""
         return super().nlink + len(self._objects.names())
 
     def get(self, name: str) -> Node | None:
-        """Return the fixed child or the object's directory called `name`, or None if there is none."""
+        """Return the fixed child called `name`, or the subdirectory of the object `name`, or None."""
         fixed = self._children.get(name)
         if fixed is not None:
             return fixed
@@ -278,20 +278,20 @@ class DynamicDirectory(Directory, Generic[T]):
         return member
 
     def _forget_removed(self) -> None:
-        """Drop the members of removed objects. Few of them are dropped by a lookup of their name."""
+        """Drop the members of removed objects that no lookup of their name has dropped."""
         alive = set(self._objects.names())
         self._members = {name: member for name, member in self._members.items() if name in alive}
         self._limit = max(_FEW, 2 * len(self._members))
 
     def names(self) -> list[str]:
-        """Return the names of the fixed children, then those of the objects.
+        """Return the names of the fixed children, and then the names of the objects.
 
         A fixed child hides an object of the same name.
         """
         return [*super().names(), *(name for name in self._objects.names() if name not in self._children)]
 
     def entries(self, numbers: Iterator[int]) -> list[DirEntry]:
-        """Return the entries for readdir(3), without making the directories of the objects."""
+        """Return the entries for readdir(3), without creating the nodes of the objects' subdirectories."""
         entries = super().entries(numbers)
         for name in self._objects.names():
             if name not in self._children and (member := self._member(name)) is not None:
@@ -299,14 +299,14 @@ class DynamicDirectory(Directory, Generic[T]):
         return entries
 
     def mkdir(self, name: str, mode: int) -> None:
-        """Create an object. Raises: KernelError EPERM (the directory does not support it)."""
+        """Create an object, which has the subdirectory `name`. Raises: KernelError EPERM (not supported)."""
         if self._mkdir is None:
             super().mkdir(name, mode)
         else:
             self._mkdir(name)
 
     def rmdir(self, name: str) -> None:
-        """Remove an object. Raises: KernelError EPERM (not supported, or `name` is a fixed child)."""
+        """Remove the object `name`. Raises: KernelError EPERM (not supported, or `name` is a fixed child)."""
         if self._rmdir is None or super().get(name) is not None:
             super().rmdir(name)
         else:

@@ -1,4 +1,4 @@
-"""NodeTree: finds nodes by path and raises Linux's errno for operations that they do not support."""
+"""NodeTree: finds nodes by path, and raises Linux's errno for operations that a node does not support."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File, OpenFile
 
 CONTROL = ".control"
-"""Directory that listings omit. If tracefs is the root, it holds kprobes/, machine/ and sysctl/."""
+"""Name of the directory for kprobes/, machine/ and sysctl/ if the root is tracefs. Listings omit it."""
 NAME_MAX = 255
-"""Bytes of the longest file name."""
+"""Maximum length of a file name in bytes."""
 
 
 class NodeTree:
-    """A tree of nodes. Methods with the names of FileSystem's methods do the same for paths in this tree."""
+    """A tree of nodes. Methods with names of FileSystem's methods implement them for paths in this tree."""
 
     def __init__(self, root: Directory, owner: Owner | None = None) -> None:
         self.root = root
@@ -28,7 +28,7 @@ class NodeTree:
         self._inode_numbers = count(INO_SPACES, INO_SPACES)
 
     def lookup(self, path: str) -> Node:
-        """Return the node at an absolute path, by one dictionary lookup for each component.
+        """Return the node at an absolute path, with one dictionary lookup for each component.
 
         Raises: KernelError ENOENT, ENOTDIR, ENAMETOOLONG.
         """
@@ -43,7 +43,7 @@ class NodeTree:
         return node
 
     def getattr(self, path: str) -> Stat:
-        """Return the attributes of the node at `path`. Raises: as lookup()."""
+        """Return the attributes of the node at `path`. Raises: KernelError, as lookup()."""
         return self.stat(self.lookup(path))
 
     def stat(self, node: Node) -> Stat:
@@ -52,7 +52,10 @@ class NodeTree:
         return node.stat(self.owner)
 
     def readdir(self, path: str) -> list[DirEntry]:
-        """Return the entries of a directory, "." and ".." first. Raises: KernelError ENOTDIR, as lookup()."""
+        """Return the entries of the directory at `path`, "." and ".." first.
+
+        Raises: KernelError ENOTDIR, as lookup().
+        """
         directory = self._directory(path)
         numbers = self._inode_numbers
         parent = directory.parent or directory
@@ -63,10 +66,10 @@ class NodeTree:
         ]
 
     def open(self, path: str, flags: int, client: Client) -> OpenFile:
-        """Open a file.
+        """Open the file at `path` for a client.
 
-        No directory here lets clients create files, so O_CREAT with a new name fails with EACCES.
-        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR, errors of the file's own open, as lookup().
+        No directory of the tree lets clients create files, so O_CREAT with a new name fails with EACCES.
+        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR, as lookup(), or the error of the file's open.
         """
         try:
             node = self.lookup(path)
@@ -91,19 +94,22 @@ class NodeTree:
         opened.release()
 
     def create(self, path: str) -> NoReturn:
-        """Refuse to create a file. Raises: KernelError EEXIST, EACCES (as on Linux without ->create)."""
+        """Refuse to create a file at `path`. Raises: KernelError EEXIST, EACCES (Linux: no ->create)."""
         self._absent(path)
         raise KernelError(errno.EACCES, path)
 
     def mkdir(self, _client: Client, path: str, mode: int) -> None:
-        """Create a directory by the parent's hook. Raises: KernelError EEXIST, errors of the hook."""
+        """Create a directory by the parent directory's method.
+
+        Raises: KernelError EEXIST, as Directory.mkdir.
+        """
         directory, name = self._absent(path)
         directory.mkdir(name, mode)
 
     def rmdir(self, _client: Client, path: str) -> None:
-        """Remove a directory by the parent's hook.
+        """Remove a directory by the parent directory's method.
 
-        Raises: KernelError ENOTDIR, EBUSY (the root), errors of the hook.
+        Raises: KernelError ENOTDIR, EBUSY (the root), as Directory.rmdir.
         """
         node = self._directory(path)
         if node.parent is None:
@@ -111,12 +117,12 @@ class NodeTree:
         node.parent.rmdir(node.name)
 
     def unlink(self, _client: Client, path: str) -> NoReturn:
-        """Refuse to remove a file. Raises: KernelError EPERM (EISDIR for a directory)."""
+        """Refuse to remove a file. Raises: KernelError EPERM, EISDIR (a directory), as lookup()."""
         node = self.lookup(path)
         raise KernelError(errno.EISDIR if isinstance(node, Directory) else errno.EPERM, path)
 
     def rename(self, _client: Client, old: str, new: str) -> NoReturn:
-        """Refuse to rename a node. Raises: KernelError EPERM, as lookup()."""
+        """Refuse to rename a file or directory. Raises: KernelError EPERM, as lookup()."""
         self.lookup(old)
         self._split(new)
         raise KernelError(errno.EPERM, old)
@@ -135,37 +141,43 @@ class NodeTree:
     def mknod(self, _client: Client, path: str, mode: int) -> NoReturn:
         """Refuse to create a special or regular file.
 
-        Raises: KernelError EPERM, EEXIST, EACCES (a regular file, as on Linux without ->create).
+        Raises: KernelError EPERM, EEXIST, EACCES (a regular file; Linux: no ->create).
         """
         self._absent(path)
         raise KernelError(errno.EACCES if stat.S_IFMT(mode) in (0, stat.S_IFREG) else errno.EPERM, path)
 
     def readlink(self, _client: Client, path: str) -> NoReturn:
-        """Refuse to read a link. Raises: KernelError EINVAL (no node here is a symbolic link)."""
+        """Refuse to read a link. Raises: KernelError EINVAL (no node is a symbolic link), as lookup()."""
         self.lookup(path)
         raise KernelError(errno.EINVAL, path)
 
     def truncate(self, _client: Client, path: str, size: int) -> None:
-        """Do nothing, whatever the size. Raises: KernelError EISDIR, EINVAL (the size is negative)."""
+        """Do nothing: control files have no size. Raises: KernelError EISDIR, EINVAL (a negative size)."""
         if size < 0:
             raise KernelError(errno.EINVAL, path)
         if isinstance(self.lookup(path), Directory):
             raise KernelError(errno.EISDIR, path)
 
     def chmod(self, _client: Client, path: str, mode: int) -> None:
-        """Set the permission bits. The front end has checked the client's permission. Raises: as lookup()."""
+        """Set the permission bits of a node, after the front end has checked the client's permission.
+
+        Raises: KernelError, as lookup().
+        """
         self.lookup(path).chmod(mode)
 
     def chown(self, _client: Client, path: str, uid: int, gid: int) -> None:
-        """Set the owner. The front end has checked the client's permission. Raises: as lookup()."""
+        """Set the owner of a node, after the front end has checked the client's permission.
+
+        Raises: KernelError, as lookup().
+        """
         self.lookup(path).chown(uid, gid)
 
     def utimens(self, _client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Set the times; None leaves a time unchanged. Raises: as lookup()."""
+        """Set the times of a node; None leaves a time unchanged. Raises: KernelError, as lookup()."""
         self.lookup(path).utimens(atime_ns, mtime_ns)
 
     def runs_guest(self, path: str) -> bool:
-        """Return True if a write to the file runs code in the guest. Raises: as lookup()."""
+        """Return True if a write to the file at `path` runs guest code. Raises: KernelError, as lookup()."""
         node = self.lookup(path)
         return isinstance(node, File) and node.runs_guest
 

@@ -1,4 +1,4 @@
-"""Files and open files, and the file position that Linux would have, derived from a front end's offsets."""
+"""File and OpenFile, and Cursor, which computes Linux's file position from a front end's offsets."""
 
 from __future__ import annotations
 
@@ -20,59 +20,59 @@ ALWAYS_READY = select.POLLIN | select.POLLOUT | select.POLLRDNORM | select.POLLW
 
 
 def encode(text: str) -> bytes:
-    """Return the bytes of a file's text, in which surrogates represent bytes that are not UTF-8."""
+    """Return the bytes of a file's text. Surrogates in the text represent bytes that are not UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
 class Moves(Enum):
-    """How far a write(2) moves the file position. A read after the write begins there.
+    """How far a write(2) moves the file position, at which the next read begins.
 
-    Linux: each write method decides this by itself.
+    Linux: the write method of each file decides how far.
     """
 
     NOT = auto()
     BY_ONE = auto()
     """Mirrors: kernel/trace/trace.c:rb_simple_write, buffer_percent_write (v6.1)."""
     BY_BYTES = auto()
-    """The position moves by the bytes that the write takes."""
+    """The position moves by the number of bytes that the write takes."""
 
     def after(self, count: int) -> int:
-        """Return the distance for a write that took `count` bytes."""
+        """Return the distance in bytes for a write that took `count` bytes."""
         return {Moves.NOT: 0, Moves.BY_ONE: 1, Moves.BY_BYTES: count}[self]
 
 
 class File(Node):
-    """A regular file. Its open files implement reading and writing."""
+    """A regular file. Its open files, which are OpenFile objects, implement reading and writing."""
 
     runs_guest: ClassVar[bool] = False
-    """True if a write runs code in the guest. The writing task must sleep meanwhile."""
+    """Whether a write runs guest code, so that the writing task must sleep meanwhile."""
     notes_writer: ClassVar[bool] = False
-    """True if a write is recorded with the current task. The current task must then be the writer."""
+    """Whether a write is recorded with the current task, which must therefore be the writing task."""
     writer: ClassVar[HostfsWriter] = HostfsWriter.GENERAL
-    """Function of the guest's kernel that a write calls."""
+    """Function of the guest's kernel that write(2) calls."""
     reads_host: ClassVar[bool] = False
-    """True if a write names host files. OpenFile.prepare() reads these without the control lock.
+    """Whether a write names host files, which OpenFile.prepare() reads without the control lock.
 
-    They may be slow, or be files of this mount.
+    The host files may be slow, or may be files of this mount.
     """
     replaces_kernel: ClassVar[bool] = False
-    """True if a write replaces this kernel by a new one. No guest task makes such a write."""
+    """Whether a write replaces this kernel by a new one. The write is not made by a guest task."""
     opened_as: ClassVar[type[OpenFile]]
-    """Class of its open files. The constructor raises the errno of the file's open method on Linux."""
+    """Class of the file's open files. Its constructor raises the errno of the file's open on Linux."""
     __slots__ = ("moves",)
 
     def __init__(self, mode: int, moves: Moves = Moves.BY_BYTES) -> None:
         super().__init__(mode)
         self.moves = moves
-        """Distance by which a write(2) moves the position."""
+        """How far a write(2) moves the file position."""
 
 
 class Cursor:
-    """The file position that Linux would have, derived from the offsets that a front end passes.
+    """Computes the file position that Linux would have from the offsets that a front end passes.
 
-    A front end adds written bytes to its offset, but in many control files a write(2) moves the position
-    otherwise (see Moves). If an offset does not continue the last operation, it comes from lseek(2) or
-    pread(2), and is used unchanged.
+    A front end adds the number of written bytes to its offset. In many control files, a write(2) moves the
+    position by another distance (see Moves). An offset that does not continue the last operation comes from
+    lseek(2) or pread(2), and is the position.
     """
 
     __slots__ = ("_expected", "_position")
@@ -83,25 +83,28 @@ class Cursor:
 
     @property
     def next_offset(self) -> int:
-        """Offset of an operation that continues the last one."""
+        """Offset that a front end passes for an operation that continues the last one."""
         return self._expected
 
     def position(self, offset: int) -> int:
-        """Return the position of an operation for which the front end passes `offset`."""
+        """Return the file position of an operation for which the front end passes `offset`."""
         return self._position if offset == self._expected else offset
 
     def moved(self, offset: int, transferred: int, position: int) -> None:
-        """Record that the operation at `offset` transferred bytes and left the file at `position`."""
+        """Record an operation at `offset` that transferred some bytes and moved the file to `position`."""
         self._expected = offset + transferred
         self._position = position
 
 
 Steps = Generator[None, None, int]
-"""The steps of a write: other requests may run when it yields. It returns the bytes taken."""
+"""Generator that does a write in steps, and returns the number of bytes taken.
+
+When it yields, other requests may run.
+"""
 
 
 def finish(steps: Steps) -> int:
-    """Do all steps of a write without a pause, and return the bytes taken."""
+    """Do all steps of a write without a pause, and return the number of bytes taken."""
     while True:
         try:
             next(steps)
@@ -111,7 +114,7 @@ def finish(steps: Steps) -> int:
 
 
 def one_step(action: Callable[[], int]) -> Steps:
-    """Return the steps of a write that does everything at once. `action` returns the bytes taken."""
+    """Return the steps of a write with one step, which calls `action` and returns its result."""
     return action()
     yield
 
@@ -121,63 +124,63 @@ class Piece(NamedTuple):
 
     data: bytes
     is_part: bool = False
-    """True if the line after its last newline continues in the next write(2)."""
+    """Whether the text after the last newline of the piece continues in the next write(2)."""
 
 
 class OpenFile:
     """An open file. Subclasses override `_read` and `_write`, which raise EINVAL by default."""
 
     stream = False
-    """True if the file has no position. lseek(2) and pread(2) then return ESPIPE."""
+    """Whether the file has no position, so that lseek(2) and pread(2) return ESPIPE."""
 
     def __init__(self, node: File, flags: int, client: Client) -> None:
-        """Open the file for `client`. Later reads use the rights of this client, not those of the reader."""
+        """Open the file for `client`. Later reads use the rights of this client, whoever reads."""
         del client
         self.node = node
         self.flags = flags
         self._cursor = Cursor()
         self._is_part = False
-        """`Piece.is_part` of the current write."""
+        """Piece.is_part of the write that is executed now."""
         self._write_at = 0
-        """Position of the current write."""
+        """File position of the write that is executed now."""
 
     def pieces(self, data: bytes) -> list[Piece]:
-        """Return the parts into which one write(2) is split. Other requests may run between them."""
+        """Split the data of one write(2) into pieces. Other requests may run between two pieces."""
         return [Piece(data)]
 
     @property
     def is_between_parts(self) -> bool:
-        """True if the file holds data of writes that a later write, or the close, will execute."""
+        """Whether the file keeps written data that a later write, or the close, will execute."""
         return False
 
     @property
     def acts_on_close(self) -> bool:
-        """True if other files show an effect of release()."""
+        """Whether release() has an effect that other files show."""
         return False
 
     @property
     def readable(self) -> bool:
-        """True if it was opened with O_RDONLY or O_RDWR."""
+        """Whether the file was opened with O_RDONLY or O_RDWR."""
         return self.flags & os.O_ACCMODE != os.O_WRONLY
 
     @property
     def writable(self) -> bool:
-        """True if it was opened with O_WRONLY or O_RDWR."""
+        """Whether the file was opened with O_WRONLY or O_RDWR."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return at most `size` bytes from `offset`, or b"" at the end, without a pause.
+        """Return at most `size` bytes from `offset` on, or b"" at the end of the file, without a pause.
 
-        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), WouldBlock.
+        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), WouldBlock (no data yet).
         """
         while True:
             with suppress(YieldLock):
                 return self.read_step(size, offset)
 
     def read_step(self, size: int, offset: int) -> bytes:
-        """Do a part of a read, as read() does.
+        """Do one step of a read; the last step returns the bytes, as read() does.
 
-        Raises: YieldLock (there is more to do, and the same call continues), as read().
+        Raises: YieldLock (call again to continue), and as read().
         """
         if not self.readable:
             raise KernelError(errno.EBADF, "not open for reading")
@@ -188,30 +191,32 @@ class OpenFile:
         return data
 
     def read_page(self, size: int) -> bytes:
-        """Return the next page of `size` bytes for splice(2), if the file's node has `is_paged`.
+        """Return the next page of `size` bytes for splice(2), if `is_paged` of the node is set.
 
-        Raises: KernelError EINVAL (there are no pages, or none of that size), EAGAIN (no page yet).
+        Raises: KernelError EINVAL (the file has no pages, or pages of another size), EAGAIN (no page yet).
         """
         raise KernelError(errno.EINVAL, f"this file has no pages of {size} bytes")
 
     def prepare(self, client: Client, data: bytes) -> Callable[[], Steps]:
-        """Return a function that begins a client's write of `data`.
+        """Read the host files that a client's write of `data` names; return a function that begins the write.
 
-        The caller does not hold the control lock, because this may read host files.
+        Hazard: do not hold the control lock, because host files may be slow.
         """
         del client
         return lambda: self._write_steps(data)
 
     def write(self, data: bytes, offset: int) -> int:
-        """Do the whole write and return the number of bytes taken. Raises: as begin_write()."""
+        """Write all data in one step, and return the number of bytes taken. Raises: as begin_write()."""
         return finish(self.begin_write(data, offset))
 
     def begin_write(
         self, data: bytes, offset: int, prepared: Callable[[], Steps] | None = None, *, is_part: bool = False
     ) -> Steps:
-        """Return the steps of the write, or those of `prepared` if given. `is_part`: see Piece.
+        """Do a write of `data` in steps, and return the number of bytes taken.
 
-        The steps raise KernelError EBADF, EINVAL, ENODEV (the node was removed), errors of the command.
+        `prepared` is the result of prepare(), if it was called. If `is_part` is set, the text after the last
+        newline continues in the next write.
+        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), or the error of the file's command.
         """
         if not self.writable:
             raise KernelError(errno.EBADF, "not open for writing")
@@ -224,42 +229,42 @@ class OpenFile:
         return count
 
     def set_status_flags(self, flags: int) -> None:
-        """Take over O_NONBLOCK from `flags`, which fcntl(F_SETFL) has set."""
+        """Set O_NONBLOCK as in `flags`, the status flags that fcntl(F_SETFL) has set."""
         self.flags = self.flags & ~os.O_NONBLOCK | flags & os.O_NONBLOCK
 
     @property
     def next_offset(self) -> int:
-        """Offset with which a front end continues after the last operation."""
+        """Offset that a front end passes for an operation that continues the last one."""
         return self._cursor.next_offset
 
     def goes_on_from(self, other: OpenFile) -> None:
-        """Share the position of `other` and copy its O_NONBLOCK.
+        """Take over the file position and O_NONBLOCK of `other`.
 
-        The same client has opened `other` under the same name.
+        `other` is the same client's open file with the same path in the kernel that this one has replaced.
         """
         self._cursor = other._cursor
         self.set_status_flags(other.flags)
 
     def poll(self, notify: Callable[[], None] | None = None) -> int:
-        """Return the readiness as a mask of poll events.
+        """Return the mask of poll events that the file is ready for.
 
-        If the file is not ready, call `notify` once when it becomes ready.
+        If the file is not ready, call `notify` once when the file becomes ready.
         """
         del notify
         return ALWAYS_READY
 
     def wait(self, timeout: float) -> None:
-        """Wait until a read may return data, or for `timeout` seconds."""
+        """Wait until a read may return data, for at most `timeout` seconds."""
 
     def release(self) -> None:
-        """Clean up after the last descriptor was closed."""
+        """Release the open file after its last descriptor was closed."""
 
     def _read(self, size: int, position: int) -> bytes:
         del size, position
         raise KernelError(errno.EINVAL, "this file can't be read")
 
     def _write_steps(self, data: bytes) -> Steps:
-        """Return the steps of a write. By default it has one step."""
+        """Return the steps of a write, which by default are one call of _write()."""
         return one_step(lambda: self._write(data))
 
     def _write(self, data: bytes) -> int:

@@ -17,22 +17,25 @@ from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Piece, Steps, encode, finish
 
 PIECE_SIZE = 1 << 10
-"""Bytes of definitions after which a piece ends at the next newline. A piece takes some milliseconds."""
+"""Minimum size of a piece of definitions in bytes; the piece ends at the next newline.
+
+Executing a piece takes some milliseconds.
+"""
 SPLIT_SIZE = (128 << 10) - 4096
-"""Smallest size in bytes of a write that may be a part of a longer one.
+"""Minimum size in bytes of a write that may be a part of a longer write(2).
 
 FUSE splits writes at 128 KiB, less an offset.
 """
 RECORDS_PER_STEP = 4096
-"""Records that a read renders before it gives up the control lock for a moment."""
+"""Number of records that a read renders before it releases the control lock for a moment."""
 Records = Callable[[int], Iterable[str]]
-"""Return the records of a file from an index on. Each read(2) that needs more records calls it again."""
+"""Function that returns a file's records from an index on. Each read(2) that needs records calls it again."""
 Store = Callable[[bytes], None]
-"""Execute a write that takes all data. Raises: KernelError."""
+"""Function that executes a write and takes all its data. Raises: KernelError."""
 Execute = Callable[[bytes], int]
-"""Execute a write and return the number of bytes taken. Raises: KernelError."""
+"""Function that executes a write and returns the number of bytes taken. Raises: KernelError."""
 ExecuteSteps = Callable[[bytes], Steps]
-"""Return the steps of a write that executes commands. Raises: KernelError."""
+"""Function that executes a write in steps. Raises: KernelError."""
 Taken = TypeVar("Taken", int, None)
 T = TypeVar("T")
 
@@ -40,9 +43,9 @@ T = TypeVar("T")
 def explained(
     log: Callable[[str], None], file: str, execute: Callable[[bytes], Taken]
 ) -> Callable[[bytes], Taken]:
-    """Return a function that calls `execute` and writes the reason of a KernelError to the kernel log.
+    """Wrap `execute`: if it raises a KernelError, write the error's message to the kernel log.
 
-    The writing process sees only the errno.
+    `file` names the file in the message. The writing process sees only the errno.
     """
 
     def explaining(data: bytes) -> Taken:
@@ -56,7 +59,10 @@ def explained(
 
 
 def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps) -> ExecuteSteps:
-    """Return a function like `execute` whose steps write the reason of a KernelError to the kernel log."""
+    """Wrap `execute`: if a step raises a KernelError, write the error's message to the kernel log.
+
+    `file` names the file in the message.
+    """
 
     def explaining(data: bytes) -> Steps:
         try:
@@ -87,20 +93,23 @@ def each_line(
 
 
 def listing(records: Callable[[], Iterable[str]]) -> Records:
-    """Return the Records of a file from a function that returns all records."""
+    """Return a Records function for a function that returns all records of a file."""
     return lambda index: islice(records(), index, None)
 
 
 def listing_of(objects: Callable[[], Iterable[T]], show: Callable[[T], str]) -> Records:
-    """Return Records with one record for each object. Only the records that a read needs are rendered."""
+    """Return a Records function for a file with one record for each object.
+
+    `show` renders an object when a read needs its record.
+    """
     return lambda index: map(show, islice(objects(), index, None))
 
 
 class RecordStream:
-    """Records of one open file that are rendered as they are read, from the state at the first read on.
+    """A Records function for one open file, whose records come from one iterator.
 
-    A read at the beginning of the file starts again. `begin` returns the records; other requests may run
-    between any two of them.
+    A read at the beginning of the file calls `begin` for a new iterator. Other requests may run between two
+    records.
     """
 
     def __init__(self, begin: Callable[[], Iterator[str]]) -> None:
@@ -108,74 +117,77 @@ class RecordStream:
         self._records: Iterator[str] = iter(())
 
     def __call__(self, index: int) -> Iterator[str]:
-        """Return the records from `index` on: the next one, or 0 to begin again."""
+        """Return the records from `index` on, which must be the index of the next record, or 0."""
         if index == 0:
             self._records = self._begin()
         return self._records
 
 
 def single(show: Callable[[], str]) -> Records:
-    """Return Records with one record, which is rendered once per open. Mirrors: fs/seq_file.c:single_open."""
+    """Return a Records function for a file of one record, the result of `show`.
+
+    Mirrors: fs/seq_file.c:single_open.
+    """
     return lambda index: (show() for _ in range(index, 1))
 
 
 class WrittenList(Protocol):
-    """A list to which a write adds entries, and which O_TRUNC clears."""
+    """Interface of a list that a file shows, to which a write adds entries, and which O_TRUNC clears."""
 
     def records(self) -> Iterable[str]:
-        """Return a line with its newline for each entry."""
+        """Return a line with its newline for each entry of the list."""
 
     def write(self, data: bytes) -> int:
-        """Execute one write and return the bytes taken, which may be fewer. Raises: KernelError."""
+        """Execute one write, and return the number of bytes taken. Raises: KernelError."""
 
     def clear(self) -> None:
-        """Remove all entries. Raises: KernelError EBUSY (an entry is in use)."""
+        """Remove all entries of the list. Raises: KernelError EBUSY (an entry is in use)."""
 
 
 class Edit(Protocol):
-    """The changes that a client makes through one open file. Its last close puts them into force."""
+    """Interface of the changes that a client makes to a list through one open file; close() applies them."""
 
     def records_from(self, index: int) -> Iterable[str]:
-        """Return the file's records as the open file shows them, from `index` on."""
+        """Return the records that the open file shows, from `index` on."""
 
     def write(self, data: bytes, position: int) -> int:
-        """Execute one write and return the bytes taken, which may be fewer. Raises: KernelError."""
+        """Execute one write at `position`, and return the number of bytes taken. Raises: KernelError."""
 
     @property
     def is_pending(self) -> bool:
         """Whether close() would change something."""
 
     def close(self) -> None:
-        """Put the changes into force."""
+        """Apply the changes to the list. The last close of the open file calls this."""
 
     def goes_on_from(self, other: Any, /) -> None:
-        """Make the changes of `other`, the Edit of the same file in a kernel that this one replaced."""
+        """Repeat the changes of `other`, the Edit of this open file in the kernel that was replaced."""
 
 
 class EditedList(Protocol):
-    """A list that clients change through Edits."""
+    """Interface of a list that clients change through Edit objects."""
 
     def records_from(self, index: int) -> Iterable[str]:
-        """Return a line with its newline for each entry, from `index` on."""
+        """Return a line with its newline for each entry of the list, from `index` on."""
 
     def edit(self, *, truncate: bool) -> Edit:
-        """Begin changes. `truncate`: the file was opened with O_TRUNC."""
+        """Return an Edit for a file that is opened for writing, with O_TRUNC if `truncate`."""
 
 
 class Stream(Protocol):
-    """A consuming reader, such as an open trace_pipe."""
+    """Interface of a reader that consumes its data, such as an open trace_pipe."""
 
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
-        """Return at most `size` bytes, or b"" at the end. Raises: WouldBlock (no data yet).
+        """Return at most `size` bytes, or b"" at the end of the stream. Raises: WouldBlock (no data yet).
 
-        `nonblock` is True if O_NONBLOCK is set at the file now.
+        `nonblock` is True if O_NONBLOCK is set for the open file now.
         """
 
     def ready(self) -> bool:
         """Return True if read() would return data."""
 
     def wait(self, timeout: float) -> None:
-        """Wait until read() may return data, or for `timeout` seconds."""
+        """Wait until read() may return data, for at most `timeout` seconds."""
 
     def subscribe(self, notify: Callable[[], None]) -> None:
         """Call `notify` once, from any thread, when read() would return data."""
@@ -185,10 +197,10 @@ class Stream(Protocol):
 
 
 class SeqReader:
-    """The buffer of a seq_file: whole records, rendered when a read first needs them.
+    """Reads records as a seq_file does, with a buffer of whole records that are rendered when needed.
 
     A read at 0 starts again from the first record. A read that continues returns the rest of the buffer, and
-    then the current records from the next index on. A read at another position renders all records up to it.
+    then the current records from the next index on. A read at another position renders all records before it.
     Mirrors: fs/seq_file.c:seq_read_iter (v6.1).
     """
 
@@ -199,12 +211,12 @@ class SeqReader:
         self._index = 0
         self._position = 0
         self._is_paused = False
-        """Whether the last read was given up, to be continued by the next one."""
+        """Whether the last call of read() raised YieldLock, so that the next call continues it."""
 
     def read(self, size: int, position: int) -> bytes:
-        """Return at most `size` bytes at `position`.
+        """Return at most `size` bytes from the file position `position` on, or b"" at the end.
 
-        Raises: YieldLock (more records must be rendered; the same read continues).
+        Raises: YieldLock (more records must be rendered: call again to continue).
         """
         if position != self._position or (position == 0 and not self._is_paused):
             self._buffer = b""
@@ -257,9 +269,9 @@ class _OpenSeq(OpenFile):
 
 
 class SeqFile(File):
-    """A list of records, rendered when they are first read. If `records` is None, read(2) returns EINVAL.
+    """A file of records, which are rendered when they are read. Without records, read(2) returns EINVAL.
 
-    Linux: root can open such a file for writing, and write(2) returns EINVAL.
+    Linux: root can open the file for writing, and write(2) returns EINVAL.
     """
 
     opened_as: ClassVar[type[OpenFile]] = _OpenSeq
@@ -270,13 +282,13 @@ class SeqFile(File):
         self._records = records
 
     def records_for(self, client: Client) -> Records | None:
-        """Return the records for a client that opens the file, or None if reading is EINVAL."""
+        """Return the records for a client that opens the file, or None if read(2) returns EINVAL."""
         del client
         return self._records
 
 
 class StreamFile(SeqFile):
-    """A SeqFile whose open files have a RecordStream each."""
+    """A SeqFile whose records come from one iterator for each open file; see RecordStream."""
 
     __slots__ = ("_begin",)
 
@@ -319,10 +331,10 @@ class OpenCommand(_OpenSeq):
 
 
 class CommandFile(SeqFile):
-    """A file of records to read and commands to write. Each write(2) executes its data before it returns.
+    """A file of records to read and commands to write. Each write(2) executes all its data before it returns.
 
-    No part of its data is kept for the next write. Opening for writing with O_TRUNC calls `truncate`, and
-    open(2) returns its errno.
+    Opening the file for writing with O_TRUNC calls `truncate`. open(2) returns the errno that `truncate`
+    raises.
     """
 
     opened_as: ClassVar[type[OpenFile]] = OpenCommand
@@ -343,7 +355,7 @@ class CommandFile(SeqFile):
 
 
 class GuestCommandFile(CommandFile):
-    """A CommandFile whose commands are executed by code in the guest."""
+    """A CommandFile whose commands run guest code."""
 
     runs_guest = True
     __slots__ = ()
@@ -357,9 +369,9 @@ class _OpenStepped(OpenCommand):
 
 
 class SteppedFile(CommandFile):
-    """A CommandFile whose write executes its lines in steps. Other requests may run between two lines.
+    """A CommandFile whose writes are executed in steps, between which other requests may run.
 
-    Lines before one that fails have been executed; the line that fails changes nothing.
+    If a line fails, the line changes nothing. The lines before it keep their effect.
     """
 
     opened_as = _OpenStepped
@@ -379,14 +391,14 @@ class SteppedFile(CommandFile):
 
 
 class GuestSteppedFile(SteppedFile):
-    """A SteppedFile whose commands are executed by code in the guest."""
+    """A SteppedFile whose commands run guest code."""
 
     runs_guest = True
     __slots__ = ()
 
 
 class MarkerFile(CommandFile):
-    """A CommandFile whose writes are recorded with the writing task."""
+    """A CommandFile whose writes are recorded together with the writing task: trace_marker."""
 
     notes_writer = True
     writer = HostfsWriter.TRACING_MARK
@@ -394,14 +406,14 @@ class MarkerFile(CommandFile):
 
 
 class RawMarkerFile(MarkerFile):
-    """A MarkerFile of binary data."""
+    """A MarkerFile for binary data: trace_marker_raw."""
 
     writer = HostfsWriter.TRACING_MARK_RAW
     __slots__ = ()
 
 
 class _OpenLines(OpenCommand):
-    """An open LinesFile. It keeps the unfinished line at the end of a split write for the next part.
+    """An open LinesFile. If the front end splits a write(2), it keeps the unfinished line for the next part.
 
     Linux: a write(2) is never split. Deviates: if a later part fails, the earlier parts have been executed.
     """
@@ -423,7 +435,10 @@ class _OpenLines(OpenCommand):
         return len(data)
 
     def pieces(self, data: bytes) -> list[Piece]:
-        """Split the data after lines. Linux: each line takes the lock separately, too."""
+        """Split the data of one write(2) into pieces of whole lines.
+
+        Linux: the lock is taken for each line separately, too.
+        """
         found = []
         start = 0
         while start < len(data):
@@ -441,9 +456,9 @@ class _OpenLines(OpenCommand):
 
 
 class LinesFile(GuestCommandFile):
-    """A CommandFile of definitions whose commands run code in the guest.
+    """A GuestCommandFile whose commands are lines, such as event definitions.
 
-    A line stays whole even if a front end splits a long write(2) inside it.
+    A line is executed as a whole, even if a front end splits a long write(2) within the line.
     """
 
     opened_as = _OpenLines
@@ -482,7 +497,7 @@ class _OpenEdited(_OpenSeq):
 
 
 class EditedFile(SeqFile):
-    """A file of a list. What a client writes takes effect when its open file is closed."""
+    """A file of an EditedList. A client's writes take effect when its open file is closed."""
 
     opened_as = _OpenEdited
     __slots__ = ("entries",)
@@ -500,7 +515,7 @@ class _OpenHostReading(_OpenSeq):
 
 
 class HostReadingFile(PerClientFile):
-    """A PerClientFile with commands that read host files before they take the control lock."""
+    """A PerClientFile whose commands name host files, which are read before the control lock is taken."""
 
     opened_as = _OpenHostReading
     runs_guest = True
@@ -513,7 +528,7 @@ class HostReadingFile(PerClientFile):
         records_for: Callable[[Client], Records],
         prepare: Callable[[Client, bytes], Callable[[], Steps]],
     ) -> None:
-        """Make the file. `prepare` reads host files and returns a function that begins the write."""
+        """Create the file. `prepare` reads host files, and returns a function that begins the write."""
         super().__init__(mode, records_for, Moves.NOT)
         self.prepare = prepare
 
@@ -533,7 +548,7 @@ class _OpenLastClose(OpenFile):
 
 
 class LastCloseFile(File):
-    """A file whose close has an effect. Writing to it does nothing and cannot fail."""
+    """A file whose last close has an effect, such as free_buffer. Writes do nothing and cannot fail."""
 
     opened_as = _OpenLastClose
     __slots__ = ("on_close",)
@@ -558,13 +573,13 @@ class _OpenAttribute(OpenFile):
         if self.node.store is None:
             return super()._write(data)
         self.node.store(data)
-        # The rest of a text that was read in part is that of the new value.
+        # If a client has read a part of the old text, its next read continues in the text of the new value.
         self._text = None
         return len(data)
 
 
 class AttributeFile(File):
-    """A file of one value. A read at 0 renders the value, and continuing reads return slices of it.
+    """A file of one value. A read at 0 renders the value, and later reads return further parts of its text.
 
     If `show` is None, read(2) returns EINVAL. If `store` is None, write(2) returns EINVAL.
     """
@@ -593,7 +608,7 @@ class _OpenSteppedAttribute(_OpenAttribute):
 
 
 class SteppedAttribute(AttributeFile):
-    """An AttributeFile whose write takes effect in steps. Other requests may run between two of them."""
+    """An AttributeFile whose writes take effect in steps. Other requests may run between two steps."""
 
     opened_as = _OpenSteppedAttribute
     __slots__ = ("store_steps",)
@@ -611,7 +626,7 @@ class _OpenOneRead(_OpenAttribute):
 
 
 class OneReadFile(AttributeFile):
-    """A file of one value that only a read at 0 returns. The part that does not fit is lost.
+    """A file of one value, of which only a read at 0 returns text. Text that does not fit is not read.
 
     Linux: filter files of events behave so. Mirrors: kernel/trace/trace_events.c:event_filter_read (v6.1).
     """
@@ -626,7 +641,7 @@ class _OpenSysctl(_OpenOneRead):
 
 
 class SysctlFile(OneReadFile):
-    """A file of /proc/sys. At another position than 0 a read returns nothing, and a write is ignored.
+    """A file of /proc/sys. At positions other than 0, a read returns nothing, and a write is ignored.
 
     Linux: kernel.sysctl_writes_strict has its default, 1.
     Mirrors: kernel/sysctl.c:__do_proc_dointvec, proc_first_pos_non_zero_ignore (v6.1).
@@ -642,7 +657,7 @@ class OpenPipe(OpenFile):
     stream = True
 
     def __init__(self, node: PipeFile, flags: int, client: Client) -> None:
-        """Open the stream. Raises: KernelError EBUSY (it allows one reader at a time and has one)."""
+        """Connect to the stream. Raises: KernelError EBUSY (the stream has a reader and allows only one)."""
         super().__init__(node, flags, client)
         self._source = node.connect()
 
@@ -663,7 +678,7 @@ class OpenPipe(OpenFile):
 
 
 class PipeFile(File):
-    """A file without a position whose reads consume a stream. They block while the stream is empty."""
+    """A file without a position, whose reads consume a stream and block while the stream is empty."""
 
     opened_as = OpenPipe
     __slots__ = ("connect",)

@@ -1,4 +1,4 @@
-"""machine/call: calls guest functions given as lines of text, and shows their results."""
+"""The file machine/call: a write calls guest functions, one per line, and a read shows their results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from emulated_kernel.vfs.core.open_file import Steps
 
 
 class Calls:
-    """The state of machine/call; `result` is the text of the results of the last write."""
+    """The state of machine/call. `result` is the text of the file: the results of the last write's calls."""
 
     def __init__(self, call: Callable[..., int], word_size: int) -> None:
-        """`call` calls a function by name, with numbers and strings as arguments. It raises KernelError.
+        """Create the state before the first write.
 
+        `call` calls a guest function by name, with numbers and strings as arguments. It raises KernelError.
         `word_size` is the size of the guest's registers in bytes.
         """
         self._call_function = call
@@ -24,9 +25,9 @@ class Calls:
         self.result = ""
 
     def execute(self, data: bytes) -> Steps:
-        """Return the steps that call a function for each line and store the results for the next read.
+        """Call a function for each line, one per step, and store the results for the next read.
 
-        Raises: KernelError (the first call that failed; the calls before it were made).
+        Raises: KernelError, the error of the first call that fails. The calls before it keep their effect.
         """
         results: list[str] = []
         try:
@@ -47,8 +48,9 @@ class Calls:
         return len(data)
 
     def _call(self, line: str) -> str:
-        """Execute `FUNCTION ARG...` and return the result as text; arguments are numbers or quoted strings.
+        """Execute the line `FUNCTION ARG...`, and return `FUNCTION = RESULT`.
 
+        An argument is a number or a quoted string.
         Raises: KernelError EINVAL (malformed), ERANGE (a number wider than a register), E2BIG (too many
         arguments), ENOENT (no such function), EFAULT (it oopsed, see dmesg), EIO (it didn't return).
         """
@@ -70,9 +72,9 @@ def _split(line: str) -> list[str]:
 
 
 def _result(value: int, bits: int) -> str:
-    """Return a result as text.
+    """Return a function's result as text, in hexadecimal and as a signed number.
 
-    Its C type is unknown, so a negative int is shown in addition to the register.
+    The C type of the result is unknown. If the register could hold a negative int, the int is shown too.
     """
     if bits > 32 and value >> 31 == 1:
         return f"0x{value:x} ({value}, as an int {value - (1 << 32)})"

@@ -1,4 +1,4 @@
-"""debugfs kprobes/: the list of probes, and switches for all of them."""
+"""The directory kprobes/ of debugfs: the list of probes, and switches for all probes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from emulated_kernel.vfs.trees.sysctl import kprobes_optimization
 def kprobes_directory(
     kernel: KernelComponents, owner: Owner, log: Callable[[str], None] | None = None
 ) -> Directory:
-    """Return kprobes/ with Linux's list, enabled and blacklist, and kprobefs's own files.
+    """Return kprobes/ with Linux's files list, enabled and blacklist, and kprobefs's own files.
 
-    `optimization` is the sysctl's file. `log` writes to the kernel log; without it there is no `return_hook`.
+    The file `optimization` is the sysctl debug.kprobes-optimization. `log` writes to the kernel log. If `log`
+    is None, the file `return_hook` is left out.
     """
     kprobes = kernel.engine.kprobes
     table = kernel.engine.kprobes.table
@@ -45,7 +46,10 @@ def kprobes_directory(
 
 
 def _return_hook_file(hooks: ReturnHooks, log: Callable[[str], None]) -> File:
-    """Return the file that lists the shadow stacks, with the current one in brackets; a write selects one."""
+    """Return the file `return_hook`, which lists the shadow stacks with the current one in brackets.
+
+    A write selects another shadow stack.
+    """
 
     def names() -> str:
         return " ".join(f"[{name}]" if name == hooks.return_hook else name for name in SHADOW_STACKS)

@@ -1,4 +1,4 @@
-"""events/: a directory for each group, with a directory for each of its events."""
+"""The directory events/, with a directory for each group, and in it a directory for each event."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from emulated_kernel.vfs.core.seq_file import (
 
 
 def events_directory(tracing: Tracing) -> Directory:
-    """Return events/: the groups, the switch for all events, and the binary layout of records."""
+    """Return events/ with the groups, the switch for all events, and the layout of binary pages."""
     events = tracing.events
     return DynamicDirectory(
         DIRECTORY,
         Objects(
             names=events.registry.groups,
-            # The same dictionary is found while the group exists; a group has at least one event.
+            # in_group() returns the same dictionary while the group exists. A group has at least one event.
             find=lambda group: events.registry.in_group(group) or None,
             make=lambda members: _group_directory(tracing, members),
         ),
@@ -46,7 +46,7 @@ def events_directory(tracing: Tracing) -> Directory:
 
 
 def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent]) -> Directory:
-    """Return the directory of a group. Linux: the group of tracing's own events has no files."""
+    """Return the directory of a group. Linux: the directory of the group ftrace has no files."""
 
     def switchable() -> list[TraceEvent]:
         return [*tracing.events.switchable(members.values())]
@@ -75,7 +75,7 @@ def _enable(events: ArrayEvents, chosen: Callable[[], Iterable[TraceEvent]]) -> 
 
 
 def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
-    """Return the directory of an event. Once the event is removed, accesses to its files fail with ENODEV."""
+    """Return the directory of an event. After the event was removed, its open files fail with ENODEV."""
     events = tracing.events
     filters = tracing.filters
     triggers = tracing.triggers

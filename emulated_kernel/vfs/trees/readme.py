@@ -1,4 +1,4 @@
-"""tracing/README: the syntax of the files, with the words that scripts and perf search for."""
+"""The text of tracing/README: the syntax of the files, with the words that scripts and perf search for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ _ARRAY = "<type>\\[<array-size>\\]"
 
 
 def _types() -> str:
-    """Return the line with the types of fetch arguments; perf expects integers of one kind as one word."""
+    """Return the lines with the types of fetch arguments.
+
+    perf expects integer types with the same letter as one word, such as `u8/u16/u32/u64`.
+    """
     words: dict[str, str] = {}
     for name in fetch_types(8):
         number = re.fullmatch(r"([a-z])(\d+)", name)
         before = words.get(number[1]) if number else None
         words[number[1] if number else name] = f"{before}/{number[2]}" if number and before else name
-    # Integers come first, because one of perf's patterns begins with "type:".
+    # Integers come first, because one of perf's patterns expects them directly after "type:".
     numbers = sorted(word for word in words.values() if "/" in word)
     others = [word for word in words.values() if "/" not in word]
     head = "             type: "

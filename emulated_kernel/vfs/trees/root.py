@@ -25,11 +25,11 @@ def root_tree(
     is_tracefs: bool,
     log: Callable[[str], None] | None = None,
 ) -> NodeTree:
-    """Return the tree of a mount.
+    """Return the tree of control files of a mount.
 
-    `machine` has the files of machine/, `mounted_on` directories of the root for the guest's own files. With
-    `is_tracefs` the root is tracefs, and the other directories aren't listed. For `log` see
-    kprobes_directory().
+    `machine` has the files of machine/. `mounted_on` has the directories of the root on which the guest's own
+    files are mounted. If `is_tracefs` is set, the root is tracefs, and listings omit the other directories.
+    `log` writes to the kernel log; see kprobes_directory().
     """
     tracing = kernel.tracing
     control: dict[str, Node] = {
@@ -54,9 +54,10 @@ def root_tree(
 def machine_files(
     banner: str, kallsyms: KernelSymbols, log: Callable[[], Iterable[str]], owner: Owner
 ) -> dict[str, Node]:
-    """Return the files of machine/ that all kernels have.
+    """Return the files of machine/ that all kernels have: name -> file.
 
-    `banner` is the text of `version`; only `owner` sees addresses in `kallsyms`.
+    `banner` is the text of `version`. `log` returns the lines of `dmesg`. Only root and `owner` see addresses
+    in `kallsyms`.
     """
 
     def symbols(client: Client) -> Records:

@@ -1,4 +1,4 @@
-"""kprobes/stats/: a directory for each kprobe event, with statistics and state that Linux doesn't show."""
+"""The directory kprobes/stats/: statistics and state of each kprobe event, which Linux does not show."""
 
 from __future__ import annotations
 
@@ -35,16 +35,22 @@ _DIRECTORY = 0o755
 _READ_WRITE = 0o644
 _READ_ONLY = 0o444
 _ADDRESS = re.compile(r"0x([0-9a-f]{8,})")
-"""Pattern for addresses: all hexadecimal numbers that are long enough."""
+"""Pattern for addresses in a text: hexadecimal numbers with at least eight digits."""
 
 
 def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
-    """Return stats/, which contains <group>/<event>/; only `owner` sees addresses."""
+    """Return stats/ with a directory <group>/<event>/ for each kprobe event.
+
+    Only root and `owner` see addresses in its files.
+    """
     events = kernel.tracing.kprobe_events
     registry = events.registry
 
     def find_group(name: str) -> Mapping[str, TraceEvent] | None:
-        """Return the events of a group: the same dictionary while the group exists."""
+        """Return the events of a group that has kprobe events, or None for another group.
+
+        The result is the same dictionary while the group exists.
+        """
         members = registry.in_group(name)
         return members if any(events.find(name, event) is not None for event in members) else None
 
@@ -73,11 +79,11 @@ def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
 
 
 ProbeState = Mapping[str, str | int | bool]
-"""File name in a stats directory (hits, mode, ...) -> value."""
+"""Name of a file in an event's directory of stats/, such as hits or mode -> value."""
 
 
 def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Yield the state of each kprobe event, including its name as `event`, sorted by name."""
+    """Return the states of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
     events = sorted(kernel.tracing.kprobe_events.events(), key=lambda event: f"{event.group}/{event.name}")
     return (_probe_state(kernel, event) for event in events)
 
@@ -87,7 +93,7 @@ def _probe_state(kernel: KernelComponents, event: KprobeTraceEvent) -> ProbeStat
 
 
 def probes_file(kernel: KernelComponents) -> SeqFile:
-    """Return machine/probes, which has a line of JSON with the state of each kprobe event."""
+    """Return the file machine/probes, which has the state of each kprobe event as a line of JSON."""
     events = kernel.tracing.kprobe_events
     return SeqFile(
         0o400, listing_of(events.events, lambda event: f"{json.dumps(_probe_state(kernel, event))}\n")
@@ -95,7 +101,10 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
 
 
 class _EventStats:
-    """The files of an event. Counters are sums over its probes; other files have a line for each probe."""
+    """The files of a kprobe event in stats/. A counter is a sum over the event's probes.
+
+    The other files have a line for each probe.
+    """
 
     def __init__(self, event: KprobeTraceEvent, kernel: KernelComponents) -> None:
         self._event = event
@@ -104,7 +113,7 @@ class _EventStats:
         self._probe_text = ProbeText(kernel.engine.kprobes, kernel.arch, kernel.machine.text)
 
     def directory(self, owner: Owner) -> Directory:
-        """Return the event's directory; only `owner` sees addresses."""
+        """Return the event's directory in stats/. Only root and `owner` see addresses."""
         files: dict[str, Node] = {
             "hits": _counter(self._hits, self._reset_hits),
             "nmissed": _counter(self._nmissed, self._reset_nmissed),
@@ -146,7 +155,10 @@ class _EventStats:
         return self._lines(self._kprobes.mode) or "pending"
 
     def _registered(self) -> list[EventProbe]:
-        """Return the registered kprobes; a probe in a module that isn't loaded has none."""
+        """Return the registered kprobes and kretprobes of the event.
+
+        A probe whose module is not loaded is not registered.
+        """
         return [probe.handle for probe in self._event.probes if isinstance(probe.handle, EventProbe)]
 
     def _lines(self, text: Callable[[Kprobe], str]) -> str:
@@ -181,7 +193,10 @@ class _EventStats:
             self._kprobes.set_optimized(kprobe, wanted)
 
     def _asked(self) -> str:
-        """Return the value of `optimized` that is in force: 0 forbids jumps, 1 made djprobes, "" for none."""
+        """Return the last value written to `optimized` that has an effect, or "".
+
+        "0" means that a probe's address is kept unoptimized, and "1" that the event has djprobes.
+        """
         found = self._registered()
         heads = [self._kprobes.table.valid(kprobe) for kprobe in found]
         if any(head is not None and head.is_held for head in heads):
@@ -189,7 +204,7 @@ class _EventStats:
         return "1" if any(kprobe.length for kprobe in found) else ""
 
     def _hooks(self) -> list[ReturnHook]:
-        """Return the return hooks of the event's return probes."""
+        """Return the hooks of the event's return probes; the list is empty for other events."""
         found = [rp.hook for rp in self._registered() if isinstance(rp, Kretprobe)]
         return [hook for hook in found if hook is not None]
 
@@ -197,13 +212,13 @@ class _EventStats:
         return str(sum(value(hook) for hook in self._hooks()))
 
     def _memory(self) -> str:
-        """Return the memory of the hooks in bytes, including the arrays that they share."""
+        """Return the size of the hooks' memory in bytes, including the arrays that several hooks share."""
         hooks = self._hooks()
         shared = {hook.stack: hook.stack.shared_memory for hook in hooks}
         return str(sum(hook.memory for hook in hooks) + sum(shared.values()))
 
     def _reason(self) -> str:
-        """Return why the probes aren't in the best mode; "" if they are."""
+        """Return the reasons why the probes are not in the best mode, or "" if they are."""
         pending = "the place isn't there: it may be in a module"
         return self._lines(self._kprobes.reason) if self._registered() else pending
 
@@ -211,7 +226,7 @@ class _EventStats:
         return f"0x{kprobe.address:x} {sprint_symbol(self._kernel.tracing.symbols, kprobe.address)}"
 
     def _bytes(self, kprobe: Kprobe) -> str:
-        """Return the original and the current bytes that the probe may replace."""
+        """Return two lines with the original and the current bytes of the text that the probe may replace."""
         if kprobe.is_gone:
             return GONE
         original, current = self._probe_text.replaced(kprobe)
@@ -222,7 +237,10 @@ class _EventStats:
         return "\n".join(self._cost_of(probe, it) for probe, it in pairs if isinstance(it, EventProbe))
 
     def _cost_of(self, probe: TraceKprobe, kprobe: Kprobe) -> str:
-        """Return hits and cost of a probe; for handlers in guest code, the cost is a separate measurement."""
+        """Return a line with hits and cost of a probe.
+
+        If guest code handles the hits, its cost is measured with a copy of the handler (HandlerCosts).
+        """
         head = self._kprobes.table.valid(kprobe)
         if head is None:
             return f"hits {probe.hits}"
@@ -231,9 +249,11 @@ class _EventStats:
         stub = head.stub
         if compiled is None and stub is None:
             return in_python.text(probe.hits)
-        traps = 0 if compiled is not None or stub is None else stub_traps(head, stub)
-        if traps > 1:
-            return f"{in_python.text(probe.hits)}, {traps} traps"
+        traps = 0
+        if compiled is None and stub is not None:
+            traps = stub_traps(head, stub)
+            if self._kprobes.hits.ends_in_python(head, stub):
+                return f"{in_python.text(probe.hits)}, {traps} traps"
         if compiled is None:
             entry = EntryKind.BREAKPOINT
         elif head.is_ftrace:
@@ -241,9 +261,9 @@ class _EventStats:
         else:
             entry = EntryKind.JUMP
         costs = self._kernel.tracing.handler_costs
-        cost = None if costs is None else costs.median_ns(probe, head, entry)
+        cost = None if costs is None else costs.median_ns(probe, head, entry, steps=traps > 1)
         text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.1f} ns")
-        return f"{text}, 1 trap" if traps else f"{text} in guest code"
+        return f"{text}, {traps} trap{'s' * (traps > 1)}" if traps else f"{text} in guest code"
 
 
 def _counter(value: Callable[[], int], reset: Callable[[], None]) -> File:
@@ -262,12 +282,12 @@ def _switch(value: Callable[[], bool], set_value: Callable[[bool], None]) -> Fil
 
 
 def _text(value: Callable[[], str]) -> File:
-    """Return a file that shows a text with a final newline, or is empty if the text is empty."""
+    """Return a file that shows a text and a newline, or nothing if the text is empty."""
     return SeqFile(_READ_ONLY, single(lambda: f"{text}\n" if (text := value()) else ""))
 
 
 def _addressed(value: Callable[[], str], owner: Owner) -> File:
-    """Return a file that shows a text; unprivileged clients see 0 for addresses, as in kallsyms."""
+    """Return a file that shows a text. Clients other than root and `owner` see 0 for addresses."""
 
     def records_for(client: Client) -> Records:
         def show() -> str:

@@ -1,4 +1,4 @@
-"""sysctl/: the sysctls of /proc/sys that this kernel supports, with the same names and values."""
+"""The directory sysctl/: the supported sysctls, with their names and values in /proc/sys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from emulated_kernel.vfs.core.seq_file import SysctlFile
 
 
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
-    """Return sysctl/: kernel/stack_tracer_enabled, and what needs an optimizer or fentry sites."""
+    """Return sysctl/ with kernel/stack_tracer_enabled.
+
+    If the kernel has an optimizer, it has debug/kprobes-optimization too. If the kernel has fentry sites, it
+    has kernel/ftrace_enabled.
+    """
     debug: dict[str, Node] = {}
     if kprobes.optimizer is not None:
         debug["kprobes-optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)

@@ -42,15 +42,18 @@ from emulated_kernel.vfs.core.seq_file import (
 from emulated_kernel.vfs.trees.events_dir import events_directory
 
 NAME_MAX = 100
-"""Longest tracer name. Mirrors: kernel/trace/trace.c:MAX_TRACER_SIZE (v6.1)."""
+"""Maximum length of a tracer's name in bytes. Mirrors: kernel/trace/trace.c:MAX_TRACER_SIZE (v6.1)."""
 CLOCK_BUFFER = 64
-"""Size of the buffer for a clock's name. Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1)."""
+"""Size in bytes of Linux's buffer for a clock's name and a NUL.
+
+Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1).
+"""
 _MASK_CHUNK = 32
 _ULONG_MAX = (1 << 64) - 1
 
 
 def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, Node]:
-    """Return the files of a trace array: name -> node.
+    """Return name -> node of a trace array's files. If `instance` is set, leave out options of the top array.
 
     Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1).
     """
@@ -112,20 +115,21 @@ def instances_directory(arrays: TraceArrays) -> Directory:
 
 
 def list_file(lines: WrittenList) -> File:
-    """Return a file that shows a list; a write adds entries to it."""
+    """Return a file that shows a list. A write adds entries to the list, and O_TRUNC removes all entries."""
     return CommandFile(READ_WRITE, listing(lines.records), lines.write, lines.clear, moves=Moves.BY_BYTES)
 
 
 def number_file(
     value: Callable[[], int], store: Callable[[int], None], moves: Moves = Moves.BY_BYTES
 ) -> File:
-    """Return a file for a number or a switch; writes are parsed by kstrtoul."""
+    """Return a file that shows a number or a switch. A write passes the number, as kstrtoul() parses it."""
     return AttributeFile(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)), moves)
 
 
 def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> File:
-    """Return a file for a time in microseconds, which is stored in nanoseconds in an unsigned long.
+    """Return a file that shows a time in microseconds. A write passes the time in nanoseconds to `store`.
 
+    Linux: the nanoseconds are an unsigned long, which wraps.
     Mirrors: kernel/trace/trace.c:tracing_nsecs_read, tracing_nsecs_write (v6.1).
     """
     return number_file(
@@ -200,7 +204,7 @@ def _options_directory(options: TraceOptions, *, instance: bool) -> Directory:
 
 
 class _OpenRecords(OpenCommand):
-    """An open file of records. While it is open for reading, its buffers keep their sizes.
+    """An open `trace` or `snapshot` file. While it is open for reading, its buffers cannot be resized.
 
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_prepare (v6.1).
     """
@@ -219,7 +223,7 @@ class _OpenRecords(OpenCommand):
 
 
 class _RecordsFile(CommandFile):
-    """A file of the records in some ring buffers, which are rendered as they are read."""
+    """A `trace` or `snapshot` file, whose lines are rendered when they are read."""
 
     opened_as: ClassVar[type[OpenFile]] = _OpenRecords
     __slots__ = ("_begin", "buffers")
@@ -247,7 +251,7 @@ def _of_cpu(buffers: Sequence[RingBuffer], cpu: int | None) -> Sequence[RingBuff
 
 
 class _OpenTrace(_OpenRecords):
-    """An open `trace`; with option pause-on-trace, recording stops while it is open for reading."""
+    """An open `trace` file. With option pause-on-trace, recording stops while it is open for reading."""
 
     node: _TraceFile
 
@@ -317,7 +321,7 @@ def _snapshot(array: TraceArray, cpu: int | None) -> File:
 
 
 def _buffer_size(array: TraceArray, cpu: int | None) -> File:
-    """Return the file of a buffer's size in KiB.
+    """Return buffer_size_kb of one CPU's buffer, or of all buffers if `cpu` is None.
 
     Mirrors: kernel/trace/trace.c:tracing_entries_read, tracing_entries_write (v6.1).
     """
@@ -336,7 +340,7 @@ def _max_latency(array: TraceArray) -> File:
 
 
 def tracer_name(data: bytes) -> str:
-    """Return the written tracer name without surrounding whitespace.
+    """Parse a write to current_tracer: return the tracer's name without surrounding whitespace.
 
     Mirrors: tracing_set_trace_write (v6.1).
     """
@@ -344,7 +348,7 @@ def tracer_name(data: bytes) -> str:
 
 
 def clock_name(data: bytes) -> str:
-    """Return the written clock name without surrounding whitespace.
+    """Parse a write to trace_clock: return the clock's name without surrounding whitespace.
 
     Raises: KernelError EINVAL (too long). Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1).
     """
@@ -354,7 +358,7 @@ def clock_name(data: bytes) -> str:
 
 
 def mask_text(mask: int, cpus: int) -> str:
-    """Return a set of CPUs in hexadecimal, with a comma after each 32 bits.
+    """Return the text of a CPU mask in hexadecimal, in chunks of 32 bits with commas between them.
 
     Mirrors: lib/vsprintf.c:bitmap_string (v6.1).
     """

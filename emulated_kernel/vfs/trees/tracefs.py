@@ -1,4 +1,4 @@
-"""tracefs: the files that this kernel supports completely."""
+"""The directory tracing/, which is tracefs, with the files that kprobefs supports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from emulated_kernel.vfs.trees.trace_array_files import (
 
 
 def tracefs_directory(trace: TracingComponents, further: Mapping[str, Node] | None = None) -> Directory:
-    """Return tracefs with `further` files; only the owner can access its root."""
+    """Return the root of tracefs, with `further` files (name -> node). Only the owner can access the root."""
     return Directory(ROOT, {**trace_array_files(trace.arrays.top), **_top_files(trace), **(further or {})})
 
 
@@ -95,7 +95,7 @@ def _stack_files(stack: StackTracer) -> dict[str, Node]:
 
 
 def _definitions_file(events: EventKind[Any] | DynamicEvents) -> File:
-    """Return a file of event definitions: writes add or remove definitions, and O_TRUNC removes all."""
+    """Return a file of event definitions. A write adds or removes definitions, and O_TRUNC removes all."""
     records = events.records_from if isinstance(events, DynamicEvents) else events.records
     return LinesFile(READ_WRITE, records, events.write, events.clear)
 

@@ -68,8 +68,8 @@ def readable(mount: Mount, directory: str = "") -> Iterator[str]:
 def addresses(mount: Mount, text: str) -> list[str]:
     """Numbers in hexadecimal that are kernel addresses."""
     is_32_bit = "__ia32_sys" in read(mount, ROOT, "/machine/kallsyms")
-    first = 0xC0000000 if is_32_bit else 0xFFFF800000000000
-    words = re.findall(r"(?<![0-9a-f])[0-9a-f]{8,16}(?![0-9a-f])", text)
+    first, digits = (0xC0000000, 8) if is_32_bit else (0xFFFF800000000000, 16)
+    words = re.findall(rf"(?<![0-9a-f])[0-9a-f]{{{digits}}}(?![0-9a-f])", text)
     return [word for word in words if int(word, 16) >= first]
 
 

@@ -9,7 +9,7 @@ import keystone
 import pytest
 
 from emulated_kernel.guests.linux import initramfs
-from emulated_kernel.guests.linux.guest import wakeup_thunk
+from emulated_kernel.guests.linux.guest import breakpoint_stub, wakeup_thunk
 from emulated_kernel.guests.linux.mounts import control_calls
 from emulated_kernel.guests.linux.probing import kernel_calls
 from emulated_kernel.guests.linux.vmcore import vmcore_files
@@ -17,6 +17,7 @@ from emulated_kernel.util.code_listing import machine_code
 
 LISTINGS = {
     "wakeup": wakeup_thunk.WAKEUP,
+    "breakpoints": breakpoint_stub.STUB,
     "interrupt": kernel_calls.INTERRUPT,
     "maker": kernel_calls.MAKER,
     "thread": kernel_calls.THREAD,
@@ -27,7 +28,7 @@ LISTINGS = {
 }
 AT = 0xFFFFFFFF70000000
 FIELD = re.compile(r"(rel32|imm32|imm64):(\w+)")
-RELATIVE_OPERAND = "rip + "
+SIZES = {"rel32": 4, "imm32": 4, "imm64": 8}
 
 
 def symbols_of(listing: str) -> dict[str, int]:
@@ -45,24 +46,33 @@ def assembled(listing: str, symbols: dict[str, int]) -> bytes:
     code = b""
     for origin, lines in blocks(listing):
         code = code.ljust(origin, b"\xcc")
-        text = "\n".join(lines)
+        text = "\n".join(relative(line, end, symbols) for line, end in lines)
         for name, value in symbols.items():
-            # keystone takes an operand behind rip for the distance, not for the address.
-            text = text.replace(f"{RELATIVE_OPERAND}{name}", f"{RELATIVE_OPERAND}{value - AT - 7}")
             text = re.sub(rf"\b{name}\b", hex(value), text)
         if text:
             code += bytes(assembler.asm(text, AT + origin)[0])
     return code
 
 
-def blocks(listing: str) -> list[tuple[int, list[str]]]:
-    """Return the offset and the instructions of each part that is in one piece."""
-    found: list[tuple[int, list[str]]] = [(0, [])]
+def relative(line: str, end: int, symbols: dict[str, int]) -> str:
+    """Replace a symbol behind rip by its distance from the instruction's end, which keystone wants there."""
+    for name, value in symbols.items():
+        line = re.sub(rf"rip \+ {name}\b", f"rip + {value - AT - end}", line)
+    return line
+
+
+def blocks(listing: str) -> list[tuple[int, list[tuple[str, int]]]]:
+    """Return the offset of each part that is in one piece, and its instructions with their ends."""
+    found: list[tuple[int, list[tuple[str, int]]]] = [(0, [])]
+    end = 0
     for line in filter(None, map(str.strip, listing.splitlines())):
         if line.startswith("org:"):
-            found.append((int(line.removeprefix("org:"), 16), []))
+            end = int(line.removeprefix("org:"), 16)
+            found.append((end, []))
         else:
-            found[-1][1].append(line.partition("|")[2].strip())
+            fields, _, instruction = line.partition("|")
+            end += sum(SIZES.get(field.partition(":")[0], 1) for field in fields.split())
+            found[-1][1].append((instruction.strip(), end))
     return found
 
 

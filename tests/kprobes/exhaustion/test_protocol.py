@@ -91,6 +91,8 @@ def test_with_handlers_in_guest_code(arch: str, profile: str, save_regs: str) ->
         check(proof, optimizable(proof, COMPILED_SAMPLE))
         assert proof.problems == []
         assert proof.runs > COMPILED_SAMPLE * 800
+        native = kernel.machine.hooks.native_traps
+        assert native > COMPILED_SAMPLE * 100 or not kernel.machine.hooks.is_native
         assert kernel.machine.text.ledger == {}
 
 

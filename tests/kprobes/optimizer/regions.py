@@ -180,7 +180,7 @@ class Bench:
         """Within, there are breakpoints with these handlers, whatever stands there otherwise."""
         breakpoints, text, trap = self.machine.breakpoints, self.machine.text, self._arch.breakpoint
         usual = {addr: (text.current(addr, len(trap)), breakpoints.get(addr)) for addr in handlers}
-        breakpoints |= handlers
+        breakpoints.update(handlers)
         for addr in handlers:
             text.poke(addr, trap)
         try:

@@ -105,9 +105,9 @@ def test_a_hit_in_a_handler_is_missed(probed: Probed) -> None:
     """No handler runs within another one; the function goes on all the same."""
     probe = probed.probe("gcd")
     hits = probed.kernel.kprobes.hits
-    hits.ctlblk.running = probe
+    hits.ctlblk.set_running(probe)
     assert (probed.gcd(), probe.nmissed) == ([], 1)
-    hits.ctlblk.running = None
+    hits.ctlblk.set_running(None)
     assert (probed.gcd(), probe.nmissed) == ([("gcd", 0)], 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from emulated_kernel.guests.linux.guest import breakpoint_stub
 from emulated_kernel.guests.linux.guest.client_scheduler import ClientScheduler
 from emulated_kernel.guests.linux.guest.dcache import DcacheReader
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
@@ -86,6 +87,10 @@ class LinuxTasks(RunningLinux):
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))
         self.call(self.init, _RT_SIGACTION, _SIGCHLD, BUFFER, 0, 8)
         self.call(self.init, _MADVISE, BUFFER, BUFFER_SIZE, _WIPE_ON_FORK)
+
+    def deliver_breakpoints(self) -> None:
+        """Let the guest take its breakpoints itself where it can."""
+        breakpoint_stub.install(self.machine, self._thunk)
 
     def idle(self, microseconds: int) -> None:
         self._scheduler.idle(microseconds)

@@ -32,6 +32,10 @@ _DATA = 0xFFFFFFFF70001000
 """Virtual addresses that Linux leaves free, within reach of a relative jump from the kernel's text."""
 THUNKS = range(_TEXT, _TEXT + PAGE)
 """Addresses of the code."""
+_CELLS = 0x20
+"""Offset in the data page of the words for breakpoints."""
+_STUB = 0x100
+"""Offset in the code page of the code for breakpoints."""
 _ROOM = 0x100
 """Offset in the data page after its first word, which is the address of the task."""
 _ACCESSED_DIRTY = 0x60
@@ -53,6 +57,10 @@ class WakeupThunk:
         self._callback = structs.physical(facts.symbols["x86_platform_ipi_callback"])
         self.host_room = self._task + _ROOM, _DATA + _ROOM
         """Physical and virtual address of the free part of the data page."""
+        self.stub_cells = self._task + _CELLS, _DATA + _CELLS
+        """Physical and virtual address of five words of the data page, for breakpoint_stub.py."""
+        self.stub_text = self._base + _STUB, _TEXT + _STUB
+        """Physical and virtual address of the room for its code."""
 
     def install(self) -> None:
         """Map the pages, write the code, and register it as the callback; snapshots of the guest keep it."""

@@ -159,6 +159,7 @@ def native_mount(
     `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
     `is_clock_real`: pauses between requests pass in the guest, too.
     """
+    tasks.deliver_breakpoints()
     time = RealTime(tasks) if is_clock_real else PassingTime(tasks)
     guest = LinuxGuest(tasks, watch, owner, modules, lock=lock, begins=time.request_begins)
     if is_tracefs:

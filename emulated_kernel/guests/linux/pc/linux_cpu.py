@@ -16,6 +16,7 @@ from typing import NamedTuple
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.machine.cpu import x86
 from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.native.trap_words import TrapWords
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import Vector
@@ -97,6 +98,15 @@ _FLAGS = struct.Struct("QQQQIiI")
 _COMPUTED = 1
 _ARITHMETIC = 0x8D5
 _DIRECTION = 0x400
+
+
+class Gate(NamedTuple):
+    """A gate of the interrupt descriptor table."""
+
+    entry: int
+    stack: int
+    """Number of its interrupt stack; 0 for none."""
+    disables_interrupts: bool
 
 
 class CpuTables(NamedTuple):
@@ -288,7 +298,7 @@ class LinuxCpu:
         regs = self.regs
         state = self._state
         memory = self._memory
-        entry, ist, disables = self._gate(vector)
+        entry, ist, disables = self.gate(vector)
         flags = regs.flags
         stack = regs.sp
         cs = state.segments[_CS].selector
@@ -315,8 +325,8 @@ class LinuxCpu:
         regs.ip = entry
         regs.flags = flags & ~cleared
 
-    def _gate(self, vector: int) -> tuple[int, int, bool]:
-        """Return a gate: entry point, number of the interrupt stack, whether it disables interrupts."""
+    def gate(self, vector: int) -> Gate:
+        """Return a gate of the guest's IDT. Raises: GuestFault (there is none)."""
         try:
             low, high = _GATE.unpack(
                 self._memory.read(self.root, self._state.idt.base + _GATE_SIZE * vector, _GATE_SIZE)
@@ -329,4 +339,17 @@ class LinuxCpu:
                 Trap(TrapKind.DOUBLE_FAULT, self.regs.ip, vector), f"no gate for vector {vector}"
             )
         entry = low & 0xFFFF | low >> 48 << 16 | (high & 0xFFFFFFFF) << 32
-        return entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE
+        return Gate(entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE)
+
+    def watch_gate(self, words: TrapWords, vector: int, ram: int) -> None:
+        """Set the words for a gate that the host's routine compares. `ram`: its address in this process."""
+        state = self._state
+        start = ctypes.addressof(state)
+        at = self._memory.translate(self.root, state.idt.base + _GATE_SIZE * vector)
+        words.privilege = start + _State.hflags.offset
+        words.stack_segment = ctypes.addressof(state.segments[_SS])
+        words.code_segment = ctypes.addressof(state.segments[_CS])
+        words.idt = ctypes.addressof(state.idt) + _Segment.base.offset
+        words.idt_base = state.idt.base
+        words.gate = ram + at
+        words.gate_low, words.gate_high = _GATE.unpack_from(self._memory.ram, at)

@@ -14,7 +14,7 @@ from emulated_kernel.guests.linux.pc.exception_cells import cpu_state
 from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, SYSCALL_SIZE, LinuxCpu
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.machine.cpu import x86
-from emulated_kernel.machine.cpu.registers import Regs, fast_regs
+from emulated_kernel.machine.cpu.registers import FastRegs, Regs, fast_regs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
@@ -31,6 +31,7 @@ from emulated_kernel.machine.unicorn_engine import (
     OUT_CALLBACK,
     Engine,
 )
+from emulated_kernel.util.abi import Vector
 
 _IN = 218
 """Number of `in` in Unicorn's x86.h."""
@@ -80,7 +81,7 @@ class LinuxMachine:
         engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
         self.engine = engine
         self.model = X86_64Cpu()
-        engine.map_ram(0, ram)
+        self._ram_address = engine.map_ram(0, ram)
         state = cpu_state(engine)
         self.regs: Regs = fast_regs(self.model, engine, state)
         self.cpu = LinuxCpu(engine, self.regs, self.memory, state)
@@ -90,6 +91,8 @@ class LinuxMachine:
         self.hooks = TrapHooks(engine, self.model, self.regs, exceptions, handler_time)
         self.hooks.dispatch = self._exception
         self.hooks.protection_faults[STUB] = self._come_to_stub
+        self._breakpoint_stub = range(0)
+        """Addresses of the guest code that delivers breakpoints."""
         self._stopped: StopReason | None = None
         self.is_running = False
         """Whether the guest runs.
@@ -102,7 +105,7 @@ class LinuxMachine:
         self._blocks: int | None = None
         """Number of counted blocks since the last tick; None: blocks are not counted now."""
         self._has_ticked = False
-        self._watchdog = Watchdog(engine.stop, handler_time, budget)
+        self._watchdog = Watchdog(engine.stop, handler_time, budget, engine.is_interrupted_again)
         self._is_reset = False
         self.last_exception: Trap | None = None
         """The latest exception that was delivered to the guest."""
@@ -235,8 +238,33 @@ class LinuxMachine:
         self._stopped = IN_CALL
         self.engine.stop()
 
+    def deliver_breakpoints(self, stub: range, cells: int) -> None:
+        """Let breakpoints of kernel mode continue at `stub`, which delivers them.
+
+        `cells`: physical address of the words that the stub pushes.
+        """
+        words = self.hooks.words
+        assert isinstance(self.regs, FastRegs)
+        self._breakpoint_stub = stub
+        self.cpu.watch_gate(words, Vector.BREAKPOINT, self._ram_address)
+        words.sp = self.regs.address_of("sp")
+        words.cells = self._ram_address + cells
+        words.stub = stub.start
+
+    def take_breakpoints(self) -> None:
+        """Let the host look at each breakpoint first, since it probes the guest from now on."""
+        self.hooks.words.stub = 0
+
+    @property
+    def delivers_breakpoints(self) -> bool:
+        """Whether breakpoints of kernel mode reach the guest's handler without Python."""
+        return bool(self.hooks.words.stub)
+
     def _exception(self, trap: Trap) -> None:
         self.last_exception = trap
+        if trap.address in self._breakpoint_stub:
+            what = f"no stack for exception {Vector.BREAKPOINT}: {trap.cr2:#x} is not mapped"
+            raise GuestFault(Trap(TrapKind.DOUBLE_FAULT, trap.address, Vector.BREAKPOINT), what)
         self.cpu.raise_exception(trap)
 
     def watch_reset(self, emergency_restart: int) -> None:
@@ -276,8 +304,12 @@ class LinuxMachine:
                         self._has_ticked = False
                         self.timer()
                         error = self.engine.start(self.regs.ip)
-                finally:
-                    expired = self._watchdog.disarm()
+                except BaseException:
+                    # The handler of a SIGINT raised it.
+                    if self._watchdog.disarm():
+                        self.death = str(self._fault(0, expired=True))
+                    raise
+                expired = self._watchdog.disarm()
                 if self.engine.parked is not None:
                     self.hooks.check()
                 if expired or error or self._is_reset:
@@ -304,7 +336,11 @@ class LinuxMachine:
         ip = self.regs.ip
         if expired:
             # Unicorn: a store in flight at an asynchronous stop is done twice, so the guest cannot continue.
-            why = "its client was killed" if self._watchdog.was_unwanted else "it ran for too long"
+            why = "it ran for too long"
+            if self._watchdog.was_unwanted:
+                why = "its client was killed"
+            elif self._watchdog.was_interrupted:
+                why = "it was interrupted"
             return GuestFault(Trap(TrapKind.BUDGET, ip), f"{why}, and was given up at {ip:#x}")
         if error:
             message = f"the emulator stopped at {ip:#x}: {self.engine.strerror(error)}"

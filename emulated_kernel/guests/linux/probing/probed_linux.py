@@ -90,6 +90,7 @@ class ProbedLinux(ProbedMachine):
     def __init__(self, tasks: RunningLinux, kernel: LinuxKernel) -> None:
         super().__init__()
         machine = tasks.machine
+        machine.take_breakpoints()
         self.damage = machine.damage
         self.model = LinuxCpuModel(_layout(tasks, kernel))
         self.regs = machine.regs

@@ -1,0 +1,50 @@
+"""Breakpoints of the kernel's own kprobes: guest code that enters the kernel's handler, without Python.
+
+The host's routine for traps stores four registers in words of the host's data page, and lets the guest
+continue in the stub. The stub pushes the frame of the exception and enters the gate. No instruction before
+the push of the flags changes them. No interrupt arrives in the stub, because the host ends no run there.
+"""
+
+from __future__ import annotations
+
+from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.code_listing import machine_code
+
+STUB = """
+    ff 35 rel32:ss   | push qword ptr [rip + ss]
+    ff 35 rel32:sp   | push qword ptr [rip + sp]
+    9c               | pushfq
+    ff 35 rel32:cs   | push qword ptr [rip + cs]
+    ff 35 rel32:ip   | push qword ptr [rip + ip]
+    fa               | cli
+    ff 25 rel32:gate | jmp qword ptr [rip + gate]
+"""
+_CELLS = ("ss", "sp", "cs", "ip", "gate")
+
+
+def install(machine: LinuxMachine, thunk: WakeupThunk) -> None:
+    """Let the guest deliver its breakpoints of kernel mode, if its gate for them needs no other stack.
+
+    On a host without the routine, Python delivers the exceptions. It also does if the host probes the guest,
+    and so looks at each breakpoint first.
+    """
+    hooks = machine.hooks
+    if hooks.breakpoints or hooks.fault_hooks or not hooks.is_native:
+        return
+    try:
+        gate = machine.cpu.gate(Vector.BREAKPOINT)
+    except GuestFault:
+        return
+    if gate.stack or not gate.disables_interrupts:
+        return
+    physical, virtual = thunk.stub_cells
+    symbols = {name: virtual + 8 * number for number, name in enumerate(_CELLS)}
+    words = machine.memory.words
+    words[(physical >> 3) + _CELLS.index("gate")] = gate.entry
+    text, entry = thunk.stub_text
+    code = machine_code(STUB, entry, symbols)
+    machine.memory.ram[text : text + len(code)] = code
+    machine.deliver_breakpoints(range(entry, entry + len(code)), physical)

@@ -1,0 +1,57 @@
+"""Steps: which probe's copied instruction an address belongs to."""
+
+from __future__ import annotations
+
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.codegen.guest_code import OutOfLine
+from emulated_kernel.util.fast_dataclass import dataclass
+
+_UNIT = 4
+"""Logarithm of the alignment of slots: no two slots share 16 aligned bytes."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """The copy of a probed instruction in an insn slot, and its probe."""
+
+    head: AggrKprobe
+    insn: OutOfLine
+
+
+class Steps:
+    """The copies in insn slots, from the preparation of a probe until its slot is reclaimed.
+
+    A hit that is guest code throughout has no other state: its CPU is in the step if its ip is.
+    """
+
+    def __init__(self) -> None:
+        self._at: dict[int, Step] = {}
+
+    def add(self, head: AggrKprobe, insn: OutOfLine) -> None:
+        """Add the copy of a probe that has a slot, or replace it."""
+        step = Step(head, insn)
+        for unit in _units(insn):
+            self._at[unit] = step
+
+    def remove(self, insn: OutOfLine) -> None:
+        """Remove a copy whose slot is reclaimed."""
+        for unit in _units(insn):
+            self._at.pop(unit, None)
+
+    def at(self, ip: int) -> Step | None:
+        """Return the step that a CPU at `ip` is in, or None.
+
+        It includes the lead and the trap after the copy. A boosted copy has no end of a step to wait for.
+        """
+        step = self._at.get(ip >> _UNIT)
+        return step if step is not None and not step.insn.boosted and ip in _addresses(step.insn) else None
+
+
+def _addresses(insn: OutOfLine) -> range:
+    assert insn.slot is not None
+    return range(insn.slot - insn.lead, insn.slot + insn.prepared.length + 1)
+
+
+def _units(insn: OutOfLine) -> range:
+    addresses = _addresses(insn)
+    return range(addresses.start >> _UNIT, (addresses.stop - 1 >> _UNIT) + 1)

@@ -1,0 +1,146 @@
+// Dispatch of a guest's traps on an AArch64 host; x86_64.s has the same two routines with more comments.
+
+@routine x86
+// void (uc x0, vector w1, words x2)
+    ldr x3, [x2, #{ip}]
+    ldr x4, [x3]
+    add x5, x2, #{debug_traps}
+    cmp w1, #{debug_vector}
+    b.eq look
+    cmp w1, #{breakpoint_vector}
+    b.ne python
+    sub x4, x4, #1
+    add x5, x2, #{breakpoints}
+look:
+    ldr x6, [x2, #{python}]
+    ldr x7, [x2, #{callers}]
+    orr x6, x6, x7
+    cbnz x6, python
+    movz x6, #{factor_0}
+    movk x6, #{factor_1}, lsl #16
+    movk x6, #{factor_2}, lsl #32
+    movk x6, #{factor_3}, lsl #48
+    mul x6, x6, x4
+    ldr w7, [x5, #{shift}]
+    lsr x6, x6, x7
+    ldr x7, [x5, #{entries}]
+    add x6, x7, x6, lsl #4
+next:
+    ldr x7, [x6]
+    cmp x7, x4
+    b.eq found
+    add x6, x6, #16
+    cbnz x7, next
+    b python
+found:
+    ldr x7, [x6, #8]
+    cbz x7, python
+    ldr x6, [x2, #{hits}]
+    add x6, x6, #1
+    str x6, [x2, #{hits}]
+    cmp w1, #{debug_vector}
+    b.eq stepped
+    str x7, [x3]
+    ret
+stepped:
+    cmp x7, x4
+    b.eq round
+    str x7, [x3]
+    ldr x5, [x2, #{flags}]
+    ldr w6, [x5]
+    movz w7, #{trap_flag}
+    bic w6, w6, w7
+    str w6, [x5]
+round:
+    ret
+python:
+    ldr x5, [x2, #{stub}]
+    cbz x5, callback
+    cmp w1, #{breakpoint_vector}
+    b.ne callback
+    ldr x6, [x2, #{privilege}]
+    ldr w6, [x6]
+    tst w6, #3
+    b.ne callback
+    ldr x6, [x2, #{flags}]
+    ldr w6, [x6]
+    movz w7, #{delivered_flags_0}
+    movk w7, #{delivered_flags_1}, lsl #16
+    tst w6, w7
+    b.ne callback
+    ldr x6, [x2, #{idt}]
+    ldr x6, [x6]
+    ldr x7, [x2, #{idt_base}]
+    cmp x6, x7
+    b.ne callback
+    ldr x6, [x2, #{gate}]
+    ldr x7, [x6]
+    ldr x8, [x2, #{gate_low}]
+    cmp x7, x8
+    b.ne callback
+    ldr x7, [x6, #8]
+    ldr x8, [x2, #{gate_high}]
+    cmp x7, x8
+    b.ne callback
+    ldr x6, [x2, #{cells}]
+    ldr x7, [x2, #{stack_segment}]
+    ldr w7, [x7]
+    str x7, [x6]
+    ldr x7, [x2, #{code_segment}]
+    ldr w7, [x7]
+    str x7, [x6, #16]
+    ldr x7, [x3]
+    str x7, [x6, #24]
+    str x5, [x3]
+    ldr x3, [x2, #{sp}]
+    ldr x7, [x3]
+    str x7, [x6, #8]
+    and x7, x7, #0xfffffffffffffff0
+    str x7, [x3]
+    ldr x6, [x2, #{hits}]
+    add x6, x6, #1
+    str x6, [x2, #{hits}]
+    ret
+callback:
+    ldr x16, [x2, #{callback}]
+    br x16
+
+@routine riscv
+// bool (uc x0, words x1)
+    ldr x9, [x1, #{error}]
+    cbz x9, python
+    ldr x3, [x1, #{ip}]
+    ldr x4, [x3]
+    ldr x6, [x1, #{python}]
+    ldr x7, [x1, #{callers}]
+    orr x6, x6, x7
+    cbnz x6, python
+    movz x6, #{factor_0}
+    movk x6, #{factor_1}, lsl #16
+    movk x6, #{factor_2}, lsl #32
+    movk x6, #{factor_3}, lsl #48
+    mul x6, x6, x4
+    ldr w7, [x1, #{breakpoints_shift}]
+    lsr x6, x6, x7
+    ldr x7, [x1, #{breakpoints}]
+    add x6, x7, x6, lsl #4
+next:
+    ldr x7, [x6]
+    cmp x7, x4
+    b.eq found
+    add x6, x6, #16
+    cbnz x7, next
+    b python
+found:
+    ldr x7, [x6, #8]
+    cbz x7, python
+    ldr x6, [x1, #{hits}]
+    add x6, x6, #1
+    str x6, [x1, #{hits}]
+    str x7, [x3]
+    str wzr, [x9]
+    movz w0, #1
+    ret
+python:
+    ldr x16, [x1, #{callback}]
+    br x16

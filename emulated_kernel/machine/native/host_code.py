@@ -1,0 +1,45 @@
+"""Executable memory of the host with the routine for traps."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+from functools import cache
+
+from emulated_kernel.machine.native.routines import ROUTINES
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def routine_address(family: str) -> int | None:
+    """Return the address of the routine for a family of guests, or None if this host cannot run one."""
+    if sys.platform != "linux":
+        return None
+    code = ROUTINES.get((platform.machine(), family))
+    return None if code is None else _mapped(code)
+
+
+@cache
+def _mapped(code: bytes) -> int | None:
+    """Map code read-only and executable for the life of this process; return its address, None if refused.
+
+    The code goes through a file in memory. The memory is therefore never writable and executable at the same
+    time, and the kernel makes the instruction cache coherent.
+    """
+    try:
+        file = os.memfd_create("kprobefs-traps", os.MFD_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        os.write(file, code)
+        function = ctypes.PyDLL(None).mmap
+        function.restype = ctypes.c_void_p
+        function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+        rights = mmap.PROT_READ | mmap.PROT_EXEC
+        address = function(None, len(code), rights, mmap.MAP_PRIVATE, file, 0)
+    finally:
+        os.close(file)
+    return None if address == _MAP_FAILED else int(address)

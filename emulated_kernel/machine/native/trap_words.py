@@ -1,0 +1,135 @@
+"""TrapWords: the host memory that the routine for traps reads; TrapTable: its hash table."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+FACTOR = 0x9E3779B97F4A7C15
+"""Odd number by which an address is multiplied; the upper bits of the product are its place in a table."""
+_WORD = (1 << 64) - 1
+_FIRST_BITS = 8
+
+
+class TableWords(ctypes.Structure):
+    """Where a table is."""
+
+    _fields_ = (
+        # Address of the first entry: an address in the guest, and the instruction pointer to continue at.
+        ("entries", ctypes.c_uint64),
+        # Number of low bits to drop from the product with FACTOR.
+        ("shift", ctypes.c_uint64),
+    )
+
+
+class TrapWords(ctypes.Structure):
+    """The words that a routine reads, at the address that Unicorn passes to it as user data."""
+
+    _fields_ = (
+        # Addresses in Unicorn's memory: instruction pointer, stored flags (x86), error of an ebreak (RISC-V).
+        ("ip", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("error", ctypes.c_uint64),
+        # While one of these is not 0, Python gets all traps.
+        ("python", ctypes.c_uint64),
+        ("callers", ctypes.c_uint64),
+        # Address of the ctypes callback.
+        ("callback", ctypes.c_uint64),
+        # Number of traps that Python did not get.
+        ("hits", ctypes.c_uint64),
+        ("breakpoints", TableWords),
+        ("debug_traps", TableWords),
+        # x86: address in the guest at which other breakpoints of kernel mode continue; 0: Python gets them.
+        # The code there pushes the frame of the exception from `cells`, and enters the gate.
+        ("stub", ctypes.c_uint64),
+        # Addresses in Unicorn's memory: stack pointer, its flags with the privilege level, two selectors, and
+        # the base of the interrupt descriptor table.
+        ("sp", ctypes.c_uint64),
+        ("privilege", ctypes.c_uint64),
+        ("stack_segment", ctypes.c_uint64),
+        ("code_segment", ctypes.c_uint64),
+        ("idt", ctypes.c_uint64),
+        # The gate that the stub enters: base of the table, address in this process, and contents. If one
+        # differs, Python gets the breakpoint.
+        ("idt_base", ctypes.c_uint64),
+        ("gate", ctypes.c_uint64),
+        ("gate_low", ctypes.c_uint64),
+        ("gate_high", ctypes.c_uint64),
+        # Address in this process of four words: stack segment, stack pointer, code segment, and ip.
+        ("cells", ctypes.c_uint64),
+    )
+
+
+class TrapTable:
+    """Hash table from the address of a trap to the instruction pointer at which the guest continues.
+
+    Open addressing: an address is at its place or after it, without an empty entry in between. The address of
+    an empty entry is 0. Python changes the table only in a callback or between two runs.
+    """
+
+    def __init__(self, words: TableWords) -> None:
+        """Make an empty table and enter it in `words`."""
+        self._words = words
+        self._indices: dict[int, int] = {}
+        """Address -> index of its entry."""
+        self._resize(_FIRST_BITS)
+
+    def __contains__(self, address: object) -> bool:
+        return address in self._indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def items(self) -> Iterator[tuple[int, int]]:
+        """Yield each address and its target."""
+        return ((address, self._entries[2 * index + 1]) for address, index in self._indices.items())
+
+    def put(self, address: int, target: int) -> None:
+        """Let the guest continue at `target` after a trap at `address`; replaces an older target."""
+        assert address, "0 is the address of an empty entry"
+        index = self._indices.get(address)
+        if index is not None:
+            self._entries[2 * index + 1] = target
+            return
+        if 2 * len(self._indices) >= 1 << self._bits:
+            self._resize(self._bits + 1)
+        self._insert(address, target)
+
+    def drop(self, address: int) -> None:
+        """Remove an address, and move entries after it that would not be found any more."""
+        hole = self._indices.pop(address)
+        entries = self._entries
+        index = hole + 1
+        while entries[2 * index]:
+            moved = entries[2 * index]
+            if self._place(moved) <= hole:
+                entries[2 * hole] = moved
+                entries[2 * hole + 1] = entries[2 * index + 1]
+                self._indices[moved] = hole
+                hole = index
+            index += 1
+        entries[2 * hole : 2 * hole + 2] = [0, 0]
+
+    def _place(self, address: int) -> int:
+        return (address * FACTOR & _WORD) >> 64 - self._bits
+
+    def _insert(self, address: int, target: int) -> None:
+        entries = self._entries
+        index = self._place(address)
+        while entries[2 * index]:
+            index += 1
+        entries[2 * index : 2 * index + 2] = [address, target]
+        self._indices[address] = index
+
+    def _resize(self, bits: int) -> None:
+        """Make a table of 2**bits places, at most half of which are used.
+
+        After the last place there is room for as many entries, and for an empty one: a search never wraps.
+        """
+        old = list(self.items())
+        self._bits = bits
+        self._entries = (ctypes.c_uint64 * (2 * ((3 << bits - 1) + 1)))()
+        for address, target in old:
+            self._insert(address, target)
+        self._words.entries = ctypes.addressof(self._entries)
+        self._words.shift = 64 - bits

@@ -1,0 +1,74 @@
+"""SIGINTs that Python has not handled yet.
+
+Python calls a signal's handler only between two of its own instructions. While hits stay in the guest, the
+main thread executes none, for as long as the run's budget allows. Another thread can look here meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import suppress
+from itertools import takewhile
+
+_MOST = 4096
+_pair: tuple[socket.socket, socket.socket] | None = None
+"""The sockets to read from and that Python writes signal numbers to; signals belong to the whole process."""
+
+
+def watch() -> None:
+    """Keep the numbers of the signals that arrive from now on, unless another part of the program does so.
+
+    Raises: ValueError (not in the main thread).
+    """
+    global _pair
+    if _pair is None:
+        _pair = socket.socketpair()
+        for end in _pair:
+            end.setblocking(False)
+    own = _pair[1].fileno()
+    other = signal.set_wakeup_fd(own, warn_on_full_buffer=False)
+    if other not in (-1, own):
+        signal.set_wakeup_fd(other)
+    take()
+
+
+def _watch_in_child() -> None:
+    """Give a forked process sockets of its own, if its signals come here."""
+    global _pair
+    if _pair is not None:
+        of_parent = _pair[1].fileno()
+        _pair = None
+        with suppress(ValueError):
+            present = signal.set_wakeup_fd(-1)
+            if present == of_parent:
+                watch()
+            else:
+                signal.set_wakeup_fd(present)
+
+
+os.register_at_fork(after_in_child=_watch_in_child)
+
+
+def pending() -> int:
+    """Return the number of SIGINTs whose handler has not been called; callable from any thread."""
+    if _pair is None:
+        return 0
+    reader = _pair[0]
+    with suppress(BlockingIOError):
+        numbers = reader.recv(_MOST, socket.MSG_PEEK)
+        others = sum(1 for _ in takewhile(lambda number: number != signal.SIGINT, numbers))
+        if others:
+            reader.recv(others)
+        return numbers.count(signal.SIGINT)
+    return 0
+
+
+def take() -> int:
+    """Return the number of SIGINTs that one call of the handler is for, and forget them."""
+    if _pair is None:
+        return 1
+    with suppress(BlockingIOError):
+        return max(1, _pair[0].recv(_MOST).count(signal.SIGINT))
+    return 1

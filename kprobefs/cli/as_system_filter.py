@@ -1,0 +1,223 @@
+"""The seccomp filter of a command under `--as-system`, and the system calls that it takes on each machine.
+
+FUSE has one f_type for all file systems, and splices nothing from files of size 0. The filter passes
+statfs(2) and the copying calls to a process of kprobefs, and also mount(2), for a /proc of the command's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from enum import Enum
+
+from emulated_kernel.util.fast_dataclass import dataclass
+
+_SECCOMP_SET_MODE_FILTER = 1
+_FILTER_FLAG_NEW_LISTENER = 1 << 3
+_FILTER_FLAG_WAIT_KILLABLE_RECV = 1 << 5
+"""Since Linux 5.19: a signal that does not kill the caller waits for an answer that is being made."""
+_RET_USER_NOTIF = 0x7FC00000
+_RET_ERRNO = 0x00050000
+_RET_ALLOW = 0x7FFF0000
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_RETURN = 0x06
+_OFFSET_NUMBER = 0
+_OFFSET_ARCH = 4
+_X32 = 1 << 30
+"""In the numbers of x32's system calls, whose architecture is that of x86-64."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Kind(Enum):
+    """What a system call of the filter does."""
+
+    STATFS = "statfs"
+    FSTATFS = "fstatfs"
+    COPY = "copy"
+    MOUNT = "mount"
+
+
+@dataclass(frozen=True)
+class StatfsLayout:
+    """A structure of statfs(2)."""
+
+    fields: struct.Struct
+    """Type, block size, five counts, two words of fsid, name length, fragment size, flags."""
+    sizes: tuple[int, ...] = ()
+    """Accepted values of the argument before the buffer; empty: there is no such argument."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A system call that waits for an answer."""
+
+    kind: Kind
+    file: int = 0
+    """Index of the argument with the path or the descriptor that is asked about."""
+    layout: StatfsLayout | None = None
+
+
+@dataclass(frozen=True)
+class _Abi:
+    """System calls of the programs of one architecture."""
+
+    arch: int
+    """AUDIT_ARCH_*"""
+    calls: dict[int, Call]
+    perf_event_open: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """System calls of one kind of machine."""
+
+    abis: tuple[_Abi, ...]
+    """The machine's own one first."""
+    seccomp: int
+    ids: tuple[int, int, int]
+    """setgroups(2), setresgid(2) and setresuid(2), which the C library would execute in all threads."""
+
+    def call(self, arch: int, number: int) -> Call:
+        """Return a call of the filter."""
+        return next(abi.calls[number] for abi in self.abis if abi.arch == arch)
+
+
+_NATIVE = StatfsLayout(struct.Struct("=qqQQQQQIIqqq32x"))
+_STATFS_32 = StatfsLayout(struct.Struct("=IIIIIIIIIIII16x"))
+_STATFS64_I386 = StatfsLayout(struct.Struct("=IIQQQQQIIIII16x"), (84,))
+_STATFS64_ARM = StatfsLayout(_STATFS64_I386.fields, (84, 88))
+
+
+def _calls(
+    numbers: dict[str, int], layout: StatfsLayout, statfs64: StatfsLayout | None = None
+) -> dict[int, Call]:
+    """Return number -> call of one ABI, whose calls `numbers` has by their names."""
+    known = {
+        "statfs": Call(Kind.STATFS, layout=layout),
+        "fstatfs": Call(Kind.FSTATFS, layout=layout),
+        "statfs64": Call(Kind.STATFS, layout=statfs64),
+        "fstatfs64": Call(Kind.FSTATFS, layout=statfs64),
+        "sendfile": Call(Kind.COPY, file=1),
+        "sendfile64": Call(Kind.COPY, file=1),
+        "splice": Call(Kind.COPY),
+        "copy_file_range": Call(Kind.COPY),
+        "mount": Call(Kind.MOUNT),
+    }
+    return {number: known[name] for name, number in numbers.items()}
+
+
+_X86_64 = _calls(
+    {"statfs": 137, "fstatfs": 138, "sendfile": 40, "splice": 275, "copy_file_range": 326, "mount": 165},
+    _NATIVE,
+)
+_GENERIC = _calls(
+    {"statfs": 43, "fstatfs": 44, "sendfile": 71, "splice": 76, "copy_file_range": 285, "mount": 40},
+    _NATIVE,
+)
+_OLD = {"mount": 21, "statfs": 99, "fstatfs": 100, "sendfile": 187, "sendfile64": 239}
+"""What 32-bit x86 and ARM have in common."""
+_I386 = _calls(
+    {**_OLD, "statfs64": 268, "fstatfs64": 269, "splice": 313, "copy_file_range": 377},
+    _STATFS_32,
+    _STATFS64_I386,
+)
+_ARM = _calls(
+    {**_OLD, "statfs64": 266, "fstatfs64": 267, "splice": 340, "copy_file_range": 391},
+    _STATFS_32,
+    _STATFS64_ARM,
+)
+_GENERIC_IDS = (159, 149, 147)
+_MACHINES = {
+    "x86_64": Machine(
+        (
+            _Abi(
+                0xC000003E,
+                _X86_64 | {number | _X32: call for number, call in _X86_64.items()},
+                (298, 298 | _X32),
+            ),
+            _Abi(0x40000003, _I386, (336,)),
+        ),
+        seccomp=317,
+        ids=(116, 119, 117),
+    ),
+    "aarch64": Machine(
+        (_Abi(0xC00000B7, _GENERIC, (241,)), _Abi(0x40000028, _ARM, (364,))), seccomp=277, ids=_GENERIC_IDS
+    ),
+    "riscv64": Machine((_Abi(0xC00000F3, _GENERIC, (241,)),), seccomp=277, ids=_GENERIC_IDS),
+}
+
+
+def this_machine() -> Machine:
+    """Return the machine's system calls. Raises: OSError (ENOSYS: they are unknown)."""
+    try:
+        return _MACHINES[platform.machine()]
+    except KeyError:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+
+
+def install_filter(*, own_user: bool, listen: bool) -> int | None:
+    """Install the filter on the calling process and return the listener's descriptor.
+
+    `own_user`: the process is in a user namespace of its own. There perf_event_open(2) fails with EACCES,
+    because ids of events are those of the host's kernel, and mount(2) waits for the listener.
+    `listen`: the other calls wait for the listener. Without it, the result is None.
+
+    Raises: OSError (ENOSYS: the machine's system calls are unknown; EBUSY: there is a listener already).
+    """
+    machine = this_machine()
+    code = _filter_code(machine, own_user=own_user, listen=listen)
+    text = ctypes.create_string_buffer(b"".join(code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(text))
+    if not listen:
+        system_call(machine.seccomp, _SECCOMP_SET_MODE_FILTER, 0, program)
+        return None
+    flags = _FILTER_FLAG_NEW_LISTENER
+    try:
+        return system_call(
+            machine.seccomp, _SECCOMP_SET_MODE_FILTER, flags | _FILTER_FLAG_WAIT_KILLABLE_RECV, program
+        )
+    except OSError as failure:
+        if failure.errno != errno.EINVAL:
+            raise
+        return system_call(machine.seccomp, _SECCOMP_SET_MODE_FILTER, flags, program)
+
+
+def _filter_code(machine: Machine, *, own_user: bool, listen: bool) -> list[bytes]:
+    """Return the filter's instructions: for each architecture a list of numbers and their verdicts."""
+    code = [_instruction(_LOAD, _OFFSET_ARCH)]
+    for abi in machine.abis:
+        verdicts = {
+            number: _RET_USER_NOTIF
+            for number, call in abi.calls.items()
+            if listen and (own_user or call.kind is not Kind.MOUNT)
+        }
+        if own_user:
+            verdicts |= dict.fromkeys(abi.perf_event_open, _RET_ERRNO | errno.EACCES)
+        body = [_instruction(_LOAD, _OFFSET_NUMBER)]
+        for number, verdict in verdicts.items():
+            body.append(_instruction(_JUMP_EQUAL, number, otherwise=1))
+            body.append(_instruction(_RETURN, verdict))
+        body.append(_instruction(_RETURN, _RET_ALLOW))
+        code.append(_instruction(_JUMP_EQUAL, abi.arch, otherwise=len(body)))
+        code += body
+    return [*code, _instruction(_RETURN, _RET_ALLOW)]
+
+
+def _instruction(code: int, value: int, otherwise: int = 0) -> bytes:
+    """Return a struct sock_filter; `otherwise`: instructions that a failed comparison skips."""
+    return struct.pack("=HBBI", code, 0, otherwise, value)
+
+
+def system_call(number: int, *arguments: int | bytes) -> int:
+    """Execute a system call and return its result. Raises: OSError."""
+    words = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    result = int(_libc.syscall(ctypes.c_long(number), *words))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result

@@ -1,0 +1,322 @@
+"""Path lookups in another process's place: with its root, working directory, ids and capabilities."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+
+from kprobefs.cli.as_system_filter import system_call, this_machine
+
+CAP_SYS_PTRACE = 1 << 19
+CAP_SYS_ADMIN = 1 << 21
+MAX_LINKS = 40
+"""Mirrors: MAXSYMLINKS."""
+_OPENAT2 = 437
+_RESOLVE_NO_MAGICLINKS = 2
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_AT_STATX_DONT_SYNC = 0x4000
+_STATX_BASIC_STATS = 0x7FF
+_STATX = struct.Struct("=IIQIIIH2xQQQQ64xIIII")
+"""The first 144 bytes of struct statx, as far as the number of its device."""
+_CLONE_FS = 0x200
+_PR_SET_KEEPCAPS = 8
+_CAPABILITY_VERSION_3 = 0x20080522
+_NS_GET_USERNS = 0xB701
+_NS_GET_PARENT = 0xB702
+_PROC_MAGIC = 0x9FA0
+_PROC_ROOT_INO = 1
+_LINES = re.compile(rb"^(Tgid|Pid|Uid|Gid|Groups|NStgid|CapPrm|CapEff):(.*)$", re.MULTILINE)
+"""Those of /proc/PID/status that are needed."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Found:
+    """Attributes of an open file, as far as its file system has told them already."""
+
+    def __init__(self, file: int | str, *, only_device: bool = False) -> None:
+        """`file`: a descriptor, or the link to one in /proc.
+
+        `only_device`: FUSE tells the rest only to users whom it lets in.
+
+        Raises: OSError.
+        """
+        # Requests of this process are none of the command's: they would be in its traces.
+        buffer = ctypes.create_string_buffer(256)
+        place, name, flags = (file, b"", _AT_EMPTY_PATH) if isinstance(file, int) else (_AT_FDCWD, file, 0)
+        flags |= _AT_STATX_DONT_SYNC
+        mask = 0 if only_device else _STATX_BASIC_STATS
+        if _libc.statx(place, os.fsencode(name), flags, mask, buffer):
+            raise _failure()
+        fields = _STATX.unpack_from(buffer)
+        self.owner: int = fields[4]
+        self.mode: int = fields[6]
+        self.inode: int = fields[7]
+        self.size: int = fields[8]
+        self.device: tuple[int, int] = fields[13:15]
+
+
+class Credentials:
+    """Ids, capabilities and namespaces of a process."""
+
+    def __init__(self, process: int) -> None:
+        """`process`: its open directory in /proc. Raises: OSError."""
+        self._directory = process
+        status = os.open("status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)
+        with open(status, "rb") as file:
+            words = {name: rest.split() for name, rest in _LINES.findall(file.read())}
+        self.uids, self.gids, self.groups = (
+            [int(word) for word in words[name]] for name in (b"Uid", b"Gid", b"Groups")
+        )
+        self.effective = int(words[b"CapEff"][0], 16)
+        self.permitted = int(words[b"CapPrm"][0], 16)
+        self.process = int(words[b"Tgid"][0])
+        self.thread = int(words[b"Pid"][0])
+        self._number = words[b"NStgid"][-1]
+
+    @cached_property
+    def identity(self) -> tuple[str, bytes]:
+        """Namespace of the process's pid, and the pid in it. Raises: OSError."""
+        return os.readlink("ns/pid", dir_fd=self._directory), self._number
+
+    @cached_property
+    def user_namespace(self) -> str:
+        """Raises: OSError."""
+        return os.readlink("ns/user", dir_fd=self._directory)
+
+    @property
+    def owner(self) -> int:
+        """Owner of the process's files in /proc: root, if it may not be dumped. Raises: OSError."""
+        return Found(self._directory).owner
+
+    def may_inspect(self, other: Credentials) -> bool:
+        """Whether its links to files of another process can be followed; False also where that is unknown.
+
+        Mirrors: kernel/ptrace.c:__ptrace_may_access (v6.1), with PTRACE_MODE_READ_FSCREDS.
+        """
+        if self.identity == other.identity:
+            return True
+        if self.user_namespace != other.user_namespace:
+            return False
+        if self.effective & CAP_SYS_PTRACE:
+            return True
+        uid, gid = self.uids[3], self.gids[3]
+        return (
+            set(other.uids[:3]) == {uid}
+            and set(other.gids[:3]) == {gid}
+            and not other.permitted & ~self.effective
+            # Hazard: a process of root that may not be dumped looks like any other of root's.
+            and other.owner == uid != 0
+        )
+
+
+@cache
+def _own_credentials() -> Credentials:
+    """Return those of a thread that has taken no task's place, as all of this process start."""
+    directory = os.open("/proc/thread-self", os.O_PATH | os.O_CLOEXEC)
+    try:
+        return Credentials(directory)
+    finally:
+        os.close(directory)
+
+
+class Lookup:
+    """This thread in the place of a task, whose paths it looks up. The thread can serve no other task."""
+
+    def __init__(self, task: int) -> None:
+        """Take the place of a task. `task`: its open directory in /proc. Raises: OSError."""
+        self._opened: list[int] = []
+        try:
+            self._enter(task)
+        except OSError:
+            self.close()
+            raise
+
+    def _enter(self, task: int) -> None:
+        self._proc = self._open("/proc")
+        self.credentials = Credentials(task)
+        """The task's."""
+        self._task = task
+        effective = self.credentials.effective
+        self._rights = effective if effective and self._is_of_command() else 0
+        root = self._open("root", task)
+        working = self._open("cwd", task)
+        if _libc.unshare(_CLONE_FS):
+            raise _failure()
+        os.fchdir(root)
+        os.chroot(".")
+        os.fchdir(working)
+        self._take_ids()
+
+    def _is_of_command(self) -> bool:
+        """Whether the task's capabilities count for files: it is in no user namespace of its own making."""
+        here = os.stat("self/ns/user", dir_fd=self._proc).st_ino
+        theirs = self._open("ns/user", self._task, os.O_RDONLY)
+        return os.fstat(theirs).st_ino == here or _namespace(theirs, _NS_GET_PARENT) == here
+
+    def _take_ids(self) -> None:
+        """Give this thread the task's ids, by which FUSE and modes let in; keep permitted capabilities."""
+        setgroups, setresgid, setresuid = this_machine().ids
+        if _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0):
+            raise _failure()
+        own = _own_credentials()
+        self._permitted = own.permitted
+        groups = self.credentials.groups
+        if own.groups != groups:
+            system_call(setgroups, len(groups), struct.pack(f"={len(groups)}I", *groups))
+        if own.gids != self.credentials.gids:
+            system_call(setresgid, *self.credentials.gids[:3])
+        if own.uids != self.credentials.uids:
+            system_call(setresuid, *self.credentials.uids[:3])
+        self._set_effective(self._rights)
+
+    def close(self) -> None:
+        """Close each file that was opened here."""
+        for each in self._opened:
+            os.close(each)
+
+    def open(self, path: bytes) -> int:
+        """Open a path of the task with O_PATH, until close(). Raises: OSError."""
+        try:
+            # What links of /proc to other files lead to depends on who follows them.
+            return self._open_plainly(path, _AT_FDCWD)
+        except OSError:
+            return self._walk(path)
+
+    def _walk(self, path: bytes) -> int:
+        """Open a path, name by name. Mirrors: fs/namei.c:link_path_walk (v6.1)."""
+        if not path:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        names = path.split(b"/")[::-1]
+        here = self._start(path)
+        process: int | None = None
+        links = 0
+        while names:
+            name = names.pop()
+            if not name:
+                continue
+            there = self._open(name, here, os.O_PATH | os.O_NOFOLLOW)
+            if not stat.S_ISLNK(_mode(there)):
+                if name.isdigit() and _is_root_of_proc(here):
+                    process = there
+                here = there
+                continue
+            links += 1
+            if links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            if name in (b"self", b"thread-self") and _is_root_of_proc(here):
+                here = process = self._open_own(name)
+            elif process is not None and self._is_magic(name, here, process):
+                here = self._follow(name, here, process)
+                process = None
+            else:
+                target = os.readlink(name, dir_fd=here)
+                names += target.split(b"/")[::-1]
+                here = self._start(target) if target.startswith(b"/") else here
+        if path.endswith(b"/") and stat.S_ISREG(_mode(here)):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        return here
+
+    def _start(self, path: bytes) -> int:
+        return self._open("/" if path.startswith(b"/") else ".")
+
+    def _open_own(self, name: bytes) -> int:
+        """Open the directory that the task's /proc/self or /proc/thread-self leads to."""
+        process = self.credentials.process
+        own = f"{process}/task/{self.credentials.thread}" if name == b"thread-self" else str(process)
+        return self._open(own, self._proc)
+
+    def _is_magic(self, name: bytes, here: int, process: int) -> bool:
+        """Whether a link leads to a file itself, not to a path."""
+        if Found(here).device != Found(process).device:
+            return False
+        try:
+            with self._raised(CAP_SYS_PTRACE):
+                self._open_plainly(name, here)
+        except OSError as failure:
+            return failure.errno == errno.ELOOP
+        return False
+
+    def _follow(self, name: bytes, here: int, process: int) -> int:
+        """Open what a process's link leads to, if the task may."""
+        with self._raised(CAP_SYS_PTRACE):
+            if not self.credentials.may_inspect(Credentials(process)):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            return self._open(name, here)
+
+    @contextmanager
+    def _raised(self, capability: int) -> Iterator[None]:
+        self._set_effective(self._rights | capability)
+        try:
+            yield
+        finally:
+            self._set_effective(self._rights)
+
+    def take_all_rights(self) -> None:
+        """Give this thread each capability that it is permitted, for what the kernel checks again itself."""
+        self._set_effective(self._permitted)
+
+    def _set_effective(self, capabilities: int) -> None:
+        """Set this thread's effective capabilities, as far as they are permitted."""
+        permitted = self._permitted
+        effective = capabilities & permitted
+        header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+        low, high = ((each & 0xFFFFFFFF, each >> 32) for each in (effective, permitted))
+        words = struct.pack("=6I", low[0], high[0], 0, low[1], high[1], 0)
+        if _libc.capset(header, words):
+            raise _failure()
+
+    def _open_plainly(self, path: bytes, directory: int) -> int:
+        how = struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, _RESOLVE_NO_MAGICLINKS)
+        return self._hold(system_call(_OPENAT2, directory, path, how, len(how)))
+
+    def _open(self, path: str | bytes, directory: int | None = None, flags: int = os.O_PATH) -> int:
+        return self._hold(os.open(path, flags | os.O_CLOEXEC, dir_fd=directory))
+
+    def _hold(self, descriptor: int) -> int:
+        self._opened.append(descriptor)
+        return descriptor
+
+
+def owner_of_namespace(namespace: int) -> int:
+    """Return the inode of the user namespace that owns an open namespace. Raises: OSError."""
+    return _namespace(namespace, _NS_GET_USERNS)
+
+
+def _namespace(namespace: int, request: int) -> int:
+    """Return the inode of a namespace that another one leads to. Raises: OSError."""
+    found = fcntl.ioctl(namespace, request)
+    try:
+        return os.fstat(found).st_ino
+    finally:
+        os.close(found)
+
+
+def _mode(opened: int) -> int:
+    """Return the mode of an open file; 0 if FUSE keeps this user out, and so lets search nothing below it."""
+    try:
+        return Found(opened).mode
+    except PermissionError:
+        return 0
+
+
+def _is_root_of_proc(directory: int) -> bool:
+    # Only an inode of that number is asked: a file system of a mount would count the request.
+    if Found(directory).inode != _PROC_ROOT_INO:
+        return False
+    buffer = (ctypes.c_long * 32)()
+    return not _libc.fstatfs(directory, buffer) and buffer[0] == _PROC_MAGIC
+
+
+def _failure() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

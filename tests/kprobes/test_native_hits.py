@@ -1,0 +1,365 @@
+"""Hits that stay out of Python: how many enter it, and that nothing else can tell them from the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kinds.hit_ring import HitRing
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import Profile, Stepper, TrampolineForm
+from emulated_kernel.machine.native import host_code
+from emulated_kernel.machine.traps.trap import TrapKind
+from emulated_kernel.util.config import MachineConfig
+from kprobefs.measure.bench import FUNCTION, Loop, caller, loop_of_calls
+from tests.kprobes.boundaries import verdict
+from tests.kprobes.test_assembly import TEXTS, settle
+from tests.ledger import ledger_mismatches
+
+pytestmark = pytest.mark.skipif(
+    host_code.routine_address("x86") is None, reason="there is no routine for this kind of host"
+)
+PLAIN = Profile("plain", ftrace=False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT)
+MODES = {
+    "stepped": (PLAIN, 2),
+    "trap flag": (replace(PLAIN, stepper=Stepper.TRAP_FLAG), 2),
+    "boosted": (replace(PLAIN, preemption=False), 1),
+}
+"""Mode -> profile, and traps of a hit."""
+ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
+CASES = [
+    (arch, mode) for arch in ARCHITECTURES for mode in MODES if arch in ARCHITECTURES[:2] or mode == "stepped"
+]
+MILLION = 1_000_000
+
+
+@contextmanager
+def counted_entries(kernel: Kernel) -> Iterator[list[str]]:
+    """Collect the callbacks of the emulator that are entered, however they are dispatched."""
+    codes = kernel.machine.handler_time.callbacks
+    entered: list[str] = []
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code in codes:
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield entered
+    finally:
+        sys.setprofile(None)
+
+
+@contextmanager
+def booted(arch: str, mode: str, **options: Any) -> Iterator[Kernel]:
+    profile, _ = MODES[mode]
+    with Kernel(MachineConfig(arch=arch, run_budget=60, **options), profile=profile) as kernel, kernel.lock:
+        assert kernel.machine.hooks.is_native
+        yield kernel
+        assert ledger_mismatches(kernel.machine.text) == []
+
+
+def recording(kernel: Kernel) -> HitRing:
+    ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
+    kernel.register_kprobe(ring.probe(symbol_name=FUNCTION, offset=kernel.arch.call_size))
+    return ring
+
+
+def two_at_once(kernel: Kernel) -> HitRing:
+    ring = recording(kernel)
+    other = ring.probe(symbol_name=FUNCTION, offset=kernel.arch.call_size)
+    kernel.register_kprobe(other)
+    return ring
+
+
+def returning(kernel: Kernel) -> HitRing:
+    result = kernel.arch.registers.return_value
+    ring = kernel.hit_ring(result)
+    kernel.register_kretprobe(ring.return_probe(symbol_name=FUNCTION))
+    return ring
+
+
+def on_each_cpu(kernel: Kernel, run: Callable[[], object]) -> None:
+    for number in range(kernel.config.cpus):
+        kernel.machine.switch_to(number)
+        run()
+    kernel.machine.switch_to(0)
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+@pytest.mark.parametrize(("kind", "records"), [(recording, 1), (two_at_once, 2), (returning, 1)])
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_no_hit_of_a_million_enters_python(
+    arch: str, mode: str, kind: Callable[[Kernel], HitRing], records: int, cpus: int
+) -> None:
+    with booted(arch, mode, cpus=cpus) as kernel:
+        ring = kind(kernel)
+        warm_up, run = caller(kernel, 5), caller(kernel, MILLION // cpus)
+        on_each_cpu(kernel, warm_up)
+        hits, native = ring.hits, kernel.machine.hooks.native_traps
+        with counted_entries(kernel) as entered:
+            on_each_cpu(kernel, run)
+        assert entered == []
+        assert ring.hits - hits == records * MILLION
+        traps = MODES[mode][1] + (kind is returning)
+        assert kernel.machine.hooks.native_traps - native == traps * MILLION
+
+
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_a_trace_event_enters_python_once_a_page(arch: str, mode: str) -> None:
+    with booted(arch, mode) as kernel:
+        kernel.tracing.kprobe_events.write(f"p:ev {FUNCTION}+{kernel.arch.call_size}\n".encode())
+        [event] = kernel.tracing.kprobe_events.events()
+        kernel.trace.expand()
+        event.enable(kernel.trace)
+        caller(kernel, 5)()
+        with counted_entries(kernel) as entered:
+            caller(kernel, 100_000)()
+        assert len(entered) < 2000
+        assert event.probes[0].hits == 100_005
+
+
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_assembly_on_both_sides_stays_in_the_guest(arch: str, mode: str) -> None:
+    """A probe with post_code is stepped; the trap after the instruction leads to that code."""
+    texts = TEXTS[arch]
+    with booted(arch, mode) as kernel:
+        probe = Kprobe(
+            symbol_name=FUNCTION, offset=kernel.arch.call_size, code=texts.count, post_code=texts.count
+        )
+        kernel.register_kprobe(probe)
+        caller(kernel, 5)()
+        with counted_entries(kernel) as entered:
+            caller(kernel, 10_000)()
+        assert entered == []
+        [cell] = probe.cells.values()
+        assert (cell, probe.nmissed) == (2 * 10_005, 0)
+        native = kernel.machine.hooks.native_traps
+        kernel.unregister_kprobe(probe)
+        settle(kernel)
+        kernel.kprobes.garbage.collect()
+        caller(kernel, 5)()
+        assert kernel.machine.hooks.native_traps == native
+        assert not kernel.kprobes.compiler.codes
+
+
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_a_handler_in_python_beside_native_hits_misses_none(arch: str, mode: str) -> None:
+    """A native step leaves no state behind, so that no later hit looks like one within a hit."""
+    with booted(arch, mode) as kernel:
+        ring = recording(kernel)
+        seen: list[bool] = []
+        probe = Kprobe(symbol_name=FUNCTION, pre_handler=lambda _kprobe, _regs: seen.append(True))
+        kernel.register_kprobe(probe)
+        caller(kernel, 1000)()
+        assert (ring.hits, len(seen), probe.nmissed) == (1000, 1000, 0)
+        assert kernel.machine.hooks.native_traps > 900
+        assert kernel.kprobes.hits.may_interrupt()
+
+
+def test_while_python_has_a_cpu_hits_are_missed_in_python() -> None:
+    """The hit of a handler is open while a function in the guest runs for it."""
+    with booted("x86_64", "stepped") as kernel:
+        ring = recording(kernel)
+        caller(kernel, 5)()
+        native = kernel.machine.hooks.native_traps
+        ctlblk = kernel.kprobes.hits.ctlblk
+        other = Kprobe(symbol_name="gcd", pre_handler=lambda *_: None)
+        kernel.register_kprobe(other)
+        ctlblk.set_running(kernel.kprobes.table.valid(other))
+        caller(kernel, 10)()
+        ctlblk.set_running(None)
+        assert (ring.hits, kernel.machine.hooks.native_traps) == (5, native)
+        caller(kernel, 10)()
+        assert (ring.hits, kernel.machine.hooks.native_traps) == (15, native + 20)
+
+
+# Preemption
+
+
+class PreemptedLoop:
+    """A loop of calls that the machine runs with preemptions, from any state on."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._loops: dict[int, Loop] = {}
+
+    def start(self, turns: int) -> None:
+        """Put the current CPU at the start of a loop."""
+        machine = self._kernel.machine
+        if turns not in self._loops:
+            self._loops[turns] = loop_of_calls(self._kernel, turns)
+        code, begin = self._loops[turns]
+        begin()
+        start = machine.regs.snapshot()._replace(ip=code, sp=machine.calls.stack_top)
+        machine.regs.restore(machine.model.as_called(machine.memory, start, machine.calls._return_pad))
+
+    def preempted(self) -> bool:
+        """Run on; return False at the end of the loop."""
+        machine = self._kernel.machine
+        trap = machine.run()
+        if trap.kind is TrapKind.PREEMPTED:
+            return True
+        assert trap.kind is TrapKind.HYPERCALL
+        assert trap.address == machine.calls._return_pad + len(machine.model.halt)
+        return False
+
+
+def positions(kernel: Kernel, turns: int) -> list[tuple[int, int]]:
+    """Return the places of all preemptions in a loop."""
+    loop = PreemptedLoop(kernel)
+    loop.start(turns)
+    found = []
+    while loop.preempted():
+        found.append((kernel.machine.regs.ip, kernel.machine.regs.sp))
+    return found
+
+
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_preemptions_come_at_the_same_places(arch: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's routine and Python lead the guest through the same instructions."""
+    found = []
+    for native in (True, False):
+        if not native:
+            monkeypatch.setattr(host_code.platform, "machine", lambda: "another")
+        profile, _ = MODES[mode]
+        config = MachineConfig(arch=arch, run_budget=60, quantum=5, cpus=2)
+        with Kernel(config, profile=profile) as kernel, kernel.lock:
+            assert kernel.machine.hooks.is_native is native
+            ring = recording(kernel)
+            found.append(positions(kernel, 300))
+            assert ring.hits == 300
+    assert found[0] == found[1]
+    assert len(found[0]) > 300
+
+
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_a_probe_goes_while_a_cpu_is_anywhere_in_its_hit(arch: str, mode: str) -> None:
+    """The CPU ends its step well, whatever takes the freed slots, and is interrupted nowhere in between."""
+    places: set[str] = set()
+    with booted(arch, mode, quantum=5, cpus=2) as kernel:
+        machine = kernel.machine
+        hits = kernel.kprobes.hits
+        ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
+        loop = PreemptedLoop(kernel)
+        others = [Kprobe(symbol_name="gcd", offset=offset) for offset in boundaries(kernel, "gcd")[:3]]
+        for number in range(40):
+            probe = ring.probe(symbol_name=FUNCTION, offset=kernel.arch.call_size)
+            kernel.register_kprobe(probe)
+            loop.start(2)
+            while loop.preempted():
+                pass
+            head = kernel.kprobes.table.valid(probe)
+            assert head is not None
+            stub = head.stub
+            assert stub is not None
+            loop.start(1)
+            before = ring.hits
+            preempted = all(loop.preempted() for _ in range(number % 10 + 1))
+            ip = machine.regs.ip
+            within = {"stub": stub.contains(ip), "slot": hits.steps.at(ip) is not None}
+            places |= {name for name, is_there in within.items() if is_there}
+            assert hits.may_interrupt() is not any(within.values())
+            kernel.unregister_kprobe(probe)
+            kernel.kprobes.garbage.collect()
+            # They take the slots that are free.
+            kernel.register_kprobes(others)
+            while preempted and loop.preempted():
+                pass
+            assert ring.hits - before in (0, 1)
+            assert ring.hits > before or not any(within.values())
+            kernel.unregister_kprobes(others)
+            kernel.kprobes.garbage.collect()
+    assert places == {"stub", "slot"} - ({"slot"} if mode == "boosted" else set())
+
+
+def boundaries(kernel: Kernel, name: str) -> list[int]:
+    """Offsets of instructions that can be probed."""
+    start = kernel.image.kallsyms.lookup_name(name)
+    assert start is not None
+    where = kernel.image.kallsyms.lookup(start)
+    assert where is not None
+    checks = kernel.kprobes.probe_checker.check_each_insn(where.symbol)
+    return [address - start for address, refused, _ in checks if refused is None][1:]
+
+
+# Other ways of a native hit
+
+
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_a_fault_in_a_native_step_is_the_probed_instructions(arch: str, mode: str) -> None:
+    """The guest's fixup is found by the probed address, and what the fault left is no hit."""
+    with booted(arch, mode) as kernel:
+        copy = kernel.image.kallsyms.lookup_name("_copy_from_user")
+        assert copy is not None
+        ring = kernel.hit_ring(kernel.arch.registers.sp)
+        for at, _ in kernel.image.ex_table:
+            if verdict(kernel.kprobes, at) == 0:
+                kernel.register_kprobe(ring.probe(addr=at))
+        area = kernel.machine.alloc_pages(4096)
+        # No user memory is mapped at this address: nothing of it is copied.
+        assert {kernel.machine.call(copy, area, 0x1000, 64) for _ in range(5)} == {64}
+        assert ring.hits
+        assert kernel.machine.hooks.native_traps
+        assert kernel.kprobes.hits.may_interrupt()
+
+
+def test_a_string_instruction_is_one_hit() -> None:
+    """Each round of a repeated instruction traps with the trap flag set, and stays out of Python too."""
+    with booted("x86_64", "trap flag") as kernel:
+        memset = kernel.image.kallsyms.lookup_name("memset")
+        assert memset is not None
+        where = kernel.image.kallsyms.lookup(memset)
+        assert where is not None
+        code = kernel.image.read(memset, where.symbol.size)
+        ring = kernel.hit_ring("cx")
+        # rep stosb, for the bytes after the last word
+        probe = ring.probe(symbol_name="memset", offset=code.index(b"\xf3\xaa"))
+        kernel.register_kprobe(probe)
+        area = kernel.machine.alloc_pages(4096)
+        for _ in range(3):
+            kernel.machine.call(memset, area, 7, 71)
+        native = kernel.machine.hooks.native_traps
+        with counted_entries(kernel) as entered:
+            kernel.machine.call(memset, area, 9, 71)
+        assert entered == []
+        assert kernel.machine.memory.read(area, 72) == b"\x09" * 71 + b"\0"
+        assert ring.hits == 4
+        assert kernel.machine.hooks.native_traps - native == 1 + 7
+
+
+def test_changed_handlers_take_effect_at_the_next_hit() -> None:
+    """Whatever the table of the host's routine led to."""
+    for arch, mode in CASES:
+        with booted(arch, mode) as kernel:
+            ring = recording(kernel)
+            seen: list[int] = []
+            note: Any = partial(_note, seen)
+            caller(kernel, 10)()
+            probe = Kprobe(symbol_name=FUNCTION, offset=kernel.arch.call_size, pre_handler=note)
+            kernel.register_kprobe(probe)
+            caller(kernel, 10)()
+            assert (ring.hits, len(seen)) == (20, 10)
+            kernel.disable_kprobe(probe)
+            caller(kernel, 10)()
+            assert (ring.hits, len(seen)) == (30, 10)
+            after = Kprobe(symbol_name=FUNCTION, offset=kernel.arch.call_size, post_handler=note)
+            kernel.register_kprobe(after)
+            caller(kernel, 10)()
+            assert (ring.hits, len(seen)) == (40, 20)
+            kernel.unregister_kprobe(after)
+            kernel.enable_kprobe(probe)
+            caller(kernel, 10)()
+            assert (ring.hits, len(seen), probe.nmissed, after.nmissed) == (50, 30, 0, 0)
+
+
+def _note(seen: list[int], _kprobe: object, _regs: object) -> None:
+    seen.append(1)

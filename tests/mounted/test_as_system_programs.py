@@ -1,0 +1,160 @@
+"""Programs that public reports name, whole under `run --as-system`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.harness import needs_fuse
+from tests.mounted.linux_source import source
+from tests.mounted.system import SOURCES, as_root, as_system, needs
+
+SURFTRACE = "surftrace==0.7.16"
+TRACE_WITH_SURFTRACE = """
+out=$HOME/out instance=/sys/kernel/tracing/instances/surftrace
+PYTHONUNBUFFERED=1 python3 -m surftrace.surftrace "$1" > $out 2>&1 & traces=$!
+until [ "$(cat $instance/tracing_on 2> /dev/null)" = 1 ] && grep -q 'echo 1 > .*/tracing_on' $out; do
+    kill -0 $traces 2> /dev/null || { cat $out; exit 1; }
+    sleep 0.1
+done
+mkdir "$KPROBEFS"/scratch/a
+until grep -q "$2" $out; do
+    kill -0 $traces
+    sleep 0.1
+done
+kill -INT $traces; wait $traces || true
+grep -c "$2" $out
+cat /sys/kernel/tracing/kprobe_events $instance/tracing_on
+"""
+"""Traces what the first argument says until a line has the second."""
+
+pytestmark = [pytest.mark.mounted, needs_fuse, as_root]
+
+
+@pytest.fixture(scope="module")
+def surftrace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package and what it needs."""
+    place = tmp_path_factory.mktemp("surftrace")
+    words = [sys.executable, "-m", "pip", "install", "-q", "--target", place, SURFTRACE]
+    try:
+        subprocess.run(words, capture_output=True, check=True, timeout=50)
+    except (subprocess.SubprocessError, OSError) as error:
+        pytest.skip(f"{SURFTRACE} can't be had: {error}")
+    return place
+
+
+def test_one_built_with_address_sanitizer(tmp_path: Path) -> None:
+    source = tmp_path / "a.c"
+    source.write_text("int main(void) { return 0; }\n")
+    program = tmp_path / "a"
+    built_it = subprocess.run(["cc", "-fsanitize=address", source, "-o", program], check=False)
+    if built_it.returncode:
+        pytest.skip("cc has no address sanitizer")
+    as_system(str(program), tmp_path)
+
+
+@needs("busybox")
+def test_copies_by_busybox(tmp_path: Path) -> None:
+    script = f"""
+        cd /sys/kernel/tracing
+        busybox cat trace_options | cmp - trace_options
+        busybox cp README {tmp_path}/copied; cmp README {tmp_path}/copied && echo same
+    """
+    assert as_system(script, tmp_path) == "same\n"
+
+
+@needs("go")
+def test_detection_by_go(tmp_path: Path) -> None:
+    program = tmp_path / "detect"
+    environment = {**os.environ, "GOCACHE": str(tmp_path / "cache"), "CGO_ENABLED": "0"}
+    subprocess.run(
+        ["go", "build", "-o", program, SOURCES / "detect.go"], env=environment, check=True, timeout=300
+    )
+    assert as_system(f"env -i {program}", tmp_path).splitlines() == [
+        "/sys/kernel/tracing /sys/kernel/debug",
+        "/sys/kernel/tracing <nil> true",
+        "/sys/kernel/debug/tracing <nil> true",
+    ]
+
+
+@needs("stress-ng")
+def test_stress_ng(tmp_path: Path) -> None:
+    out = as_system(f"cd {tmp_path}; stress-ng --ftrace --get 1 --timeout 2 2>&1", tmp_path)
+    assert "skipping" not in out
+    assert "successful run completed" in out
+
+
+@needs("uftrace")
+def test_uftrace(tmp_path: Path) -> None:
+    """It takes the kernel's functions only where it finds a tracefs in mountinfo."""
+    source = tmp_path / "a.c"
+    source.write_text('#include <unistd.h>\nint main(void) { return access("/", 0); }\n')
+    subprocess.run(["cc", "-pg", source, "-o", tmp_path / "a"], check=True)
+    cpus = str(os.sysconf("SC_NPROCESSORS_CONF"))
+    out = as_system(f"cd {tmp_path}; uftrace record -k -d out ./a 2>&1; ls out", tmp_path, "--cpus", cpus)
+    assert "kernel-cpu0.dat" in out
+
+
+def test_surftrace_of_an_event(surftrace: Path, tmp_path: Path) -> None:
+    script = f"""
+        trace() {{ {TRACE_WITH_SURFTRACE}
+        }}
+        export PYTHONPATH={surftrace}; trace 'e sched/sched_switch' ' sched_switch: '
+    """
+    hits, on = as_system(script, tmp_path).split()
+    assert int(hits) > 0
+    assert on == "0"
+
+
+def test_surftrace_of_a_function(surftrace: Path, tmp_path: Path) -> None:
+    """It asks a server for the function's type; one stands in for it, in a network of its own."""
+    (tmp_path / "trace.sh").write_text(TRACE_WITH_SURFTRACE)
+    script = f"""
+        export PYTHONPATH={surftrace} LBC_SERVER=127.0.0.1
+        unshare -n bash -c '
+            ip link set lo up
+            python3 {SOURCES}/surftrace_server.py {tmp_path}/asked & server=$!
+            until [ -e {tmp_path}/asked ]; do sleep 0.1; done
+            bash {tmp_path}/trace.sh "p vfs_mkdir" "p0: (vfs_mkdir"; status=$?
+            kill $server; cat {tmp_path}/asked; exit $status'
+    """
+    assert as_system(script, tmp_path).splitlines() == ["1", "0", "/lbc func vfs_mkdir"]
+
+
+def test_surftrace_without_its_server(surftrace: Path, tmp_path: Path) -> None:
+    """It says whom it asks, and leaves no probe."""
+    script = f"""
+        export PYTHONPATH={surftrace}
+        unshare -n python3 -m surftrace.surftrace 'p vfs_mkdir' > {tmp_path}/out 2>&1 && exit 1
+        grep -q "host='www.foxbeaver.cn', port=80): Max retries" {tmp_path}/out && echo asked
+        cat /sys/kernel/tracing/kprobe_events
+    """
+    assert as_system(script, tmp_path) == "asked\n"
+
+
+def test_ftrace2bconf(tmp_path: Path) -> None:
+    script = f"""
+        cd /sys/kernel/tracing
+        echo 'p:foo vfs_mkdir' > kprobe_events
+        echo 1 > events/kprobes/foo/enable; echo 'common_pid > 10' > events/kprobes/foo/filter
+        echo 'hist:keys=common_pid' > events/kprobes/foo/trigger
+        echo 1 > events/sched/sched_switch/enable
+        echo vfs_mkdir > set_ftrace_filter; echo function > current_tracer
+        sh {source("tools/bootconfig/scripts/ftrace2bconf.sh")}
+    """
+    lines = as_system(script, tmp_path).splitlines()
+    assert [line for line in lines if ".event." in line or ".tracer" in line] == [
+        "ftrace.tracer = function",
+        "ftrace.event.kprobes.foo.probes += vfs_mkdir",
+        "ftrace.event.kprobes.enable",
+        "ftrace.event.kprobes.foo.actions += 'hist:keys=common_pid:vals=hitcount:sort=hitcount:size=2048'",
+        "ftrace.event.kprobes.foo.filter = common_pid > 10",
+        "ftrace.event.sched.sched_switch.enable",
+    ]
+    assert {line.split(" = ")[0] for line in lines} >= {
+        f"ftrace.{key}" for key in ("options", "buffer_size", "cpumask")
+    }
