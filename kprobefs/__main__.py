@@ -1,4 +1,4 @@
-"""Entry point of `kprobefs` and `python -m kprobefs`. ^C ends the program silently from here on."""
+"""Entry point of `kprobefs` and `python -m kprobefs`. During imports, ^C ends the program silently."""
 
 import signal
 import sys

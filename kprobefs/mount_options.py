@@ -1,4 +1,4 @@
-"""MountOptions, the options of a mount, and their checks."""
+"""MountOptions: the options of a mount, and checks of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
 
 @dataclass(frozen=True)
 class MountOptions:
-    """Options of one mount. `directory` is absolute and without symbolic links."""
+    """Options of one mount. `directory`: absolute path of the mount point, without symbolic links."""
 
     directory: str
     machine: MachineConfig
@@ -45,28 +45,31 @@ class MountOptions:
     flags: tuple[str, ...] = ()
     """Further mount options of libfuse, such as noexec."""
     isolate: bool = False
-    """Ignore host processes that do not use the mount, and number clients from PID 1000."""
+    """Ignore host processes that do not use the mount, and number clients from pid 1000 on."""
     make_directory: bool = False
-    """Make a missing directory."""
+    """Create the mount point if it does not exist."""
     kprobes: str = KPROBES[0]
     """"kprobefs", or "kernel": the distribution's kernel `machine.image` serves its own kprobes."""
     state: str | None = None
-    """Directory for definitions and records, which outlive the daemon."""
+    """Directory in which definitions and records outlive the daemon, or None."""
     vmcore: str | None = None
-    """ELF vmcore whose kernel is mounted."""
+    """Path of the ELF vmcore whose kernel is mounted, or None."""
 
     @property
     def source(self) -> str:
-        """First field in /proc/mounts, by which tools recognize the root directory."""
+        """First field of the mount's line in /proc/mounts, by which tools recognize the file system."""
         return "tracefs" if self.layout == "tracefs" else "debugfs"
 
 
 Builder = Callable[[MountOptions], "Mount"]
-"""Function that makes the served mount. Tests use smaller ones."""
+"""Function that builds the served mount from options. Tests use smaller mounts."""
 
 
 def check_image(path: Path) -> None:
-    """Check that `path` is a regular file of an allowed size. Its content is not read. Raises: CliError."""
+    """Check that a kernel image is a regular file of an allowed size, without reading it.
+
+    Raises: CliError.
+    """
     try:
         found = path.stat()
     except OSError as error:
@@ -93,7 +96,7 @@ def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
 
 
 def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
-    """Check that the kernel supports the chosen kprobes and options. Raises: CliError."""
+    """Check that the chosen kernel supports the chosen kprobes and options. Raises: CliError."""
     machine = options.machine
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"
@@ -124,7 +127,7 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
 
 
 def runs_linux(options: MountOptions) -> bool:
-    """Return True if a distribution's kernel is mounted."""
+    """Return True if the options select a distribution's kernel or a vmcore."""
     image = options.machine.image
     if options.kprobes == KERNEL_KPROBES or options.vmcore is not None:
         return True
@@ -143,7 +146,7 @@ def _is_linux(image: Path) -> bool:
 
 
 def check_state(options: MountOptions) -> None:
-    """Check that --state is outside of all mounts: a daemon could wait for itself. Raises: CliError."""
+    """Check that --state is outside of all mounts, since a daemon could wait for itself. Raises: CliError."""
     from kprobefs.common import mountpoints
 
     if options.state is not None and mountpoints.is_inside(options.state, options.directory):

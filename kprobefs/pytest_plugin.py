@@ -1,4 +1,4 @@
-"""The pytest plugin: kernels and mounts for tests of tracing tools, without root, KVM or the host's tracefs.
+"""The pytest plugin: provides kernels and mounts for tests of tracing tools, without root or KVM.
 
 Fixtures: `tracefs`, `kernel`, `kprobefs_mount` and `kprobefs_arch`; the marker `architectures`.
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 MARKER = "architectures"
 END_TIMEOUT = 20.0
-"""Seconds that a mount may take to end."""
+"""Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
 _STAY = ("sh", "-c", 'printf "%s\\n" "$KPROBEFS"; exec cat > /dev/null')
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the marker `architectures`."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(*names): run the test once on each architecture (default: on all)",
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each architecture of a test with the marker."""
+    """Make a test with the marker `architectures` run once for each of its architectures."""
     marker = metafunc.definition.get_closest_marker(MARKER)
     if marker is None:
         return
@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def kprobefs_arch(request: pytest.FixtureRequest) -> str:
-    """Return the architecture that the marker chose."""
+    """Return the architecture that the marker `architectures` chose for this run; default: x86_64."""
     from emulated_kernel import ARCHITECTURES
 
     return str(getattr(request, "param", next(iter(ARCHITECTURES))))
@@ -59,7 +59,7 @@ def kprobefs_arch(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
-    """Boot an emulated kernel in this process, for `register_kprobe` and similar. It needs no FUSE."""
+    """Boot an emulated kernel in this process, for the Python API. It needs no FUSE."""
     from emulated_kernel import Kernel, MachineConfig
 
     with Kernel(MachineConfig(arch=kprobefs_arch)) as booted:
@@ -68,7 +68,7 @@ def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
 
 @pytest.fixture
 def kprobefs_mount(kprobefs_arch: str) -> Iterator[Callable[..., Path]]:
-    """Return a function that mounts a kernel, and returns the directory until the test ends.
+    """Return a function that mounts a kernel until the test ends, and returns the mount's directory.
 
     Keyword arguments: `arch` (the marker's, or x86_64), `cpus` (1), `seed` (1), `layout` ("full": kprobes/,
     tracing/, machine/, scratch/; "tracefs": tracefs itself).
@@ -85,7 +85,7 @@ def kprobefs_mount(kprobefs_arch: str) -> Iterator[Callable[..., Path]]:
 
 @pytest.fixture
 def tracefs(kprobefs_mount: Callable[..., Path]) -> Path:
-    """Mount a kernel, and return its tracefs. Files in `../scratch` belong to the emulated kernel."""
+    """Mount a kernel, and return the path of its tracefs. Files in `../scratch` belong to the kernel."""
     return kprobefs_mount() / "tracing"
 
 

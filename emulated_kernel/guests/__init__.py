@@ -1,1 +1,1 @@
-"""Guest kernels: kprobefs's own small kernel, and distributions' kernels."""
+"""Guest kernels as their host uses them: kprobefs's own small kernel, and distributions' kernels."""

@@ -69,21 +69,24 @@ class KernelSymbols:
         self._found: dict[int, Location] = {}
 
     def lookup(self, address: int) -> Location | None:
-        """Return the symbol that contains `address` (the first alias), or None.
+        """Return the symbol of the function that contains `address` (the first alias), or None.
 
-        Mirrors: kallsyms_lookup (v6.1).
+        Generated code has no function: the unwinder maps slots and detours to the probed address.
         """
         found = self._found.get(address) or self._kallsyms.lookup(address)
         if found is None:
-            return (
-                self._lookup_trampoline(address)
-                or self._lookup_freed(address)
-                or self._lookup_generated(address)
-            )
+            return self._lookup_trampoline(address) or self._lookup_freed(address)
         if len(self._found) == _REMEMBERED:
             self._found.clear()
         self._found[address] = found
         return found
+
+    def symbol_at(self, address: int) -> Location | None:
+        """Return the symbol that files print for `address`: a function or a page of generated code, or None.
+
+        Mirrors: kallsyms_lookup (v6.1).
+        """
+        return self.lookup(address) or self._lookup_generated(address)
 
     def _lookup_trampoline(self, address: int) -> Location | None:
         for name, trampoline in self._trampolines():
@@ -149,7 +152,7 @@ def sprint_symbol(symbols: KernelSymbols, address: int) -> str:
 
     Mirrors: kernel/kallsyms.c:sprint_symbol (v6.1).
     """
-    found = symbols.lookup(address)
+    found = symbols.symbol_at(address)
     if found is None:
         return f"{address:#x}"
     module = f" [{found.module}]" if found.module else ""
@@ -161,7 +164,7 @@ def sprint_symbol_no_offset(symbols: KernelSymbols, address: int) -> str:
 
     Mirrors: kernel/kallsyms.c:sprint_symbol_no_offset (v6.1).
     """
-    found = symbols.lookup(address)
+    found = symbols.symbol_at(address)
     if found is None:
         return f"{address:#x}"
     return f"{found.name} [{found.module}]" if found.module else found.name
@@ -184,5 +187,5 @@ def _name_of(symbols: KernelSymbols, address: int, offset: bool) -> str:
         return "[unknown/kretprobe'd]"
     if offset:
         return sprint_symbol(symbols, address)
-    found = symbols.lookup(address)
+    found = symbols.symbol_at(address)
     return found.name if found is not None else f"0x{address:08x}"

@@ -1,1 +1,1 @@
-"""The commands of the program."""
+"""The commands of the program, and the parser of its command line."""

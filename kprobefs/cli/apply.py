@@ -14,13 +14,13 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.definitions import dropins
 
 MAX_MESSAGES = 20
-"""Maximum number of reported failures per file."""
+"""Maximum number of failures that are reported for each file."""
 MAX_WIDTH = 1024
-"""Characters of a line of a message."""
+"""Maximum length of a line of a message, in characters."""
 
 
 def which_mount(named: str | None, way: str = "--mount DIR") -> str:
-    """Return the directory of the named mount, of $KPROBEFS, or of the only mount.
+    """Return the directory of the mount that `named` or $KPROBEFS selects, else of the only mount.
 
     `way` is the command-line argument that selects a mount, for the error message.
 
@@ -44,7 +44,7 @@ def which_mount(named: str | None, way: str = "--mount DIR") -> str:
 
 
 def apply(directory: str, files: Sequence[str]) -> list[str]:
-    """Apply files of definitions to a mount; the default is the files in the probes.d directories.
+    """Apply files of definitions to a mount, or the files in the probes.d directories if `files` is empty.
 
     Return a message for each line and each file that failed, escaped for a terminal.
     """
@@ -74,14 +74,14 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
 
 
 def _first(file: str, failed: list[str]) -> list[str]:
-    """Return the first messages about a file, with limited width, and the number of the others."""
+    """Return the first messages about a file, cut to MAX_WIDTH, and a message with the number of the rest."""
     told = ["\n".join(line[:MAX_WIDTH] for line in each.split("\n")) for each in failed[:MAX_MESSAGES]]
     more = len(failed) - len(told)
     return [*told, escape_for_terminal(f"{file}: {more} more lines failed")] if more > 0 else told
 
 
 def _number(file: str, failed: list[str]) -> list[str]:
-    """Return a message with the number of failures, without the lines of the file."""
+    """Return a message with the number of failures in a file, without the file's lines."""
     if not failed:
         return []
     lines = "1 line" if len(failed) == 1 else f"{len(failed)} lines"
@@ -96,7 +96,7 @@ def _read(file: str) -> dropins.Text:
 
 
 def saved(directory: str) -> bytes:
-    """Return the output of `kprobefs save` for a mount."""
+    """Return the output of `kprobefs save` for a mount: lines that define its current probes and settings."""
     from kprobefs.definitions.saver import saved
     from kprobefs.definitions.tracefs_files import HostFiles, control_root
 

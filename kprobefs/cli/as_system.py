@@ -1,6 +1,6 @@
-"""`kprobefs run --as-system`: a private mount namespace in which the mount stands at the system's own places.
+"""`kprobefs run --as-system`: shows the mount at the system's own paths, in a private mount namespace.
 
-Tools that know no other place than /sys/kernel/tracing, /sys/kernel/debug and /proc/kallsyms find it there.
+Tools that only use /sys/kernel/tracing, /sys/kernel/debug and /proc/kallsyms then find the mount.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ AT_FDCWD = -100
 TRACING = "/sys/kernel/tracing"
 DEBUG = "/sys/kernel/debug"
 PLACES = {"tracefs": TRACING, "debugfs": DEBUG}
-"""File system -> where programs expect it."""
+"""Type of a file system -> path at which programs expect it."""
 MOUNTS = "/proc/mounts"
-"""A link to self/mounts."""
+"""Path of the table of mounts, a symbolic link to self/mounts."""
 PRISTINE_PROC = ".proc"
-"""Below what covers /sys/kernel/debug: a /proc with nothing over it."""
+"""Name of a directory, hidden below /sys/kernel/debug, with a /proc that no mount covers."""
 FILES = {
     "/proc/kallsyms": "machine/kallsyms",
     "/proc/modules": "machine/modules",
@@ -52,25 +52,25 @@ KERNEL_SETTINGS = (
 WRITE_BITS = 0o222
 SYSCTL = "/proc/sys"
 SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
-"""Those of ours in it."""
+"""Switches below /proc/sys that the mount replaces."""
 HOST_SWITCHES = (
     *SWITCHES,
     "kernel/ftrace_dump_on_oops",
     "kernel/traceoff_on_warning",
     "kernel/tracepoint_printk",
 )
-"""Those of the host's tracing in it; a file of the same content is laid over what ours doesn't replace."""
+"""Switches of the host's tracing below /proc/sys. A file of equal content covers one that the mount lacks."""
 HOST = ".host"
-"""Beside one, where the host's kernel has no such switch: what else the host has there."""
+"""Name of a directory with the host's other files, if the host's kernel lacks a switch that is added."""
 
 
 class System:
-    """A mount at the system's own places, for one command."""
+    """Shows a mount at the system's own paths to one command."""
 
     def __init__(self, directory: str, work: Path, *, real_root: bool) -> None:
-        """Put the mount on `directory` to the system's places; files of ours go to `work`.
+        """Mount what is at `directory` at the system's paths, too; create additional files in `work`.
 
-        `real_root`: the command keeps this process's rights, with which it reaches the host's tracefs.
+        `real_root`: the command keeps this process's rights, by which it can reach the host's tracefs.
 
         Raises: CliError.
         """
@@ -91,11 +91,11 @@ class System:
             _tell(f"statfs(2) and copying calls: no seccomp listener: {reason}; {who} will see a tracefs")
 
     def enter(self) -> None:
-        """Enter the command's namespaces; for its process, between fork and exec. Raises: OSError."""
+        """Enter the namespaces, in the command's process, between fork and exec. Raises: OSError."""
         self._namespace.enter()
 
     def close(self) -> None:
-        """Release what the command needed."""
+        """Release the resources that the command needed: the helper process ends."""
         self._namespace.close()
 
 
@@ -104,7 +104,8 @@ def enter_namespace(*, real_root: bool = False) -> None:
 
     An ordinary user becomes root of a user namespace.
 
-    Raises: CliError (also where an open file of this process would give the command the host's tracefs).
+    Raises: CliError (also if an open file of this process would give the command access to the host's
+    tracefs).
     """
     uid = os.geteuid()
     gid = os.getegid()
@@ -147,7 +148,7 @@ def _enter_own_directory() -> None:
 
 
 def _check_open_files() -> None:
-    """Raises: CliError (the command would get the host's tracefs or debugfs with an open file)."""
+    """Check that no open file gives the command access to the host's files. Raises: CliError."""
     for number, name in (
         (None, "the working directory"),
         (0, "standard input"),
@@ -166,7 +167,7 @@ def _check_open_files() -> None:
 
 
 def _is_directory(number: int) -> bool:
-    """Return True if an open file is a directory; commands would reach other files through it."""
+    """Return True if an open file is a directory, through which the command could reach other files."""
     try:
         return stat.S_ISDIR(os.fstat(number).st_mode)
     except OSError:
@@ -174,7 +175,7 @@ def _is_directory(number: int) -> bool:
 
 
 def _type_of(file: str | int) -> int:
-    """Return the f_type of an open file's or a directory's file system, 0 where there is none."""
+    """Return f_type of the file system of an open file or a directory, or 0 if it can't be read."""
     buffer = (ctypes.c_long * 32)()
     libc = ctypes.CDLL(None)
     failed = libc.fstatfs(file, buffer) if isinstance(file, int) else libc.statfs(os.fsencode(file), buffer)
@@ -211,9 +212,10 @@ def _lay_over(directory: str, work: Path, *, real_root: bool) -> None:
 
 
 def _tree_of_host(fstype: str, work: Path) -> int | None:
-    """Return a detached mount of a directory of the host's, empty if there is one; or None.
+    """Return a detached mount of a directory of the host's tracefs or debugfs, or None.
 
-    It goes below ours, so that each table of mounts has its line. The user namespace locks the two.
+    It will be below kprobefs's own mount, so that each table of mounts has a line for it. The user namespace
+    locks both mounts. If the file system has an empty directory, that one is mounted.
     """
     mounted = {each.directory: each.fstype for each in mountpoints.mount_points()}
     if found := [directory for directory, topmost in mounted.items() if topmost == fstype]:
@@ -235,7 +237,7 @@ def _tree_of_host(fstype: str, work: Path) -> int | None:
 
 
 def _empty_directory(directory: str) -> str:
-    """Return an empty directory in that one, which itself is the answer where there is none."""
+    """Return the path of an empty directory in `directory`, or `directory` itself if it has none."""
     for name in sorted(os.listdir(directory)):
         path = f"{directory}/{name}"
         # debugfs mounts a tracefs at its `tracing` for whoever looks into it.
@@ -254,7 +256,7 @@ def _open_tree(directory: str) -> int:
 
 
 def _attach(tree: int, place: str | int) -> None:
-    """Attach a detached mount to a path, or to an open file (a link, too)."""
+    """Attach a detached mount at a path, or at an open file, which may be a symbolic link."""
     empty = MOVE_MOUNT_F_EMPTY_PATH
     if isinstance(place, int):
         _system_call(
@@ -265,7 +267,7 @@ def _attach(tree: int, place: str | int) -> None:
 
 
 def _detach_those_of_host() -> None:
-    """Take off each tracefs and debugfs of the host; what is locked is covered."""
+    """Unmount each tracefs and debugfs of the host; cover mounts that are locked."""
     for point in reversed(mountpoints.mount_points()):
         if point.fstype not in PLACES or not os.path.ismount(point.directory):
             continue
@@ -343,7 +345,7 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
 
 
 def _complete_mounts(work: Path) -> None:
-    """Where no tracefs or no debugfs of the host lies below ours, lay a file over the link /proc/mounts."""
+    """Cover the link /proc/mounts by a file, if the host has no tracefs or debugfs below the mounts."""
     shown = {(each.fstype, each.directory) for each in mountpoints.mount_points()}
     if PLACES.items() <= {(fstype, place) for fstype, place in shown}:
         return
@@ -357,7 +359,7 @@ def _complete_mounts(work: Path) -> None:
 
 
 def _lay_switch(ours: str, switch: str, work: Path) -> None:
-    """Put a switch to its place, which only kernels that were built with it have."""
+    """Mount a switch of the mount at its path below /proc/sys, even if the host's kernel lacks it."""
     group, name = os.path.split(switch)
     place = f"{SYSCTL}/{group}"
     if not os.path.exists(f"{place}/{name}"):
@@ -376,7 +378,7 @@ def _lay_switch(ours: str, switch: str, work: Path) -> None:
 
 
 def _make_places() -> None:
-    """Where this kernel has none of the two directories, /sys/kernel gets them instead of what it holds."""
+    """Create the mount points in a tmpfs over /sys/kernel, if the host's kernel lacks one of them."""
     if os.path.isdir(TRACING) and os.path.isdir(DEBUG):
         return
     _mount("tmpfs", "/sys/kernel", 0, "tmpfs")
@@ -385,7 +387,7 @@ def _make_places() -> None:
 
 
 def _pretend_type(work: Path) -> dict[str, str]:
-    """Build the library that answers instead of the kernel; return the environment that preloads it.
+    """Build the library that answers calls in place of the kernel; return the variables that preload it.
 
     Without a C compiler the result is empty.
     """

@@ -34,10 +34,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CommandNamespace:
-    """The namespaces and the filter that a command enters between fork and exec."""
+    """The namespaces and the seccomp filter that a command enters between fork and exec."""
 
     def __init__(self, answerer: CallAnswerer | None, *, own_user: bool) -> None:
-        """Start the helper and try both on a process that ends at once.
+        """Start the helper; try namespaces and filter on a process that ends at once.
 
         `answerer`: what answers the filtered calls; None: no call is answered. `own_user`: enter a user
         namespace and have perf_event_open(2) refused.
@@ -51,7 +51,7 @@ class CommandNamespace:
         self._helper = _forked(lambda: _Helper(theirs, answerer).run(), keep=theirs.fileno())
         theirs.close()
         self.unanswered = ""
-        """Why no call is answered; empty where they are."""
+        """Reason why filtered calls are not answered, or "" if they are."""
         self._try()
 
     def enter(self) -> None:
@@ -70,7 +70,7 @@ class CommandNamespace:
                 install_filter(own_user=True, listen=False)
 
     def close(self) -> None:
-        """Let the helper go; it ends after the last process whose calls it answers."""
+        """Disconnect from the helper, which ends after the last process whose calls it answers."""
         self._ours.close()
 
     def _enter_user(self) -> None:
@@ -97,7 +97,7 @@ class CommandNamespace:
             raise OSError(failure, os.strerror(failure))
 
     def _try(self) -> None:
-        """Enter in a process of its own, first without the listener. Raises: CliError."""
+        """Try enter() in a process of its own, first without the listener. Raises: CliError."""
         listens = self._listens
         self._listens = False
         if failure := errno_of(self.enter):
@@ -115,7 +115,7 @@ class CommandNamespace:
 
 
 class _Helper:
-    """The process beside the command that has the rights which the command gave up."""
+    """The helper process, which keeps the rights that the command gives up."""
 
     def __init__(self, connection: socket.socket, answerer: CallAnswerer | None) -> None:
         self._connection = connection
@@ -123,7 +123,7 @@ class _Helper:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        """Serve until the command's starter and all processes with the filter have ended."""
+        """Serve requests until `kprobefs run` and all processes with the filter have ended."""
         self._selector.register(self._connection, selectors.EVENT_READ)
         while self._selector.get_map():
             for key, _ in self._selector.select():
@@ -162,14 +162,14 @@ class _Helper:
 
 
 def _has_hung_up(listener: int) -> bool:
-    """Whether no process has the listener's filter any more."""
+    """Return True if no process has the listener's filter any more."""
     waiter = select.poll()
     waiter.register(listener, select.POLLIN)
     return any(not event & select.POLLIN for _, event in waiter.poll(0))
 
 
 def _map_ids(pid: int) -> None:
-    """Map all ids of this process's user namespace to themselves in that of `pid`. Raises: OSError."""
+    """Map all ids of this process's user namespace to equal ids in that of process `pid`. Raises: OSError."""
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}", encoding="ascii") as lines:
             ranges = [line.split() for line in lines]
@@ -189,7 +189,7 @@ def _above_standard_streams(connection: socket.socket) -> socket.socket:
 
 
 def _forked(serve: Callable[[], None], keep: int) -> int:
-    """Fork a process that outlives this one and has no descriptor of it but `keep`; return its pid."""
+    """Fork a process that outlives this one, and keeps no descriptor except `keep`; return its pid."""
     child = os.fork()
     if child:
         return child

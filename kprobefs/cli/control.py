@@ -1,4 +1,4 @@
-"""Control of running daemons: `kprobefs umount`, `reboot` and `status`."""
+"""Controls running daemons, for the commands `umount`, `reboot` and `status`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import MountState
 
 END_TIMEOUT = 5.0
-"""Seconds in which a daemon must end after SIGTERM."""
+"""Maximum seconds that a daemon may take to end after SIGTERM."""
 
 
 @dataclass(frozen=True)
 class MountStatus:
-    """A mount of kprobefs, its condition, and its daemon if that is known."""
+    """A mount of kprobefs, its condition, and its daemon if the daemon is known."""
 
     directory: str
     condition: MountState
     daemon: Daemon | None
-    """None if the daemon is gone or is not in this user's registry."""
+    """The mount's daemon, or None if it is gone or is not in this user's registry."""
 
     @property
     def details(self) -> list[str]:
-        """Return words about the daemon for the output: pid, architecture, layout, traps and start time."""
+        """Words about the daemon for the output: pid, architecture, layout, traps and start time."""
         if self.daemon is None:
             return []
         return [
@@ -39,12 +39,12 @@ class MountStatus:
         ]
 
     def as_dict(self) -> dict[str, object]:
-        """Return the keys directory, condition and daemon (None or its record), for JSON."""
+        """Return an object for JSON with the keys directory, condition and daemon (its record or None)."""
         return {**asdict(self), "condition": self.condition.value}
 
 
 def states(directory: str | None = None) -> list[MountStatus]:
-    """Return the status of all mounts of kprobefs, or of the one on `directory`, within two seconds."""
+    """Return the status of all mounts of kprobefs, or of the mount on `directory`, within two seconds."""
     found: dict[str, str] = {}
     for point in mountpoints.our_mounts():
         # A bind mount of a mount is reported only if `directory` names it.
@@ -57,7 +57,8 @@ def states(directory: str | None = None) -> list[MountStatus]:
 def unmount(directory: str, *, force: bool = False) -> None:
     """End the daemon that serves `directory`, or detach a stale mount.
 
-    Files that are still open there fail afterwards. If `force` is true, kill a daemon that does not end.
+    Requests on files that are still open in the mount fail afterwards. If `force` is true, kill a daemon that
+    does not end.
 
     Raises: CliError.
     """
@@ -97,7 +98,7 @@ def reboot(directory: str) -> None:
 
 
 def unmount_stale(directory: str) -> None:
-    """Detach a stale mount from `directory`; leave any other mount alone. Raises: CliError."""
+    """Detach stale mounts from `directory`, but no other mounts. Raises: CliError."""
     while _mounted_on(directory) is not None and mountpoints.condition(directory) is MountState.STALE:
         mountpoints.detach(directory)
     forget(directory)

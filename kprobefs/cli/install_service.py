@@ -13,17 +13,17 @@ from pathlib import Path
 from kprobefs.common.errors import CliError
 
 PROGRAM = "/usr/bin/kprobefs"
-"""Program path in the shipped unit files."""
+"""Path of the program in the shipped unit files, which the installed program's path replaces."""
 SYSTEM_UNITS = ("kprobefs.service", "kprobefs@.service")
-"""Units of the system's service manager."""
+"""Files of units for the system's service manager."""
 USER_UNITS = ("user/kprobefs.service",)
-"""Units of a user's service manager."""
+"""Files of units for a user's service manager."""
 
 
 def install(root: str, *, user: bool) -> list[str]:
     """Write the units below `root`, and reload the running service manager if `root` is /.
 
-    Return messages about the changes and the next commands. Raises: CliError, OSError.
+    Return messages about the changes, and about commands that enable the service. Raises: CliError, OSError.
     """
     is_here = root == "/"
     if user and not is_here:
@@ -65,7 +65,7 @@ def _check_writable(directory: Path) -> None:
 
 
 def _units() -> Path:
-    """Return the directory of the unit files: in the package or, in a checkout, next to it."""
+    """Return the directory of the unit files: in the package or, in a checkout, next to the package."""
     package = Path(str(resources.files("kprobefs")))
     for directory in (package / "systemd", package.parent / "systemd"):
         if (directory / SYSTEM_UNITS[0]).exists():
@@ -82,6 +82,6 @@ def _program() -> str:
 
 
 def _quoted(path: str) -> str:
-    """Return the path quoted for a unit file. Mirrors: systemd.syntax(7)."""
+    """Return `path` quoted as a word of a unit file. Mirrors: systemd.syntax(7)."""
     escaped = path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if any(character in " \t'\"\\;" for character in path) else escaped

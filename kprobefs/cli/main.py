@@ -1,4 +1,4 @@
-"""The program: runs one command. Each command imports large modules only when it needs them."""
+"""The program: runs one command. Each command imports large modules only when they are needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kprobefs.mount_options import Builder, MountOptions
 
 IMAGE = ("release", "source", "size")
-"""Keys of each object in `images --json`."""
+"""Keys of each object in the output of `images --json`."""
 
 
 def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -> int:
@@ -76,7 +76,7 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
 
 
 def _is_of_mount_fuse(words: Sequence[str]) -> bool:
-    """Return True if the arguments are those of mount.fuse(8), which runs if /sbin has no own helper.
+    """Return True if mount.fuse(8) has called the program, as it does if /sbin has no helper of kprobefs.
 
     Mirrors: mount.fuse.c (libfuse 3): SOURCE DIR -o OPTIONS, always with (no)dev and (no)suid.
     """
@@ -87,7 +87,7 @@ def _is_of_mount_fuse(words: Sequence[str]) -> bool:
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that completes a command line, and exit."""
+    """Answer a shell that completes a command line, and exit; return if argcomplete is not installed."""
     try:
         import argcomplete
     except ImportError:
@@ -96,7 +96,7 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for each closed standard stream, so that no other file gets its number."""
+    """Open /dev/null for each closed standard stream, so that no other file gets its descriptor."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -428,7 +428,7 @@ def _djprobe_analyze(parsed: argparse.Namespace) -> int:
 
 
 def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
-    """Return the mount's options. Raises: CliError (they contradict each other)."""
+    """Return the mount's options, from the parsed command line. Raises: CliError (they are contradictory)."""
     from pathlib import Path
 
     from emulated_kernel.util.config import HOST, MachineConfig
@@ -465,7 +465,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
 
 
 def _builder(options: MountOptions) -> Builder:
-    """Return the builder of the served kernel, after the slow first boot of a distribution's kernel."""
+    """Return the builder of the served kernel; first boot a distribution's kernel that is not cached."""
     from kprobefs.daemon.backends import build_kernel, prepare
 
     prepare(options)
@@ -498,4 +498,4 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "bench": _bench,
     "coverage": _coverage,
 }
-"""Command of parser.program_parser() -> the function that runs it."""
+"""Name of a command -> the function that runs it with the parsed options and returns the exit status."""

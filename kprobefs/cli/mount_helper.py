@@ -18,7 +18,7 @@ NOT_OURS = frozenset(
     """defaults rw auto noauto user nouser users nousers owner group nofail _netdev nodev nosuid exec async
     atime relatime norelatime strictatime diratime nodiratime lazytime nolazytime silent loud""".split()  # noqa: SIM905
 )
-"""Ignored options: mount(8) handles them itself, or each FUSE mount has them."""
+"""Options that are ignored: mount(8) handles them itself, or each FUSE mount has them."""
 REFUSED = {
     "ro": "not possible, since the files are there to be written; restrict access by file modes",
     "suid": "not possible, since FUSE mounts are nosuid; leave it out",
@@ -26,11 +26,11 @@ REFUSED = {
 }
 """Option of mount(8) that a kprobefs mount cannot have -> reason and remedy."""
 USERSPACE = ("x-", "X-", "comment=")
-"""Prefixes of options in fstab that are meant for other programs."""
+"""Prefixes of options in fstab that are meant for other programs and ignored."""
 
 
 def arguments(words: Sequence[str]) -> list[str] | None:
-    """Return the arguments of kprobefs for those of mount(8), or None for a fake mount (-f).
+    """Convert mount(8)'s arguments to those of `kprobefs mount`; return None for a fake mount (-f).
 
     Raises: ValueError.
     """
@@ -74,7 +74,7 @@ def _options(text: str) -> list[str]:
 
 
 def _is_unknown(option: str) -> bool:
-    """Return True if `kprobefs mount` has no option of that name; it reports wrong values itself."""
+    """Return True if `kprobefs mount` has no option of that name; the command itself reports wrong values."""
     try:
         return bool(mount_parser().parse_known_args([option, "--", "/"])[1])
     except CliError:
@@ -82,14 +82,14 @@ def _is_unknown(option: str) -> bool:
 
 
 def _without_defaults(words: Sequence[str]) -> list[str]:
-    """Return the words without `dev` and `suid`, which mount.fuse(8) adds to each call."""
+    """Return the arguments without the options dev and suid, which mount.fuse(8) always adds."""
     source, directory, _, options = words
     kept = [word for word in options.split(",") if word not in ("dev", "suid")]
     return [source, directory, "-o", ",".join(kept)]
 
 
 def main(of_mount_fuse: Sequence[str] | None = None) -> int:
-    """Mount, and return when the mount answers; the exit status is one of mount(8).
+    """Mount, and return when the mount answers. Return an exit status of mount(8).
 
     If mount.fuse(8) is the caller, `of_mount_fuse` has its arguments.
     """

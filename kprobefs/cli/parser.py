@@ -24,16 +24,16 @@ run: the status of the command, or 125 if the mount failed, 126 if the command
 can't be executed, 127 if it doesn't exist.
 """
 MAX_CPUS = 64
-"""CPUs that an emulated machine can have."""
+"""Maximum number of CPUs of an emulated machine."""
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
-"""Options of mount(8) that FUSE mounts accept."""
+"""Options of mount(8) that are passed to FUSE."""
 BENCH_OPTIONS = {
     "hit": ("arch", "profile", "hits", "rounds", "cpus"),
     "kinds": ("arch", "hits", "rounds"),
     "probes": ("arch", "profile", "rounds", "count"),
     "return": ("arch", "profile", "hits", "rounds", "tasks", "cpus", "memory"),
 }
-"""Benchmark -> options that it accepts."""
+"""Name of a benchmark -> names of the options that it accepts."""
 BENCHES = (
     "hit: cost of a hit in each mode; kinds: cost of each kind of probe; "
     "probes: registration of many probes; return: cost of a hooked return with each shadow stack"
@@ -53,7 +53,7 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 
 def program_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole program; it stores the name of the command in `chosen`."""
+    """Return the parser of the whole program, which stores the name of the command in `chosen`."""
     from kprobefs.mount_options import ARCHITECTURES
 
     parser = _ArgumentParser(
@@ -207,7 +207,7 @@ def program_parser() -> argparse.ArgumentParser:
 
 
 def machine_options(words: Sequence[str]) -> list[str]:
-    """Return the options of the emulated machine that occur among the words of a command."""
+    """Return those options of the emulated machine that occur among the arguments of a command."""
     parser = _ArgumentParser(add_help=False)
     _add_machine_options(parser)
     nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
@@ -216,7 +216,7 @@ def machine_options(words: Sequence[str]) -> list[str]:
 
 
 def mount_parser() -> argparse.ArgumentParser:
-    """Return the parser of `kprobefs mount`, for callers that check its options."""
+    """Return the parser of `kprobefs mount`, for callers that only check its options."""
     parser = _ArgumentParser(prog="kprobefs mount", add_help=False)
     _add_mount_arguments(parser)
     return parser

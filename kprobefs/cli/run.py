@@ -1,4 +1,4 @@
-"""`kprobefs run`: a mount for the life of one command."""
+"""`kprobefs run`: runs a command with a temporary mount, which ends with the command."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
 from kprobefs.mount_options import Builder, MountOptions
 
 END_TIMEOUT = 5.0
-"""Seconds that the daemon may take to end before it is killed."""
+"""Maximum seconds that the daemon may take to end before it is killed."""
 POLL_INTERVAL = 0.01
 MOST_ENVIRONMENT = 4 << 20
-"""Bytes of a process's environment that are read. Linux limits arguments and environment to 6 MiB."""
+"""Maximum bytes of a process's environment that are read. Linux limits it, with arguments, to 6 MiB."""
 
-# Before a fork: afterwards nothing may be loaded.
+# Loaded before a fork, because nothing may be loaded afterwards.
 _libc = ctypes.CDLL(None)
 
 
@@ -46,12 +46,12 @@ def run(
     real_root: bool = False,
     tracing: TraceSession | None = None,
 ) -> int:
-    """Mount on a temporary directory, run `command` with its path in $KPROBEFS, clean up.
+    """Mount on a temporary directory, run `command` with its path in $KPROBEFS, and clean up.
 
-    `as_system`: the mount stands at the system's places too, and the command runs in namespaces of its own.
-    `real_root`: without a user namespace among them.
-    `tracing`: the command is traced, and runs where that says.
-    Returns the command's exit status, 128 + number where a signal ended it. Raises: CliError.
+    `as_system`: show the mount at the system's own paths, too, and run the command in namespaces of its own.
+    `real_root`: use no user namespace for the command.
+    `tracing`: trace the command, which runs in the directory that the session chooses.
+    Return the command's exit status, or 128 + number if a signal ended it. Raises: CliError.
     """
     if as_system:
         as_system_places.enter_namespace(real_root=real_root)
@@ -74,7 +74,7 @@ def run(
 
 
 def check_host() -> None:
-    """Check, before anything is made, that the host allows a mount. Raises: CliError."""
+    """Check that the host allows a mount, before anything is created. Raises: CliError."""
     try:
         mountpoints.check_proc()
     except CliError as failure:
@@ -83,7 +83,10 @@ def check_host() -> None:
 
 @contextmanager
 def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
-    """A temporary directory, with a mount in its `mnt`; both go at the end. Raises: CliError."""
+    """Yield a temporary directory with a mount in its `mnt`; remove both after the block.
+
+    Raises: CliError.
+    """
     check_host()
     base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
 
@@ -98,7 +101,7 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
             shutil.rmtree(base, ignore_errors=True)
 
     try:
-        # The mount's own modes decide who gets in.
+        # The modes in the mount itself restrict access.
         base.chmod(0o755)
         directory = base / "mnt"
         directory.mkdir()
@@ -116,12 +119,15 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
 
 
 def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) -> int:
-    """Run `command` with probes on a mount that is there; its exit status, as run(). Raises: CliError."""
+    """Run `command` with probes on an existing mount; return its exit status as run(). Raises: CliError."""
     return _runner(command, tracing).run(directory, tracing)
 
 
 def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
-    """Standard output is for the records where they are for a program."""
+    """Return a runner of `command`, and let it handle signals.
+
+    If records are printed as JSON, the command's standard output goes to standard error.
+    """
     runner = _Runner(command, 2 if tracing is not None and tracing.as_json else None)
     for number in SIGNALS:
         signal.signal(number, runner.on_signal)
@@ -129,22 +135,22 @@ def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
 
 
 class _Runner:
-    """Runs the command, and passes signals on to it; before there is one they are kept."""
+    """Runs the command and forwards signals to it; a signal before the command's start is kept."""
 
     def __init__(self, command: Sequence[str], stdout: int | None) -> None:
-        """`stdout`: its standard output's descriptor; None: ours."""
+        """Prepare to run `command`. `stdout`: descriptor of its standard output; None: this process's."""
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self.pending = 0
-        """A signal that came before there was a command, or 0."""
+        """Number of a signal that arrived before the command was started, or 0."""
         self._passed: signal.Signals | None = None
-        """The latest that was passed on."""
+        """The latest signal that was forwarded to the command."""
         self._stdout = stdout
         self.system: as_system_places.System | None = None
-        """The system's places that the command sees; None where it sees the caller's."""
+        """The system's paths as the command sees them; None if it sees the same paths as the caller."""
 
     def run(self, directory: str, tracing: TraceSession | None) -> int:
-        """The command's exit status as a shell gives it. Raises: CliError (it can't be started)."""
+        """Run the command; return its exit status as in a shell. Raises: CliError (it can't be started)."""
         with tracing.attached(directory, self._command) if tracing else nullcontext() as place:
             return self._run(directory, place)
 
@@ -181,14 +187,14 @@ class _Runner:
         return CliError(f"{shlex.quote(self._command[0])}: no such command", ExitStatus.NOT_FOUND)
 
     def _prepare(self) -> None:
-        """For the command's process, between fork and exec."""
+        """Prepare the command's process between fork and exec: enter namespaces, ask for SIGHUP."""
         if self.system is not None:
             self.system.enter()
-        # Behind that: who takes other rights gets no such signal any more.
+        # This comes last, because a process that changes its credentials loses the setting.
         _end_with_parent()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handler for the signals that end a program."""
+        """Handle a signal that ends a program: forward it to the command, or keep it until the start."""
         del frame
         if self._process is None:
             self.pending = number
@@ -196,16 +202,17 @@ class _Runner:
             self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        # A terminal has sent its interrupt to the command too.
+        # A terminal has sent its interrupt to the command, too.
         if self._process is not None and (number != signal.SIGINT or not _in_foreground()):
             self._passed = signal.Signals(number)
             self._process.send_signal(number)
 
 
 def signal_left(directory: str, session: int, number: signal.Signals) -> None:
-    """Signal what a command has started and left: all with this mount in its environment, in this session.
+    """Send a signal to all processes of this session that have the mount in their environment.
 
-    What made a session of its own is to outlive the command. Stopped ones go on, as behind a hangup.
+    These are processes that a command has left. A process that made its own session is meant to outlive the
+    command. Stopped processes are continued, as after a hangup.
     A process whose memory does not answer gets no signal.
     """
     mark = os.fsencode(f"KPROBEFS={directory}")
@@ -227,14 +234,14 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
 
 
 def _is_in_no_path(name: str) -> bool:
-    """Return True if a shell would find no file for a command. Directories in PATH are none."""
+    """Return True if a shell would find no file for a command. A directory in PATH is not such a file."""
     return "/" not in name and not any(
         os.path.isfile(os.path.join(place, name)) for place in os.get_exec_path()
     )
 
 
 def _end_with_parent() -> None:
-    """For the command: it gets a hangup, as from a terminal that goes, when `run` is killed."""
+    """Let the calling process, the command, get SIGHUP when `kprobefs run` is killed."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
 
 

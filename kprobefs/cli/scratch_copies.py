@@ -1,4 +1,4 @@
-"""Copies of a command's files in scratch/, where they belong to the emulated kernel, and messages."""
+"""Copies a command's files to scratch/, where they belong to the emulated kernel, and explains results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from kprobefs.common.errors import escape_for_terminal
 
 NAMES = 5
-"""Maximum number of file names in a message."""
+"""Maximum number of file names that a message lists."""
 
 
 @contextmanager
 def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
-    """Copy the files that a command's arguments name to scratch/, and yield that directory.
+    """Copy the files that a command's arguments name to scratch/, and yield the path of scratch/.
 
     Regular files with relative paths without ".." are copied. At the end, report the copies that the
     command has changed, and remove all copies.
@@ -64,7 +64,7 @@ def _differ(one: Path, two: Path) -> bool:
 
 
 def _report(names: Sequence[str], what: str) -> None:
-    """Print a message about files, if there are any, on one line."""
+    """Print a one-line message about the files `names`; print nothing if there are none."""
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     if names:
         message = f"{', '.join(names[:NAMES])}{more}: {what}; use absolute paths for files to keep"
@@ -72,7 +72,7 @@ def _report(names: Sequence[str], what: str) -> None:
 
 
 def why_nothing(command: Sequence[str], scratch: Path) -> str:
-    """Return a message that explains why nothing was recorded."""
+    """Return a message that explains why `kprobefs trace` recorded nothing."""
     if not scratch.is_dir():
         return "nothing was recorded: this mount has no scratch/; only files there belong to its kernel"
     hosts = [

@@ -1,4 +1,4 @@
-"""`kprobefs status` on a terminal: a table of mounts."""
+"""`kprobefs status` on a terminal: prints a table of mounts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kprobefs.common import terminal
 from kprobefs.common.errors import escape_for_terminal
 
 GAP = 2
-"""Spaces between columns."""
+"""Number of spaces between columns."""
 FEWEST = 3
-"""Number of columns that are shown at any width."""
+"""Number of columns that are shown at any width of the terminal."""
 
 
 def print_table(states: Sequence[MountStatus]) -> None:
-    """Print a table with one row per mount; a narrow terminal shows fewer columns about daemons."""
+    """Print a table with a row for each mount; a narrow terminal shows fewer columns about daemons."""
     from rich.table import Table
     from rich.text import Text
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROBES = "machine/probes"
 """File of the mount with a JSON object for each probe."""
 COST_AGE = 10.0
-"""Seconds until a cost is measured again; a measurement stops the kernel for a moment."""
+"""Seconds after which a probe's cost is measured again. A measurement stops the kernel for a moment."""
 RECORDS = 500
 """Number of the newest trace lines that are searched for records of an opened probe."""
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
@@ -48,16 +48,16 @@ KEYS = (
 UNANSWERED = (MountState.HUNG, MountState.BUSY)
 """Conditions in which a request to the mount would block."""
 REASON_LINES = 3
-"""Maximal number of lines of a reason below the list."""
+"""Maximum number of lines of a reason below the list."""
 MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe event, with the fields of a line of machine/probes."""
+    """A probe event, with the fields of its line in machine/probes."""
 
     event: str
-    """Event in the form group/name."""
+    """Name of the event, as group/name."""
     mode: str
     enabled: bool
     optimized: bool
@@ -65,19 +65,19 @@ class Probe:
     nmissed: int
     reason: str
     rate: float | None = None
-    """Hits per second since the last update, or None if it is not known."""
+    """Hits per second since the last update, or None if the rate is not known."""
     cost: float | None = None
-    """Nanoseconds per hit, or None if nothing was measured."""
+    """Cost of a hit in nanoseconds, or None if it was not measured."""
     asked: str = ""
 
     @property
     def shown_cost(self) -> str:
-        """Return the cost with its unit, or "" if it is not known."""
+        """The cost of a hit with its unit, or "" if it is not known."""
         return "" if self.cost is None else f"{self.cost:.1f} ns"
 
     @property
     def directory(self) -> str:
-        """Return the directory of the probe's files, relative to the root of the mount."""
+        """Path of the directory with the probe's files, relative to the root of the mount."""
         return f"kprobes/stats/{self.event}"
 
 
@@ -91,7 +91,7 @@ SORTS: dict[str, Callable[[Probe], tuple[float | str, ...]]] = {
 
 
 class Probes:
-    """The probes of one mount; each update makes one request."""
+    """Reads and switches the probes of one mount; each update makes one request."""
 
     def __init__(self, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory = Path(directory)
@@ -113,7 +113,7 @@ class Probes:
         return found
 
     def look(self) -> list[Probe]:
-        """Return the current probes or, if the mount does not answer, those of the last update.
+        """Return the current probes, or the probes of the last update if the mount does not answer.
 
         Raises: CliError (the mount is gone or has no machine/probes).
         """
@@ -142,7 +142,7 @@ class Probes:
         return self._last
 
     def with_cost(self, probe: Probe) -> Probe:
-        """Return the probe with its cost, measured again after COST_AGE or if the mode has changed."""
+        """Return the probe with its cost, which is measured again after COST_AGE or a change of the mode."""
         when, mode, cost = self._costs.get(probe.event, (-COST_AGE, "", ""))
         if self.answers and (self._clock() - when >= COST_AGE or mode != probe.mode):
             cost = self.text(probe, "cost").partition("\n")[0]
@@ -150,7 +150,7 @@ class Probes:
         return replace(probe, cost=_median(cost))
 
     def text(self, probe: Probe, name: str) -> str:
-        """Return the text of a file of the probe, or "" if the file is gone or the mount does not answer."""
+        """Return the content of the probe's file `name`, or "" if it is gone or the mount does not answer."""
         with suppress(OSError):
             if not self.answers:
                 return ""
@@ -169,7 +169,7 @@ class Probes:
         return ""
 
     def records(self, probe: Probe, count: int) -> list[str]:
-        """Return the newest `count` trace lines of the probe that this process did not cause."""
+        """Return the newest `count` trace lines of the probe, without hits that this process has caused."""
         name = probe.event.rpartition("/")[2]
         with suppress(OSError):
             if not self.answers:
@@ -185,35 +185,35 @@ class Probes:
 
 
 def _rate_since(before: int | None, hits: int, passed: float) -> float | None:
-    """Return the hits per second, or None if there is no earlier count or the count was reset."""
+    """Return the hits per second, or None if there is no earlier count or if the count was reset."""
     return None if before is None or hits < before else (hits - before) / max(passed, 1e-3)
 
 
 def _median(text: str) -> float | None:
-    """Return the median in a line of the file `cost`, in nanoseconds, or None if it has none."""
+    """Return the median in nanoseconds in a line of the file `cost`, or None if the line has none."""
     before, found, after = text.partition("median ")
     return float(after.split()[0]) if found and before else None
 
 
 @dataclass
 class View:
-    """State of the screen: order, selection, messages and probes."""
+    """State of the screen: order of the list, selection, messages and probes."""
 
     sort: str = "rate"
     is_reversed: bool = False
     chosen: int = 0
     opened: str = ""
-    """The event whose close-up is shown, or ""."""
+    """Name of the event whose close-up is shown, or ""."""
     shows_keys: bool = False
     message: str = ""
     condition: str = ""
-    """The condition of the mount if it is not serving, otherwise ""."""
+    """Message about the condition of the mount, or "" if it is serving."""
     page: int = 1
     """Number of rows of the list that fit on the screen."""
     probes: list[Probe] = field(default_factory=list)
 
     def show(self, probes: Sequence[Probe]) -> None:
-        """Take the probes of an update: sort them and keep the selection valid."""
+        """Take over the probes of an update: sort them, and keep the selection valid."""
         self.probes = sorted(probes, key=SORTS[self.sort], reverse=self.is_reversed)
         self._choose(self.chosen)
         if self.opened and all(probe.event != self.opened for probe in self.probes):
@@ -225,14 +225,14 @@ class View:
 
     @property
     def selected(self) -> Probe | None:
-        """Return the opened probe, or the one under the cursor."""
+        """The opened probe, or else the probe under the cursor, or None if there are no probes."""
         for number, probe in enumerate(self.probes):
             if probe.event == self.opened or (not self.opened and number == self.chosen):
                 return probe
         return None
 
     def press(self, key: str, probes: Probes) -> bool:
-        """Execute a key; return False if it quits."""
+        """Execute the command of a key; return False if the command is to quit."""
         self.message = "" if key else self.message
         if key and self.shows_keys:
             self.shows_keys = False
@@ -269,7 +269,7 @@ class View:
 
 
 def table(view: View, probes: Probes, width: int, height: int) -> Group:
-    """Return the list of probes for a screen of this size; a narrow screen has fewer columns."""
+    """Return the screen with the list of probes, in the given size; a narrow screen has fewer columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -321,7 +321,7 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
 
 
 def wrap_lines(text: str, width: int, most: int, indent: str = "") -> list[Text]:
-    """Wrap a text to at least one line and at most `most` lines."""
+    """Wrap a text to at least one line and at most `most` lines of at most `width` characters."""
     from textwrap import wrap
 
     from rich.text import Text
@@ -334,13 +334,13 @@ def wrap_lines(text: str, width: int, most: int, indent: str = "") -> list[Text]
 
 
 def _middle_cut(name: str, width: int) -> str:
-    """Cut the middle out of a long name, because names differ at their ends."""
+    """Shorten a name to `width` by cutting out its middle, because names differ at their ends."""
     before = (width - 1) // 3
     return name if len(name) <= width else f"{name[:before]}…{name[before + 1 - width :]}"
 
 
 def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -> Group:
-    """Return the close-up of a probe: its bytes, the code that runs out of line, and its last records."""
+    """Return the screen with the close-up of a probe: bytes, code that runs out of line, latest records."""
     from rich.console import Group
     from rich.text import Text
 
@@ -377,7 +377,7 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
 
 
 def _instruction(line: str, width: int) -> str:
-    """Shorten a line of `detour` for a narrow screen: remove the bytes and the address's upper half."""
+    """Return a line of the file `detour`, on a narrow screen without bytes and the address's upper half."""
     return line if width >= 80 else re.sub(r"^0x(?:ffffffff)?(\w+): (?:[0-9a-f]{2} )+ *", r"\1: ", line)
 
 
@@ -414,7 +414,7 @@ def marked_bytes(text: str) -> list[Text]:
 
 
 def _rate(probe: Probe) -> str:
-    """Return the rate for display: "-" if it is not known, "off" if the probe is disabled."""
+    """Return a probe's rate as text: "-" if it is not known, "off" if the probe is disabled."""
     rate = probe.rate
     if not probe.enabled or rate is None:
         return "-" if probe.enabled else "off"
@@ -436,7 +436,7 @@ def _foot(view: View, keys: str, width: int) -> Text:
 
 
 def picture(view: View, probes: Probes, console: Console) -> Group:
-    """Return the contents of the whole screen."""
+    """Return the content of the whole screen: the list, a close-up or the keys."""
     width, height = console.size
     if view.shows_keys:
         return keys(width, height)
@@ -446,7 +446,7 @@ def picture(view: View, probes: Probes, console: Console) -> Group:
 
 
 def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
-    """Show the probes until `q` or for `count` updates; without a terminal, print text.
+    """Show the probes every `delay` seconds until `q` or for `count` updates; without a terminal, print text.
 
     Raises: CliError.
     """
@@ -469,7 +469,7 @@ def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> No
 
 
 def plain(found: Sequence[Probe]) -> str:
-    """Return a text table with one line per probe."""
+    """Return a text table with a line for each probe."""
     head = ("EVENT", "MODE", "HITS/S", "HITS", "MISSED", "COST", "REASON")
     rows = [head, *(_cells(probe) for probe in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -485,7 +485,7 @@ def _cells(probe: Probe) -> tuple[str, ...]:
 
 
 def _told(condition: MountState) -> str:
-    """Return the message about the condition of a mount, or "" if there is no problem."""
+    """Return the message about the condition of a mount, or "" if it has no problem."""
     if condition.status is ExitStatus.OK:
         return ""
     return f"{condition.value}: see kprobefs status" if condition in UNANSWERED else condition.value

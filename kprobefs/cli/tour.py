@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One idea, and the commands that demonstrate it."""
+    """A step of the tour: a text about one idea, and the commands that demonstrate it."""
 
     title: str
     text: str
@@ -54,7 +54,7 @@ _TRAPPED = Step(
         "cat kprobes/stats/kprobes/inside/{mode,reason,bytes,hits}",
     ),
 )
-"""The step for architectures on which Linux 6.1 has no optimizer."""
+"""Step that replaces _OPTIMIZED on architectures on which Linux 6.1 has no optimizer."""
 
 STEPS = (
     Step(
@@ -131,12 +131,12 @@ PROMPT = "Enter continues, q ends the tour "
 
 
 def steps(arch: str) -> tuple[Step, ...]:
-    """Return the steps for an architecture."""
+    """Return the steps of the tour for an architecture."""
     return tuple(_TRAPPED if step is _OPTIMIZED and arch.startswith("riscv") else step for step in STEPS)
 
 
 def tour(directory: str, walk: Sequence[Step]) -> None:
-    """Run the steps on a mount; on a terminal, wait for a key between them."""
+    """Run the steps `walk` on a mount; on a terminal, wait for a key after each step."""
     console = terminal.console()
     interactive = terminal.is_interactive(sys.stdout) and sys.stdin.isatty()
     with _Shell(directory) as shell, terminal.keyboard() if interactive else nullcontext():
@@ -153,7 +153,7 @@ def tour(directory: str, walk: Sequence[Step]) -> None:
 
 
 def typed(command: str, width: int | None) -> Iterator[str]:
-    """Yield a prompt and a command in lines of at most `width`, which a shell accepts unchanged."""
+    """Yield a prompt and a command as lines of at most `width` characters, which a shell accepts."""
     line = "$"
     for word in re.findall(r"(?:'[^']*'|\S)+", command):
         if width is not None and line.strip() != "$" and len(f"{line} {word} \\") > width:

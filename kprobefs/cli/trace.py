@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 PROBE = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
 NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})")
-"""Name of an instance and of a group of probes; the parts identify the process (see own_name())."""
+"""Name of the instance and of the group of probes of one session; own_name() makes it."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 EVENT = re.compile(r"t:(?P<group>\w+)[:/](?P<event>\w+)$")
 READ_SIZE = 1 << 16
 NOTHING = 3
-"""Exit status of a RecordReader that has read no records."""
+"""Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Added to an errno, this is the exit status of a RecordReader that could not write the records."""
+"""Added to an errno, the exit status of a RecordReader's process that could not write records."""
 USAGE = "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], or t:GROUP:EVENT"
 """Forms of a probe on the command line."""
 
 
 def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
-    """Return definitions of probe events in a group of their own, and all events as group/name.
+    """Return the definitions of the probes, in the group `group`, and the names of all events as group/name.
 
     Raises: CliError.
     """
@@ -59,7 +59,7 @@ def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
 
 
 class TraceSession:
-    """Probes, filter and output of one `kprobefs trace`; attached() puts the probes on a mount."""
+    """Probes, filter and output of one run of `kprobefs trace`; attached() puts the probes on a mount."""
 
     def __init__(self, probes: Sequence[str], filter_text: str, output: TextIO, *, as_json: bool) -> None:
         """Parse the probes. Raises: CliError (wrong usage)."""
@@ -75,10 +75,10 @@ class TraceSession:
 
 
 class AttachedProbes:
-    """Context manager: the probes of a session on a mount, in an instance of their own.
+    """Context manager that puts the probes of a session on a mount, in an instance of their own.
 
-    It returns the directory in which the command must run. If the mount has scratch/, it returns that one,
-    because files there belong to the guest. Files that the command's arguments name are copied there
+    It returns the directory in which the command must run. If the mount has scratch/, it returns scratch/,
+    because its files belong to the guest. Files that the command's arguments name are copied to scratch/
     meanwhile.
     """
 
@@ -116,7 +116,7 @@ class AttachedProbes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Show the remaining records, and remove the probes."""
+        """Show the remaining records, and remove the probes and the instance."""
         self._undo.__exit__(kind, error, trace)
 
     def _define(self) -> None:
@@ -152,12 +152,12 @@ class AttachedProbes:
         return f"instances/{self._session.name}/events/{event}/{file} = {value}"
 
     def _named(self) -> list[tuple[str, str]]:
-        """Return pairs: an event, and its name in messages."""
+        """Return pairs of an event, as group/name, and its name in messages."""
         prefix = f"{self._session.name}/"
         return [(event, event.removeprefix(prefix).replace("/", ":")) for event in self._session.events]
 
     def _apply(self, lines: Sequence[tuple[str, str, str]]) -> None:
-        """Apply lines; each has a place for messages, a text, and the text that the user typed.
+        """Apply lines of definitions: a place for messages, a text, and the text that the user typed.
 
         Raises: CliError.
         """
@@ -185,9 +185,9 @@ class AttachedProbes:
 
 
 class RecordReader:
-    """A process that shows the records of an instance as they arrive.
+    """A child process that prints the records of an instance as they arrive.
 
-    It is not a thread, because this process forks the command and must not have threads then.
+    The reader is not a thread, because this process must not have threads when it forks the command.
     """
 
     def __init__(self, instance: Path, printer: RecordPrinter) -> None:
@@ -201,13 +201,13 @@ class RecordReader:
         os.close(ended)
 
     def finish(self) -> int:
-        """Let the process show the remaining records and end; return its exit status."""
+        """Let the process print the remaining records and end; return its exit status."""
         os.close(self._writer)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)
 
     def _serve(self, instance: Path, ended: int) -> NoReturn:
-        """Show records until the descriptor `ended` is at its end and no records are left."""
+        """Print records until the pipe `ended` is closed and no records are left; end the process."""
         status = 0
         # Hazard: this is a forked copy, so no exception may reach the callers. The mount may end earlier.
         try:
@@ -240,13 +240,13 @@ class RecordReader:
 
 
 def own_name() -> str:
-    """Return the name for this process: its pid, its start time, and the inode of its pid namespace."""
+    """Return the name of this session: this process's pid, start time and inode of its pid namespace."""
     pid = os.getpid()
     return f"trace_{pid}_{start_time(pid):x}_{os.stat(PID_NAMESPACE).st_ino:x}"
 
 
 def sweep(files: Files, tracefs: Path) -> None:
-    """Remove the probes that killed `kprobefs trace` processes left; others may sweep at the same time."""
+    """Remove probes of killed `kprobefs trace` processes; other processes may sweep at the same time."""
     with suppress(OSError):
         root = files.tracefs()
         groups = files.directories(f"{root}events")
@@ -274,7 +274,7 @@ def _is_dead(name: str) -> bool:
 
 
 def _names_of(definitions: Sequence[str]) -> list[str]:
-    """Return the events of definitions, as group/name."""
+    """Return the events that definitions define, as group/name."""
     return [each.split()[0].partition(":")[2] for each in definitions]
 
 

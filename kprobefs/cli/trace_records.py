@@ -1,4 +1,4 @@
-"""Records of `kprobefs trace`: lines of trace_pipe, printed as text or as JSON objects."""
+"""Prints the records of `kprobefs trace`, which are lines of trace_pipe, as text or as JSON objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD = (
     r"\s*(?P<comm>.{0,15})-(?P<pid>\d+)\s+(?:\(\s*\S+\)\s+)?\[(?P<cpu>\d+)\]\s+(?P<flags>\S+)\s+"
     r"(?P<time>[\d.]+): "
 )
-"""Head of a line of trace_pipe with the default options.
+"""Regular expression of the head of a line of trace_pipe, with the default options.
 
 Hazard: a command's name and an event's text may contain any characters, even the form of another head.
 """
@@ -23,19 +23,19 @@ FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 CALL = re.compile(
     rf"(?P<before>{HEAD})sys_(?P<name>\w+)(?P<text>\((?P<arguments>.*)\)| -> (?P<result>0x[0-9a-f]+))$"
 )
-"""Line of an event of a single system call, which shows the call instead of the event's name."""
+"""Matches a line of an event of a single system call, which shows the call instead of the event's name."""
 PRINT_FMT = re.compile(r'^print fmt: "((?:[^"\\]|\\.)*)"(.*)', re.MULTILINE)
 NUMBERS = "diux"
-"""Conversions of printf that print a number."""
+"""Conversion letters of printf that print a number."""
 Layout = tuple[re.Pattern[str], list[tuple[str, str]]]
-"""Pattern of an event's text, and the name and conversion of each of its groups."""
+"""Regular expression of an event's text, and the name and conversion of each group of it."""
 Layouts = dict[str, list[Layout]]
 """Name of an event -> layouts of the events with that name."""
 CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(?:hh?|ll?|L|z)?(p[a-zA-Z0-9]*|[a-zA-Z%])")
 
 
 class RecordPrinter:
-    """Writer of records to a file or a terminal; `layouts` has the layouts of the events."""
+    """Writes records to a file or a terminal; `layouts` has the layouts of the events."""
 
     def __init__(self, output: TextIO, *, as_json: bool) -> None:
         self.output = output
@@ -48,7 +48,7 @@ class RecordPrinter:
         self.layouts.setdefault(event, []).append(layout(format_file))
 
     def show(self, text: str) -> None:
-        """Write the lines of one read of trace_pipe. Raises: OSError."""
+        """Print the lines that one read of trace_pipe has returned. Raises: OSError."""
         # Not splitlines(): a name may contain its other line separators.
         for line in text.removesuffix("\n").split("\n"):
             self.output.write(f"{self._shown(line)}\n")
@@ -67,7 +67,8 @@ class RecordPrinter:
 def layout(text: str) -> Layout:
     """Return the layout of an event, from the text of its `format` file.
 
-    The name of a group is the word before a "=". If each value is a whole field, it is the field's name.
+    The name of a group is the word before a "=". If each value is a whole field, the name is the field's
+    name.
     """
     found = PRINT_FMT.search(text)
     if found is None:
@@ -89,7 +90,7 @@ def layout(text: str) -> Layout:
 
 
 def record(line: str, layouts: Layouts) -> dict[str, object]:
-    """Return a line of trace_pipe as an object; if the line is not a record, the object has only `text`.
+    """Return a line of trace_pipe as an object for JSON, which has only `text` if the line is no record.
 
     If no layout of the event matches, the fields are the words that are followed by a "=".
     """
@@ -125,7 +126,7 @@ def record(line: str, layouts: Layouts) -> dict[str, object]:
 
 
 def _arguments(text: str) -> dict[str, object]:
-    """Return the arguments of a system call, whose numbers are hexadecimal without a prefix."""
+    """Return name -> value of a system call's arguments, which are hexadecimal without a prefix."""
     pairs = (each.partition(": ") for each in text.split(", ") if each)
     # The option verbose prints the type before the name.
     return {name.rpartition(" ")[2]: _converted(value, "x") for name, _, value in pairs}

@@ -1,1 +1,1 @@
-"""Errors, terminals, mount points and running daemons, for commands and daemon."""
+"""Errors, terminals, mount points and running daemons: code that commands and the daemon share."""

@@ -1,4 +1,4 @@
-"""The registry of running daemons: one record for each, which only its owner can read."""
+"""The registry of running daemons, with a record for each daemon that only the daemon's user can read."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from kprobefs.common.errors import CliError
 
 LOCK_ATTEMPTS = 5
 LOCK_PAUSE = 0.02
-"""Seconds between two attempts."""
+"""Seconds between two attempts to lock a record."""
 FALLBACK = "/tmp/kprobefs-"
-"""Start of the runtime directory's name, before the uid, if the user has no other directory for it."""
+"""Prefix of the runtime directory's path, before the uid, if the user has no better place for it."""
 KEPT_LOGS = 10
-"""Number of logs of failed daemons that are kept, the newest ones."""
+"""Maximum number of logs of failed daemons that are kept; older logs are removed."""
 STARTING = 10.0
-"""Seconds at most from the start of a daemon's log to its record."""
+"""Maximum seconds from the creation of a daemon's log to the creation of its record."""
 STATE = 0
-"""Index of `state` among the fields of /proc/PID/stat after the name; see proc(5)."""
+"""Index of the field `state` among the fields of /proc/PID/stat after the name. Mirrors: proc(5)."""
 PARENT = 1
-"""Index of `ppid`."""
+"""Index of the field `ppid`, counted as STATE."""
 START_TIME = 19
-"""Index of `starttime`."""
+"""Index of the field `starttime`, counted as STATE."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """Identity of a process, which distinguishes it from a later one with the same pid."""
+    """Identity of a process, which distinguishes it from a later process with the same pid."""
 
     pid: int
     started: int
     """Clock ticks from the host's boot to the process's start."""
     executable: tuple[int, int]
-    """Device and inode of its executable."""
+    """Device number and inode number of its executable."""
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """A daemon's record of itself."""
+    """The record that a daemon writes about itself."""
 
     pid: int
     directory: str
@@ -59,29 +59,29 @@ class Daemon:
     layout: str
     version: str
     started: str
-    """Time of its start: ISO 8601, with the offset from UTC."""
+    """Time of the daemon's start, in ISO 8601 with the offset from UTC."""
     traps: str = ""
     """`native` if hits of handlers in guest code need no Python, else `python`; empty before the boot."""
 
 
 def process_of(pid: int) -> Process:
-    """Return the process that has this pid now. Raises: OSError."""
+    """Return the identity of the process that has this pid now. Raises: OSError."""
     executable = os.stat(f"/proc/{pid}/exe")
     return Process(pid, start_time(pid), (executable.st_dev, executable.st_ino))
 
 
 def start_time(pid: int) -> int:
-    """Return the clock ticks from the host's boot to the process's start. Raises: OSError."""
+    """Return the start time of a process in clock ticks since the host's boot. Raises: OSError."""
     return int(_fields(pid)[START_TIME])
 
 
 def parent_of(pid: int) -> int:
-    """Return the pid of the process's parent. Raises: OSError."""
+    """Return the pid of a process's parent. Raises: OSError."""
     return int(_fields(pid)[PARENT])
 
 
 def has_ended(pid: int, started: int) -> bool:
-    """Return True if the process that started at that clock tick has ended; its status may be unread."""
+    """Return True if the process with this pid and start time has ended, even if it is a zombie."""
     try:
         fields = _fields(pid)
     except OSError:
@@ -95,7 +95,7 @@ def _fields(pid: int) -> list[str]:
 
 
 class Registration:
-    """The record of a running daemon. Its lock keeps a second daemon from the same directory."""
+    """The record file of this daemon. Its lock prevents a second daemon for the same directory."""
 
     def __init__(self, daemon: Daemon) -> None:
         """Write the record. Raises: CliError (another daemon serves the directory)."""
@@ -122,7 +122,7 @@ class Registration:
             raise unwritable(self._path, error) from None
 
     def _locked(self, directory: str) -> TextIO:
-        """Open and lock the record. If an ending daemon removes it meanwhile, open a new one."""
+        """Open and lock the record file. If an ending daemon removes it meanwhile, create a new one."""
         while True:
             file = _open_record(self._path, os.O_RDWR | os.O_CREAT)
             if file is None:
@@ -136,19 +136,19 @@ class Registration:
             file.close()
 
     def close(self) -> None:
-        """Remove the record, since the daemon ends."""
+        """Remove the record file, because the daemon ends."""
         self._path.unlink(missing_ok=True)
         self._file.close()
 
 
 def unwritable(path: str | Path, error: OSError) -> CliError:
-    """Return the error for a file of the runtime directory that cannot be written."""
+    """Return the CliError for a file of the runtime directory that cannot be written."""
     way = "free some space, or set" if error.errno == errno.ENOSPC else "set"
     return CliError(f"{path}: {error.strerror}; {way} XDG_RUNTIME_DIR")
 
 
 def _open_record(path: Path, flags: int) -> TextIO | None:
-    """Open a record. Return None if somebody else than its owner could write or lock it."""
+    """Open a record file. Return None if it is not a private file of this user."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -203,7 +203,7 @@ class Running:
 
 @contextmanager
 def known(directory: str) -> Iterator[Running | None]:
-    """Hold the live daemon of a directory while the context lasts. Yield None if none is known."""
+    """Yield the live daemon that serves a directory, held by a pidfd during the block; None if unknown."""
     found = _find(directory)
     try:
         yield found
@@ -245,9 +245,9 @@ def sweep() -> None:
 
 
 def forget(directory: str) -> None:
-    """Remove the record of a killed daemon whose mount is gone, and its log if that is empty.
+    """Remove the record of a killed daemon whose mount is gone, and its log if the log is empty.
 
-    A starting daemon has a record, or has written to its log, before an empty log is STARTING seconds old.
+    A log that is younger than STARTING may belong to a starting daemon without a record, so it stays.
     """
     with suppress(FileNotFoundError, CliError):
         sweep()
@@ -266,7 +266,7 @@ def _age(path: Path) -> float:
 
 
 def runtime_directory() -> Path:
-    """Return the directory of records and logs, which only its owner can enter. Raises: CliError."""
+    """Return the directory of records and logs, created with access for its owner only. Raises: CliError."""
     path = _base_path() / "daemons"
     for each, mode in ((path.parent, 0o755), (path, 0o700)):
         try:
@@ -283,7 +283,7 @@ def runtime_directory() -> Path:
 
 
 def _base_path() -> Path:
-    """Return /run/kprobefs, or a directory in the user's runtime, cache or home directory, or one in /tmp."""
+    """Return the runtime directory: /run/kprobefs, one in the user's own directories, or one in /tmp."""
     if chosen := os.environ.get("KPROBEFS_RUNTIME_DIRECTORY"):
         return Path(chosen)
     user = _outer_uid()
@@ -303,7 +303,7 @@ def _base_path() -> Path:
 
 
 def _outer_uid() -> int:
-    """Return this process's uid in the parent user namespace: two users may both be root in their own."""
+    """Return this process's uid in the parent user namespace, because several users may be root in theirs."""
     user = os.geteuid()
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/uid_map").read_text().splitlines():
@@ -314,7 +314,7 @@ def _outer_uid() -> int:
 
 
 def log_path(directory: str) -> Path:
-    """Return the path of the log of a daemon in the background."""
+    """Return the path of the log of a background daemon that serves `directory`."""
     return _record_path(directory).with_suffix(".log")
 
 

@@ -1,4 +1,4 @@
-"""CliError, an error that the program reports in one line, and the exit statuses."""
+"""CliError, an error that the program reports on one line, and the exit statuses."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ class CliError(Exception):
     def __init__(
         self, message: str, status: ExitStatus = ExitStatus.FAILURE, *, is_explained: bool = False
     ) -> None:
-        """Make the error. `is_explained`: standard error already says why."""
+        """Create the error. `is_explained`: the reason was already printed on standard error."""
         super().__init__(message)
         self.status = status
         self.is_explained = is_explained
 
 
 FILES = 32
-"""`ulimit -n` that suffices to start a default mount."""
+"""Number of open files (`ulimit -n`) that suffices to start a default mount."""
 ADDRESS_SPACE = 1_500_000
-"""`ulimit -v`, in kB, that suffices to start a default mount."""
+"""Size of address space in kB (`ulimit -v`) that suffices to start a default mount."""
 DATA = 200_000
-"""`ulimit -d`, in kB, that suffices to start a default mount."""
+"""Size of data in kB (`ulimit -d`) that suffices to start a default mount."""
 _KB = 1024
 _FILE_LIMITS = ((resource.RLIMIT_NOFILE, "-n", FILES, 1, "open files"),)
 _MEMORY_LIMITS = (
     (resource.RLIMIT_AS, "-v", ADDRESS_SPACE, _KB, "kB of address space"),
     (resource.RLIMIT_DATA, "-d", DATA, _KB, "kB of data"),
 )
-"""Each limit, its option of ulimit, what a mount needs, the unit in bytes, and its name."""
+"""Resource limits: number, option of ulimit, value that a mount needs, unit in bytes, and name."""
 _NO_THREAD = "can't start new thread"
-"""Message of Python's RuntimeError."""
+"""Message of the RuntimeError that Python raises if it cannot start a thread."""
 _TOO_MANY = "too many processes and threads; end some, or run ulimit -u with a larger number"
 
 
 def resource_hint(error: BaseException) -> str:
-    """Return which of the caller's limits caused the error, and what a mount needs; "" if none did."""
+    """Return a text about the resource limit that caused an error and the remedy, or "" if none did."""
     number = getattr(error, "errno", None)
     if number == errno.EMFILE:
         return _exceeded(os.strerror(number), _FILE_LIMITS)
@@ -81,7 +81,7 @@ def resource_hint(error: BaseException) -> str:
 
 
 def fork() -> int:
-    """Fork, and return 0 in the child and its pid in the parent. Raises: CliError (the host lets no more)."""
+    """Fork; return 0 in the child and its pid in the parent. Raises: CliError (no further process)."""
     try:
         return os.fork()
     except OSError as error:
@@ -90,7 +90,7 @@ def fork() -> int:
 
 
 def _exceeded(what: str, limits: Iterable[tuple[int, str, int, int, str]]) -> str:
-    """Return what is missing and how to get it, for the first limit that is below a mount's needs; or ""."""
+    """Return a text about the first limit that is below a mount's needs and its remedy, or "" if none is."""
     for limit, option, needed, unit, name in limits:
         if 0 <= resource.getrlimit(limit)[0] < needed * unit:
             return f"{what}: a mount needs {needed} {name}; run ulimit {option} {needed}"
@@ -98,7 +98,7 @@ def _exceeded(what: str, limits: Iterable[tuple[int, str, int, int, str]]) -> st
 
 
 def escape_for_terminal(text: str) -> str:
-    """Escape the unprintable characters of a text with names that others chose.
+    """Escape the unprintable characters of a text that may contain names from other users or programs.
 
     They would otherwise move the cursor or hide text.
     """
@@ -114,7 +114,10 @@ def _escape(character: str) -> str:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Turn errors of a kernel image into CliError, which names the image. Raises: CliError."""
+    """Turn errors of the block about a kernel image into CliError, which names the image.
+
+    Raises: CliError.
+    """
     try:
         yield
     except KernelError as error:

@@ -1,4 +1,4 @@
-"""Mount points of kprobefs: list them, check whether their daemons answer, and unmount them."""
+"""Mount points of kprobefs: lists them, checks whether their daemons answer, and unmounts them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kprobefs.common.errors import CliError, ExitStatus, fork
 
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
-"""A hidden symbolic link in each mount's root. Its target is the mount's state."""
+"""Name of a hidden symbolic link in the root of each mount. Its target is the mount's state."""
 FUSE_CONF = "/etc/fuse.conf"
 ALLOWS_OTHER = "user_allow_other"
-"""Line of FUSE_CONF that permits --allow-other to ordinary users. Mirrors: mount.fuse(8)."""
+"""Line of /etc/fuse.conf that permits --allow-other to ordinary users. Mirrors: mount.fuse(8)."""
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 MAX_LINKS = 40
 ANSWER_TIMEOUT = 1.2
-"""Seconds without an answer after which a mount counts as hung."""
+"""Seconds without an answer of its daemon after which a mount counts as hung."""
 CONTROL_TIMEOUT = 0.5
-"""Further seconds after which an answering mount counts as busy: its kernel does not answer."""
+"""Further seconds without an answer of its kernel after which a mount counts as busy."""
 REAP_ATTEMPTS = 10
 REAP_PAUSE = 0.005
 _STALE = (errno.ENOTCONN, errno.ECONNABORTED)
@@ -40,19 +40,19 @@ class MountState(Enum):
 
     SERVING = "serving"
     BUSY = "busy"
-    """Its daemon answers, but its kernel is busy with a long request."""
+    """The mount's daemon answers, but its kernel is busy with a long request."""
     PANICKED = "panicked"
-    """Its kernel has stopped for good; the files still answer."""
+    """The mount's kernel has stopped for good; control files still answer."""
     HUNG = "hung"
-    """Its daemon does not answer."""
+    """The mount's daemon does not answer."""
     STALE = "stale"
-    """Its daemon is gone."""
+    """The mount's daemon is gone."""
     MOUNTED = "mounted"
     """Another user's mount, which this user cannot enter."""
 
     @property
     def status(self) -> ExitStatus:
-        """Return the exit status of `kprobefs status`."""
+        """Exit status of `kprobefs status` for a mount in this state."""
         return ExitStatus.OK if self in (MountState.SERVING, MountState.MOUNTED) else ExitStatus[self.name]
 
 
@@ -61,18 +61,18 @@ class MountPoint:
     """One line of /proc/self/mountinfo."""
 
     number: int
-    """Mount id. It may belong to a later mount after the unmount."""
+    """Mount id. After the unmount, a later mount may get the same id."""
     directory: str
     device: str
     """Device number, as major:minor."""
     fstype: str
     source: str
     owner: int | None
-    """User who mounted it: the option user_id of FUSE mounts. None for other mounts."""
+    """Uid of the user who mounted a FUSE mount (option user_id); None for other mounts."""
 
 
 def check_proc() -> None:
-    """Check that /proc shows this process, and the numbers of processes, to a daemon. Raises: CliError."""
+    """Check that /proc shows this process under its own pid, and /proc/loadavg. Raises: CliError."""
     if not os.path.lexists("/proc/self"):
         raise CliError("/proc: no file system of processes; run mount -t proc proc /proc")
     try:
@@ -87,9 +87,9 @@ def check_proc() -> None:
 
 
 def mount_points() -> list[MountPoint]:
-    """Return all mounts of this mount namespace. A later one covers an earlier one on the same directory.
+    """Return all mounts of this mount namespace, in order: a mount covers earlier ones on its directory.
 
-    Raises: CliError (without /proc).
+    Raises: CliError (/proc is not mounted or shows other processes).
     """
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
@@ -100,7 +100,7 @@ def mount_points() -> list[MountPoint]:
 
 
 def our_mounts() -> list[MountPoint]:
-    """Return the mounts of kprobefs."""
+    """Return the mounts of kprobefs in this mount namespace."""
     return [point for point in mount_points() if point.fstype == FSTYPE]
 
 
@@ -111,9 +111,9 @@ def mounted_on(directory: str) -> MountPoint | None:
 
 
 def resolve(path: str) -> str:
-    """Return the absolute path without symbolic links.
+    """Return the absolute path without symbolic links, as realpath(3) does.
 
-    No request goes to a mount of kprobefs, since its daemon may hang. Raises: CliError.
+    Unlike realpath(3), send no request to a mount of kprobefs, because its daemon may hang. Raises: CliError.
     """
     if not path:
         raise CliError("empty directory name; give a directory", ExitStatus.USAGE)
@@ -157,7 +157,10 @@ def _is_in(path: str, directory: str) -> bool:
 
 
 def conditions(directories: Iterable[str]) -> dict[str, MountState]:
-    """Return directory -> state of the mount on it. All mounts are asked at once, within two seconds."""
+    """Return directory -> state of the kprobefs mount on it.
+
+    The check of all mounts takes two seconds at most.
+    """
     # Hazard: a request that has reached a hung daemon cannot be interrupted, so a child process waits for it.
     asked = {directory: _Question(directory) for directory in directories}
     start = time.monotonic()
@@ -165,7 +168,7 @@ def conditions(directories: Iterable[str]) -> dict[str, MountState]:
 
 
 def condition(directory: str) -> MountState:
-    """Return the state of a mount of kprobefs."""
+    """Return the state of the kprobefs mount on a directory."""
     return conditions([directory])[directory]
 
 
@@ -189,7 +192,7 @@ def unanswered(directory: str, found: MountState) -> CliError:
 
 
 class _Question:
-    """A child process that asks a mount for its state."""
+    """A child process that requests the state of a mount, which may block."""
 
     def __init__(self, directory: str) -> None:
         self._pipe, writer = os.pipe()
@@ -202,7 +205,7 @@ class _Question:
         self._readable.register(self._pipe, POLLIN)
 
     def answer(self, start: float) -> MountState:
-        """Return the mount's state. Wait no longer than the timeouts after `start`."""
+        """Return the mount's state; wait at most for the timeouts, counted from the time `start`."""
         try:
             found = self._line(start + ANSWER_TIMEOUT)
             if not found:
@@ -226,7 +229,7 @@ class _Question:
                 time.sleep(REAP_PAUSE)
 
     def _line(self, deadline: float) -> str:
-        """Return the child's next line, or "" if none comes in time."""
+        """Return the child's next line, or "" if none comes until `deadline`."""
         while b"\n" not in self._told:
             if not self._readable.poll(1000 * max(0, deadline - time.monotonic())):
                 return ""
@@ -239,7 +242,7 @@ class _Question:
 
 
 def _ask(directory: str, writer: int) -> NoReturn:
-    """Write the errno of a request that needs only the daemon, then the state, which needs its kernel."""
+    """Write the errno of a request that needs only the daemon, then the state, which needs the kernel."""
     try:
         # A process that waits for the end of the parent's output must not wait for this child.
         os.closerange(0, writer)
@@ -261,7 +264,7 @@ def _ask(directory: str, writer: int) -> NoReturn:
 
 
 def detach(directory: str) -> None:
-    """Unmount a directory at once. Open files stay until they are closed. Raises: CliError."""
+    """Unmount a directory at once, even if it has open files (MNT_DETACH). Raises: CliError."""
     try:
         if os.geteuid() == 0:
             _umount2(directory, UMOUNT_NOFOLLOW)
@@ -274,9 +277,9 @@ def detach(directory: str) -> None:
 
 
 def detach_dead(directory: str, device: str) -> None:
-    """Unmount a mount without a daemon, and its bind mounts. A mount that answers stays.
+    """Unmount a mount whose daemon is gone, and its bind mounts; leave a mount that answers.
 
-    `device` is its device number, or "" if only its directory is known.
+    `device`: the mount's device number, or "" if only its directory is known.
     """
     for point in reversed(our_mounts()):
         if point.device == device if device else point.directory == directory:
@@ -314,7 +317,7 @@ def _mount_number(descriptor: int) -> int:
 
 
 def check_owner(point: MountPoint) -> None:
-    """Check that this user may unmount a directory. Raises: CliError."""
+    """Check that this user may unmount a mount point. Raises: CliError."""
     if os.geteuid() in (0, point.owner) or point.owner is None:
         return
     import pwd
@@ -329,9 +332,9 @@ def check_owner(point: MountPoint) -> None:
 
 @contextmanager
 def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -> Iterator[None]:
-    """Prepare a directory for a mount, and remove the stale mount of a killed daemon.
+    """Prepare a directory for a mount, which the block makes; unmount the stale mount of a killed daemon.
 
-    `make`: make a missing directory, and remove it again if the context ends in an exception.
+    `make`: create a missing directory, and remove it again if the block ends in an exception.
     `allow_other`: other users will be admitted. Raises: CliError.
     """
     for point in our_mounts():
@@ -358,7 +361,7 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
 
 
 def _make(directory: str, made: list[str]) -> None:
-    """Make the missing directories of a path, and append them to `made`. Raises: CliError."""
+    """Create the missing directories of a path, and append their paths to `made`. Raises: CliError."""
     missing = []
     place = directory
     while not os.path.lexists(place):

@@ -1,4 +1,4 @@
-"""A progress bar on standard error, for terminals."""
+"""Progress: a progress bar on standard error, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kprobefs.common import terminal
 
 T = TypeVar("T")
 _WIDTH = 30
-"""Characters of the longest bar."""
+"""Maximum length of the bar in characters."""
 _INTERVAL = 0.1
-"""Seconds between two updates."""
+"""Minimum seconds between two updates of the bar."""
 
 
 class Progress:
@@ -35,7 +35,7 @@ class Progress:
         self.end()
 
     def add(self, amount: int) -> None:
-        """Add an amount of finished work."""
+        """Add an amount of finished work, in the units of `total`, and update the bar."""
         self._done += amount
         if self._shown and time.monotonic() >= self._next:
             self._next = time.monotonic() + _INTERVAL
@@ -47,13 +47,13 @@ class Progress:
             print(f"\r{self._what} {bar}{share:4.0%}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Clear the line for the next output."""
+        """Clear the line of the progress bar for the next output."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def counted(what: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield the items, and advance a progress bar after each."""
+    """Yield the items, and advance a progress bar after each item."""
     with Progress(what, len(items)) as progress:
         for item in items:
             yield item

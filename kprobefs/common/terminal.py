@@ -33,9 +33,9 @@ KEYS = {
     "\x1b": "escape",
     "\r": "\n",
 }
-"""Input of a key -> its name."""
+"""Escape sequence that a key sends -> name of the key."""
 _SEQUENCE = re.compile(rb"\x1b(?:O.|\[[0-?]*[ -/]*[@-~]|[^O\[])|.{16,}", re.DOTALL)
-"""A key's input, of limited length. Mirrors: ECMA-48, control sequences."""
+"""Matches the complete escape sequence of a key, of limited length. Mirrors: ECMA-48."""
 
 
 def is_interactive(stream: TextIO) -> bool:
@@ -44,7 +44,7 @@ def is_interactive(stream: TextIO) -> bool:
 
 
 def has_colours(stream: TextIO) -> bool:
-    """Return True if the terminal has colours and NO_COLOR is unset.
+    """Return True if the stream is a terminal with colours and NO_COLOR is unset.
 
     Source: https://no-color.org
     """
@@ -52,10 +52,10 @@ def has_colours(stream: TextIO) -> bool:
 
 
 def wrap(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
-    """Return a line, broken between words if it is too long for the terminal.
+    """Return a line of text, broken between words if it is too long for the terminal.
 
     `indent`: start of each further line. `first`: text before the line. A text of several lines stays as it
-    is: it may have a caret below a column, and the terminal breaks both lines alike.
+    is, because it may have a caret below a column, and the terminal breaks both lines in the same way.
     """
     if "\n" in text or not is_interactive(stream):
         return first + text
@@ -76,7 +76,7 @@ def wrap(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
 
 
 def console() -> Console:
-    """Return a console on standard output. A pipe gets plain text, whatever the environment forces."""
+    """Return a console on standard output. A pipe gets plain text, regardless of environment variables."""
     from rich.console import Console
 
     terminal = is_interactive(sys.stdout)
@@ -92,7 +92,10 @@ def console() -> Console:
 
 @contextmanager
 def keyboard() -> Iterator[None]:
-    """Read keys without a newline and without echo while the context lasts. ^C still interrupts."""
+    """Switch the terminal to keys without a newline and without echo during the block.
+
+    ^C still interrupts.
+    """
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin, termios.TCSANOW)
     try:
@@ -104,7 +107,7 @@ def keyboard() -> Iterator[None]:
 
 
 def key(timeout: float) -> str:
-    """Return the key that is pressed within `timeout` seconds: a character, a name of KEYS, or ""."""
+    """Return the key that is pressed within `timeout` seconds: a character, a name in KEYS, or "" if none."""
     if not select.select([sys.stdin], [], [], max(0.0, timeout))[0]:
         return ""
     pressed = os.read(sys.stdin.fileno(), 1)

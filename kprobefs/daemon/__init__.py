@@ -1,1 +1,1 @@
-"""The daemon: the process that serves a mount."""
+"""The daemon: the process that serves a mount, from its start to the unmount."""

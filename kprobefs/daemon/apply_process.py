@@ -1,4 +1,4 @@
-"""Child process that applies the *.probes files of a new mount while the daemon serves the mount."""
+"""ApplyProcess: applies the *.probes files of a new mount while the daemon serves the mount."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kprobefs.common.errors import ExitStatus, escape_for_terminal
 log = logging.getLogger("kprobefs")
 
 PIPE_SIZE = 1 << 16
-"""Bytes that a pipe holds. Mirrors: pipe(7)."""
+"""Capacity of a pipe in bytes. Mirrors: pipe(7)."""
 PROGRAM = "import sys; sys.path[:] = {paths!r}; from kprobefs.__main__ import main; sys.exit(main())"
-"""Python that runs the program with these packages."""
+"""Python program that runs kprobefs with the same packages as this process."""
 END_TIMEOUT = 1.0
-"""Seconds that the process may take to exit after it has closed its standard error."""
+"""Maximum seconds that the process may take to exit after it has closed its standard error."""
 
 
 class ApplyProcess:
-    """A process that applies the *.probes files of a new mount. Its messages go to the daemon's log.
+    """A child process that applies the *.probes files of a new mount. Its messages go to the daemon's log.
 
-    The daemon does not apply them itself: a process that waits for an answer from its own FUSE mount
+    The daemon does not apply the files itself: a process that waits for an answer from its own FUSE mount
     cannot be killed.
     """
 
@@ -45,13 +45,13 @@ class ApplyProcess:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor that becomes readable when read() has something to read."""
+        """Descriptor that becomes readable when the process has sent messages or has ended."""
         return self._messages.fileno()
 
     def read(self) -> str | None:
         """Log the new messages of the process.
 
-        Return None while the process runs. After its end return "" if it applied all definitions,
+        Return None while the process runs. After its end, return "" if it has applied all definitions,
         and a message otherwise.
         """
         data = os.read(self.descriptor, PIPE_SIZE)
@@ -69,6 +69,9 @@ class ApplyProcess:
         return outcome
 
     def end(self) -> None:
-        """Kill the process if it still runs. If one of its requests hangs, it dies with the mount."""
+        """Kill the process if it still runs.
+
+        If one of its requests hangs, the process dies with the mount.
+        """
         self._process.kill()
         self._messages.close()

@@ -1,4 +1,4 @@
-"""Backends of a mount: the built-in kernel, a distribution's kernel with either engine, and a vmcore.
+"""Backends of a mount: kprobefs's own kernel, a distribution's kernel with either engine, and a vmcore.
 
 Each function imports its modules when it is called. Importing the modules of all backends would take a
 third of the time of a start.
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 def prepare(options: MountOptions) -> None:
-    """Boot the distribution's kernel or convert the dump, if the options name one. Raises: CliError.
+    """Boot the distribution's kernel or convert the vmcore that the options name, if any. Raises: CliError.
 
-    Both take seconds. The result is cached for build_kernel(). Call this while a terminal can show progress.
+    Both take seconds. The result is cached for build_kernel(). Call this while a terminal can show the
+    progress.
     """
     if options.vmcore is not None:
         _convert_vmcore(options.vmcore)
@@ -70,7 +71,7 @@ def _state(options: MountOptions) -> SavedState | None:
 
 
 def _boot_linux(options: MountOptions) -> None:
-    """Boot the distribution's kernel into the boot cache, and show a progress bar."""
+    """Boot the distribution's kernel into the boot cache, with a progress bar."""
     from emulated_kernel.guests.linux.boot_cache import ensure_cached
     from kprobefs.common.progress import Progress
 
@@ -91,7 +92,7 @@ def _boot_linux(options: MountOptions) -> None:
 
 
 def _native_mount(options: MountOptions) -> Mount:
-    """Return the mount of a distribution's kernel that uses its own kprobes."""
+    """Return the mount of a distribution's kernel that uses the kprobes of that kernel."""
     from emulated_kernel.guests.common.host_processes import HostProcesses
     from emulated_kernel.guests.linux.boot_cache import started
     from emulated_kernel.guests.linux.mounts.native_mount import native_mount
@@ -137,7 +138,7 @@ def _probed_mount(options: MountOptions) -> Mount:
 
 
 def _convert_vmcore(vmcore: str) -> None:
-    """Convert the dump into the cache from which the mount starts."""
+    """Convert a vmcore to a snapshot in the cache, from which the mount starts."""
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached
 
     with explained(vmcore):
@@ -145,7 +146,7 @@ def _convert_vmcore(vmcore: str) -> None:
 
 
 def _vmcore_mount(options: MountOptions, vmcore: str) -> Mount:
-    """Return the mount of a dump's kernel."""
+    """Return the mount of the kernel in a vmcore."""
     from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
     from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount

@@ -1,4 +1,4 @@
-"""Start of a daemon: in the foreground, in the background, or as a child of the calling process."""
+"""Starts a daemon: in the foreground, in the background, or as a child of the calling process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kprobefs.mount_options import Builder, MountOptions
 log = logging.getLogger("kprobefs")
 
 READY = b"\0"
-"""Message to the starting process that the mount answers requests."""
+"""Message of the daemon to the starting process: the mount answers requests."""
 
 
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
@@ -54,10 +54,10 @@ def start_in_background(options: MountOptions, build: Builder, log_file: Path | 
 
 
 def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[[], None]) -> int:
-    """Start a daemon that ends with its parent. Return its pid when its mount answers. Raises: CliError.
+    """Start a daemon that ends with its parent; return its pid when its mount answers. Raises: CliError.
 
     The daemon calls `on_orphaned` at its end if the parent is dead by then. If the daemon was killed, the
-    process that unmounts does.
+    process that unmounts calls it.
     """
     start = DaemonStart(options, build, None)
     parent = os.getpid()
@@ -89,9 +89,9 @@ def _forget_handlers() -> None:
 
 
 class DaemonStart:
-    """The start of a daemon: the child reports success or a reason to its starting process by a pipe.
+    """The start of a daemon, which reports success or a failure to the starting process by a pipe.
 
-    The starting process calls await_ready(), and the child calls serve().
+    The starting process calls await_ready(), and its child, the daemon, calls serve().
     """
 
     def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
@@ -121,7 +121,7 @@ class DaemonStart:
             raise CliError(answer[1:].decode(errors="surrogateescape"), ExitStatus(answer[0]))
 
     def serve(self, at_end: Callable[[], None] = lambda: None) -> NoReturn:
-        """Serve the mount in the daemon, and end the process. Call `at_end` after the unmount."""
+        """Serve the mount in the daemon, call `at_end` after the unmount, and end the process."""
         status = ExitStatus.FAILURE
         # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames.
         try:
@@ -155,7 +155,7 @@ class DaemonStart:
         return ExitStatus.FAILURE
 
     def _report(self, failure: CliError) -> None:
-        """Log the failure. If the starting process has received the message, remove the default log."""
+        """Log a failure; remove the default log if the starting process has received the message."""
         why = last_line(sys.stderr.fileno()) if failure.is_explained else ""
         message = f"{failure}: {why}" if why else str(failure)
         log.error("%s", escape_for_terminal(message))
@@ -199,7 +199,7 @@ class DaemonStart:
         return self._tell(bytes((status,)) + message.encode(errors="surrogateescape"))
 
     def _tell(self, message: bytes) -> bool:
-        """Send the message to the starting process, unless an earlier one was sent. Return True if so."""
+        """Send a message to the starting process; return False if an earlier message was sent."""
         if not self._is_told.acquire(blocking=False):
             return False
         # The starting process may be dead.
@@ -244,7 +244,7 @@ class DaemonStart:
 
 
 def _given_descriptors() -> list[int]:
-    """Return the descriptors inherited by execve(2), except the standard ones.
+    """Return the descriptors that this process has inherited by execve(2), except standard streams.
 
     Python opens its own descriptors with FD_CLOEXEC.
     """

@@ -1,4 +1,4 @@
-"""The daemon's log: a regular file outside of the mount."""
+"""Checks and opens the daemon's log, a regular file outside of the mount."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import is_inside
 
 TAIL = 4096
-"""Bytes at the end of the log in which last_line() looks for a line."""
+"""Number of bytes at the end of the log in which last_line() searches."""
 
 
 def check_log(path: str, directory: str, *, is_given: bool) -> None:
@@ -22,7 +22,7 @@ def check_log(path: str, directory: str, *, is_given: bool) -> None:
 
 
 def open_log(path: str, directory: str, *, anew: bool, is_given: bool = True) -> int:
-    """Open the log for appending and return the descriptor. If `anew` is true, truncate it.
+    """Open the log for appending and return its descriptor; truncate it if `anew` is true.
 
     Raises: CliError.
     """
@@ -55,7 +55,7 @@ def _reason(path: str, error: OSError) -> str:
 
 
 def last_line(descriptor: int) -> str:
-    """Return the last line that is not blank of the log open as `descriptor`, or "" if there is none."""
+    """Return the last line of the log with this descriptor that is not blank, or "" if there is none."""
     try:
         with open(f"/proc/self/fd/{descriptor}", "rb") as file:
             file.seek(max(0, os.fstat(descriptor).st_size - TAIL))

@@ -1,4 +1,4 @@
-"""LogWriter: a logging handler that never keeps its caller waiting, whatever it writes to."""
+"""LogWriter: a logging handler that never keeps its caller waiting, even if the log's file hangs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
 
 MOST_BYTES = 1 << 20
-"""Bytes of messages that may wait; further ones are dropped and counted."""
+"""Maximum size of waiting messages in bytes; further messages are dropped and counted."""
 FLUSH_TIMEOUT = 1.0
-"""Seconds that flush() waits for the messages to be written."""
+"""Maximum seconds that flush() waits until the messages are written."""
 
 
 class LogWriter(logging.Handler):
     """Queues messages, which a thread writes to a descriptor.
 
     A pipe that nobody reads, a stopped terminal or a hung disk keeps only that thread waiting. The descriptor
-    stays blocking: others may have inherited it, too, and O_NONBLOCK would hold for them as well.
+    stays blocking: other processes may have inherited it, and O_NONBLOCK would apply to them, too.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -32,7 +32,7 @@ class LogWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Begin without messages and without a thread, as in a child process."""
+        """Begin without messages and without a thread, at the start and in a forked child."""
         self._changed = threading.Condition()
         self._messages: deque[bytes] = deque()
         self._size = 0
@@ -41,7 +41,7 @@ class LogWriter(logging.Handler):
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record. If the host has no thread to write it, it waits for the next record."""
+        """Queue a record. If no thread can be started to write it, it waits for the next record."""
         try:
             message = f"{self.format(record)}\n".encode("utf-8", "surrogateescape")
         except Exception:

@@ -1,4 +1,4 @@
-"""The other processes in the daemon's mount namespace. When the last one exits, the daemon can end."""
+"""NamespaceMembers: finds out when the last other process has left the daemon's mount namespace."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kprobefs.common.mountpoints import our_mounts
 INTERVAL = 30.0
 """Seconds between two scans of all processes."""
 CAP_SYS_PTRACE = 19
-"""Number of the capability. Mirrors: include/uapi/linux/capability.h."""
+"""Number of the capability CAP_SYS_PTRACE. Mirrors: include/uapi/linux/capability.h."""
 
 
 class NamespaceMembers:
-    """The other processes in the daemon's mount namespace, except the daemons of its kprobefs mounts.
+    """Counts the other processes in the daemon's mount namespace, except daemons of kprobefs mounts.
 
     If daemons counted, two of them in one namespace would keep each other alive. The host's initial
     namespace is not scanned because it always has other processes.
@@ -27,7 +27,7 @@ class NamespaceMembers:
         self._namespace = os.readlink("/proc/self/ns/mnt")
         self._had_some = False
         self.interval = INTERVAL if _may_look_at_all() and not self._is_of_host() else None
-        """Seconds between two scans; None if no scan is needed or possible."""
+        """Seconds between two scans, or None if no scan is needed or possible."""
         if self.interval is not None:
             self._had_some = self._has_some()
 
@@ -38,11 +38,11 @@ class NamespaceMembers:
             return False
 
     def add(self, pid: int) -> None:
-        """Exclude a process of the daemon's own from the others."""
+        """Do not count the process with this pid, which belongs to the daemon."""
         self._own.add(pid)
 
     def have_gone(self) -> bool:
-        """Return True if there were other processes and there are none now."""
+        """Scan all processes; return True if there were other processes earlier and there are none now."""
         if self._has_some():
             self._had_some = True
             return False

@@ -1,4 +1,4 @@
-"""Reboot of a mount's kernel by machine/power. The definitions and the trace records survive it."""
+"""Reboots a mount's kernel by machine/power. Definitions and trace records survive a reboot."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from kprobefs.definitions.syntax import Line
 from kprobefs.definitions.tracefs_files import TreeFiles
 
 RETURN_HOOK = "kprobes/return_hook"
-"""File that chooses how return probes are implemented."""
+"""Path of the file that chooses how return probes are implemented."""
 PLACE = "the kernel before this one"
-"""Name of the file, in the guest's log, of definition lines that cannot be applied after a reboot."""
+"""Source of definition lines, in messages in the guest's log about lines that fail after a reboot."""
 
 
 class PowerFile(SteppedFile):
@@ -54,7 +54,7 @@ class KernelFiles(TreeFiles):
         self._kernel = kernel
 
     def configured_events(self, directory: str) -> Iterator[str]:
-        """See Files."""
+        """Yield the array's events that may have filters or triggers; see Files.configured_events."""
         name = directory.partition("instances/")[2].rstrip("/")
         arrays = self._kernel.trace_arrays
         tracing = arrays.find(name) if name else arrays.top
@@ -91,7 +91,7 @@ class RebootableKernel:
         self._processes = watch()
         self._kernel = Kernel(config, self._processes)
         self._return_hook = self._kernel.kretprobes.hooks.return_hook
-        """Default return hook of a new kernel."""
+        """Name of the default return hook of a new kernel."""
         is_restored = state is not None and self._restore(state)
         self.mount = self._kernel.mounted(self._files(self._kernel))
         if state is not None:
@@ -100,7 +100,10 @@ class RebootableKernel:
                 state.keep(kernel, self.mount, lambda: self._lines(kernel), is_fresh=not is_restored)
 
     def _restore(self, state: SavedState) -> bool:
-        """Restore the saved state. If that fails, boot a fresh kernel and return False."""
+        """Restore the saved state.
+
+        Return False if there is none, or if it fails; then boot a fresh kernel.
+        """
         kernel = self._kernel
         try:
             with kernel.lock:
@@ -138,7 +141,7 @@ class RebootableKernel:
         return len(data)
 
     def _definitions(self, kernel: Kernel) -> Iterator[str]:
-        """Yield the lines that define the kernel's probes and settings again, and PAUSE between them."""
+        """Yield the lines that define the kernel's probes and settings, with a PAUSE between steps."""
         hook = kernel.kretprobes.hooks.return_hook
         # The return hook comes first: it cannot be changed once a return probe exists.
         if hook != self._return_hook:
@@ -150,7 +153,7 @@ class RebootableKernel:
         return [*filter(None, self._definitions(kernel))]
 
     def _all_files(self, kernel: Kernel) -> TreeFiles:
-        """Return the files of the full layout, which may have more than the mount's layout."""
+        """Return the files of the full layout, which may have more files than the mount's layout."""
         client = Client(os.getpid(), self._owner.uid, self._owner.gid)
         return KernelFiles(self._tree(kernel), client, kernel)
 
@@ -158,15 +161,15 @@ class RebootableKernel:
         return kernel.filesystem(RootLayout.FULL, self._owner)
 
     def reboot(self) -> None:
-        """Replace the current kernel by a new one. If that fails, keep the old one. Raises: KernelError."""
+        """Replace the current kernel by a new kernel; keep it if the reboot fails. Raises: KernelError."""
         with self._kernel.lock:
             for _ in self._reboot():
                 pass
 
     def _reboot(self) -> Iterator[None]:
-        """Do what reboot() does, in steps. Between two steps the old kernel answers, and changes wait.
+        """Reboot as reboot() does, in steps. Between two steps the old kernel answers, and changes wait.
 
-        The lock is held at each step. Raises: KernelError.
+        The control lock is held during each step. Raises: KernelError.
         """
         old = self._kernel
         # A collection would look at all objects of both kernels, which stops all threads.
@@ -220,7 +223,10 @@ class RebootableKernel:
     def _define(
         self, kernel: Kernel, old: Kernel, definitions: list[str], loads: list[WorkloadOrder]
     ) -> Iterator[None]:
-        """Define what the old kernel has, in steps; add the orders of its workloads to `loads`."""
+        """Define the old kernel's modules, probes and settings in the new kernel, in steps.
+
+        Add the orders of the old kernel's workloads to `loads`.
+        """
         for file in _modules(old):
             try:
                 kernel.modules.load([file])
@@ -239,7 +245,7 @@ class RebootableKernel:
 
 
 def _modules(kernel: Kernel) -> list[ModuleFile]:
-    """Return the files of the loaded modules. If the guest's list of modules is damaged, return none."""
+    """Return the files of the loaded modules, or none if the guest's list of modules is damaged."""
     with suppress(KernelError):
         return kernel.modules.files()
     return []

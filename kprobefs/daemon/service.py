@@ -1,4 +1,4 @@
-"""The service of one mount, from the build of its kernel to the unmount."""
+"""Service: serves one mount, from the build of its kernel to the unmount."""
 
 from __future__ import annotations
 
@@ -39,22 +39,28 @@ log = logging.getLogger("kprobefs")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that end the service."""
 CLOSE_TIMEOUT = 1.0
-"""Seconds that closing the kernel may take before the unmount. Closing it ends all waiting reads."""
+"""Maximum seconds for closing the kernel before the unmount. Closing it ends all waiting reads."""
 END_TIMEOUT = 2.0
-"""Seconds that the FUSE session may take to end after the unmount. The process exits in any case."""
+"""Maximum seconds for the end of the FUSE session after the unmount. Then the process exits anyway."""
 SWITCH_INTERVAL = 0.0002
-"""Argument of sys.setswitchinterval() in seconds. Emulator hooks and requests compete for the interpreter."""
+"""Argument of sys.setswitchinterval() in seconds.
+
+It is short, because emulator hooks and requests compete for the interpreter.
+"""
 FULL_COLLECTIONS = 50
-"""Collections of the middle generation per full one. A full one is slower than registering 1000 probes."""
+"""Number of garbage collections of the middle generation for each full collection.
+
+A full collection is slower than registering 1000 probes.
+"""
 APPLY_TIMEOUT = 30.0
-"""Seconds that a start waits until the *.probes files are applied."""
+"""Maximum seconds that a start waits until the *.probes files are applied."""
 
 
 class StartUp:
     """The phase after mounting in which the *.probes files are applied.
 
-    It is over when they are applied, or after APPLY_TIMEOUT. After a timeout the process that applies them
-    continues.
+    The phase is over when they are applied, or after APPLY_TIMEOUT. After a timeout, the process that applies
+    them continues.
     """
 
     def __init__(self, applying: ApplyProcess | None, wake: Wake) -> None:
@@ -62,7 +68,7 @@ class StartUp:
         self._wake = wake
         self._deadline = time.monotonic() + APPLY_TIMEOUT
         self.remark = "" if applying is None else "applying definitions"
-        """Text about this phase for the service manager's status line, or ""."""
+        """Text about this phase for the service manager's status line, or "" if there is none."""
         if applying is not None:
             wake.watch(applying.descriptor, self._read)
 
@@ -84,9 +90,9 @@ class StartUp:
 
 
 class WatchdogReports:
-    """Reports of the mount's condition from the watchdog process.
+    """Receives reports of the mount's condition from the watchdog process.
 
-    Each report sends a keep-alive to the service manager.
+    At each report it sends a keep-alive to the service manager.
     """
 
     def __init__(self, watchdog: ServiceWatchdog | None, wake: Wake) -> None:
@@ -110,7 +116,7 @@ class WatchdogReports:
 
 
 class ServiceStatus:
-    """Status of the service at the service manager: readiness, sent once, and each changed status line."""
+    """Sends the service's status to the service manager: readiness once, and each new status line."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -129,7 +135,7 @@ class ServiceStatus:
 
 
 class Service:
-    """The service of one mount. It must run in the main thread because it handles signals."""
+    """Serves one mount. It must run in the main thread, because it handles signals."""
 
     def __init__(self, options: MountOptions, build: Builder, *, applies_definitions: bool) -> None:
         """Prepare the service. If `applies_definitions` is false, the starting process applies *.probes."""
@@ -150,7 +156,7 @@ class Service:
         """Serve until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
 
         Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. After the
-        daemon was killed, another process unmounts and calls `at_killed`.
+        daemon was killed, another process unmounts the mount and calls `at_killed`.
         """
         mountpoints.check_proc()
         # Hazard: libfuse takes over signals with the default action, so this must precede its loading.

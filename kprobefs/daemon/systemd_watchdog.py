@@ -19,13 +19,13 @@ from kprobefs.common.errors import fork
 from kprobefs.common.mountpoints import CONTROL_TIMEOUT, STATE_LINK, MountState
 
 BUSY_LIMIT = 900.0
-"""Seconds that one request may hold the control lock. The budget of a run is at most 600 seconds."""
+"""Maximum seconds that one request may hold the control lock. The budget of a run is at most 600 seconds."""
 CPU_TIMES = slice(11, 13)
-"""utime and stime among the fields of /proc/PID/stat after the name. Mirrors: proc(5)."""
+"""Range of utime and stime among the fields of /proc/PID/stat after the name. Mirrors: proc(5)."""
 PR_SET_PDEATHSIG = 1
-"""Mirrors: prctl(2)."""
+"""Operation of prctl(2) that sets the signal at the parent's death. Mirrors: prctl(2)."""
 PIPE_SIZE = 1 << 16
-"""Bytes that a pipe holds. One read of this size returns all unread reports. Mirrors: pipe(7)."""
+"""Capacity of a pipe in bytes. One read of this size returns all unread reports. Mirrors: pipe(7)."""
 
 
 def sd_notify(*assignments: str) -> None:
@@ -60,7 +60,7 @@ class ServiceWatchdog:
     """A child process that reads the mount's state at regular intervals and reports it to the daemon.
 
     If the read blocks because a request holds the control lock, the child reports that the mount is busy.
-    It does so only while the daemon uses CPU time: a stopped or deadlocked daemon uses none.
+    It does so only while the daemon uses CPU time, because a stopped or deadlocked daemon uses none.
     The watchdog is not a thread: a process that waits for an answer from its own FUSE mount cannot be killed.
     Start it before /dev/fuse is opened and while the caller has no threads.
     """
@@ -76,7 +76,7 @@ class ServiceWatchdog:
         os.close(answers)
 
     def start(self) -> None:
-        """Let the child begin. Call this when the mount answers."""
+        """Let the child begin to send requests. Call this when the mount answers."""
         os.close(self._start)
 
     def answer(self) -> str:
@@ -85,7 +85,7 @@ class ServiceWatchdog:
         return reports[-1] if reports else ""
 
     def end(self) -> None:
-        """Kill the child."""
+        """Kill the child process."""
         os.kill(self.pid, signal.SIGKILL)
         # A child that is blocked in a request of this mount dies only with the daemon, so do not wait.
         os.waitpid(self.pid, os.WNOHANG)
@@ -93,7 +93,7 @@ class ServiceWatchdog:
 
 
 class _Condition:
-    """The mount's condition, as the watchdog process sees it."""
+    """Observes the mount's condition in the watchdog process."""
 
     def __init__(self, link: Path, daemon: int) -> None:
         """Watch the state that `link` returns and the CPU time of the process with the pid `daemon`."""
@@ -109,7 +109,7 @@ class _Condition:
         self._used: list[bytes] = []
 
     def ask(self) -> str:
-        """Read the state again, wait for it up to CONTROL_TIMEOUT, and return the new `told`."""
+        """Read the state again, wait up to CONTROL_TIMEOUT for it, and return the new value of `told`."""
         if not self._asking.is_alive():
             self._asking = threading.Thread(target=self._read, daemon=True)
             self._since = time.monotonic()

@@ -1,4 +1,4 @@
-"""A process that unmounts after the daemon was killed, so that no dead mount is left."""
+"""UnmountWatcher: a process that unmounts after the daemon was killed, so that no dead mount is left."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kprobefs.common.daemon_registry import forget
 from kprobefs.common.errors import CliError, fork
 
 MESSAGE_SIZE = 64
-"""Bytes that are enough for a device number."""
+"""Maximum size of a message in bytes, which contains a device number."""
 
 
 class UnmountWatcher:
     """A child process that unmounts if the daemon ends by a signal that it cannot handle.
 
-    It holds no descriptor of /dev/fuse, with which requests would wait for its answers. Start it before
-    /dev/fuse is opened and while the caller has no threads.
+    The child holds no descriptor of /dev/fuse, because requests would then wait for its answers. Start it
+    before /dev/fuse is opened and while the caller has no threads.
 
     Mirrors: fusermount's option auto_unmount (libfuse 3).
     """
@@ -37,7 +37,7 @@ class UnmountWatcher:
         os.close(daemon)
 
     def leave(self, device: str) -> None:
-        """Let the child leave the caller's session, because the mount with this device number is there."""
+        """Let the child leave the caller's session, because the mount, with this device number, exists."""
         os.write(self._writer, device.encode())
 
     def end(self) -> None:
@@ -70,7 +70,7 @@ def _watch(directory: str, reader: int, daemon: int, at_killed: Callable[[], Non
 
 
 def _close_all_but(*kept: int) -> None:
-    """Close the other copies of the daemon's descriptors. One locks its record; others are ends of pipes."""
+    """Close the copies of the daemon's descriptors, which lock its record or are ends of pipes."""
     null = os.open(os.devnull, os.O_RDWR)
     for target in range(3):
         os.dup2(null, target)

@@ -1,4 +1,4 @@
-"""Event loop of the daemon's main thread: it waits for the end and for output of child processes."""
+"""Wake: event loop of the daemon's main thread, which waits for the end and for output of children."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Handler = Callable[[], None]
 
 
 class Wake:
-    """An event that signal handlers may set and the main thread waits for. A process has only one.
+    """An event that signal handlers may set and the main thread waits for. A process has one such event.
 
     Python runs a signal handler only when the main thread executes Python code. A threading.Event would
     keep waiting if the signal came just before the wait or arrived in another thread. A wait for a pipe
@@ -39,7 +39,7 @@ class Wake:
             os.write(self._writer, b"\0")
 
     def watch(self, descriptor: int, handler: Handler) -> None:
-        """Let wait() return `handler` when the descriptor can be read."""
+        """Watch a descriptor, so that wait() returns `handler` when the descriptor can be read."""
         self._selector.register(descriptor, EVENT_READ, handler)
 
     def ignore(self, descriptor: int) -> None:

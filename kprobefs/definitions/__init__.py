@@ -1,1 +1,1 @@
-"""Files of probe definitions: how to read, apply and save them."""
+"""Files of probe definitions: reads, applies and saves them."""

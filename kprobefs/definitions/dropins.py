@@ -1,4 +1,4 @@
-"""Drop-in files: the *.probes files of the system and of the user that every new mount applies."""
+"""Drop-in files: the *.probes files of the system and of the user, which every new mount applies."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from emulated_kernel.util.safe_read import open_regular, read_named, read_open
 from kprobefs.common.errors import CliError
 
 SYSTEM = ("/etc/kprobefs/probes.d", "/run/kprobefs/probes.d", "/usr/lib/kprobefs/probes.d")
-"""Directories of the system, the most important one first."""
+"""Directories of the system's drop-in files, the most important directory first."""
 VARIABLE = "KPROBEFS_PROBES_PATH"
-"""Environment variable with directories, separated by colons, that replace the default ones."""
+"""Environment variable with directories, separated by colons, that replace the default directories."""
 LIMIT = 64 << 20
-"""Largest size of a file of definitions in bytes."""
+"""Maximum size of a file of definitions in bytes."""
 
 
 def directories() -> list[str]:
-    """Return the directories of drop-in files.
+    """Return the directories of drop-in files, the most important directory first.
 
     If two directories have a file of the same name, only the file in the earlier directory is used.
     """
@@ -50,11 +50,11 @@ def files() -> list[Path]:
 
 @dataclass(frozen=True)
 class Text:
-    """The text of a file of definitions."""
+    """The text of a file of definitions, and whether messages may show it."""
 
     text: str
     is_shown: bool = True
-    """Whether messages may show its lines: it is public, or its path has no link, which others make."""
+    """Whether messages may show lines of the file: it is public, or its path has no symbolic link."""
 
 
 def read(path: Path) -> Text:
@@ -73,7 +73,7 @@ def read(path: Path) -> Text:
 
 
 def read_given(path: str) -> Text:
-    """Return the text of a file that the user names. Raises: OSError."""
+    """Return the text of a file that the user has named on the command line. Raises: OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         return Text(_decoded(read_named(path, LIMIT)))
     with open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""`kprobefs apply`: application of the lines of definition files to a tracefs.
+"""`kprobefs apply`: applies the lines of definition files to a tracefs.
 
 If a line names an instance that does not exist, the instance is created.
 """
@@ -30,20 +30,20 @@ from kprobefs.definitions.syntax import (
 from kprobefs.definitions.tracefs_files import OUTSIDE, Files
 
 LINES_PER_STEP = 16
-"""Lines that are applied in one step of a reboot, which keeps others waiting."""
+"""Number of lines that are applied in one step of a reboot, during which requests wait."""
 CURSOR = re.compile(r"^ *\^$")
-"""Line of an error_log that points at the position of the error."""
+"""Matches the line of an error_log that points at the position of the error."""
 DEFINING = ("dynamic_events", "kprobe_events", "synthetic_events", "uprobe_events")
-"""Files whose writes define events."""
+"""Names of files in which a write defines events."""
 WISHES = ("enable", "optimized")
-"""Files that return the current state, which may lag behind the value that was written."""
+"""Names of files that show the current state, which may lag behind the value that was written."""
 
 
 class DefinitionError(Exception):
     """A line that cannot be applied. The message does not name the file and the line."""
 
     def __init__(self, message: str, cursor: int | None = None) -> None:
-        """Make the error. `cursor` is the index in the line at which the kernel's error_log points."""
+        """Create the error. `cursor`: index in the line at which the kernel's error_log points, or None."""
         super().__init__(message)
         self.cursor = cursor
 
@@ -52,15 +52,15 @@ class Loader:
     """Applies lines of definitions to a tracefs. A line that already holds changes nothing."""
 
     def __init__(self, files: Files) -> None:
-        """Prepare to write `files`. Raises: CliError (they have no tracefs), DefinitionError."""
+        """Prepare to write to `files`. Raises: CliError (there is no tracefs), DefinitionError."""
         self._files = files
         self._tracefs = files.tracefs()
         self._defined: set[str] = set()
-        """Events defined by earlier lines. A further line for such an event adds a probe to it."""
+        """Events that earlier lines have defined. A further line for one of these events adds a probe."""
         self._error_logs = {"": self._read("error_log")}
         """Directory of a trace array ("" or instances/NAME/) -> its error_log, as last read."""
         self._known: _ExistingDefinitions | None = None
-        """Content of dynamic_events, or None if it must be read again."""
+        """Definitions in dynamic_events, or None if the file must be read again."""
         self._triggers: dict[str, _ExistingTriggers] = {}
         """Path of a trigger file -> its triggers. A file is read once, not once for each line."""
 
@@ -75,7 +75,10 @@ class Loader:
                 return failed
 
     def steps(self, lines: Sequence[Line]) -> Generator[None, None, list[str]]:
-        """Apply all lines, and yield after each LINES_PER_STEP; return a message for each that failed."""
+        """Apply all lines in steps: yield after LINES_PER_STEP lines.
+
+        Return a message for each failed line.
+        """
         applied = 0
         failed: list[str] = []
         failed_triggers: list[str] = []
@@ -132,7 +135,7 @@ class Loader:
         self._defined.add(definition.event)
 
     def _remove(self, event: str) -> None:
-        """Disable an event in all trace arrays and remove its definition."""
+        """Disable an event in all trace arrays, and remove its definition."""
         instances = self._files.directories(f"{self._tracefs}instances")
         for place in ("", *(f"instances/{name}/" for name in sorted(instances))):
             switch = f"{place}events/{event}/enable"
@@ -194,7 +197,7 @@ class Loader:
             known.written(value)
 
     def _check_mode(self, name: str) -> None:
-        """Check that a file can be written, before it is read: a pipe may have nothing to read for ever.
+        """Check that a file can be written, before it is read, because a read of a pipe may block for ever.
 
         Raises: DefinitionError.
         """
@@ -221,7 +224,7 @@ class Loader:
             self._error_logs[log] = ""
 
     def _add(self, path: str, value: str, column: int) -> None:
-        """Write the words that the list in a file lacks."""
+        """Write those words of `value` that the list in a file does not contain."""
         present = {without_count(word) for word in saved_words(path, self._read(path))}
         for word in re.finditer(r"\S+", value):
             if without_count(word[0]) in present:
@@ -249,7 +252,7 @@ class Loader:
     def _write(self, name: str, value: str, column: int | None) -> None:
         """Write a line to a file.
 
-        `column` is the index of `value` in the line that is applied, or None if the line does not have it.
+        `column`: index of `value` in the line that is applied, or None if the line does not contain it.
         Raises: DefinitionError (with the message of the error_log).
         """
         try:
@@ -275,12 +278,12 @@ def _has_command(words: Iterable[str], pattern: str, command: str) -> bool:
 
 
 class _ExistingDefinitions:
-    """The definitions listed in dynamic_events, and those that were written after it was read."""
+    """The definitions that dynamic_events listed, and definitions that were written afterwards."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.events: set[str] = set()
         self._counts: dict[tuple[str, str, str], set[str]] = {}
-        """Kind, event and rest -> values of maxactive. Each definition is also found with the event ""."""
+        """(kind, event, rest) of a definition -> values of maxactive. The event "" means any event."""
         for line in lines:
             definition = parse_definition(line)
             if definition is not None:
@@ -299,7 +302,7 @@ class _ExistingDefinitions:
     def is_unsure(self, wanted: Definition) -> bool:
         """Return True if dynamic_events must be read again to find the wanted definition.
 
-        The kernel chooses a missing name or maxactive of a new definition. It may be the wanted one.
+        The kernel chooses a missing name or maxactive of a new definition. Its choice may be the wanted one.
         """
         return (bool(wanted.event) and "" in self.events) or (
             bool(wanted.count) and "" in self._of(wanted, wanted.event)
@@ -310,7 +313,7 @@ class _ExistingDefinitions:
 
 
 def _last_error(log: str, value: str) -> tuple[str, int | None]:
-    """Return the message of the newest entry of an error_log, and the index in `value` it points at."""
+    """Return the message of the newest entry of an error_log, and the index in `value` that it marks."""
     lines = log.splitlines()
     heads = [number for number, line in enumerate(lines) if line.startswith("[")]
     if not heads:
@@ -325,13 +328,13 @@ def _last_error(log: str, value: str) -> tuple[str, int | None]:
 
 
 class _ExistingTriggers:
-    """The triggers that a trigger file listed, and those that were written after it was read."""
+    """The triggers that a trigger file listed, and triggers that were written afterwards."""
 
     def __init__(self, triggers: Iterable[str]) -> None:
         self._listed: dict[tuple[str, ...], list[_Trigger]] = {}
         """Key of a trigger -> the listed triggers with that key."""
         self._written: set[tuple[str, ...]] = set()
-        """Keys of the triggers that were written."""
+        """Keys of the triggers that were written after the file was read."""
         for text in triggers:
             trigger = _Trigger(text)
             for key in {trigger.key(), trigger.key(is_named=False)}:
@@ -345,7 +348,7 @@ class _ExistingTriggers:
     def is_unsure(self, text: str) -> bool:
         """Return True if the file must be read again to find the trigger.
 
-        The kernel completes the parameters of a trigger. It may have completed a written one to this one.
+        The kernel completes the parameters of a trigger, so that a written trigger may now be equal to it.
         """
         return _Trigger(text).key() in self._written
 
@@ -355,7 +358,7 @@ class _ExistingTriggers:
 
 
 class _Trigger:
-    """The parts of a trigger's line."""
+    """The parts of a line that shows or sets a trigger."""
 
     def __init__(self, text: str) -> None:
         without_limit = re.sub(r"^([a-z_:\w]+?):\d+(?= |$)", r"\1", text)
@@ -384,7 +387,7 @@ class _Trigger:
 
 
 def _makes_others(trigger: str) -> bool:
-    """Return True if a trigger may make triggers of other events: those of its actions' fields."""
+    """Return True if a trigger may create triggers of other events, which record its actions' fields."""
     return ":on" in trigger
 
 

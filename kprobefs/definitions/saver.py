@@ -1,4 +1,4 @@
-"""`kprobefs save`: output of a mount's definitions and settings as lines for `kprobefs apply`."""
+"""`kprobefs save`: prints a mount's definitions and settings as lines for `kprobefs apply`."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ VALUES = (
     "tracing_thresh",
     "max_graph_depth",
 )
-"""Files of a trace array whose value is saved, in this order. A missing file is skipped."""
+"""Names of a trace array's files whose values are saved, in this order. A missing file is skipped."""
 EVENTS_PER_STEP = 64
-"""Events that are looked at in one step of a reboot, which keeps others waiting."""
+"""Number of events whose files are read in one step of a reboot, during which requests wait."""
 ARMED = "kprobes/enabled"
-"""Switch that arms all probes. It is on in a new mount."""
+"""Path of the switch that arms all probes. It is on in a new mount."""
 OPTIMIZATION = "sysctl/debug/kprobes-optimization"
-"""Switch of the optimizer. It is on in a new mount."""
+"""Path of the switch of the optimizer. It is on in a new mount."""
 FTRACE = "sysctl/kernel/ftrace_enabled"
-"""Switch of function tracers and of probes that use ftrace. It is on in a new mount."""
+"""Path of the switch of function tracers and of probes that use ftrace. It is on in a new mount."""
 STATS = "kprobes/stats"
-"""Directory with a subdirectory for each event, which has the state and the switches of its probes."""
+"""Path of the directory that has, for each event, a subdirectory with state and switches of its probes."""
 UNSWITCHED = {"pending", "gone"}
 """Modes of probes that cannot be enabled, disabled or optimized."""
 STACK_TRACER = "sysctl/kernel/stack_tracer_enabled"
-"""Switch of the stack tracer. It is off in a new mount."""
+"""Path of the switch of the stack tracer. It is off in a new mount."""
 NO_FILTER = "none"
 """Content of the filter file of an event without a filter."""
 REFUSED_FILTER = re.compile(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
-"""End of a filter file after the kernel has rejected the filter. The event has no filter then."""
+"""Matches the end of a filter file after the kernel has rejected a filter, so that the event has none."""
 
 
 def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
-    """Yield the lines that saved_in_steps() yields, without pauses."""
+    """Yield the lines of saved_in_steps() without the pauses."""
     return filter(None, saved_in_steps(files, probes))
 
 
@@ -135,7 +135,7 @@ class _Array:
                 yield setting_line(f"{event}/trigger", value)
 
     def _sizes(self) -> Iterator[str]:
-        """Yield the size of each CPU's buffer. They are needed if the sizes differ."""
+        """Yield lines that set the buffer size of each CPU, for an array whose CPUs have different sizes."""
         for cpu in sorted(self.files.directories(f"{self.directory}per_cpu")):
             for value in self.lines(f"per_cpu/{cpu}/buffer_size_kb"):
                 yield f"per_cpu/{cpu}/buffer_size_kb = {value}"
@@ -157,9 +157,9 @@ class _Array:
 def _single_probes(
     files: Files, arrays: Iterable[_Array], probes: Iterable[ProbeState] | None
 ) -> Iterator[str]:
-    """Yield the switches of single probes that differ from those of their events.
+    """Yield the switches of single probes that differ from the switches of their events.
 
-    These lines come after those of the events, because switching an event switches its probes.
+    These lines come after the switches of events, because switching an event switches its probes.
     """
     arrays = [*arrays]
     enabled = {word.replace(":", "/", 1) for array in arrays for word in array.lines("set_event")}
@@ -194,7 +194,7 @@ def _read_probes(files: Files) -> Iterator[ProbeState]:
 
 
 def _options_of_tracers(files: Files, tracefs: str) -> Iterator[str]:
-    """Yield the options of all tracers except the current one. All arrays share them.
+    """Yield lines that set the options of all tracers except the current one. All arrays share these options.
 
     trace_options does not list these options.
     """

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from emulated_kernel.util.fast_dataclass import dataclass
 
 DEFINITION = re.compile(r"(?P<kind>[a-z])(?P<count>\d*)(?::(?P<name>\S+))?\s+(?P<rest>.*)")
-"""A line that defines a dynamic event."""
+"""Matches a line that defines a dynamic event."""
 SETTING = re.compile(r"(?P<file>\S+)\s+=(?:\s+(?P<value>.*))?$")
-"""A line that writes a value to a file."""
+"""Matches a line that writes a value to a file."""
 GROUPS = {
     "p": "kprobes",
     "r": "kprobes",
@@ -29,7 +29,7 @@ GROUPS = {
     "e": "eprobes",
     "t": "tracepoints",
 }
-"""Kind of event -> its default group."""
+"""Letter for the kind of an event -> default group of events of this kind."""
 LISTS = (
     "set_event_pid",
     "set_event_notrace_pid",
@@ -41,20 +41,20 @@ LISTS = (
     "set_graph_function",
     "stack_trace_filter",
 )
-"""Files that contain a list of words. Writing a word adds it to the list."""
+"""Names of files that contain a list of words. Writing a word adds it to the list."""
 RECORDS = frozenset({
     "trace", "trace_pipe", "trace_pipe_raw", "trace_marker", "trace_marker_raw", "snapshot", "snapshot_raw",
     "saved_cmdlines", "saved_tgids", "error_log", "free_buffer",
 })  # fmt: skip
-"""Files of tracefs that contain records or act at once. They are no settings."""
+"""Names of files of tracefs that contain records or act at once, and are therefore no settings."""
 MODULE_FILTERS = ("set_ftrace_notrace", "set_ftrace_filter")
-"""Lists that accept `FUNCTION:mod:MODULE`."""
+"""Names of list files that accept words of the form `FUNCTION:mod:MODULE`."""
 TRIGGER = re.compile(r"[a-z_]+:")
-"""Start of a line of a trigger file that shows a trigger."""
+"""Matches the start of a line of a trigger file that shows a trigger."""
 HIST = "hist:"
-"""Start of a line of a trigger file that shows a histogram."""
+"""Start of a line of a trigger file that shows a histogram trigger."""
 NO_PID = "no pid"
-"""Content of a list of pids without any pid."""
+"""Content of a file with a list of pids that is empty."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class Line:
 
     file: str
     number: int
-    """Number of the line in the file, or 0 if the line comes from no file."""
+    """Number of the line in the file, from 1; 0 if the line does not come from a file."""
     text: str
     typed: str = ""
     """Text that error messages show instead of `text`, or "" if the user wrote the whole line."""
 
 
 def read_lines(path: str, text: str) -> Iterator[Line]:
-    """Yield the lines of a file except blank ones and comments.
+    """Yield the lines of a file, except blank lines and comments.
 
     A backslash at the end of a line joins it with the next line that is not a comment.
     """

@@ -1,4 +1,4 @@
-"""Access to tracefs files for applying and saving definitions: by a mount, or inside the daemon.
+"""Files: accesses tracefs files to apply and save definitions, through a mount or inside the daemon.
 
 Names are relative to the mount's root. Text has surrogates for bytes that are not UTF-8.
 """
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from emulated_kernel.vfs.core.open_file import OpenFile
 
 OUTSIDE = ("kprobes", "sysctl")
-"""Directories outside the tracefs of a mount whose files a definition may name as well."""
+"""Names of directories outside of the tracefs whose files a definition may name, too."""
 READ_SIZE = 1 << 16
-"""Bytes of one read request."""
+"""Number of bytes that one read requests."""
 
 
 def control_root(directory: str) -> Path:
@@ -92,14 +92,14 @@ def read_all(read: Callable[[int], bytes]) -> str:
 
 
 def write_all(write: Callable[[bytes], int], text: str) -> None:
-    """Write all of the text. Some files take only one word from each write."""
+    """Write all of the text by repeated writes, because some files take only one word from each write."""
     left = text.encode("utf-8", "surrogateescape")
     while left and (taken := write(left)):
         left = left[taken:]
 
 
 class HostFiles(Files):
-    """The files of a mount, used by system calls."""
+    """The files of a mount, accessed by system calls of this process."""
 
     def __init__(self, directory: str) -> None:
         self._root = Path(directory)
@@ -147,7 +147,7 @@ class HostFiles(Files):
 
 
 class TreeFiles(Files):
-    """The files of a kernel in this process. No guest task makes the requests.
+    """The files of a kernel in this process, accessed without system calls and without guest tasks.
 
     The caller must hold the control lock.
     """
@@ -213,7 +213,7 @@ class TreeFiles(Files):
 
 @contextmanager
 def _as_the_hosts() -> Iterator[None]:
-    """Convert a KernelError to the OSError of a system call, such as FileNotFoundError."""
+    """Convert a KernelError of the block to the OSError of a system call, such as FileNotFoundError."""
     try:
         yield
     except KernelError as error:

@@ -1,8 +1,8 @@
-"""fusepy and libfuse 2: everything of them that kprobefs replaces, and why.
+"""Replacements for parts of fusepy and libfuse 2, with the reasons.
 
 Each class and function that replaces something says what it replaces ("Replaces:"), and either what is wrong
-without it ("Needed for:", with the test that shows it) or what it gains ("Gains:"). The measurements are in
-docs/reports/2026-11-28-fuse.md, and benchmarks/fuse_replacements.py repeats them.
+without the replacement ("Needed for:", with its test) or the time that it saves ("Gains:"). The measurements
+are in docs/reports/2026-11-28-fuse.md, and benchmarks/fuse_replacements.py repeats them.
 """
 
 from __future__ import annotations
@@ -81,28 +81,31 @@ log = logging.getLogger("kprobefs.fuse")
 T = TypeVar("T")
 
 PATH_CODEC = "kprobefs_path"
-"""Name of the codec that register_path_codec() makes."""
+"""Name of the codec that register_path_codec() registers."""
 BLOCK_SIZE = 4096
-"""st_blksize of every file."""
+"""Value of st_blksize for every file, in bytes."""
 CACHED_ATTRIBUTES = 500
-"""Number of struct stat that are cached."""
+"""Maximum number of struct stat that are cached."""
 VALIDITY = 3600
-"""Seconds for which the host's kernel may use a name that lasts without asking again."""
+"""Seconds for which the host's kernel may use a lasting name without a new LOOKUP."""
 RENAME_WINDOW = 1.0
-"""Seconds after a rename(2) in which the host's kernel may still ask for the file that was replaced."""
+"""Seconds after a rename(2) during which the host's kernel may still request the replaced file."""
 RELEASE_PAUSE = 0.0001
-"""Seconds between two checks whether other threads have answered their RELEASEs."""
+"""Seconds between two checks whether other threads have answered RELEASE requests."""
 RETRY_DELAY = 0.01
-"""Seconds until a reply for which there was no memory is tried again."""
+"""Seconds until the next attempt to send a reply for which there was no memory."""
 
 _INT_MAX = (1 << 31) - 1
 _ENOTSUPP = 524
-"""The one errno above MAX_ERRNO that kernels return to processes. Mirrors: include/linux/errno.h (v6.1)"""
+"""ENOTSUPP, an errno above MAX_ERRNO that kernels return to processes.
+
+Mirrors: include/linux/errno.h (v6.1)
+"""
 _SECOND = 1_000_000_000
 _INTERRUPTED = (errno.EINTR, errno.EAGAIN, errno.ENOENT)
-"""Errors of a read of /dev/fuse after which the next request is read."""
+"""Errnos of a read of /dev/fuse that are ignored: the next request is read."""
 _NO_MEMORY = struct.pack("=Ii", OUT_HEADER.size, -errno.ENOMEM)
-"""A reply of ENOMEM, up to its `unique`."""
+"""Beginning of a reply with ENOMEM, up to the field `unique`."""
 _NAME_LASTS = struct.pack("=Q", VALIDITY)
 _NAME_LASTS_ATTRIBUTES_DO_NOT = struct.pack("=QQII", VALIDITY, 0, 0, 0)
 
@@ -127,7 +130,7 @@ for _name, (_result, _arguments) in _PROTOTYPES.items():
 
 
 class FuseContext(ctypes.Structure):
-    """struct fuse_context, whose fields describe the client of the request that a thread answers.
+    """Layout of struct fuse_context, which describes the client of the request that a thread answers.
 
     Replaces: fusepy's fuse_context, which ends before `umask`.
     Needed for: the modes of files that a client makes in the guest while something is probed
@@ -163,11 +166,11 @@ _BY_ADDRESS = {
     "fgetattr": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p),
     "open": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p),
 }
-"""Members whose structures Session takes as addresses: ctypes then makes no object for the pointer."""
+"""Operation -> prototype with addresses instead of pointers, for which ctypes creates no objects."""
 
 
 class FuseOperations(ctypes.Structure):
-    """struct fuse_operations, complete.
+    """Layout of the complete struct fuse_operations.
 
     Replaces: fusepy's fuse_operations, which ends before `poll`.
     Needed for: poll(2) on trace_pipe (test_pipe.py:test_readiness).
@@ -211,9 +214,9 @@ _PATH_CODEC = codecs.CodecInfo(
 
 @lru_cache(CACHED_ATTRIBUTES)
 def stat_bytes(attributes: Stat) -> bytes:
-    """Return a struct stat.
+    """Return attributes as the bytes of a struct stat.
 
-    Numbers that do not fit are cut off by ctypes: a damaged guest returns any number.
+    ctypes truncates numbers that do not fit, which a damaged guest may return.
 
     Replaces: fusepy's set_st_attrs(), which sets the members of libfuse's structure by name at each request.
     Gains: a fifth of a round of open, read and close by path, and more than a quarter of a stat(2). A quarter
@@ -241,11 +244,11 @@ def stat_bytes(attributes: Stat) -> bytes:
 def guarded(operations: Any, func: Callable[..., T], *args: object) -> T | int:
     """Call `func`, and return its result, or -errno if it raises. Raises nothing.
 
-    `operations.faults` counts the exceptions that are no KernelError. `operations.reserve` is the
+    `operations.faults` counts the exceptions other than KernelError. `operations.reserve` is the
     MemoryReserve.
 
     Replaces: FUSE._wrapper, which answers an unexpected exception with EINVAL, lets SystemExit reach C, which
-    makes a garbage reply of it, and passes on any errno.
+    sends a garbage reply then, and passes on any errno.
     Needed for: EIO for internal faults (test_session_loop.py:test_reads_and_closes), clients that hang after
     an errno above MAX_ERRNO (test_an_errno_of_the_kernels_own_is_an_answer), and ENOMEM where the host has
     no memory (test_adapter.py:test_no_memory_is_an_answer_and_no_fault).
@@ -291,19 +294,25 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
 
     @staticmethod
     def _wrapper(func: Callable[..., int | None], *args: object) -> int:
-        """Run an operation for libfuse; see guarded()."""
+        """Call an operation by guarded(), and return a result that libfuse accepts: a count or -errno."""
         found = guarded(func.__self__.operations, func, *args) or 0  # type: ignore[attr-defined]
         # A damaged guest may return any number as the count of bytes that it wrote.
         return found if -MAX_ERRNO <= found <= _INT_MAX else -errno.EIO
 
     def getattr(self, path: bytes, stat: int) -> int:
-        """Fill in a struct stat. Replaces: FUSE.getattr. Gains: see stat_bytes()."""
+        """Write a file's attributes to the struct stat at an address.
+
+        Replaces: FUSE.getattr. Gains: as stat_bytes().
+        """
         data = stat_bytes(self.operations.getattr(path.decode("utf-8", "surrogateescape")))
         ctypes.memmove(stat, data, len(data))
         return 0
 
     def fgetattr(self, path: bytes | None, stat: int, file_info: int) -> int:
-        """Fill in a struct stat of an open file. Replaces: FUSE.fgetattr. Gains: see stat_bytes()."""
+        """Write an open file's attributes to the struct stat at an address.
+
+        Replaces: FUSE.fgetattr. Gains: as stat_bytes().
+        """
         name = path and path.decode("utf-8", "surrogateescape")
         info = _fuse.fuse_file_info.from_address(file_info)
         data = stat_bytes(self.operations.getattr(name, info))
@@ -321,7 +330,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return 0
 
     def readdir(self, _path: bytes, buffer: int, filler: Any, offset: int, file_info: Any) -> int:
-        """List a directory from the entry number `offset` on. libfuse uses only the type and inode number.
+        """List a directory from the entry with index `offset` on. libfuse uses only type and inode number.
 
         Replaces: FUSE.readdir, which lists the whole directory and ignores `offset`.
         Needed for: one request for each getdents64(2) (test_client_calls.py:test_listing).
@@ -335,21 +344,21 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return 0
 
     def poll(self, path: bytes | None, file_info: Any, handle: int | None, mask: Any) -> int:
-        """Set the event mask of a file, and keep its poll handle; see FuseOperations."""
+        """Set the poll mask of a file, and keep the poll handle for its notification; see FuseOperations."""
         del path
         mask[0] = self.operations.poll(file_info.contents, handle)
         return 0
 
 
 class PollHandles:
-    """libfuse's poll handles: file handle -> struct fuse_pollhandle that waits for its notification."""
+    """Keeps the poll handles of libfuse (struct fuse_pollhandle) that wait for notifications, by file."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._handles: dict[int, int] = {}
 
     def add(self, file_handle: int, poll_handle: int) -> bool:
-        """Take over a poll handle. Return True if no other one of this file was waiting."""
+        """Take over a poll handle of a file. Return True if the file had no other poll handle."""
         with self._lock:
             old = self._handles.get(file_handle)
             self._handles[file_handle] = poll_handle
@@ -358,7 +367,7 @@ class PollHandles:
         return old is None
 
     def notify(self, file_handle: int) -> None:
-        """Wake the clients that poll the file."""
+        """Wake the clients that poll a file."""
         self._drop(file_handle, _libfuse.fuse_notify_poll)
 
     def forget(self, file_handle: int) -> None:
@@ -377,7 +386,7 @@ class PollHandles:
 def fuse_main(
     serve: Callable[[int], None], argc: int, argv: Any, operations: Any, size: int, data: Any
 ) -> int:
-    """Set a session up, call `serve` with its struct fuse_session, and tear it down.
+    """Set up a session, call `serve` with the address of its struct fuse_session, and tear it down.
 
     Return 0, or 1 if libfuse refused the mount.
 
@@ -399,7 +408,7 @@ def fuse_main(
 
 
 class _Iovec(ctypes.Structure):
-    """struct iovec."""
+    """Layout of struct iovec."""
 
     _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
 
@@ -408,20 +417,20 @@ _SEND = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Iovec), 
 
 
 class _ChannelOperations(ctypes.Structure):
-    """struct fuse_chan_ops."""
+    """Layout of struct fuse_chan_ops."""
 
     _fields_ = [("receive", ctypes.c_void_p), ("send", _SEND), ("destroy", ctypes.c_void_p)]
 
 
 class ReplyChannels:
-    """The channels to the host's kernel that libfuse gets with each request; some change its reply.
+    """The channels to the host's kernel that libfuse gets with each request; some change libfuse's reply.
 
     Each directory of a path is a LOOKUP. libfuse has one validity for all names, which is 0 here, because the
-    directory of a deleted event has to be gone at once. These channels give a validity to two kinds of names:
-    `lasting` directories in the root exist as long as the mount. In the directories `clients_own`, which are
-    lasting ones, only clients change names, so that all names below them last. A file with several links has
-    a node for each name, and the host's kernel does not know that they change together. Therefore such names
-    do not last, and their attributes are requested at each stat(2).
+    directory of a deleted event has to be gone at once. These channels give a validity to two kinds of names.
+    The `lasting` directories in the root exist as long as the mount. In the directories `clients_own`, which
+    are lasting, too, only clients change names, so that all names below them last. A file with several links
+    has a node for each name, and the host's kernel does not know that they change together. Therefore such
+    names do not last, and their attributes are requested at each stat(2).
 
     Replaces: libfuse's replies to LOOKUP and GETATTR, and its ENOENT after a rename(2).
     Gains: by lasting directories a ninth of a round of open, read and close, and a sixth of a stat(2); by
@@ -439,26 +448,26 @@ class ReplyChannels:
     ) -> None:
         """Make the channels of a struct fuse_session. If `walks` is None, no reply is changed.
 
-        `walks` is called before libfuse looks up a lasting directory: no client wants the attributes that
-        libfuse asks for next.
+        `walks` is called before libfuse looks up a lasting directory: no client has requested the attributes
+        that libfuse requests next.
         """
         self.channel: int = _libfuse.fuse_session_next_chan(session, None)
         """The session's own channel, which changes nothing."""
         self.device: int = _libfuse.fuse_chan_fd(self.channel)
         self.request_size: int = _libfuse.fuse_chan_bufsize(self.channel)
-        """Bytes of the largest request."""
+        """Maximum size of a request in bytes."""
         self._walks = walks
         self._lasting = frozenset(name.encode() + b"\0" for name in lasting)
         self._lasting_nodes: set[int] = set()
         self._clients_own = frozenset(name.encode() + b"\0" for name in clients_own)
         self._own_nodes: set[int] = set()
-        """Nodes of the directories `clients_own` and of those below them."""
+        """Node ids of the directories `clients_own` and of the directories below them."""
         self._linked_nodes: set[int] = set()
-        """Nodes of files to which clients have made further links."""
+        """Node ids of files to which clients have made further links."""
         self._rename_window_end = 0.0
-        """Until then, a request may be for a file that a rename(2) has replaced."""
+        """Monotonic time until which a request may be for a file that a rename(2) has replaced."""
         self._callbacks: list[_ChannelOperations] = []
-        """Kept because libfuse calls them."""
+        """Callbacks, which are kept alive because libfuse calls them."""
         self._for_lasting = self._changed_by(self._let_directory_last)
         self._for_own = self._changed_by(self._let_name_last)
         self._for_replaced = self._changed_by(_look_up_again)
@@ -504,7 +513,7 @@ class ReplyChannels:
         self._linked_nodes.discard(node)
 
     def _share(self, node: int) -> None:
-        """Let the attributes of a node that gets another link be valid no longer."""
+        """Invalidate the attributes of a node that gets another link, in the host's kernel, too."""
         self._linked_nodes.add(node)
         size = INVALIDATION.size
         # The kernel has no attributes of it.
@@ -512,7 +521,7 @@ class ReplyChannels:
             os.write(self.device, INVALIDATION.pack(size, FUSE_NOTIFY_INVAL_INODE, 0, node, -1, 0))
 
     def _changed_by(self, change: Callable[[bytearray], None]) -> int:
-        """Return a channel that changes replies, or the session's own one if there is no memory."""
+        """Return a channel that changes replies by `change`, or the session's own if there is no memory."""
 
         def send(_channel: int, pieces: Any, count: int) -> int:
             try:
@@ -533,7 +542,10 @@ class ReplyChannels:
         return made or self.channel
 
     def _let_directory_last(self, reply: bytearray) -> None:
-        """Let the name of a lasting directory be valid, but not its attributes: each stat(2) is a request."""
+        """Change a reply so that a lasting directory's name is valid, but not its attributes.
+
+        So each stat(2) stays a request.
+        """
         if len(reply) == ATTR_REPLY_SIZE:
             reply[ATTR_VALIDITIES] = bytes(12)
         elif len(reply) == ENTRY_REPLY_SIZE:
@@ -543,12 +555,12 @@ class ReplyChannels:
                 reply[ENTRY_VALIDITIES] = _NAME_LASTS_ATTRIBUTES_DO_NOT
 
     def _end_validity_or_look_up_again(self, reply: bytearray) -> None:
-        """Do for a file with several links what replies for lasting directories and replaced files need."""
+        """Change the reply for a file with several links, as for lasting directories and replaced files."""
         self._let_directory_last(reply)
         _look_up_again(reply)
 
     def _let_name_last(self, reply: bytearray) -> None:
-        """Let a name that only clients change be valid."""
+        """Change a reply so that a name which only clients change is valid."""
         if len(reply) == ENTRY_REPLY_SIZE:
             node, mode, links = ENTRY_NODE.unpack(reply)
             if stat.S_ISDIR(mode):
@@ -559,7 +571,7 @@ class ReplyChannels:
 
 
 def _look_up_again(reply: bytearray) -> None:
-    """Turn ENOENT into ESTALE, after which the host's kernel looks the path up once more.
+    """Change ENOENT in a reply to ESTALE, after which the host's kernel looks the path up once more.
 
     libfuse answers ENOENT for the node of a file that a rename(2) has replaced, since the node has no name.
     """
@@ -569,7 +581,7 @@ def _look_up_again(reply: bytearray) -> None:
 
 
 class _LoopState:
-    """The request that a thread of a SessionLoop has read last, as other threads see it."""
+    """The latest request of a thread of a SessionLoop, for checks by other threads."""
 
     def __init__(self, request: bytearray) -> None:
         self._request = request
@@ -591,10 +603,10 @@ class _LoopState:
         return self._opcode == FUSE_RELEASE
 
     def may_be_releasing(self) -> bool:
-        """Return False if the thread has no RELEASE that the host's kernel passed on before this call.
+        """Return False if the thread surely has no RELEASE that left the kernel's queue before this call.
 
-        Hazard: the host's kernel takes a request out of its queue before it copies the request. Therefore a
-        thread without a request has none for sure only if it sleeps.
+        Hazard: the host's kernel takes a request out of its queue before it copies the request. So a
+        thread that shows no request surely has none only if it sleeps.
         """
         if not self._opcode and self._is_running():
             return True
@@ -610,9 +622,9 @@ class _LoopState:
 
 
 class SessionLoop:
-    """The loop that reads requests from /dev/fuse; any number of threads run it.
+    """The loop that reads requests from /dev/fuse; several threads may run it.
 
-    It answers READ and RELEASE itself and passes all other requests to libfuse.
+    The loop answers READ and RELEASE itself, and passes all other requests to libfuse.
 
     close(2) returns when its RELEASE is in the queue of /dev/fuse, but nobody waits for the reply. Therefore
     a thread that has read a request waits for the RELEASEs that other threads have read before, if an open
@@ -649,7 +661,7 @@ class SessionLoop:
         self._states: list[_LoopState] = []
 
     def run(self) -> int:
-        """Answer requests until the mount is gone, then return 0.
+        """Answer requests until the mount is gone; return 0.
 
         Return FAILED if the thread has no memory for its buffer, or cannot read requests.
         """
@@ -688,7 +700,7 @@ class SessionLoop:
                 sleep(RETRY_DELAY)
 
     def _process(self, request: bytearray, address: int, size: int) -> bool:
-        """Answer a request. Return False if there may have been no memory for the reply."""
+        """Answer the request in the buffer. Return False if there may have been no memory for the reply."""
         opcode, unique, node, uid, gid, pid = IN_HEADER.unpack_from(request)
         found: bytes | int | None = None
         if opcode == FUSE_READ:
@@ -710,7 +722,10 @@ class SessionLoop:
         return True
 
     def _await_releases(self, own: _LoopState) -> None:
-        """Wait until no other thread has a RELEASE that it read before this call, except for a RELEASE."""
+        """Wait until other threads have answered the RELEASEs that they read before this call.
+
+        If this thread's own request is a RELEASE, do not wait.
+        """
         if own.is_releasing:
             return
         for state in self._states.copy():
@@ -718,7 +733,7 @@ class SessionLoop:
                 sleep(RELEASE_PAUSE)
 
     def _refuse(self, refusal: tuple[bytes, memoryview]) -> None:
-        """Answer the latest request with ENOMEM, unless it is answered: its client cannot be killed."""
+        """Answer the latest request with ENOMEM if it is unanswered, because its client can't be killed."""
         while True:
             try:
                 os.writev(self._device, refusal)

@@ -1,4 +1,4 @@
-"""Emergency memory reserve, for requests that read or release something when the host has no memory."""
+"""MemoryReserve: emergency memory for requests that read or release, if the host has no memory."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from time import monotonic
 log = logging.getLogger("kprobefs.fuse.memory_reserve")
 
 HEADROOM = 32 << 20
-"""Bytes that must be free for a request that makes something: more than an ordinary request takes."""
+"""Number of bytes that must be free for a request that creates something; more than usual requests take."""
 RESERVE = 12 << 20
-"""Bytes of the reserve: several times the text of a long list or of a full trace buffer."""
+"""Size of the reserve in bytes: several times the text of a long list or of a full trace buffer."""
 FLOOR = 4 << 20
-"""Bytes of the reserve below which no file is opened or read: libraries abort if malloc(3) fails."""
+"""Minimum bytes of the reserve for opening or reading a file, since libraries abort if malloc(3) fails."""
 ROOM = 512 << 10
-"""Bytes of address space in the reserve: libfuse maps a page for some names. A thread or Python maps more."""
+"""Size of address space in the reserve in bytes. libfuse maps a page for some names; threads map more."""
 LOOK = 0.01
-"""Seconds between two checks: the requests in between take less than HEADROOM."""
+"""Seconds between two checks of the free memory; requests in between take less than HEADROOM."""
 _PIECE = 100_000
-"""Bytes of a piece of the reserve. malloc(3) would map a larger one, and unmap it when it is freed."""
+"""Size of a piece of the reserve in bytes. malloc(3) would map a larger piece, and unmap it when freed."""
 _M_ARENA_MAX = -8
 _M_MMAP_THRESHOLD = -3
 _MAPPED = 128 << 10
-"""Bytes from which on malloc(3) maps an allocation, unless freed memory has space for it."""
+"""Size in bytes from which malloc(3) maps an allocation, unless freed memory has space for it."""
 
 ENDING = (b"", b"0", b"nop")
-"""Whole writes that remove something: they clear or disable it."""
+"""Content of writes that only clear or disable something, and therefore need no memory."""
 ENDING_LINE = b"-:"
 """Start of a line that deletes an event."""
 ENDING_WORD = b"!"
-"""Start of each word, up to a condition, of a line that removes functions, events or a trigger."""
+"""Start of each word before the condition in a line that removes functions, events or a trigger."""
 
 
 def share_heap() -> None:
-    """Let all threads use one heap: a thread with a heap of its own could not use the reserve."""
+    """Let all threads use one heap of malloc(3), because a thread with its own heap can't use the reserve."""
     libc = ctypes.PyDLL(None)
     # musl has only one heap.
     if hasattr(libc, "mallopt"):
@@ -60,17 +60,17 @@ class MemoryReserve:
         self._libc.free.restype = None
         self._pieces: list[int] = []
         self.next_check = 0.0
-        """Monotonic time from which on a request begins with check(); 0.0 while each request does."""
+        """Monotonic time from which the next request calls check(); 0.0 if every request does so."""
         self._room: mmap.mmap | None = None
         self._lock = threading.Lock()
-        """Held while the pieces change: all worker threads call check()."""
+        """Lock around changes of the pieces, because all worker threads call check()."""
         self.is_scarce = False
         """Whether the host had no memory at the last check."""
         self.is_spent = False
-        """Whether the reserve is nearly used up too, by the contents of open files."""
+        """Whether the reserve is nearly used up, too, by the contents of open files."""
 
     def check(self) -> None:
-        """Free the reserve if there is no headroom, and take it if there is. Call it before a request."""
+        """Free the reserve if less than HEADROOM is free, else allocate it. Call this before a request."""
         # Another thread is checking, and one check is enough.
         if not self._lock.acquire(blocking=False):
             return
@@ -97,7 +97,7 @@ class MemoryReserve:
             log.warning("the host has memory again")
 
     def give_back(self) -> None:
-        """Free the reserve, until the host has memory again."""
+        """Free the reserve; check() allocates it again when the host has memory."""
         with self._lock:
             self._give_back()
 
@@ -115,7 +115,7 @@ class MemoryReserve:
             )
 
     def allows(self, data: bytes) -> bool:
-        """Return True if a write may be done: it removes something, or the host has memory."""
+        """Return True if the host has memory for a write of `data`, or if the write needs none."""
         return not self.is_scarce or data.strip() in ENDING or all(map(_ends, data.strip().split(b"\n")))
 
     def _take(self) -> None:

@@ -1,4 +1,4 @@
-"""The FUSE adapter: FUSE operations as calls of a mount's methods."""
+"""The FUSE adapter: turns FUSE operations into calls of a mount's methods."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ T = TypeVar("T")
 WAIT_SLICE = 0.05
 """Seconds between two checks whether the client of a blocked request was interrupted."""
 CHECKS_PER_SECOND = 500
-"""Such checks of all blocked requests together: with many requests, each checks less often."""
+"""Maximum checks for interrupts per second of all blocked requests together.
+
+With many blocked requests, each request checks less often.
+"""
 ATTRIBUTES_VALIDITY = 0.01
-"""Seconds for which fstat(2) may show old attributes. With 0, each open(2) requests them twice more."""
+"""Seconds for which fstat(2) may show old attributes. With 0, an open(2) makes two more requests."""
 PAGED_SIZE = 1 << 40
-"""st_size of files that have pages. The host's kernel ends a splice(2) there without a request."""
+"""Value of st_size of files that can be spliced. The host's kernel ends a splice(2) at this size."""
 CACHED_CLIENTS = 500
 MAX_BACKGROUND = (1 << 16) - 1
-"""Number of requests without a waiting client that the host's kernel queues at once."""
+"""Maximum number of requests without a waiting client that the host's kernel queues at once."""
 NAME_MAX = 255
 UTIME_NOW = (1 << 30) - 1
 UTIME_OMIT = (1 << 30) - 2
@@ -56,14 +59,14 @@ def _client() -> Client:
 
 
 def _existing(path: str | None) -> str:
-    """Return the path of a request. Raises: KernelError ENOENT (the file was deleted)."""
+    """Return the path of a request unchanged. Raises: KernelError ENOENT (None: the file was deleted)."""
     if path is None:
         raise KernelError(errno.ENOENT, "the file was deleted")
     return path
 
 
 def _new_time(value: int) -> int | None:
-    """Return a time of utimensat(2) in nanoseconds, or None if it stays.
+    """Return a time of utimensat(2) in nanoseconds, or None if the time stays unchanged.
 
     libfuse passes the two special values as nanoseconds of second zero.
     """
@@ -78,10 +81,10 @@ def _not_served() -> NoReturn:
 
 @dataclass(frozen=True)
 class FuseOptions:
-    """Mount options: the mount's entry in /proc/mounts, and its users."""
+    """Options of the FUSE mount: its entry in /proc/mounts, and its users."""
 
     source: str
-    """First field of its line in /proc/mounts, where tools look for "tracefs" or "debugfs"."""
+    """First field of the mount's line in /proc/mounts, where tools look for "tracefs" or "debugfs"."""
     subtype: str = "kprobefs"
     allow_other: bool = False
     """Admit other users, subject to file modes."""
@@ -103,8 +106,8 @@ class Server:
     def serve(self, directory: str, ready: Callable[[], None]) -> None:
         """Mount on `directory` and answer requests until it is unmounted.
 
-        `ready` is called when the directory is mounted. Requests wait until it returns. Install signal
-        handlers before: libfuse replaces only default ones. Raises: CliError.
+        `ready` is called when the directory is mounted. Requests wait until `ready` returns. Install signal
+        handlers before, because libfuse replaces default handlers. Raises: CliError.
         """
         self._operations.ready = ready
         # entry_timeout: the directory of a deleted event has to be gone at the next lookup.
@@ -136,7 +139,7 @@ class Server:
             raise CliError(f"{directory}: FUSE refused the mount", is_explained=True) from error
 
     def _run(self, session: int) -> None:
-        """Answer the requests of a struct fuse_session until it ends."""
+        """Answer the requests of a struct fuse_session, given by address, until it ends."""
         operations = self._operations
         read = partial(libfuse.guarded, operations, operations.read_at_once)
         close = partial(libfuse.guarded, operations, operations.close)
@@ -164,35 +167,35 @@ class Server:
 
     @property
     def faults(self) -> int:
-        """Requests that ended in an internal fault since the start."""
+        """Number of requests that have ended in an internal fault since the start."""
         return self._operations.faults
 
 
 class _AttributesFor(threading.local):
-    """Receiver of the attributes of the next getattr in this thread: a client, or only libfuse.
+    """Records whether the next getattr in this thread is for a client, or only for libfuse.
 
     libfuse calls getattr for a stat(2) and for a LOOKUP, which the guest runs as a system call of the client.
     It also calls getattr to complete its reply to create, mknod, mkdir, symlink and link, and while a client
-    walks through a directory that always exists. Then no client called stat(2), and the guest runs nothing:
-    these requests call skip_client() first. All calls of one request are made in one thread.
+    walks through a directory that always exists. Then no client has called stat(2), and the guest runs
+    nothing: these requests call skip_client() first. All calls of one request are made in one thread.
     """
 
     def __init__(self) -> None:
         self._has_client = True
 
     def skip_client(self) -> None:
-        """Let the next getattr be for libfuse."""
+        """Record that the next getattr is only for libfuse."""
         self._has_client = False
 
     def take_client(self) -> Callable[[], Client] | None:
-        """Return the function that returns the client of this getattr, or None if it is for libfuse."""
+        """Return a function that returns the client of this getattr, or None if it is only for libfuse."""
         has_client = self._has_client
         self._has_client = True
         return _client if has_client else None
 
 
 class _Operations:
-    """The operations that fusepy calls. A missing one costs one ENOSYS; the host's kernel asks no more."""
+    """The operations that fusepy calls. The host's kernel requests a missing operation only once (ENOSYS)."""
 
     use_ns = True
     flag_nullpath_ok = 1
@@ -207,7 +210,7 @@ class _Operations:
         self._pollers = libfuse.PollHandles()
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
-        """Context manager around a wait: another thread takes requests meanwhile."""
+        """Returns a context manager for a wait, during which another thread takes requests."""
         self.faults = 0
         self.reserve = MemoryReserve()
         self.attributes = _AttributesFor()
@@ -215,7 +218,7 @@ class _Operations:
         self.clients_own = mount.clients_own
         self.acting = mount.acting
         self._status: dict[int, int] = {}
-        """Handle -> its STATUS_FLAGS as set in the mount, unless these are 0."""
+        """Handle of an open file -> its STATUS_FLAGS as set in the mount, unless these are 0."""
 
     def __call__(self, operation: str, *arguments: Any) -> Any:
         return getattr(self, operation)(*arguments)
@@ -249,7 +252,7 @@ class _Operations:
         self._mount.release(handle)
 
     def access(self, path: str, mode: int) -> None:
-        """Check the access of root to a file, or run a chdir(2), which sends the same request."""
+        """Check the access of root to a file, or report a chdir(2), which sends the same request."""
         if not mode & os.X_OK:
             return
         found = self._mount.getattr(path).mode
@@ -288,7 +291,10 @@ class _Operations:
         return self._opened(info, handle)
 
     def _seen_again(self, path: str, error: KernelError) -> KernelError:
-        """Return ESTALE for a client's name that the guest removed: the host's kernel then looks it up."""
+        """Return the error for a failed open: ESTALE for a removed name that the host's kernel has cached.
+
+        After ESTALE, the host's kernel looks the name up again. Other errors stay as they are.
+        """
         if error.errno == errno.ENOENT and path.split("/", 2)[1] in self.clients_own:
             return KernelError(errno.ESTALE, path)
         return error
@@ -302,14 +308,14 @@ class _Operations:
     def read_at_once(
         self, uid: int, gid: int, pid: int, handle: int, offset: int, size: int, owner: int, flags: int
     ) -> bytes | None:
-        """Read for SessionLoop. Return None if the read has to wait; libfuse then calls read()."""
+        """Read a file for SessionLoop; return None if the read has to wait, so that libfuse calls read()."""
         try:
             return self._read(_cached_client(pid, uid, gid), handle, size, offset, owner, flags)
         except WouldBlock:
             return None
 
     def read(self, path: str | None, size: int, offset: int, info: Any) -> bytes:
-        """Read, and wait for data."""
+        """Read a file, and wait for data if there is none."""
         del path
         client = _client()
         request = partial(self._read, client, info.fh, size, offset, info.lock_owner, info.flags)
@@ -352,7 +358,10 @@ class _Operations:
         self._status[handle] = flags & STATUS_FLAGS
 
     def release(self, _path: str | None, info: Any) -> None:
-        """Close the file of an interrupted open(2). SessionLoop answers all other RELEASEs by close()."""
+        """Close the file of an interrupted open(2), for libfuse.
+
+        SessionLoop calls close() for other RELEASEs.
+        """
         self.close(info.fh)
 
     @staticmethod
@@ -361,7 +370,7 @@ class _Operations:
         return libfuse.is_interrupted() and is_dying(_client().pid)
 
     def close(self, handle: int) -> None:
-        """Close an open file, whose last descriptor is gone."""
+        """Release an open file, whose last descriptor was closed."""
         self._pollers.forget(handle)
         try:
             self._mount.release(handle)
@@ -439,12 +448,15 @@ class _Operations:
         self._mount.utimens(_client(), path, *map(_new_time, times))
 
     def _needs_memory(self, data: bytes = b"more") -> None:
-        """Check that there is memory for a request that makes something. Raises: KernelError ENOMEM."""
+        """Check that there is memory for a request that creates something. Raises: KernelError ENOMEM."""
         if not self.reserve.allows(data):
             raise KernelError(errno.ENOMEM, "the host has no memory")
 
     def _needs_reserve(self) -> None:
-        """Check that the reserve is not used up: then only close(2) is served. Raises: KernelError ENOMEM."""
+        """Check that the memory reserve is not used up; if it is, only close(2) works.
+
+        Raises: KernelError ENOMEM.
+        """
         if self.reserve.is_spent:
             raise KernelError(errno.ENOMEM, "the host has no memory, and the reserve is used up")
 
@@ -456,9 +468,9 @@ class _Operations:
         return 0
 
     def _blocking(self, client: Client, info: Any, operation: Callable[[], T]) -> T:
-        """Wait until `operation` can run, and run it.
+        """Wait until `operation` does not raise WouldBlock any more, and return its result.
 
-        The flags are the request's, so that they include those of fcntl(F_SETFL).
+        The flags in `info` come from the request, so they include flags that fcntl(F_SETFL) has set.
         Raises: KernelError EAGAIN, EINTR, EIO (the mount ends).
         """
         if info.flags & os.O_NONBLOCK:

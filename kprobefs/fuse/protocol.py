@@ -1,4 +1,4 @@
-"""The FUSE protocol: opcodes and the structures that the session loop reads or changes.
+"""The FUSE protocol: opcodes, and layouts of the structures that the session loop reads or changes.
 
 Mirrors: include/uapi/linux/fuse.h (v6.1)
 """
@@ -22,47 +22,47 @@ FUSE_BATCH_FORGET = 42
 FUSE_RENAME2 = 45
 
 FUSE_ROOT_ID = 1
-"""Node number of the root directory."""
+"""Node id of the root directory."""
 MAX_ERRNO = 511
-"""The largest errno in a reply. The host's kernel drops a reply with a larger one, and the client hangs."""
+"""Maximum errno in a reply. The host's kernel drops a reply with a larger errno, and the client hangs."""
 
 IN_HEADER = struct.Struct("=4xIQQIII4x")
-"""struct fuse_in_header: opcode, unique, nodeid, uid, gid, pid."""
+"""Layout of struct fuse_in_header: opcode, unique, nodeid, uid, gid, pid."""
 OPCODE = struct.Struct("=I")
 OPCODE_OFFSET = 4
 """Offset of the opcode in struct fuse_in_header."""
 READ_IN = struct.Struct("=QQI4xQI4x")
-"""struct fuse_read_in: fh, offset, size, lock_owner, flags."""
+"""Layout of struct fuse_read_in: fh, offset, size, lock_owner, flags."""
 RELEASE_IN = struct.Struct("=Q")
-"""struct fuse_release_in: fh."""
+"""Layout of the beginning of struct fuse_release_in: fh."""
 FORGET_ONE = struct.Struct("=Q8x")
-"""struct fuse_forget_one: nodeid."""
+"""Layout of struct fuse_forget_one: nodeid."""
 FORGET_ONE_OFFSET = IN_HEADER.size + 8
-"""Offset of the first fuse_forget_one, which follows struct fuse_batch_forget_in."""
+"""Offset in a request of the first fuse_forget_one, which follows struct fuse_batch_forget_in."""
 LINK_IN = struct.Struct("=Q")
-"""struct fuse_link_in: oldnodeid."""
+"""Layout of struct fuse_link_in: oldnodeid."""
 INVALIDATION = struct.Struct("=IiQQqq")
-"""struct fuse_out_header, then struct fuse_notify_inval_inode_out: ino, off, len."""
+"""Layout of struct fuse_out_header and struct fuse_notify_inval_inode_out: ino, off, len."""
 FUSE_NOTIFY_INVAL_INODE = 2
-"""Code in `error` of a message that replies to no request. A negative `off` stands for attributes only."""
+"""Code in `error` of a message that invalidates an inode. A negative `off` means only its attributes."""
 FIRST_WORD = struct.Struct("=I")
-"""First word after the header: getattr_flags or valid."""
+"""Layout of the first word after the header of a request: getattr_flags or valid."""
 HANDLE_FLAGS = {FUSE_GETATTR: 1, FUSE_SETATTR: 1 << 6, FUSE_READLINK: 0, FUSE_OPEN: 0, FUSE_OPENDIR: 0}
 """Opcode of a request for a node -> bit of its first word that says the request has a file handle."""
 
 OUT_HEADER = struct.Struct("=IiQ")
-"""struct fuse_out_header: len, error, unique."""
+"""Layout of struct fuse_out_header: len, error, unique."""
 UNIQUE = slice(8, 16)
-"""Bytes of `unique`, in a request and in a reply."""
+"""Range of the bytes of `unique` in the header of a request or reply."""
 ENTRY_REPLY_SIZE = 144
-"""Bytes of a reply with a struct fuse_entry_out."""
+"""Size in bytes of a reply with a struct fuse_entry_out."""
 ATTR_REPLY_SIZE = 120
-"""Bytes of a reply with a struct fuse_attr_out."""
+"""Size in bytes of a reply with a struct fuse_attr_out."""
 ENTRY_NODE = struct.Struct("=16xQ92xII20x")
-"""A reply with a fuse_entry_out: nodeid, attr.mode, attr.nlink."""
+"""Layout of a reply with a fuse_entry_out: nodeid, attr.mode, attr.nlink."""
 ENTRY_VALID = slice(32, 40)
-"""Bytes of fuse_entry_out.entry_valid in a reply."""
+"""Range of the bytes of fuse_entry_out.entry_valid in a reply."""
 ENTRY_VALIDITIES = slice(32, 56)
-"""Bytes of entry_valid, attr_valid, entry_valid_nsec and attr_valid_nsec in a reply."""
+"""Range of the bytes of entry_valid, attr_valid, entry_valid_nsec and attr_valid_nsec in a reply."""
 ATTR_VALIDITIES = slice(16, 28)
-"""Bytes of fuse_attr_out.attr_valid and attr_valid_nsec in a reply."""
+"""Range of the bytes of fuse_attr_out.attr_valid and attr_valid_nsec in a reply."""

@@ -1,4 +1,4 @@
-"""Threads that take FUSE requests: a few that are always free, and one more for each blocked request."""
+"""WorkerThreads: the threads that take FUSE requests, with an additional one for each blocked request."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
 
 FREE_LOOPS = 3
-"""Threads that take requests while others block. More would only wait for Python's global lock."""
+"""Number of threads that are free to take requests. More would only wait for Python's global lock."""
 
 MOST_WAITING = 32
-"""Threads that are replaced while they wait long for the control lock. With more of them, requests wait."""
+"""Maximum number of threads that wait for the control lock and are replaced meanwhile.
+
+If more threads wait, requests wait, too.
+"""
 
 RETRY = 1.0
-"""Seconds until a thread is started again after that has failed. Each blocked request tries."""
+"""Seconds until the next attempt to start a thread after an attempt has failed."""
 
 FAILED = -1
-"""Result of a loop that ended before the session."""
+"""Result of a loop that ended because of an error, before the session ended."""
 
 
 class WorkerThreads:
-    """Threads that run `loop` until all of them have ended.
+    """Runs `loop` in several threads until all of them have ended.
 
-    libfuse's own pool starts a thread whenever all are busy, and ends it when too many are idle. With
+    libfuse's own pool starts a thread whenever all threads are busy, and ends it when too many are idle. With
     Python's global lock between them this happens every few requests, and takes 50 us each time. Python's
     threads also keep their interpreter state from one callback to the next.
     """
@@ -37,7 +40,7 @@ class WorkerThreads:
         self._free = free
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        """All threads, except those that could take no requests for want of memory."""
+        """All threads, except threads that could take no requests for lack of memory."""
         self._next_try = 0.0
         self._blocked = 0
         self._replaceable = threading.Semaphore(MOST_WAITING)
@@ -52,7 +55,7 @@ class WorkerThreads:
             thread.join()
 
     def _next(self) -> threading.Thread | None:
-        """Return a live thread to wait for. If there is none, return None and start no more."""
+        """Return a live thread to wait for. If there is none, return None and let no more threads start."""
         with self._lock:
             alive = next(filter(threading.Thread.is_alive, self._threads), None)
             self._has_ended = alive is None
@@ -60,9 +63,9 @@ class WorkerThreads:
 
     @contextmanager
     def blocking(self) -> Iterator[int]:
-        """Let another thread take requests while the calling one waits. Yield the number of waiting threads.
+        """Let another thread take requests while the calling thread waits; yield the number of such waits.
 
-        Raises: KernelError ENOMEM (the host has no more threads, and the last one must not wait).
+        Raises: KernelError ENOMEM (no thread can be started, and the last thread must not wait).
         """
         with self._lock:
             self._refill(1)
@@ -78,9 +81,9 @@ class WorkerThreads:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let another thread take requests while the calling one waits, if possible; wait in any case.
+        """Let another thread take requests, if possible, while the calling thread waits for a lock.
 
-        Only threads of this pool are replaced, and at most MOST_WAITING at once: replacements do not end.
+        Only threads of this pool are replaced, at most MOST_WAITING at once, because replacements do not end.
         """
         with ExitStack() as stack:
             if threading.current_thread() in self._threads and self._replaceable.acquire(blocking=False):

@@ -77,7 +77,8 @@ def test_a_line_of_a_return_probe_is_hardly_more_work_than_another(hook: str) ->
                 ]
             )
     for entry, hooked in zip(*totals, strict=True):
-        assert hooked < 3 * entry, totals
+        # Removing a return probe checks each of its ten nodes.
+        assert hooked < 4 * entry, totals
 
 
 EVERY = "/tracing/events/{}/enable"

@@ -33,20 +33,20 @@ from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.errors import KernelError
 
 BUFFER_SIZE = 256 << 10
-"""Bytes of a buffer; enough for the longest FUSE write (128 KiB) and a path."""
+"""Size of a buffer in bytes; enough for the longest FUSE write (128 KiB) and a path."""
 MAX_BUFFERS = 30
-"""Maximum number of buffers, each held by one call; a sleeping read of a control file holds none."""
+"""Maximum number of buffers. Each call holds one; a sleeping read of a control file holds none."""
 _EXIT_RECORD_WORDS = 2
-"""64-bit words of struct host_exit_record: the task, then pid and code."""
+"""Size of struct host_exit_record in 64-bit words: the task, then pid and code."""
 _FIRST_INTERRUPT = Vector.TIMER
 _UIDS = ("uid", "euid", "fsuid")
 _GIDS = ("gid", "egid", "fsgid")
 _SYSCALL = "nr."
-"""Prefix of system call numbers in the guest's ABI table."""
+"""Prefix of the names of entries in the guest's ABI table that hold system call numbers."""
 _SPLIT = "ia32_"
 """Prefix of the names of i386 calls that split 64-bit arguments."""
 _MAX_MESSAGE = 1000
-"""Maximum length in bytes of a line that the host prints; the rest is cut off."""
+"""Maximum length in bytes of a line that the host prints in the kernel log; the rest is cut off."""
 
 
 class UserBuffers:
@@ -68,12 +68,12 @@ class UserBuffers:
         return address
 
     def put(self, address: int) -> None:
-        """Release a buffer."""
+        """Make the buffer at `address`, which get() returned, free again."""
         self._free.append(address)
 
     @contextmanager
     def borrowed(self) -> Iterator[int]:
-        """Provide a buffer in the block. Raises: KernelError ENOMEM."""
+        """Yield the address of a buffer that the `with` block may use. Raises: KernelError ENOMEM."""
         address = self.get()
         try:
             yield address
@@ -85,7 +85,7 @@ class BuiltinKernel(TaskStacks):
     """Gives the host, the probe engine and tracing access to the data of a booted kernel that is stopped.
 
     Structures are read by the kernel's ABI table. Variables that are used often are read through memoryviews,
-    which takes 0.1 us each. What the guest has damaged is left out of lists, and reported once.
+    which takes 0.1 us each. Entries that the guest has damaged are left out of lists, and reported once.
     """
 
     def __init__(self, machine: Machine, image: KernelImage) -> None:
@@ -114,7 +114,7 @@ class BuiltinKernel(TaskStacks):
         self._stacks = StackScanner(lambda: self._reader("stacks"), symbols, abi, machine)
 
     def _reader(self, what: str) -> GuestReader:
-        """Return a reader for one use; `what` names the data that it reads."""
+        """Return a new reader of guest memory, with its own limits; `what` names the data for reports."""
         return GuestReader(self._memory, what, self.damage)
 
     def _module_reader(self) -> ModuleReader:
@@ -124,12 +124,12 @@ class BuiltinKernel(TaskStacks):
         )
 
     def _switch_to(self, cpu: int) -> None:
-        """Use the variables of another CPU, which has become the current one."""
+        """Access the per-CPU variables of CPU `cpu` from now on, since it has become the current CPU."""
         self._current = self._currents[cpu]
         self._mailbox = self._mailboxes[cpu]
 
     def task_of(self, cpu: int) -> int:
-        """Return the address of the task_struct that runs on a CPU."""
+        """Return the address of the task_struct of the task that runs on a CPU."""
         return int(self._currents[cpu][0])
 
     def sent_to(self, cpu: int) -> int:
@@ -137,11 +137,11 @@ class BuiltinKernel(TaskStacks):
         return int(self._sent[cpu][0])
 
     def send(self, cpu: int, vector: int) -> None:
-        """Make an interrupt pending for a CPU."""
+        """Make the interrupt `vector` pending for a CPU."""
         self._sent[cpu][0] |= 1 << vector - _FIRST_INTERRUPT
 
     def take_sent(self, cpu: int) -> int:
-        """Return the lowest pending vector of a CPU, and make it pending no longer."""
+        """Clear the lowest pending interrupt vector of a CPU and return the vector."""
         waiting = int(self._sent[cpu][0])
         lowest = waiting & -waiting
         self._sent[cpu][0] = waiting & ~lowest
@@ -154,7 +154,7 @@ class BuiltinKernel(TaskStacks):
     def cpu_of(self, task: int) -> int:
         """Return the CPU that a task ran on last or waits to run on; `task` is its task_struct's address.
 
-        Raises: MemoryFault (there is no such CPU).
+        Raises: MemoryFault (the task_struct names a CPU that does not exist).
         """
         cpu = self._memory.read_u32(task + self.image.abi["task_struct.cpu"])
         if cpu >= len(self._currents):
@@ -166,7 +166,7 @@ class BuiltinKernel(TaskStacks):
         return self._memory.read_u32(task + self.image.abi["task_struct.on_rq"]) != 0
 
     def current_task(self) -> int:
-        """Return the address of the task_struct that runs on the current CPU."""
+        """Return the address of the task_struct of the task that runs on the current CPU."""
         return int(self._current[0])
 
     def set_mailbox(self, task: int) -> None:
@@ -203,7 +203,11 @@ class BuiltinKernel(TaskStacks):
 
     @property
     def syscall_numbers(self) -> dict[str, int]:
-        """Name of a system call, the same on all machines -> number of it in this guest."""
+        """Name of a system call -> its number in this guest.
+
+        The names are the same on all architectures. For a call that splits 64-bit arguments on i386, the
+        number is that of the i386 variant.
+        """
         abi = self.image.abi
         names = {name.removeprefix(_SYSCALL): nr for name, nr in abi.items() if name.startswith(_SYSCALL)}
         split = {name.removeprefix(_SPLIT): nr for name, nr in names.items() if name.startswith(_SPLIT)}
@@ -223,7 +227,7 @@ class BuiltinKernel(TaskStacks):
             return found
 
     def print(self, message: str) -> None:
-        """Print a line in the kernel log; bytes that are no UTF-8 are printed as they are.
+        """Print a line in the kernel log; bytes that are not valid UTF-8 are printed unchanged.
 
         Mirrors: kernel/printk/printk.c:_printk (v6.1).
         """
@@ -253,7 +257,7 @@ class BuiltinKernel(TaskStacks):
         return list(read_cpus(self._reader("per-CPU area"), self.image.abi, self.machine.per_cpu_bases))
 
     def memory(self) -> MemoryInfo:
-        """Return how much memory there is, and how much of it is used for which purpose."""
+        """Return the guest's memory counters: total, free, and used for each purpose."""
         return read_memory(self._reader("list of slab caches"), self.image.kallsyms, self.image.abi)
 
     def slabs(self) -> list[SlabCache]:
@@ -261,17 +265,17 @@ class BuiltinKernel(TaskStacks):
         return list(read_slabs(self._reader("list of slab caches"), self.image.kallsyms, self.image.abi))
 
     def file_pages(self) -> int:
-        """Return the number of pages that files in memory use."""
+        """Return the number of pages that the guest's files, which are in memory, use."""
         return self._memory.read_u32(address_of(self.image.kallsyms, "nr_file_pages"))
 
     def limit_file_pages(self, most: int | None) -> None:
-        """Limit files in memory to `most` pages, or remove the limit; writes beyond it fail with ENOSPC."""
+        """Limit the guest's files to `most` pages, or remove the limit. Writes beyond it fail with ENOSPC."""
         unlimited = (1 << 8 * self._memory.word_size) - 1
         variable = address_of(self.image.kallsyms, "max_file_pages")
         self._memory.write_word(variable, unlimited if most is None else min(most, unlimited))
 
     def thaw(self) -> None:
-        """Let frozen tasks leave the refrigerator; a task that is not woken notices this within a second."""
+        """Let frozen tasks leave the refrigerator; even a task that nothing wakes does so within a second."""
         self._memory.write_u32(address_of(self.image.kallsyms, "pm_freezing"), 0)
 
     def modules(self) -> list[ModuleInfo]:
@@ -283,13 +287,16 @@ class BuiltinKernel(TaskStacks):
         return self._module_reader().name(module)
 
     def read_module(self, module: int) -> Module:
-        """Return all tables and contents of a module in the state COMING. Raises: MemoryFault."""
+        """Return the tables, text and data of a module in the state COMING.
+
+        `module`: address of its struct module. Raises: MemoryFault (the guest has damaged them).
+        """
         return self._module_reader().read(module)
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Return the ranges [start, end) that contain a CPU's ip or an address on a task's stack.
+        """Return the ranges of `spans` that contain a CPU's ip or an address on a task's stack.
 
-        `spans` are disjoint.
+        `spans`: disjoint ranges [start, end).
         """
         return self._stacks.in_use_ranges(spans)
 

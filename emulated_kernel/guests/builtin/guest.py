@@ -27,7 +27,7 @@ _STRINGS = 8 << 10
 
 
 class Guest:
-    """Gives a mount access to the guest."""
+    """Gives a mount access to the guest: tasks, system calls, control files and kernel functions."""
 
     def __init__(
         self, kernel: BuiltinKernel, runner: GuestRunner, processes: ProcessTracker, syscalls: Syscalls
@@ -38,7 +38,7 @@ class Guest:
         self._memory = machine.memory
         self._symbols = image.kallsyms
         self._argument_counts = load_argument_counts(image.path)
-        """Name of a function -> least number of its arguments, if that is known."""
+        """Name of a function -> minimum number of its arguments, for functions whose arguments are known."""
         self.runner = runner
         kernel.damage.tell = runner.note
         self.processes = processes
@@ -55,7 +55,7 @@ class Guest:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a probe or tracer could notice a system call, since some of the guest's text is patched."""
+        """Whether the guest's text is patched, so that a probe or tracer could notice a system call."""
         return bool(self.patched) and not self.runner.is_dead
 
     @property
@@ -66,9 +66,11 @@ class Guest:
     def read_file(
         self, task: GuestTask, fd: int, size: int, produce: Callable[[], bytes], number: int | None = None
     ) -> bytes:
-        """Let a task read a control file and return the data, which `produce` gives during its vfs_read.
+        """Let a task read a control file, and return the data.
 
-        `number` is the process's number of the descriptor.
+        `produce` is called during the task's vfs_read and returns the data.
+
+        `number` is the number of the descriptor in the process.
 
         Raises: WouldBlock (`produce` raised it: the task sleeps, and the same call of this method resumes
         it).
@@ -98,9 +100,9 @@ class Guest:
     ) -> int:
         """Let a task write a control file and return the result of `consume`, called during its vfs_write.
 
-        The data are in user memory, where probes of vfs_write can read them. `kept` gets the resources of the
-        call, which it needs while it sleeps; the caller closes it when the call has ended. `number` is the
-        process's number of the descriptor.
+        Probes of vfs_write can read the data in user memory. `kept` receives the resources of the
+        call. The caller closes `kept` when the call has ended, but not while the call sleeps. `number` is the
+        number of the descriptor in the process.
 
         Raises: YieldLock (`consume` raised it: the task sleeps, and the same call of this method resumes it).
         """
@@ -122,7 +124,7 @@ class Guest:
         data: bytes = b"",
         kept: ExitStack | None = None,
     ) -> int:
-        """Continue the task's call if it sleeps in the same one, else begin a call; return its result."""
+        """Continue the call in which the task sleeps if it is equal, else begin a call; return the result."""
         nr = self.syscalls.number(name)
         sleeping = task.request
         if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):
@@ -136,7 +138,7 @@ class Guest:
         return check(self.runner.run(task, request), self._memory.word_size)
 
     def give_up(self, task: GuestTask, error: int) -> None:
-        """End the call in which a task sleeps with this errno, since its process waits for it no longer.
+        """End the call in which a task sleeps with the errno `error`, since its process waits no longer.
 
         Without this, the task would sleep until its process makes another request.
         """
@@ -144,14 +146,14 @@ class Guest:
             self.runner.interrupt(task, error)
 
     def enter(self, task: GuestTask) -> None:
-        """Make this task the current one."""
+        """Make this task the guest's current one, by a system call if necessary."""
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 
     def open_file(self, path: str, flags: int, writer: HostfsWriter = HostfsWriter.GENERAL) -> int:
-        """Open a control file in the guest that the host has opened already; return the descriptor.
+        """Open in the guest a control file that the host has opened already; return the guest's descriptor.
 
-        `writer`: the function of the guest's kernel that writes to the file.
+        `writer`: selects the function of the guest's kernel that writes to the file.
         """
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
         return self.syscalls.open(
@@ -159,10 +161,11 @@ class Guest:
         )
 
     def close_file(self, fd: int, number: int | None = None) -> None:
-        """Close a file in the task that ran last.
+        """Let the task that ran last close the descriptor `fd`.
 
-        This is mostly the task that closes it; FUSE does not report which one does. `number` is the process's
-        number of the descriptor.
+        Usually it is the task of the process that closes the file; FUSE does not report that process.
+        `number` is the
+        number of the descriptor in the process.
         """
         task = self.runner.at_hand or self.processes.init
         if number is None:
@@ -172,7 +175,7 @@ class Guest:
                 self.syscalls.call(task, "close", number)
 
     def call_function(self, name: str, *args: int | str | bytes) -> int:
-        """Call a kernel function in the worker's task and return the raw result; pass strings by address.
+        """Call a kernel function in the worker's task and return its raw result; pass strings by address.
 
         No task stays frozen after the call, even if the function was freeze_processes.
 
@@ -213,7 +216,7 @@ class Guest:
             raise
 
     def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:
-        """Write strings to the buffer; return MAX_ARGUMENTS words, with addresses instead of strings."""
+        """Write strings to the buffer; return MAX_ARGUMENTS words, with the strings' addresses."""
         words = []
         at = buffer + _STRINGS
         for arg in args:
@@ -232,7 +235,7 @@ class Guest:
 
     @contextmanager
     def frozen(self) -> Iterator[bool]:
-        """Freeze all tasks except the worker in the block; yield False if that failed and no task is frozen.
+        """Freeze all tasks except the worker during the block; yield False if that failed and none is frozen.
 
         Raises: KernelError (as `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).
         """
@@ -245,7 +248,7 @@ class Guest:
                 self.call_function("thaw_processes")
 
     def log(self, message: str) -> None:
-        """Print a line of the host in the kernel log; do nothing if the guest is dead.
+        """Print the host's message as a line of the kernel log; do nothing if the guest is dead.
 
         The guest may be stopped at any instruction.
         """
@@ -254,14 +257,14 @@ class Guest:
                 self.kernel.print(message)
 
     def messages(self) -> list[Message]:
-        """Return the messages of the kernel log, as far as it is readable, followed by those of the host."""
+        """Return the readable messages of the kernel log, followed by the messages of the host."""
         return self.kernel.messages() + self.runner.notes
 
 
 def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, lock: ControlLock) -> Guest:
     """Run a kernel that has just booted until init is in user mode, and return its Guest.
 
-    Raises: KernelError ENOEXEC (the kernel stops before that).
+    Raises: KernelError ENOEXEC (the kernel stops before init is in user mode).
     """
     config = kernel.machine.config
     is_smp = config.cpus > 1 or config.quantum

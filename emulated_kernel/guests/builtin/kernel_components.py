@@ -35,7 +35,9 @@ class BuiltinKernelComponents(KernelComponents):
     def replace_kernel(
         self, old: BuiltinKernelComponents, define: Callable[[], Iterable[None]]
     ) -> Iterator[None]:
-        """Take the place of `old`: continue its time and take over its records; see Kernel.replace_kernel.
+        """Take the place of the kernel `old`: continue its time and take over its trace records.
+
+        Kernel.replace_kernel describes the steps.
 
         `define` defines the old kernel's probes in this kernel, in steps.
         """
@@ -48,5 +50,5 @@ class BuiltinKernelComponents(KernelComponents):
         old.loads.stop()
 
     def _go_on_from(self, old: BuiltinKernelComponents) -> None:
-        """Let this kernel's time not be before the time of `old`."""
+        """Advance this kernel's time to that of the kernel `old`, unless it is later already."""
         self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))

@@ -1,4 +1,4 @@
-"""Modules: loads and unloads guest modules by the guest's own loader, which gets memory from the host."""
+"""Modules: loads and unloads guest modules by the guest's own loader, to which the host gives memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModuleFile:
     """A module's file as it was read before the control lock was taken."""
 
     name: str
-    """Name of a module that comes with the image, or a path, which has a slash."""
+    """Name of a module that comes with the image, or the path of a file. Only a path contains a slash."""
     data: bytes = field(default=b"", repr=False)
     refusal: tuple[int, str] | None = None
     """If the file could not be read, the errno and the line for the kernel log."""
@@ -54,7 +54,7 @@ class Modules:
         self._region = machine.user_buffers
         self._pages = machine.modules
         self._directory = image.path.parent / "modules"
-        """Directory with NAME.ko of each module that comes with the image."""
+        """Directory that contains NAME.ko of each module that comes with the image."""
         self._depends = prebuilt_dependencies(image.arch)
         self._foreign = BoundedFileReader()
         self._files: dict[str, ModuleFile] = {}
@@ -70,10 +70,10 @@ class Modules:
         return self._guest.kernel.modules()
 
     def read(self, name: str, deadline: float | None = None) -> list[ModuleFile]:
-        """Read the file at a path (with a `/`), or the module with this name that comes with the image.
+        """Read the file at the path `name` if it contains a slash, else the image's module of that name.
 
-        Dependencies of the latter come first in the list. The control lock must not be held, since a file can
-        be slow or be served by this process. An error is kept in the ModuleFile, and `load` raises it. A file
+        A module of the image comes after its dependencies. The control lock must not be held: a file can be
+        slow, or this process can serve it. An error is kept in the ModuleFile, and `load` raises it. A file
         at a path must be read by `deadline`, a time of time.monotonic().
         """
         if "/" in name:
@@ -103,9 +103,9 @@ class Modules:
     def load(self, files: list[ModuleFile]) -> None:
         """Load the files that `read` has returned; skip modules of the image that are loaded already.
 
-        Raises: as `check`, KernelError EFBIG, ENOEXEC (no module for this kernel), ENOENT (an unresolved
-        symbol), EEXIST (loaded already), ENOMEM, what its init returned, EFAULT (its init was killed).
-        Mirrors: modprobe; insmod for a path.
+        Raises: as `check`, KernelError EFBIG, ENOEXEC (not a module for this kernel), ENOENT (an unresolved
+        symbol), EEXIST (loaded already), ENOMEM, the errno of its init function, EFAULT (its init was
+        killed). Mirrors: modprobe; insmod for a path.
         """
         self.check(files, self.names())
         for file in files:
@@ -121,7 +121,7 @@ class Modules:
         return [self._files[module.name] for module in oldest_first if module.name in self._files]
 
     def init_module(self, data: bytes, name: str) -> None:
-        """Load a module from the content of its file, whose name is for the log.
+        """Load a module from the content of its file. `name`: the file's name for the kernel log.
 
         Raises: as `load`. Mirrors: init_module(2).
         """
@@ -133,7 +133,10 @@ class Modules:
 
     @contextmanager
     def _user_memory(self, size: int, name: str) -> Iterator[int]:
-        """Provide user memory in the block; pages that are mapped for a large size stay mapped."""
+        """Yield the address of `size` bytes of user memory that the block may use.
+
+        `name` is for the kernel log. Pages that are mapped for a large size stay mapped.
+        """
         if size <= BUFFER_SIZE:
             with self._guest.buffers.borrowed() as buffer:
                 yield buffer
@@ -169,18 +172,24 @@ class Modules:
             raise
 
     def refuse(self, error: int, message: str) -> NoReturn:
-        """Log a message in the kernel log. Raises: KernelError (of this errno)."""
+        """Log a message in the kernel log and refuse the request.
+
+        Raises: KernelError (with the errno `error`).
+        """
         raise self._refusal(error, message)
 
     def _refusal(self, error: int, message: str) -> KernelError:
-        """Log a message in the kernel log, and return the exception for it."""
+        """Log a message in the kernel log, and return a KernelError with it and the errno `error`."""
         self._guest.log(message)
         return KernelError(error, message)
 
     # The methods below serve the guest's module loader.
 
     def _serve(self, op: int, first: int, second: int) -> int:
-        """Serve Hypercall.MODULE. Raises: KernelError EINVAL (an operation that the loader never uses)."""
+        """Serve Hypercall.MODULE, by which the loader requests the operation `op`.
+
+        Raises: KernelError EINVAL (an operation that the loader never uses).
+        """
         match op:
             case ModuleOp.ALLOC:
                 return self._alloc(first, is_text=bool(second))
@@ -223,7 +232,7 @@ class Modules:
 
 
 def _file(path: Path, name: str, read: Callable[[Path], bytes]) -> ModuleFile:
-    """Return the file at `path` as `read` reads it, or the error of reading it."""
+    """Return a ModuleFile with the content of the file at `path`, which `read` reads, or with the error."""
     try:
         return ModuleFile(name, read(path))
     except OSError as error:

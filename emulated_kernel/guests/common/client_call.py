@@ -1,6 +1,7 @@
-"""System calls of host processes that wait for kprobefs, read from /proc since FUSE does not report them.
+"""Reads the system calls of host processes that wait for kprobefs from /proc; FUSE does not report them.
 
-Nothing here may be called with the control lock: the memory of a process can keep its reader waiting.
+Functions of this module must not be called with the control lock held. A read of a process's memory can
+block.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ ARGUMENTS: Mapping[str, str] = {
 }
 """Name of a system call in the guest -> one letter for each argument.
 
-n is a number, f a descriptor, and d a descriptor that is used if the path is empty. The other letters are
-addresses: p of a path, s of a text, o of output or data, t of two struct timespec, h of a struct open_how.
+n: a number, f: a descriptor, d: a descriptor that is used if the path is empty. The other letters mean
+addresses. p: of a path, s: of a text, o: of output or data, t: of two struct timespec, h: of a struct
+open_how.
 """
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
 SIZES = {"t": 32, "h": 24}
@@ -87,13 +89,16 @@ _GENERIC = (
 )
 _FD_LIMIT = 1 << 20
 _LONGEST = 2 * PAGE_SIZE
-"""Bytes of a string that are read at most; a path is shorter."""
+"""Maximum number of bytes that are read of a string; a path is shorter."""
 _LINE = 256
-"""Bytes to read of /proc/PID/syscall; its line is shorter."""
+"""Number of bytes to read of /proc/PID/syscall; its line is shorter."""
 _TRIES = 20
-"""How often /proc/PID/syscall is read; a process that has just sent its request may still be running."""
+"""Maximum number of reads of /proc/PID/syscall while the process is still running.
+
+A process that has just sent its request may not sleep yet.
+"""
 _TRY_INTERVAL = 0.0001
-"""Seconds between two such reads."""
+"""Seconds between two reads of /proc/PID/syscall."""
 
 
 def _by_number(table: str) -> dict[int, str]:
@@ -106,14 +111,14 @@ _NAMES = _by_number({"x86_64": _X86_64}.get(os.uname().machine, _GENERIC))
 
 @dataclass(frozen=True)
 class ClientCall:
-    """A system call of a host process, with the data that its pointers refer to."""
+    """A system call of a host process, with the data to which its pointer arguments refer."""
 
     name: str
     args: tuple[int, ...]
     data: Mapping[int, bytes]
-    """Number of an argument -> the path or string without its NUL, or the structure."""
+    """Index of an argument -> the path or string without its NUL, or the bytes of the structure."""
     is_hidden: bool = False
-    """True if the process's memory did not answer, so that `data` lacks the paths of the call."""
+    """True if the process's memory could not be read in time, so that `data` lacks the paths of the call."""
 
     @property
     def fd(self) -> int | None:
@@ -139,8 +144,9 @@ class ClientCall:
     def opens_as(self, path: str, flags: int) -> bool:
         """Return True if a request to open `path` with `flags` is for this call.
 
-        FUSE passes on the access mode, O_TRUNC and O_APPEND. They are others if a file system above the mount
-        opens a file of its own, as overlayfs does for a copy. A file that the call creates has its name.
+        FUSE forwards the access mode, O_TRUNC and O_APPEND. These flags differ if a file system above the
+        mount opens a file of its own, as overlayfs does for a copy. If the call creates the file, the name
+        must match.
         """
         decisive = os.O_ACCMODE | os.O_APPEND
         # A new file needs no O_TRUNC, and the host's kernel drops it next to O_EXCL.
@@ -154,7 +160,7 @@ class ClientCall:
 
     @property
     def paths(self) -> list[tuple[int, str]]:
-        """The known paths of the call, each with the number of its argument."""
+        """The known paths of the call, each with the index of its argument."""
         kinds = enumerate(ARGUMENTS[self.name])
         return [(at, os.fsdecode(self.data[at])) for at, kind in kinds if kind == "p" and at in self.data]
 
@@ -168,9 +174,9 @@ class ClientCall:
 def client_call(pid: int, memory: ProcessMemory) -> ClientCall | None:
     """Return the system call in which a process or thread waits for kprobefs.
 
-    Return None if `ARGUMENTS` does not list the call, or if the call is unknown because the caller lacks the
-    right to trace the process. If the memory of the process does not answer, the call is hidden, or None if
-    it needs more than paths.
+    Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`.
+    If the memory of the process can't be read in time, the call is hidden; return None if the call
+    needs more than its paths.
     """
     fields = _waiting_in(pid)
     name = _NAMES.get(int(fields[0])) if fields else None
@@ -200,9 +206,9 @@ def client_call(pid: int, memory: ProcessMemory) -> ClientCall | None:
 
 
 def next_fd(pid: int) -> int | None:
-    """Return the descriptor that the process's current open(2) will return, or None if it is unknown.
+    """Return the descriptor that the process's current open(2) will return, or None if it is unreadable.
 
-    It is the lowest free descriptor.
+    open(2) returns the lowest free descriptor.
     """
     try:
         used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}

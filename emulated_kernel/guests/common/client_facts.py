@@ -1,4 +1,4 @@
-"""ClientFacts: what a guest has to know about the process that makes a request."""
+"""ClientFacts: facts about the process that makes a request, which the guest needs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ClientFacts:
     comm: str = ""
     """Name that the process had when `program` was read."""
     program: str | None = None
-    """Path of the program that gave the process its name; None if it is unknown or was not needed."""
+    """Path of the program whose execve gave the process its name; None if it is unknown or was not needed."""
 
 
 UNKNOWN = ClientFacts()
 
 
 def facts_of(client: Client) -> ClientFacts:
-    """Return the facts about a client, which are all unknown if none were read."""
+    """Return the facts about a client, or UNKNOWN if none were read."""
     return client.facts if isinstance(client.facts, ClientFacts) else UNKNOWN

@@ -1,6 +1,6 @@
-"""Families: infers which client forked a process that ended before it could be looked at.
+"""Families: infers the client that forked a process which ended before /proc could be read.
 
-It is for hosts whose kernel does not report forks. A parent that is not certain is not reported.
+It is used on hosts whose kernel does not report forks. It reports only a parent that is certain.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 from emulated_kernel.guests.common.proc import read
 
 _CLIENTS = 8
-"""Maximum number of clients that are followed, the latest ones; each costs two reads of /proc at a look."""
+"""Maximum number of latest clients whose families are known; each costs two reads of /proc at a look."""
 
 
 class _Family(NamedTuple):
     """A process's children, as /proc shows them at one moment."""
 
     faults: int
-    """Minor page faults of all children that the process has waited for; each wait increases the number."""
+    """Number of minor page faults of all children that the process has waited for; each wait increases it."""
     children: frozenset[str]
     """Pids of the children that the process still has."""
 
@@ -28,13 +28,13 @@ class Families:
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, _Family | None] = OrderedDict()
-        """Pid of a client -> its family at the last look or later; None if /proc did not show it then."""
+        """Pid of a client -> its family when it was last read; None if /proc did not show the family."""
 
     def add(self, pid: int) -> None:
         """Record that a client makes a request.
 
-        If the client had children at the last look, read its family again. It may have waited for those
-        children, and only later waits are certain to be for new ones.
+        If the client had children at the last look, read its family again. The client may have waited for
+        those children, and only later waits are certain to be for new children.
         """
         if pid not in self._known or _has_children(self._known[pid]):
             self._known[pid] = _family(pid)
@@ -47,7 +47,7 @@ class Families:
         self._known.pop(pid, None)
 
     def who_waited(self) -> list[int]:
-        """Return the clients that have waited for children that they forked since the last look.
+        """Return the pids of clients that have forked a child and waited for it since the last look.
 
         These clients still have all the children that they had at the last look.
         """
@@ -65,9 +65,9 @@ def _has_waited(was: _Family, now: _Family | None) -> bool:
 
 
 def _family(pid: int) -> _Family | None:
-    """Return the family of a process; None if it is unreadable or if the process has several threads.
+    """Return the family of a process, or None if /proc is unreadable or the process has several threads.
 
-    The children of other threads are listed in other files.
+    /proc lists the children of each thread in another file.
     """
     stat = read(f"/proc/{pid}/stat")
     children = read(f"/proc/{pid}/task/{pid}/children")

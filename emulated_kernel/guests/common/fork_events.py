@@ -1,4 +1,4 @@
-"""ForkEvents: forks and new process names, reported by the host's process connector to root only."""
+"""ForkEvents: receives forks and new process names from the host's process connector, as only root can."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NLMSG_DONE = 3
 _HEADER = struct.Struct("=IHHII")
 _CN_MSG = struct.Struct("=IIIIHH")
 _EVENT = struct.Struct("=IIQIIII")
-"""struct proc_event of a fork: what, cpu, timestamp; parent's pid and tgid, child's pid and tgid.
+"""Layout of struct proc_event of a fork: what, cpu, timestamp; pid and tgid of parent and child.
 
-In the other events that pass the filter, the first pid is that of the thread whose name has changed.
+In an exec or comm event, the first pid is that of the thread whose name has changed.
 """
 _EVENT_AT = _HEADER.size + _CN_MSG.size
 _FORK = 1
@@ -27,9 +27,9 @@ _COMM = 0x200
 _SO_RCVBUFFORCE = 33
 _SO_ATTACH_FILTER = 26
 _RECEIVE_BUFFER = 8 << 20
-"""Bytes of events that may wait: some ten thousand forks between two requests."""
+"""Size of the receive buffer in bytes; it holds some ten thousand forks between two requests."""
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
-"""Inode of the initial pid namespace, whose pids the connector reports.
+"""Inode number of the initial pid namespace, whose pids the connector reports.
 
 Mirrors: include/linux/proc_ns.h:PROC_PID_INIT_INO (v6.1).
 """
@@ -43,7 +43,7 @@ _FILTER = (
     (0x06, 0, 0, 0xFFFFFFFF),
     (0x06, 0, 0, 0),
 )
-"""Classic BPF program: load `what` and accept only forks, execs and changes of the name."""
+"""Classic BPF program that accepts only forks, execs and changes of the name, by the field `what`."""
 
 
 class ForkEvents:
@@ -93,9 +93,9 @@ class ForkEvents:
     def take(self) -> tuple[dict[int, int], set[int] | None]:
         """Return the forks and the changed names since the last call.
 
-        The first part maps pid of a new process -> pid of its parent. If events were lost, it is incomplete.
-        The second part has the pids of processes and threads whose names may have changed. If events were
-        lost, it is None, and any name may have changed.
+        The first part maps the pid of a new process to the pid of its parent. If events were lost, it is
+        incomplete. The second part has the pids of processes and threads whose names may have changed. If
+        events were lost, the second part is None, and any name may have changed.
         """
         found: dict[int, int] = {}
         named: set[int] = set()

@@ -1,4 +1,4 @@
-"""Calls of guest functions by the host: a guest that fails in one is not an error of kprobefs."""
+"""Turns faults at damaged data of the guest into errors for clients, because kprobefs did not cause them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.util.errors import KernelError
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Turn a fault in the block into an errno; `what` names the guest's data that the block reads.
+    """Turn a fault of the `with` block into EIO; `what` names the guest's data that the block reads.
 
     Raises: KernelError EIO.
     """

@@ -1,4 +1,4 @@
-"""Watching the host's processes: which were forked, have ended or were renamed since the last request."""
+"""Watches the host's processes: reports forks, ends and new names since the last request."""
 
 from __future__ import annotations
 
@@ -21,33 +21,36 @@ from emulated_kernel.guests.common.programs import program_of
 from emulated_kernel.util.fast_dataclass import dataclass
 
 EXEC_WITHIN = 1.0
-"""Seconds after a fork in which an execve is looked for; later the process's own requests name it."""
+"""Seconds after a fork during which the child's name is checked for an execve.
+
+Later, a request of the process itself shows its name.
+"""
 MAX_FORKS_PER_LOOK = 64
-"""Maximum number of forks that are handled for one request; older ones are left out."""
+"""Maximum number of forks that are handled at one request; older forks are left out."""
 _OPEN_COMMS = 64
 """Maximum number of files /proc/PID/comm that are kept open."""
 _PIDFDS = 1024
-"""Maximum number of pidfds. The ends of further processes are found by their start times."""
+"""Maximum number of open pidfds. The ends of further processes are found by start times in /proc."""
 _SPARE = 24
-"""Descriptors that are left to the rest of the process, however many processes are followed."""
+"""Number of free descriptors that must remain for other uses when pidfds are opened."""
 _UNKNOWN = "?"
-"""Start time of a process that could not be looked at."""
+"""Start time of a process whose file in /proc could not be read."""
 _STARTS_PER_LOOK = 32
-"""Processes without a pidfd that are checked in one look. Each takes 10 us."""
+"""Number of processes without a pidfd that are checked at one look; each check takes 10 us."""
 _CHECK = 0.1
 """Seconds between two checks whether the host's kernel still reports events.
 
 Another listener can make it stop.
 """
 _MAX_LOOKS_WITHOUT_EVENT = 3
-"""Successive looks that find new pids without any event, after which events are considered to have ended.
+"""Number of successive looks with new pids but no event after which events are no longer relied on.
 
 Fewer looks prove nothing, since an event may still be on its way.
 """
 _BEGINS_WITHIN = 1.0
-"""Seconds within which the process of a newly allocated pid must appear in events or in /proc."""
+"""Maximum seconds from the allocation of a pid until its process appears in events or in /proc."""
 _PIDFD_THREAD = os.O_EXCL
-"""Flag of pidfd_open(2) for a thread that is no thread group leader; since Linux 6.9."""
+"""Flag of pidfd_open(2) that allows a thread which is not a thread group leader; since Linux 6.9."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Fork:
 
     pid: int
     parent: int | None
-    """Pid of the parent; None if the process had ended before it was looked at, or belongs to init now."""
+    """Pid of the parent; None if the process ended before its status was read, or is init's child now."""
     comm: str
     uid: int
     gid: int
@@ -64,7 +67,7 @@ class Fork:
 
 
 class ProcessWatch:
-    """Interface by which the process tracker learns of host processes.
+    """Interface that reports host processes to the process tracker.
 
     This base class reports no events; the Python API and tests use it. call(), next_fd() and program() take
     pids of the host and are called without the control lock, since they can take a tenth of a second. All
@@ -80,13 +83,13 @@ class ProcessWatch:
         return number
 
     def parent(self, number: int) -> int | None:  # noqa: ARG002
-        """Return the pid of the process that forked this one, if forks() does not report it; else None."""
+        """Return the guest's pid of a process's parent if forks() does not report the parent, else None."""
         return None
 
     def has_news(self) -> bool:
-        """Return True if forks() or exited() may report something.
+        """Return True if forks() or exited() may have new events.
 
-        comm() is up to date if the answer is False, or after forks() and exited() were called.
+        comm() is up to date if the result is False, or after calls of forks() and exited().
         """
         return False
 
@@ -98,7 +101,7 @@ class ProcessWatch:
         return []
 
     def exited(self) -> list[int]:
-        """Return the followed processes that have ended since the last call."""
+        """Return the pids of followed processes that have ended since the last call."""
         return []
 
     def comm(self, pid: int) -> str | None:  # noqa: ARG002
@@ -106,24 +109,28 @@ class ProcessWatch:
         return None
 
     def known_comm(self, pid: int) -> str | None:
-        """Return the name of the process, or None if only comm() can find it out. Lock: leaves.
+        """Return the known name of the process, or None if comm() must read it. Lock: leaves.
 
-        It is up to date if has_news(), called afterwards and without the lock as well, returns False.
+        The name is up to date if has_news(), called afterwards without the lock, returns False.
         """
         return self.comm(pid)
 
     def follow(self, pid: int) -> None:
-        """Let exited() report this process or thread when it has ended."""
+        """Follow a process or thread, so that exited() reports its end."""
 
     def has_ended(self, pid: int) -> bool:  # noqa: ARG002
-        """Return True if a followed process has ended, and exited() will not report it any more.
+        """Return True if a followed process has ended; exited() does not report its end afterwards.
 
-        exited() finds the ends of some processes late. A request of the pid then comes from another process.
+        exited() may report an end late. A request with the pid of an ended process comes from another
+        process.
         """
         return False
 
     def pinned_to(self, pid: int) -> int | None:  # noqa: ARG002
-        """Return the CPU that the process is pinned to; None if it may run on several or the host has one."""
+        """Return the CPU that the process is pinned to, or None if it may run on several CPUs.
+
+        If the host has only one CPU, return None.
+        """
         return None
 
     def call(self, pid: int, uid: int) -> ClientCall | None:  # noqa: ARG002
@@ -135,21 +142,21 @@ class ProcessWatch:
         return None
 
     def program(self, pid: int, comm: str) -> str | None:  # noqa: ARG002
-        """Return the path of the program that gave the process this name, or None if it is unknown."""
+        """Return the path of the program whose execve named the process `comm`, or None if it is unknown."""
         return None
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files that the watch has open."""
 
 
 class HostProcesses(ProcessWatch):
     """Watches the host's processes.
 
-    If the host's kernel reports events, a look without news costs one epoll call; else it reads /proc.
+    If the host's kernel reports events, a look without news costs one epoll call. Otherwise it reads /proc.
     """
 
     def __init__(self, *, sees_forks: bool = True) -> None:
-        """`sees_forks` is True if forks() will be called."""
+        """Start to watch. `sees_forks`: whether forks() will be called, so that forks must be recorded."""
         self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         self._seen = b""
         self._last_pid = self._read_last_pid()
@@ -161,7 +168,7 @@ class HostProcesses(ProcessWatch):
         self._pidfds: dict[int, int] = {}
         self._pid_of: dict[int, int] = {}
         self._starts: OrderedDict[int, str] = OrderedDict()
-        """Pid of a followed process without a pidfd -> its start time. Those checked last are at the end."""
+        """Pid of a followed process without a pidfd -> its start time, in the order of their last checks."""
         self._most_pidfds, self._most_comms = _descriptor_bounds()
         self._comms: OrderedDict[int, int] = OrderedDict()
         self._lost: list[int] = []
@@ -172,15 +179,15 @@ class HostProcesses(ProcessWatch):
             self._epoll.register(self._fork_events.fileno(), select.EPOLLIN)
         self._next_check = 0.0
         self._looks_without_event = 0
-        """Successive looks that found new pids without any event."""
+        """Number of successive looks that found new pids without any event."""
         self._names: dict[int, str] = {}
         """Pid of a followed process -> its name, until an event reports a change."""
         self._parents: dict[int, int] = {}
-        """Pid of a process that is still to be looked at -> its parent, as an event reported it."""
+        """Pid of a new process whose status must still be read -> its parent's pid, from an event."""
         self._beginning: dict[int, float] = {}
-        """New pid without an event or a process -> time until which its process may still appear."""
+        """New pid without an event or process -> monotonic time until which its process may still appear."""
         self._families = Families()
-        """Families of clients; used on hosts that report no forks."""
+        """Families of clients, from which parents are inferred on hosts that report no forks."""
         self._memory = ProcessMemory()
 
     def _read_last_pid(self) -> int:
@@ -209,7 +216,10 @@ class HostProcesses(ProcessWatch):
         return bool(named)
 
     def _check(self, *, had_events: bool) -> None:
-        """Decide after new pids were found whether events can be relied on, or each look must read /proc."""
+        """After a look that found new pids, decide whether events can be relied on or each look reads /proc.
+
+        `had_events`: events have arrived since the previous look.
+        """
         self._looks_without_event = 0 if had_events else self._looks_without_event + 1
         if self._looks_without_event >= _MAX_LOOKS_WITHOUT_EVENT:
             self._relies_on_events = False
@@ -238,7 +248,7 @@ class HostProcesses(ProcessWatch):
         return found
 
     def _related(self, pids: list[int]) -> list[int]:
-        """Return the pids without those whose parents, by the events, are neither followed nor related."""
+        """Return the pids whose parents are unknown, followed, or themselves in the result."""
         found: dict[int, None] = {}
         for pid in pids:
             parent = self._parents.get(pid)
@@ -247,7 +257,7 @@ class HostProcesses(ProcessWatch):
         return list(found)
 
     def _looked_at(self, pids: list[int]) -> list[Fork]:
-        """Return forks of the pids that are processes; keep a pid whose process may still appear."""
+        """Return a Fork for each pid that is a process; keep a pid whose process may still appear."""
         now = monotonic()
         before = self._beginning
         self._beginning = {}
@@ -264,10 +274,10 @@ class HostProcesses(ProcessWatch):
         return found
 
     def _forked_unseen(self, found: list[Fork], *, is_all: bool) -> list[Fork]:
-        """Return `found`, with the parent of an ended process if the families of clients reveal it.
+        """Return the forks in `found`, with the parent of an ended process if clients' families reveal it.
 
-        If exactly one process has ended unseen and exactly one client has waited for a new child, the client
-        is its parent. `is_all` is True if `found` has all processes that were forked since the last look.
+        If exactly one process has ended unseen and exactly one client has waited for a new child, that client
+        is the parent. `is_all`: `found` has all processes that were forked since the last look.
         """
         waited = self._families.who_waited()
         gone = [fork for fork in found if not fork.alive and fork.parent is None]
@@ -305,7 +315,7 @@ class HostProcesses(ProcessWatch):
         return pid in self._pidfds or pid in self._starts
 
     def _follow_by_pidfd(self, pid: int) -> bool:
-        """Return False if there is no descriptor for the process, or if it has ended."""
+        """Follow a process by a pidfd; return False if no pidfd can be opened or the process has ended."""
         if len(self._pidfds) >= self._most_pidfds:
             return False
         try:
@@ -341,7 +351,7 @@ class HostProcesses(ProcessWatch):
         return True
 
     def _runs_on(self, pid: int) -> bool:
-        """Return True unless a process without a pidfd has certainly ended."""
+        """Return False if a process without a pidfd has certainly ended, else True."""
         before = self._starts[pid]
         now = _start_time(pid)
         if now is None:
@@ -365,7 +375,7 @@ class HostProcesses(ProcessWatch):
     def comm(self, pid: int) -> str | None:
         """Return the current name of the process, or None if it has ended.
 
-        With one open file for each process, a look takes 1 us.
+        The file /proc/PID/comm of each process stays open, so a read takes 1 us.
         """
         name = self._names.get(pid)
         if name is not None:
@@ -409,9 +419,9 @@ class HostProcesses(ProcessWatch):
         return min(allowed) if len(allowed) == 1 < self._cpus else None
 
     def call(self, pid: int, uid: int) -> ClientCall | None:
-        """Return client_call() for processes of root and of this process's user, and None for others.
+        """Return client_call() for processes of root and of this process's user; None for other processes.
 
-        Another user could let each read of memory take its full time.
+        A process of another user could delay each read of its memory up to the timeout.
         """
         return client_call(pid, self._memory) if uid in (0, self._uid) else None
 
@@ -435,7 +445,7 @@ class HostProcesses(ProcessWatch):
 
 
 def _descriptor_bounds() -> tuple[int, int]:
-    """Return the most pidfds and the most open files /proc/PID/comm, by the limit of open files."""
+    """Return the maximum numbers of pidfds and of open files /proc/PID/comm, by the limit of open files."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return _PIDFDS, _OPEN_COMMS
@@ -447,7 +457,7 @@ def _descriptor_bounds() -> tuple[int, int]:
 def _start_time(pid: int) -> str | None:
     """Return the start time of a process or thread in clock ticks since the boot, or None if it has ended.
 
-    Return _UNKNOWN if the host has no descriptor or memory for the look.
+    Return _UNKNOWN if the file can't be read for lack of a descriptor or of memory.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -467,13 +477,13 @@ def _fork_events() -> ForkEvents | None:
 
 
 def parent_of(pid: int) -> int | None:
-    """Return the parent of a host process, or of the process that a thread belongs to."""
+    """Return the pid of the parent of a process, or of a thread's process; None if /proc is unreadable."""
     claimed = fields(read(f"/proc/{pid}/status") or "").get("PPid")
     return None if claimed is None else int(claimed)
 
 
 def _pids_between(before: int, last: int, pid_max: int) -> Iterator[int]:
-    """Return the pids after `before` up to `last`; the counter may have wrapped at `pid_max`."""
+    """Return the pids after `before` up to `last`; the kernel's pid counter may have wrapped at `pid_max`."""
     if last >= before:
         return iter(range(before + 1, last + 1))
     return iter([*range(before + 1, pid_max), *range(300, last + 1)])

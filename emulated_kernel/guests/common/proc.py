@@ -1,4 +1,4 @@
-"""Reading the host's /proc, whose processes may end at any time."""
+"""Reads the host's /proc, whose processes may end at any time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def read(path: str) -> str | None:
 def fields(status: str) -> dict[str, str]:
     """Return the lines of a /proc/PID/status as field -> value.
 
-    The process's name comes first, so a field that the name imitates is overwritten by the real one.
+    The process's name comes first, so a field that the name imitates is overwritten by the real field.
     """
     return dict(line.split(":\t", 1) for line in status.split("\n") if ":\t" in line)
 
 
 def is_dying(thread: int) -> bool:
-    """Return True if SIGKILL is pending for a host thread: it waits only for its request to end."""
+    """Return True if SIGKILL is pending for a host thread, which then waits only for its request to end."""
     pending = fields(read(f"/proc/{thread}/status") or "").get("SigPnd", "0")
     return bool(int(pending, 16) >> signal.SIGKILL - 1 & 1)

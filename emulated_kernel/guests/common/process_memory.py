@@ -1,4 +1,4 @@
-"""Memory of other processes, read by helper processes: a read of /proc/PID/mem can take for ever.
+"""Reads the memory of other processes through helper processes, because such a read can take for ever.
 
 A page of another process can belong to a file of a hung file system, or to a file of the reader's own mount.
 Then the reader sleeps in the host's kernel, and not even SIGKILL ends it.
@@ -19,13 +19,13 @@ from time import monotonic
 log = logging.getLogger("kprobefs.clients")
 
 TIMEOUT = 0.1
-"""Seconds after which a read is given up."""
+"""Seconds after which a read by a helper is given up."""
 MOST_ABANDONED = 8
-"""Abandoned helpers that may still sleep in a read. With that many, all reads fail at once."""
+"""Maximum number of abandoned helpers that may still sleep in a read. At the maximum, all reads fail."""
 IDLE = 3
-"""Idle helpers that are kept: as many as threads that usually take requests."""
+"""Maximum number of idle helpers that are kept: as many as threads that usually take requests."""
 STARTS_WITHIN = 5.0
-"""Seconds that a new helper may take until it is ready."""
+"""Maximum seconds that a new helper may take until it is ready."""
 
 _PIECE = struct.Struct("=qq")
 _SIZE = struct.Struct("=q")
@@ -82,9 +82,9 @@ while True:
     while answer:
         answer = answer[os.write(1, answer):]
 """
-"""Program of a helper: it answers requests (path, pieces) with the pieces' data until its input ends.
+"""Program of a helper, which answers requests (path, pieces) with the pieces' data until its input ends.
 
-It is text, so that a daemon whose package was upgraded meanwhile still starts the helper that fits it.
+It is text, so that a daemon whose package was upgraded meanwhile still starts its own version.
 """
 
 
@@ -93,10 +93,10 @@ class _GivenUpError(Exception):
 
 
 class _Helper:
-    """One helper process. It has none of this process's descriptors: a sleeping one keeps no mount alive."""
+    """One helper process. It inherits no descriptors, so that a sleeping helper keeps no mount alive."""
 
     def __init__(self) -> None:
-        """Start the process. Raises: OSError, _GivenUpError."""
+        """Start the process and wait until it is ready. Raises: OSError, _GivenUpError."""
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _HELPER],
             bufsize=0,
@@ -115,7 +115,10 @@ class _Helper:
             raise
 
     def read(self, path: str, pieces: Sequence[tuple[int, int]]) -> list[bytes] | None:
-        """Return the data of the pieces, or None if they are unreadable. Raises: OSError, _GivenUpError."""
+        """Return the data of the pieces of a file, or None if it is unreadable.
+
+        Raises: OSError, _GivenUpError.
+        """
         assert self.process.stdin is not None
         name = os.fsencode(path)
         request = [_SIZE.pack(len(name)), name, _SIZE.pack(len(pieces))]
@@ -152,7 +155,7 @@ class _Helper:
         return data
 
     def end(self) -> None:
-        """Close the channels and kill the process, which may end much later."""
+        """Close the pipes and kill the process, which may end much later."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
@@ -167,15 +170,15 @@ class ProcessMemory:
         self._lock = threading.Lock()
         self._idle: list[_Helper] = []
         self._abandoned: dict[subprocess.Popen[bytes], str] = {}
-        """Helper that was given up -> the file that it reads."""
+        """Helper that was given up -> path of the file that it reads."""
         self.failures = 0
-        """Reads that were given up, or not tried because MOST_ABANDONED helpers sleep or none could start."""
+        """Number of failed reads: given up, or not tried for lack of a helper."""
 
     def read(self, path: str, pieces: Sequence[tuple[int, int]]) -> list[bytes] | None:
         """Return the data of the pieces (offset, size) of a file, or None if the file is unreadable.
 
         A negative size means a C string of at most that many bytes, without its NUL.
-        Hazard: it can take TIMEOUT, so no caller may hold the control lock.
+        Hazard: a read can take TIMEOUT, so no caller may hold the control lock.
         Raises: TimeoutError (the read was given up or not tried; `failures` counts it).
         """
         helper = None
@@ -189,7 +192,10 @@ class ProcessMemory:
         return found
 
     def _take(self, path: str) -> _Helper:
-        """Return a free helper. Raises: OSError, _GivenUpError (the file, or too many, do not answer)."""
+        """Return an idle or new helper for a file.
+
+        Raises: OSError, _GivenUpError (a helper sleeps in a read of this file, or too many helpers sleep).
+        """
         with self._lock:
             self._abandoned = {
                 process: read for process, read in self._abandoned.items() if process.poll() is None
@@ -220,7 +226,7 @@ class ProcessMemory:
             log.warning("memory of processes: no answer to %d reads so far; the latest: %s", failures, path)
 
     def close(self) -> None:
-        """End the idle helpers."""
+        """End the idle helpers and wait for their processes."""
         with self._lock:
             idle = self._idle
             self._idle = []

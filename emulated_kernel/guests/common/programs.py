@@ -1,6 +1,7 @@
-"""Programs of host processes: the paths that the guest's execve() gets as arguments.
+"""Finds the paths of host processes' programs, which the guest's execve() gets as arguments.
 
-Nothing here may be called with the control lock: the memory of a process can keep its reader waiting.
+Functions of this module must not be called with the control lock held. A read of a process's memory can
+block.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _AUXV_MAX = 4096
 def program_of(pid: int, comm: str, memory: ProcessMemory | None) -> str | None:
     """Return the path of the program whose execve() gave the process the name `comm`.
 
-    `memory` reads the path that was passed to execve(). Without it, or if it gets no answer, the path is the
-    target of /proc/PID/exe. Return None if there is no such path, because the process set its own name or has
-    ended, or runs a script and its memory is unknown.
+    `memory` reads the path that was passed to execve(). Without `memory`, or if the read fails, the path is
+    the target of /proc/PID/exe. Return None if there is no such path, because the process set its own name or
+    has ended, or runs a script and its memory is unknown.
     """
     for path in (_passed(pid, memory) if memory is not None else None, _executed(pid)):
         if path is not None and _is_named(path, comm):
@@ -32,7 +33,7 @@ def program_of(pid: int, comm: str, memory: ProcessMemory | None) -> str | None:
 
 
 def _passed(pid: int, memory: ProcessMemory) -> str | None:
-    """Return the path that was passed to execve(), links unresolved: AT_EXECFN of the auxiliary vector."""
+    """Return the path that was passed to execve() (AT_EXECFN), or None if it can't be read."""
     with suppress(OSError):
         with open(f"/proc/{pid}/auxv", "rb") as file:
             data = file.read(_AUXV_MAX)
@@ -44,7 +45,7 @@ def _passed(pid: int, memory: ProcessMemory) -> str | None:
 
 
 def _executed(pid: int) -> str | None:
-    """Return the target of /proc/PID/exe."""
+    """Return the target of /proc/PID/exe, or None if it can't be read."""
     with suppress(OSError):
         return os.readlink(f"/proc/{pid}/exe")
     return None

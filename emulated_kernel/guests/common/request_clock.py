@@ -12,7 +12,7 @@ from emulated_kernel.util.abi import HZ
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1
-"""Shortest time in seconds between two requests that a virtual clock counts at its real length."""
+"""Minimum seconds between two requests from which a virtual clock counts the pause at its real length."""
 
 
 class RequestClock:
@@ -37,7 +37,7 @@ class RequestClock:
     def count_request(self, *, by_program: bool = False) -> None:
         """Count a request of a host process.
 
-        `by_program`: the request comes from the Python API; pauses before such requests do not count.
+        `by_program`: the request comes from the Python API; a pause before it does not count.
         """
         self._extra += self._clock.is_virtual
         if by_program:
@@ -50,7 +50,7 @@ class RequestClock:
 
 
 class RequestObserver(TaskObserver):
-    """Counts every request for the clock when it begins, and does the delayed work that is due."""
+    """Counts each request for the clock when the request begins, and does the delayed work that is due."""
 
     def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:
         self._clock = clock
@@ -58,7 +58,10 @@ class RequestObserver(TaskObserver):
         self._delayed = [kprobes.garbage.work, *([] if optimizer is None else [optimizer.work])]
 
     def request_begins(self, *, by_program: bool = False) -> None:
-        """Count a request and do the work that is due; `by_program`: it comes from the Python API."""
+        """Count a request and do the work that is due.
+
+        `by_program`: the request comes from the Python API.
+        """
         self._clock.count_request(by_program=by_program)
         for work in self._delayed:
             if work.due is not None:

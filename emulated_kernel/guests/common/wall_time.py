@@ -8,26 +8,26 @@ from collections.abc import Callable
 from time import time_ns
 
 GRANULARITY_NS = 1_000_000
-"""Limit in nanoseconds of the difference by which a file's time may be earlier than the wall clock."""
+"""Maximum nanoseconds by which a file's time may be earlier than the wall clock."""
 MAX_MOMENTS = 1 << 16
-"""Maximum number of moments that are remembered; if there are more, every other one is forgotten."""
+"""Maximum number of moments that are remembered. Beyond it, every other moment is forgotten."""
 EXPLICIT_NS = (1 << 33) * 1_000_000_000
-"""Nanoseconds added to times that a process sets, to distinguish them from times of the guest's clock."""
+"""Nanoseconds that are added to times which a process sets, so that they differ from the clock's times."""
 _LATEST_CLOCK = EXPLICIT_NS // 2 - 1
-"""Latest time of the guest's clock in nanoseconds; later ones are treated as this one."""
+"""Latest time of the guest's clock in nanoseconds; later times are treated as this time."""
 LATEST_NS = ((1 << 63) - 1) * 1_000_000_000
-"""Latest time that the guest can store, in nanoseconds; it counts seconds in 64 bits."""
+"""Latest time that the guest can store, in nanoseconds; the guest counts seconds in 64 bits."""
 
 
 class WallTime:
-    """Remembers which wall time belongs to moments of the guest's time.
+    """Remembers the wall time of moments of the guest's time.
 
     Files show the wall time at which they were written. The guest itself never sees the wall clock, so it
     behaves the same in every run. Times that utimensat(2) sets are in a separate range and are kept exactly.
     """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
-        """`now_ns` returns the guest's time as its files get it.
+        """Remember the current moment. `now_ns` returns the guest's time, with which its files are stamped.
 
         This time never goes back, but in a guest whose memory is corrupted it can have any value.
         """
@@ -36,7 +36,7 @@ class WallTime:
         self._wall = array("q", [time_ns() - min(self._guest_ns(), _LATEST_CLOCK)])
 
     def remember(self) -> None:
-        """Remember the current moment. Call it before the guest does anything that it may timestamp."""
+        """Remember the current moment. Call this before the guest may give a file a timestamp."""
         wall = time_ns()
         guest = min(self._guest_ns(), _LATEST_CLOCK)
         # The guest's time may run faster than the wall clock. Files of a later moment must not look older.
@@ -59,7 +59,7 @@ class WallTime:
 
     @staticmethod
     def to_guest(wall_ns: int) -> int:
-        """Return the guest's file time for a time that a process sets, limited to what the guest can store.
+        """Return the guest's file time for a time that a process sets, limited to times the guest can store.
 
         Mirrors: fs/inode.c:timestamp_truncate (v6.1)
         """

@@ -28,15 +28,17 @@ _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc"
 log = logging.getLogger("kprobefs.linux")
 
 _SETTLING = 3_000_000
-"""Microseconds of guest time that a booted kernel idles before it is saved."""
+"""Microseconds of guest time for which a booted kernel idles before it is saved."""
 _BOOT_BUDGET = 120.0
-"""Seconds that the longest run of a boot may take."""
+"""Maximum seconds that one run during a boot may take."""
 
 
 def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) -> None:
-    """Boot the kernel of a file, or the running kernel if `source` is `host`, unless its snapshot exists.
+    """Boot a kernel and save its snapshot, unless the snapshot exists.
 
-    `progress` is called with the number of steps that are done and the number of all steps.
+    `source`: the kernel's file, or `host` for the host's running kernel.
+
+    `progress` is called with the number of completed steps and the number of all steps.
     Raises: KernelError ENOEXEC (the kernel cannot be run), EIO (the emulator cannot run it), OSError.
     """
     path = kernel_file(source)
@@ -47,7 +49,7 @@ def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) 
 
 
 def started(source: str, seed: int) -> LinuxTasks:
-    """Return the tasks of a kernel, from its snapshot or booted. Raises: as ensure_cached()."""
+    """Start a kernel from its snapshot, or boot it, and return its tasks. Raises: as ensure_cached()."""
     path = kernel_file(source)
     place = snapshot.place(path, seed)
     found = _cached(place, with_parts=False)
@@ -55,7 +57,7 @@ def started(source: str, seed: int) -> LinuxTasks:
 
 
 def started_with_kernel(source: str, seed: int) -> tuple[LinuxTasks, LinuxKernel]:
-    """Return the tasks of a kernel and the kernel's tables, whose text is that of the booted kernel.
+    """Start a kernel, and return its tasks and tables. The tables have the text of the booted kernel.
 
     Raises: as ensure_cached().
     """
@@ -104,7 +106,7 @@ def _boot_and_save(
 
 
 def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
-    """Return the kernel with the text that it has patched at boot."""
+    """Return a copy of the kernel with the text in memory, which it has patched at boot."""
     start, end = kernel.text
     running = copy(kernel)
     machine = tasks.machine

@@ -15,7 +15,7 @@ _BASE = 0x400000
 STUB = _BASE + 0x1000
 SYSCALL = STUB + 1
 TOUCH = STUB + 5
-"""Address of code that stores al to rdi, and then to the following pages; ecx has the number of pages."""
+"""Address of code that stores al to the page at rdi and to the following pages; ecx: number of pages."""
 TWO_CALLS = STUB + 20
 """Address of code that makes two system calls. The second one has number rbp and first argument rbx."""
 STUB_LISTING = """
@@ -34,7 +34,7 @@ STUB_LISTING = """
 """
 CODE = machine_code(STUB_LISTING)
 BUFFER = 0x600000
-"""Address of each client's own memory for paths and for data that is read and written."""
+"""Virtual address of each task's own buffer for paths and for data that is read and written."""
 BUFFER_SIZE = 1 << 20
 DEBUGFS = "/debug"
 """Mount point of debugfs in the guest."""
@@ -46,13 +46,13 @@ PROC = "/proc"
 """Mount point of procfs in the guest."""
 DEVICES = "/dev"
 _PROGRAMS = "/bin"
-"""Directory of the shell. Uprobes need a file, and init is the only program."""
+"""Directory with a link to init named sh, since uprobes need a program file and init is the only one."""
 _DIRECTORIES = DEBUGFS, TRACEFS, TMPFS, PROC, DEVICES, _PROGRAMS
 PROGRAM = b"/init"
 BOOTED = 0x6592A940
-"""Seconds since 1970 at which the files were made and the machine boots, by its clock.
+"""Time in seconds since 1970 at which the files were made and the machine boots, by the machine's clock.
 
-It is 1 January 2024, noon.
+The time is 1 January 2024, noon.
 """
 _NULL = 1, 3
 ROOTS = {DEBUGFS: 0, TRACEFS: 1, TMPFS: 2}
@@ -69,7 +69,7 @@ _READ_WRITE = 6
 
 
 class CpioFile(NamedTuple):
-    """A file in an initramfs."""
+    """A file in an initramfs. `device`: major and minor number of a device node."""
 
     name: str
     mode: int
@@ -78,7 +78,7 @@ class CpioFile(NamedTuple):
 
 
 def init_program() -> bytes:
-    """Return an ELF file of two segments: the stub and the buffer."""
+    """Return init's program: an ELF file with two segments, the stub and the buffer."""
     sizes = _HEADER_SIZE, _PROGRAM_SIZE, 2, 0, 0, 0
     identity = struct.pack("<4sBBB9x", b"\x7fELF", _CLASS64, _LITTLE, 1)
     header = identity + struct.pack(
@@ -91,7 +91,7 @@ def init_program() -> bytes:
 
 
 def initramfs() -> bytes:
-    """Return an archive of init (also as /bin/sh), a null device and mount points; it is always the same."""
+    """Return the archive: init (also as /bin/sh), a null device and mount points. Its bytes never vary."""
     directories = [CpioFile(name[1:], stat.S_IFDIR | 0o755) for name in _DIRECTORIES]
     null = CpioFile(f"{DEVICES[1:]}/null", stat.S_IFCHR | 0o666, device=_NULL)
     shell = CpioFile(f"{_PROGRAMS[1:]}/sh", stat.S_IFLNK | 0o777, PROGRAM)
@@ -101,7 +101,7 @@ def initramfs() -> bytes:
 
 
 def _cpio(files: list[CpioFile]) -> bytes:
-    """Write an archive in the format "newc".
+    """Return a cpio archive of files in the format "newc".
 
     Source: Documentation/driver-api/early-userspace/buffer-format.rst.
     """

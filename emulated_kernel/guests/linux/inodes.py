@@ -16,20 +16,20 @@ _FORMS = {
 }  # fmt: skip
 """Members of an inode -> struct format of the member."""
 _KEPT = 500
-"""Limit of inodes whose decoded attributes are cached by the inode's bytes."""
+"""Maximum number of inodes whose decoded attributes are cached, by the bytes of the inode."""
 _DEVICE = "super_block.s_dev"
 _TIMES = "atime", "mtime", "ctime"
 _UNITS = {
     "seconds": ("i_{}_sec", "__i_{}.tv_sec", "i_{}.tv_sec"),
     "nanoseconds": ("i_{}_nsec", "__i_{}.tv_nsec", "i_{}.tv_nsec"),
 }
-"""Unit -> names of an inode's times: since Linux 6.11, since 6.6, and before."""
+"""Unit of a time -> names of the inode's members: since Linux 6.11, since 6.6, and before."""
 _NANOSECONDS = (1 << 30) - 1
-"""Bits of the nanoseconds. The kernel may keep a flag in the bits above."""
+"""Mask of the nanoseconds in a member. The kernel may keep a flag in the higher bits."""
 
 
 def inode_offsets(btf: Btf) -> dict[str, int]:
-    """Return path -> offset for Inodes, such as "inode.i_mode" and "inode.atime.seconds".
+    """Return path of a member -> offset, for Inodes. Paths are "inode.i_mode" or "inode.atime.seconds".
 
     Raises: KernelError ENOENT (a member is missing).
     """
@@ -43,7 +43,7 @@ def inode_offsets(btf: Btf) -> dict[str, int]:
 
 
 class Inodes:
-    """Reads inodes by their addresses."""
+    """Reads the attributes of inodes at given addresses."""
 
     def __init__(self, offsets: Mapping[str, int], read: Callable[[int, int], bytes]) -> None:
         """Keep the offsets, which inode_offsets() returned.
@@ -87,7 +87,7 @@ class Inodes:
 
 
 def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int, ...]]]:
-    """Return a Struct for some members of a structure, and a function that reorders what it unpacks.
+    """Return a Struct for some members of a structure, and a function that reorders the unpacked values.
 
     `members`: offset -> struct format. The function returns the values in the order of this mapping.
     """
@@ -101,5 +101,5 @@ def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[i
 
 
 def shown_ino(ino: int, device: int) -> int:
-    """Combine the inode and device numbers, because the file systems look like one from outside."""
+    """Return one inode number for the inode and device numbers, because a mount is one file system."""
     return ino << 8 | device & 0xFF

@@ -1,4 +1,4 @@
-"""KernelOffsets: the addresses and offsets of a kernel that the host needs, from its symbols and BTF."""
+"""KernelOffsets: the addresses and offsets of a kernel that the host needs, read from symbols and BTF."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SYMBOLS = (
 )  # fmt: skip
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
-"""If one of these is set, reading a free page returns the pattern that was written when it was freed."""
+"""Symbols of switches. If one is set, a free page must keep the pattern that was written at its free."""
 _OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
 _MEMBERS = (
     "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.__state", "task_struct.comm",
@@ -38,11 +38,11 @@ _OF_FREE_PAGES = (
 )  # fmt: skip
 _SIZES = "page", "zone", "free_area"
 TIMEKEEPER = "tk_core"
-"""Symbol of the kernel's time."""
+"""Symbol of the kernel's timekeeper."""
 COARSE_CLOCKS = ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
-"""Functions from which timestamps of files come; the second exists since Linux 6.13."""
+"""Functions that return the timestamps of files; the second exists since Linux 6.13."""
 TIME_READ = "read_tsc"
-"""Function that reads the clock source which the host supports."""
+"""Function that reads the clock source `tsc`, the only one that the host supports."""
 _OF_TIME = (
     *(f"timekeeper.tkr_mono.{name}" for name in (
         "clock", "mask", "cycle_last", "mult", "shift", "xtime_nsec", "base", "base_real",
@@ -50,53 +50,56 @@ _OF_TIME = (
     "timekeeper.xtime_sec", "clocksource.read",
 )  # fmt: skip
 _TIMEKEEPER_AT = "tk_data.timekeeper"
-"""Path of the timekeeper since Linux 6.13."""
+"""Path of the timekeeper in the variable tk_core since Linux 6.13."""
 _COARSE = "timekeeper.coarse_nsec"
-"""Path of the coarse time since Linux 6.15."""
+"""Path of the member with the coarse time since Linux 6.15."""
 JIFFIES = "jiffies_64"
 """Symbol of the number of ticks since the boot."""
 TICK_NSEC = "tick_nsec"
-"""Symbol of the length of a tick."""
+"""Symbol of the length of a tick in nanoseconds."""
 TICK_TIMES = "last_jiffies_update", "tick_next_period"
-"""Symbols of the times of the last tick that was counted and of the next tick."""
+"""Symbols of the time of the last counted tick and of the time of the next tick."""
 TIMER_BASES = "timer_bases"
-"""Symbol of the CPU's timer wheels, and key of the size of a wheel."""
+"""Symbol of the CPU's timer wheels, and key of the size of a wheel in KernelOffsets.offsets."""
 PUNCTUAL = "timer_bases[]"
-"""Key of the number of wheels whose timers wake an idle CPU; they precede the wheel of deferrable timers."""
+"""Key of the number of wheels whose timers wake an idle CPU.
+
+These wheels precede the wheel of deferrable timers.
+"""
 _MIGRATING = "tmigr_cpu"
-"""Structure of kernels that have two punctual wheels (since Linux 6.9)."""
+"""Structure that exists in kernels with two wheels whose timers wake an idle CPU (since Linux 6.9)."""
 RUN_QUEUES = "runqueues"
 """Symbol of the CPU's run queue."""
 _OF_TICKS = JIFFIES, TICK_NSEC, *TICK_TIMES, TIMER_BASES, RUN_QUEUES
 _OF_TIMERS = "timer_base.next_expiry", "rq.nr_running"
 _BEHIND_COUNT = 8
-"""Offset of the timekeeper before Linux 6.13: a sequence count and a lock without a size precede it."""
+"""Offset of the timekeeper in tk_core before Linux 6.13, after a sequence count and an empty lock."""
 ORDERS = "zone.free_area[]"
-"""Key of the number of a zone's free areas."""
+"""Key of the number of free areas of a zone in KernelOffsets.offsets."""
 _DENTRY_FLAGS = {
     "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
     "DCACHE_MANAGE_TRANSIT": 1 << 18,
 }  # fmt: skip
-"""Flags of dentries that a file system checks at each lookup.
+"""Flag of dentries that only the kernel can look up -> value, for kernels that define the flags as macros.
 
-They are macros in older kernels, and an enum in newer ones.
+In newer kernels, the flags are an enum, whose values BTF gives.
 """
 
 
 @dataclass(frozen=True)
 class KernelOffsets:
-    """Addresses by symbol and offsets by path; `current_task` is an offset in the per-CPU area."""
+    """Addresses by symbol, and offsets by path of a member. `current_task`: offset in the per-CPU area."""
 
     release: str
     symbols: dict[str, int]
     offsets: dict[str, int]
     current_task: int
     asks: int
-    """Flags of dentries that a file system checks at each lookup."""
+    """Flags in d_flags of dentries that only the kernel can look up."""
 
 
 def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
-    """Return the offsets of a kernel.
+    """Return the addresses and offsets of a kernel, from its symbols and BTF.
 
     Raises: KernelError ENOEXEC (the kernel lacks one of them), ENODATA (it has no BTF).
     """
@@ -118,7 +121,10 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 
 
 def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check that a snapshot's facts are a release and numbers. Raises: KeyError, TypeError, ValueError."""
+    """Return a snapshot's offsets after checking that they are a release and numbers.
+
+    Raises: KeyError, TypeError, ValueError (they are not).
+    """
     numbers = [value for name, value in kept.items() if name != "release"]
     words = (word for each in numbers for word in (each.values() if isinstance(each, dict) else (each,)))
     if not isinstance(kept["release"], str) or not all(map(is_word, words)):
@@ -127,7 +133,7 @@ def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def dentry_slow_path_flags(btf: Btf) -> int:
-    """Return the flags, in one word, of dentries from which a lookup cannot be answered.
+    """Return the flags, as one mask, of dentries that only the kernel can look up.
 
     Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1)
     """
@@ -143,7 +149,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
 
 def _of_free_pages(btf: Btf) -> dict[str, int]:
-    """Return path -> offset and structure -> size; empty if the kernel has other structures."""
+    """Return offsets and sizes of the page allocator's structures; empty if the kernel has other ones."""
     try:
         found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
         return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}
@@ -154,7 +160,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_time(btf: Btf) -> dict[str, int]:
-    """Return path -> offset; empty if the kernel keeps its time in other structures."""
+    """Return offsets of the timekeeper's members; empty if the kernel keeps its time elsewhere."""
     found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
     if not found.keys() >= set(_OF_TIME):
         return {}
@@ -162,7 +168,7 @@ def _of_time(btf: Btf) -> dict[str, int]:
 
 
 def _of_timers(btf: Btf) -> dict[str, int]:
-    """Return the offsets, size and number of timer wheels; empty if the kernel has other wheels."""
+    """Return offsets in timer wheels, their size and number; empty if the kernel has other wheels."""
     if not all(btf.has(path) for path in _OF_TIMERS):
         return {}
     wheels = {TIMER_BASES: btf.size("timer_base"), PUNCTUAL: 2 if btf.has(_MIGRATING) else 1}

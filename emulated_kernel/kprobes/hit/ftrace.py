@@ -316,6 +316,13 @@ class FtraceSites:
         ops.codes = codes
         self._update([site for site in ops.sites if before.get(site) != codes.get(site)])
 
+    def set_assembly(self, ops: FtraceOps, owner: AssemblyOwner | None) -> None:
+        """Set the owner of the assembly handlers that run where Python handles a user's calls, or None."""
+        self._lock.assert_held()
+        if ops.assembly is not owner:
+            ops.assembly = owner
+            self._update(ops.sites)
+
     def _join(self, ops: FtraceOps, sites: Iterable[int]) -> None:
         if ops not in self._ops:
             self._ops.insert(0, ops)

@@ -257,7 +257,8 @@ class Fprobes:
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
         """Let assembly handlers run where Python handles calls, unless the fprobe is disabled."""
         moments = () if fp.is_disabled else handler_texts(fp)
-        registered.ops.assembly = registered if HandlerPoint.PRE in moments else None
+        assert self._kprobes.sites is not None
+        self._kprobes.sites.set_assembly(registered.ops, registered if HandlerPoint.PRE in moments else None)
         if fp.hook is not None:
             fp.hook.assembled = fp._assembled if HandlerPoint.RETURN in moments else None
 
@@ -283,7 +284,7 @@ class Fprobes:
             self._hooks.handler_changed(fp.hook)
         if fp._assembled is not None:
             self._attach_assembly(fp, registered)
-            self._set_code(registered, {})
+            self._kprobes.compiler.drop_asm_thunks(registered)
 
     def _set_code(self, registered: _FprobeOps, codes: Mapping[int, int]) -> None:
         assert self._kprobes.sites is not None

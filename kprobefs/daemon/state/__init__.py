@@ -1,1 +1,1 @@
-"""State that outlives a daemon: the --state directory."""
+"""State that outlives a daemon: definitions, counts and trace records in the --state directory."""

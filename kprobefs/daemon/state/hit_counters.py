@@ -1,4 +1,4 @@
-"""Hit and miss counts of probe events, which move from one kernel to the next."""
+"""Reads and sets the hit and miss counts of probe events, to move them from one kernel to the next."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 
 Counts = dict[str, list[list[int]]]
-"""group/name of an event -> hits and missed hits of each of its probes."""
+"""group/name of an event -> numbers of hits and missed hits, for each of its probes."""
 
 
 def counts(kernel: Kernel) -> Counts:
-    """Return the current counts."""
+    """Return the current counts of all probe events of a kernel."""
     return {
         f"{event.group}/{event.name}": [[probe.hits, probe.nmissed] for probe in event.probes]
         for event in _events(kernel)
@@ -20,9 +20,9 @@ def counts(kernel: Kernel) -> Counts:
 
 
 def set_counts(kernel: Kernel, known: Counts) -> None:
-    """Set the counts of probes. Skip an event that has another number of probes in `known`.
+    """Set the counts of a kernel's probes. Skip an event that has another number of probes in `known`.
 
-    Raises: TypeError, ValueError (`known` has no counts).
+    Raises: TypeError, ValueError (`known` does not contain counts).
     """
     for event in _events(kernel):
         found = known.get(f"{event.group}/{event.name}", [])

@@ -1,4 +1,4 @@
-"""A journal: a file of entries with lengths and checksums, whose writer may be killed at any time."""
+"""Reads and writes a journal: a file of entries with checksums, whose writer may be killed at any time."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import open_regular
 
 Entry = dict[str, Any]
-"""A JSON object. Its text has surrogates for bytes that are not UTF-8."""
+"""Entry of a journal: a JSON object. Its text has surrogates for bytes that are not UTF-8."""
 _FRAME = struct.Struct("<II")
-"""Header of an entry: its bytes, and their CRC-32."""
+"""Layout of the header of an entry: size of its text in bytes, and CRC-32 of the text."""
 _SIZE_LIMIT = 1 << 26
-"""Bytes of the longest entry."""
+"""Maximum size of an entry in bytes."""
 
 
 @dataclass(frozen=True)
 class JournalText:
-    """The readable entries of a journal."""
+    """Content of a journal: the readable entries, and the size of the rest."""
 
     entries: list[Entry]
     lost: int
-    """Bytes after the entries that cannot be read."""
+    """Number of bytes after `entries` that cannot be read."""
 
 
 def read(path: Path) -> JournalText:
-    """Return all entries up to the first damaged one. Raises: OSError."""
+    """Return all entries of a journal up to the first damaged entry. Raises: OSError."""
     entries: list[Entry] = []
     read = 0
     with open_regular(path) as file:
@@ -60,17 +60,17 @@ def _entry(file: BinaryIO) -> Entry | None:
 
 
 class Journal:
-    """A journal that is written. It replaces the file of its name when it has its first entries."""
+    """A journal to write. It replaces the file at its path when it has its first entries."""
 
     def __init__(self, path: Path, entries: Iterable[Entry]) -> None:
-        """Write a new journal. Raises: OSError (the file of that name is unchanged)."""
+        """Write a new journal with `entries`. Raises: OSError (the file at `path` is unchanged)."""
         new = path.with_name(f"{path.name}.new")
         with suppress(FileNotFoundError):
             new.unlink()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.fdopen(os.open(new, flags, 0o600), "wb", buffering=0)
         self.size = 0
-        """Bytes of all entries."""
+        """Size of all entries in bytes, with their headers."""
         try:
             for entry in entries:
                 self.append(entry)
@@ -83,7 +83,7 @@ class Journal:
             raise
 
     def append(self, entry: Entry) -> None:
-        """Append an entry, which readers of the file see at once. Raises: OSError (nothing was appended)."""
+        """Append an entry, which later readers of the file see. Raises: OSError (nothing was appended)."""
         text = json.dumps(entry, separators=(",", ":")).encode()
         if len(text) > _SIZE_LIMIT:
             raise OSError(None, "an entry that is too long")
@@ -100,5 +100,5 @@ class Journal:
         self.size += len(data)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the journal's file."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""Trace records of an earlier daemon: read them from its file, and show them in instances."""
+"""Reads trace records of an earlier daemon from its file, and shows them in instances."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 LAST = "last"
-"""Instance with the records of the top directory. Records of instance NAME are in `last.NAME`."""
+"""Name of the instance with the earlier records of the top directory.
+
+The earlier records of an instance NAME are in the instance `last.NAME`.
+"""
 NAME_MAX = 255
-"""Bytes of the longest file name. Mirrors: include/uapi/linux/limits.h (v6.1)"""
+"""Maximum length of a file name in bytes. Mirrors: include/uapi/linux/limits.h (v6.1)"""
 
 
 def is_last(instance: str) -> bool:
-    """Return True if an instance shows the records of an earlier daemon."""
+    """Return True if the instance with this name shows the records of an earlier daemon."""
     return instance == LAST or instance.startswith(f"{LAST}.")
 
 
 def last_names(instances: Iterable[str]) -> dict[str, str]:
-    """Return instance -> name of the instance that shows its records. Too long names are shortened."""
+    """Return name of an instance -> name of the instance that shows its records, shortened if too long."""
     found: dict[str, str] = {}
     # Long names come last, so that the short ones keep the form that they always have.
     for instance in sorted(instances, key=lambda name: len(os.fsencode(name))):
@@ -48,7 +51,7 @@ def last_names(instances: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Location of a trace array's buffers, and its clock."""
+    """Location of a trace array's buffers in the file of records, and the array's clock."""
 
     name: str
     """Name of the instance; "" for the top directory."""
@@ -60,7 +63,7 @@ class ArrayPlace:
 
 
 def array_places(kernel: Kernel) -> list[ArrayPlace]:
-    """Return the locations of all arrays, the top one first."""
+    """Return the locations of all trace arrays, the top array first."""
     arrays = kernel.trace_arrays
     names = ["", *arrays.names()]
     return [
@@ -76,12 +79,12 @@ def _place(name: str, past: PreviousBootRecords, clock: str) -> ArrayPlace:
 
 @dataclass
 class LastRecords:
-    """The records of a file."""
+    """The trace records that were found in a file."""
 
     arrays: dict[str, tuple[ArrayPlace, PreviousBootRecords]]
-    """Instance that will show the records -> their former location, and the records."""
+    """Name of the instance that will show records -> their former location, and the records."""
     torn: int = 0
-    """Records that were not written to their end."""
+    """Number of records that were reserved but not finished."""
     damage: list[str] = field(default_factory=list)
     """Descriptions of the damaged buffers."""
 
@@ -92,9 +95,9 @@ class LastRecords:
 def read_records(
     file: BinaryIO, kernel: Kernel, places: Sequence[ArrayPlace], names_at: int
 ) -> tuple[LastRecords, SavedCmdlines]:
-    """Return the intact records and saved command names in a file of a kernel like this one.
+    """Return the intact records and saved command names in the file of an equal kernel.
 
-    Raises: OSError, ValueError (it is no such file).
+    Raises: OSError, ValueError (it is not a file of an equal kernel).
     """
     layout = kernel.machine.records.persistent_layout
     if os.fstat(file.fileno()).st_size != layout.size:
@@ -138,7 +141,7 @@ class _PersistentReader:
         return PreviousBootRecords(own, aside, place.has_snapshot, place.time_start)
 
     def _buffers(self, place: ArrayPlace, cpu: int, found: LastRecords) -> tuple[RingBuffer, RingBuffer]:
-        """Return a CPU's own buffer and the snapshot's, each empty if it is missing or damaged."""
+        """Return a CPU's buffer and its snapshot buffer; each is empty if it is missing or damaged."""
         own: list[RingBuffer] = []
         aside: list[RingBuffer] = []
         damage: list[str] = []
@@ -170,9 +173,9 @@ def _empty() -> RingBuffer:
 
 
 def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:
-    """Make the instances of `last`.
+    """Create the instances that show the records `last`.
 
-    Return instance -> why it could not be made. `last` no longer has these.
+    Return name of an instance -> reason why it could not be created. Remove these from `last`.
     """
     events = kernel.tracing.system.events
     # Entries of ftrace itself are printed without an event.
@@ -199,16 +202,16 @@ def _show(array: TraceArray, place: ArrayPlace, past: PreviousBootRecords) -> No
 
 
 def _instance(kernel: Kernel, name: str) -> Tracing:
-    """Return the instance, and make it if it is missing, regardless of the limit. Raises: KernelError."""
+    """Return an instance; create it if it is missing, even beyond the limit. Raises: KernelError."""
     return kernel.trace_arrays.find(name) or kernel.trace_arrays.make(name, is_limited=False)
 
 
 def show_empty(kernel: Kernel) -> None:
-    """Make the instance `last` without records, so that it always exists. Raises: KernelError."""
+    """Create the instance `last` without records, so that it always exists. Raises: KernelError."""
     _instance(kernel, LAST)
 
 
 def make_again(kernel: Kernel, former: Kernel) -> None:
-    """Make the `last` instances that a former kernel has, for its records. Raises: KernelError."""
+    """Create the `last` instances that the kernel `former` has, for its records. Raises: KernelError."""
     for name in filter(is_last, former.trace_arrays.names()):
         _instance(kernel, name)

@@ -1,4 +1,4 @@
-"""Replay of a journal: apply its entries to the files of another kernel."""
+"""Replay: applies the entries of a journal to the files of another kernel."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from kprobefs.definitions.tracefs_files import TreeFiles
 
 MODULES = "machine/modules"
 PLACE = "what was defined"
-"""Source of the journal's lines, as error messages name it."""
+"""Name of the source of the journal's lines in error messages."""
 
 
 class Replay:
-    """A replay. Its caller holds the control lock, or is the kernel's only user."""
+    """Replays a journal. The caller holds the control lock, or is the kernel's only user."""
 
     def __init__(self, tree: NodeTree, client: Client) -> None:
-        """Make a replay on `tree`, which has all files of the kernel."""
+        """Prepare a replay by `client` on `tree`, which has all files of the kernel."""
         self._tree = tree
         self._client = client
         self._opened: dict[int, OpenFile] = {}
-        """Former handle -> open file. Parts of a long write(2) have other entries in between."""
+        """Handle in the journal -> open file. Other entries may come between the parts of a long write(2)."""
 
     def run(self, entries: Iterable[Entry]) -> Iterator[str]:
-        """Apply all entries. Yield a message for each that succeeded formerly and fails here.
+        """Apply all entries; yield a message for each entry that succeeded formerly and fails now.
 
-        Raises: KeyError, TypeError, ValueError (this is no journal of kprobefs).
+        Raises: KeyError, TypeError, ValueError (the entries are not those of a journal of kprobefs).
         """
         for entry in entries:
             match entry:

@@ -1,6 +1,7 @@
-"""`--state DIR`: trace records and a journal of all definitions, which outlive the daemon.
+"""SavedState: saves trace records and a journal of all definitions in the directory of --state.
 
-DIR has `journal`, the file `records.N` that the journal names, and `aside.*`, the latest unusable files.
+The directory has `journal`, the file `records.N` that the journal names, and `aside.*`, the latest unusable
+files.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ log = logging.getLogger("kprobefs")
 
 VERSION = 1
 COUNTS_AGE = 1.0
-"""Seconds after which changed hit counts are in the journal."""
+"""Maximum seconds until changed hit counts are in the journal."""
 RETRY_PAUSE = 1.0
-"""Seconds at least between two failing attempts to write a new journal."""
+"""Minimum seconds between two failing attempts to write a new journal."""
 COMPACT_SIZE = 256 << 10
-"""Bytes of a journal after which a new one is written from the current definitions."""
+"""Size of a journal in bytes after which a new journal is written from the current definitions."""
 _UNKEPT_FILE = re.compile(
     r"tracing/(.*/)?(trace|trace_pipe|trace_pipe_raw|trace_marker|trace_marker_raw|error_log|free_buffer)$"
 )
@@ -57,11 +58,11 @@ _OF_LAST = re.compile(r"instances/last(\.[^/]*)?/")
 
 
 class DamagedState(Exception):
-    """A state that cannot be used, and why."""
+    """Raised if a saved state cannot be used; the message is the reason."""
 
 
 class _NewIds(EventWatcher):
-    """Events that were added since take() was last called."""
+    """Collects the events that were added since the last call of take()."""
 
     def __init__(self) -> None:
         self.events: list[TraceEvent] = []
@@ -73,20 +74,20 @@ class _NewIds(EventWatcher):
         del event
 
     def take(self) -> dict[str, list[str]]:
-        """Return id -> group and name of the new events, and forget these."""
+        """Return id -> group and name of the new events, and forget these events."""
         events = self.events
         self.events = []
         return {str(event.id): [event.group, event.name] for event in events}
 
 
 class SavedState(ChangeWatcher, TaskObserver):
-    """The state that a daemon restores and saves. A damaged state does not keep the daemon from serving.
+    """The state that a daemon restores and saves. A daemon with a damaged state still serves.
 
     Callers of all methods except the constructor hold the control lock, or are the kernel's only users.
     """
 
     def __init__(self, directory: StateDirectory, root: str) -> None:
-        """Make the state. `root` is the prefix of the mount's paths in the full layout."""
+        """Use the state in `directory`. `root`: prefix of the mount's paths in the full layout."""
         self._directory = directory
         self._root = root
         self._journal: Journal | None = None
@@ -103,12 +104,12 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._timer: threading.Timer | None = None
         self._base_size = 0
         self._failure = ""
-        """Why nothing is saved at the moment."""
+        """Reason why nothing is saved at present, or ""."""
         self._again_at = 0.0
         """Monotonic time of the next attempt to save."""
         self._found = "nothing"
         self._troubles: list[str] = []
-        """What could not be restored from an earlier daemon."""
+        """Messages about parts of an earlier daemon's state that could not be restored."""
 
     def text(self) -> Iterator[str]:
         """Yield the lines of machine/state."""
@@ -184,7 +185,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._found = f"{len(found)} records, {found.torn} torn"
 
     def refuse(self, reason: Exception) -> None:
-        """Set the earlier state aside, since it cannot be used."""
+        """Rename the files of the earlier state, because it cannot be used."""
         self._set_aside(str(reason), self._directory.journal, *self._directory.records())
 
     def _set_aside(self, why: str, *paths: Path) -> None:
@@ -289,7 +290,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         yield {"counts": self._counts}
 
     def _append(self, entry: Entry) -> None:
-        """Append a change to the journal, with the ids and buffers that it made."""
+        """Append a change to the journal, with the event ids and buffers that the change has created."""
         if self._journal is None:
             return
         if ids := self._new_ids.take():
@@ -327,12 +328,12 @@ class SavedState(ChangeWatcher, TaskObserver):
     # Changes
 
     def truncated(self, path: str) -> None:
-        """See ChangeWatcher."""
+        """Save that the file at `path` was opened with O_TRUNC; see ChangeWatcher."""
         if name := self._kept_file(path):
             self._append({"truncate": name})
 
     def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
-        """See ChangeWatcher."""
+        """Save the bytes that a write(2) took; see ChangeWatcher."""
         if name := self._kept_file(path):
             self._written.add(handle)
             entry = {"write": name, "handle": handle, "data": data.decode("latin-1"), "failed": failed}
@@ -340,29 +341,29 @@ class SavedState(ChangeWatcher, TaskObserver):
         self.call_ended()
 
     def released(self, handle: int) -> None:
-        """See ChangeWatcher."""
+        """Save that an open file with saved writes was closed; see ChangeWatcher."""
         if handle in self._written:
             self._written.remove(handle)
             self._append({"release": handle})
 
     def made(self, path: str) -> None:
-        """See ChangeWatcher."""
+        """Save that the directory `path` was created; see ChangeWatcher."""
         if name := self._kept(path):
             self._append({"mkdir": name})
 
     def removed(self, path: str) -> None:
-        """See ChangeWatcher."""
+        """Save that the directory `path` was removed; see ChangeWatcher."""
         if name := self._kept(path):
             self._append({"rmdir": name})
 
     def closed(self) -> None:
-        """See ChangeWatcher."""
+        """Save the hit counts for the last time, because the mount ends; see ChangeWatcher."""
         if self._timer is not None:
             self._timer.cancel()
         self._save_counts()
 
     def _kept(self, path: str) -> str:
-        """Return the path in the full layout, or "" if changes there are not saved."""
+        """Return the path of a file in the full layout, or "" if changes of the file are not saved."""
         name = f"{self._root}{path[1:]}".removeprefix(f"{self._root}{CONTROL}/")
         return name if _KEPT.match(name) and not _UNKEPT.match(name) else ""
 
@@ -391,7 +392,7 @@ class SavedState(ChangeWatcher, TaskObserver):
 
 
 def fingerprint(kernel: Kernel) -> str:
-    """Return the properties that two kernels must share for one to read the other's records."""
+    """Return text that is equal for two kernels if one can read the other's records."""
     config = kernel.config
     profile = kernel.kprobes.profile.name
     return f"{config.arch} {config.cpus} {profile} {__version__} {kernel.image.checksum:08x}"

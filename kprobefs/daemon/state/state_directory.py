@@ -1,4 +1,4 @@
-"""The state directory, which one daemon uses at a time, and the unusable files set aside in it."""
+"""StateDirectory: the files of a saved state, locked for one daemon, and unusable files set aside."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from kprobefs.common.errors import CliError
 
 LOCK_ATTEMPTS = 10
 LOCK_PAUSE = 0.05
-"""Seconds between two attempts. A killed daemon holds the lock until its memory is freed."""
+"""Seconds between two attempts to lock. A killed daemon holds the lock until its memory is freed."""
 DIGITS = 9
-"""Bytes of the file that counts restore attempts."""
+"""Maximum size in bytes of the file that counts restore attempts."""
 ATTEMPTS = 3
-"""Starts that may be killed while they restore a state. The next one does not restore it."""
+"""Maximum number of starts that are killed while they restore a state. The next start does not restore it."""
 TROUBLE = "trouble "
-"""Start of a line of machine/state that the mount command prints: a part could not be restored."""
+"""Start of a line of machine/state about a part that could not be restored; the mount command prints it."""
 UNKEPT = "kept no"
-"""Start of a line of machine/state that the mount command prints: nothing is saved."""
+"""Start of the line of machine/state that says why nothing is saved; the mount command prints it."""
 MAX_ASIDE = 10
-"""Names that are tried for a file that is set aside."""
+"""Maximum number of names that are tried for a file that is set aside."""
 _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 
 
 def pending_warnings(directory: str) -> list[str]:
-    """Return the warnings for the user who mounts: what could not be restored, and why nothing is saved."""
+    """Return warnings for the user of a new mount: parts that could not be restored, why nothing is saved."""
     from kprobefs.definitions.tracefs_files import control_root
 
     with suppress(OSError):
@@ -42,13 +42,13 @@ def pending_warnings(directory: str) -> list[str]:
 
 
 class RestoreAttempts:
-    """Count of the attempts to restore a state since the last successful one."""
+    """Counts the attempts to restore a state since the last successful attempt, in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def begin(self) -> bool:
-        """Count one more attempt. Return False if there were too many."""
+        """Count one more attempt. Return False if there were ATTEMPTS attempts already."""
         count = self._count()
         if count >= ATTEMPTS:
             return False
@@ -58,7 +58,7 @@ class RestoreAttempts:
         return True
 
     def _count(self) -> int:
-        """Return the number in the file. If the file has none, set it aside."""
+        """Return the number in the file; set the file aside if it does not contain a number."""
         try:
             text = read_regular(self._path, DIGITS, os.O_NOFOLLOW) or b"0"
             if text.isdigit():
@@ -71,16 +71,16 @@ class RestoreAttempts:
         return 0
 
     def end(self) -> None:
-        """Forget the attempts, since the state is restored."""
+        """Forget the attempts, because the state is restored."""
         with suppress(OSError):
             self._path.unlink()
 
 
 class StateDirectory:
-    """The files of a state, locked for this daemon."""
+    """The directory with the files of a saved state, locked for this daemon."""
 
     def __init__(self, directory: str) -> None:
-        """Make and lock the directory. Raises: CliError (that is impossible, or another daemon uses it)."""
+        """Create and lock the directory. Raises: CliError (impossible, or another daemon uses it)."""
         self.path = Path(directory)
         self.journal = self.path / "journal"
         self.attempts = RestoreAttempts(self.path / "attempts")
@@ -109,13 +109,13 @@ class StateDirectory:
         return False
 
     def records(self) -> list[Path]:
-        """Return all files of records. If the directory cannot be read, return none."""
+        """Return the paths of all files of records, or none if the directory cannot be read."""
         with suppress(OSError):
             return [path for path in self.path.iterdir() if _RECORDS.fullmatch(path.name)]
         return []
 
     def new_records(self) -> BinaryIO:
-        """Make another file of records, and open it. Raises: OSError."""
+        """Create another file of records, and open it. Raises: OSError."""
         names = {path.name for path in self.records()}
         path = self.path / next(name for number in count(1) if (name := f"records.{number}") not in names)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -123,7 +123,7 @@ class StateDirectory:
         return open(path, "r+b", buffering=0)
 
     def set_aside(self, *paths: Path) -> list[str]:
-        """Rename files that cannot be used, so that users can look at the latest of each kind.
+        """Rename files that cannot be used, so that users can inspect the latest file of each kind.
 
         Return the new names.
         """
@@ -143,7 +143,7 @@ class StateDirectory:
 
 
 def _set_aside(path: Path) -> str:
-    """Rename a file. Return its new name, or "" if it cannot be renamed."""
+    """Rename a file to set it aside. Return its new name, or "" if it cannot be renamed."""
     name = f"aside.{path.name.partition('.')[0]}"
     # rename(2) does not replace a directory by a file.
     for each in (name, *(f"{name}.{number}" for number in range(1, MAX_ASIDE))):

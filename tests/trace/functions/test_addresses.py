@@ -46,7 +46,7 @@ def test_each_address_has_a_symbol(kernel: Kernel, step: str) -> None:
     for address in found:
         start = starts[bisect_right(starts, address) - 1]
         assert address - start < 1 << 16
-        assert kernel.tracing.symbols.lookup(address) is not None
+        assert kernel.tracing.symbols.symbol_at(address) is not None
     assert re.search(r"(<-|=> |: )0x[0-9a-f]+", text) is None
     if step == "function_graph":
         assert "/* a marker" in text

@@ -1,4 +1,4 @@
-"""BuiltinCalls: clients' calls on control files, repeated by their tasks in kprobefs's own kernel.
+"""BuiltinCalls: lets clients' tasks repeat the calls on control files in kprobefs's own kernel.
 
 The guest opens, reads and writes a control file by its own system calls. The file operations of these calls
 return to the host, which has the file's content. While nothing in the guest's text is patched, no probe could
@@ -26,7 +26,10 @@ from emulated_kernel.vfs.core.open_file import OpenFile
 
 
 class BuiltinCalls(GuestCalls):
-    """See GuestCalls. `ClientCalls.task` and `ClientCalls.task_for_control` begin a request."""
+    """Implements GuestCalls for kprobefs's own kernel.
+
+    `ClientCalls.task` and `ClientCalls.task_for_control` begin a request.
+    """
 
     def __init__(self, guest: Guest, clients: ClientCalls) -> None:
         self._guest = guest
@@ -36,24 +39,27 @@ class BuiltinCalls(GuestCalls):
 
     @property
     def is_dead(self) -> bool:
-        """See GuestCalls."""
+        """Whether the guest can't run any more; see GuestCalls."""
         return self._runner.is_dead
 
     @property
     def sees_lookups(self) -> bool:
-        """See GuestCalls. The value is that of Guest.is_watched, computed here to save a call."""
+        """Whether looked_up() and on_file() have work to do at present; see GuestCalls.
+
+        The value is that of Guest.is_watched, computed here to save a call.
+        """
         return bool(self._patched) and not self._runner.is_dead
 
     def informed(self, client: Client) -> Client:
-        """See FileSystem."""
+        """Return the client with the facts about its process that a request needs; see FileSystem."""
         return self._clients.informed(client)
 
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
-        """See GuestCalls."""
+        """Repeat the client's call if it ends with the lookup of `path`; see GuestCalls."""
         self._clients.looked_up(client, path, found, self.on_file)
 
     def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
-        """See GuestCalls."""
+        """Repeat the client's call on a descriptor if the call is one of `names`; see GuestCalls."""
         call = facts_of(client).call
         if call is None or call.fd is None or call.name not in names:
             return
@@ -66,7 +72,10 @@ class BuiltinCalls(GuestCalls):
     def tell(
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
-        """See GuestCalls. The guest's call changes nothing in the guest."""
+        """Repeat the client's call on a path if the call is one of `names`; see GuestCalls.
+
+        The repeated call changes nothing in the guest.
+        """
         call = facts_of(client).call
         if call is None:
             return
@@ -78,13 +87,13 @@ class BuiltinCalls(GuestCalls):
                 self.on_file(client, path, None, by_fd)
 
     def chdir(self, client: Client, path: str) -> None:
-        """See GuestCalls."""
+        """Repeat the client's change of its working directory; see GuestCalls."""
         self._clients.chdir(client, path)
 
     # Open files
 
     def open(self, client: Client, file: ControlFile) -> None:
-        """See GuestCalls."""
+        """Open a control file on the host and, if probes could notice it, in the guest; see GuestCalls."""
         task = None if self._runner.is_dead else self._clients.task_for_control(client)
         if task is None or not self.sees_lookups:
             file.inner = self.fs.tree.open(file.path, file.flags, client)
@@ -92,7 +101,7 @@ class BuiltinCalls(GuestCalls):
             self._open_with(client, task, file)
 
     def _open_with(self, client: Client, task: GuestTask, file: ControlFile) -> None:
-        """Open the file by the guest's call and on the host."""
+        """Open the file by a call of the guest's task, during which the host opens it, too."""
         tree = self.fs.tree
         path = file.path
         flags = file.flags
@@ -120,9 +129,10 @@ class BuiltinCalls(GuestCalls):
         file.number = number
 
     def open_unseen(self, files: Collection[ControlFile]) -> None:
-        """See GuestCalls.
+        """Open `files` in the guest, because probes could notice its calls from now on; see GuestCalls.
 
-        If the guest has no room for a file, it does not open the file: the probe must be armed all the same.
+        If the guest has no room for a file, it does not open the file, because the probe must be armed
+        anyway.
         """
         if self._runner.is_dead or self._runner.is_busy:
             return
@@ -132,7 +142,10 @@ class BuiltinCalls(GuestCalls):
                     file.fd = self._guest.open_file(file.path, file.flags, file.inner.node.writer)
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
-        """See GuestCalls. If the guest has no room for the directory, clients can list it all the same."""
+        """Open a directory in the guest; see GuestCalls.
+
+        If the guest has no room for the directory, clients can list it nevertheless.
+        """
         if self._runner.is_dead:
             return
         task = self._clients.task_for_control(client)
@@ -145,11 +158,14 @@ class BuiltinCalls(GuestCalls):
             )
 
     def listed(self, client: Client, directory: ControlDirectory) -> None:
-        """See GuestCalls."""
+        """Repeat the client's getdents64(2); see GuestCalls."""
         self._clients.listed(client, directory.fd)
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """See GuestCalls. Raises: WouldBlock (the task sleeps in its call)."""
+        """Read from `file.inner`, by a call of the client's task if probes could notice it; see GuestCalls.
+
+        Raises: WouldBlock (the task sleeps in its call).
+        """
         inner = file.inner
         if file.fd is None or not self.sees_lookups:
             return inner.read_step(size, offset)
@@ -166,19 +182,22 @@ class BuiltinCalls(GuestCalls):
         return produce()
 
     def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
-        """See GuestCalls. Linux: splice(2) does not call vfs_read, so the guest has no part in this read."""
+        """Read a page from `file.inner`; see GuestCalls.
+
+        Linux: splice(2) does not call vfs_read, so the guest has no part in this read.
+        """
         del client
         return file.inner.read_page(size)
 
     def _number(self, client: Client, file: ControlFile) -> int | None:
-        """Return the number of the file's descriptor in the client that reads or writes it; None: unknown."""
+        """Return the number of the file's descriptor in the requesting client, or None if it is unknown."""
         call = facts_of(client).call
         return file.number if call is None or call.fd is None else call.fd
 
     def write(self, write: PendingWrite) -> int:
-        """See GuestCalls.
+        """Do one step of a client's write; see GuestCalls.
 
-        The first step decides for the whole write(2) whether the guest makes a call.
+        The first step of a write(2) decides whether the guest makes a call for all its steps.
         """
         if write.plan is None:
             write.plan = self._plan(write)
@@ -207,7 +226,7 @@ class BuiltinCalls(GuestCalls):
         return consume()
 
     def _enter(self, client: Client) -> None:
-        """Make the client's task the current one, if the guest can."""
+        """Make the client's task the guest's current one, if the guest can."""
         task = self._clients.task_for_control(client)
         try:
             if task is not None:
@@ -219,7 +238,8 @@ class BuiltinCalls(GuestCalls):
     def _in_guest(inner: OpenFile, consume: Callable[[], int]) -> Callable[[], int]:
         """Return the function that serves the guest's vfs_write.
 
-        If a write to the file runs guest code, that code can't run inside the call: defer the write.
+        If a write to the file runs guest code, the function defers the write, because the code can't run
+        inside the call.
         """
 
         def elsewhere() -> int:
@@ -228,13 +248,13 @@ class BuiltinCalls(GuestCalls):
         return elsewhere if inner.node.runs_guest else consume
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """See GuestCalls."""
+        """End the call in which the client's task waits for the file; see GuestCalls."""
         if file.fd is not None:
             with suppress(KernelError):
                 self._guest.give_up(self._guest.processes.known(client.pid), error)
 
     def release(self, file: ControlFile | ControlDirectory) -> None:
-        """See GuestCalls."""
+        """Close the guest's descriptor of the file; see GuestCalls."""
         if file.fd is not None and not self._runner.is_dead:
             with suppress(KernelError):
                 self._guest.close_file(file.fd, file.number)
@@ -244,7 +264,10 @@ class BuiltinCalls(GuestCalls):
     def change(
         self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
     ) -> None:
-        """See GuestCalls. The guest's system call returns to the host, which calls `act` then."""
+        """Create or remove a directory by `act`; see GuestCalls.
+
+        The guest's system call returns to the host, which calls `act` then.
+        """
         if not self.sees_lookups:
             act()
             return
@@ -269,6 +292,6 @@ class BuiltinCalls(GuestCalls):
         changed()
 
     def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
-        """See GuestCalls."""
+        """Set the size of a file by `act`; see GuestCalls."""
         self.tell(client, path, ("truncate",))
         act()

@@ -1,4 +1,4 @@
-"""ClientCalls: the system calls of clients, repeated by their tasks in the guest."""
+"""ClientCalls: lets clients' tasks repeat the system calls of the clients in the guest."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
 from emulated_kernel.vfs.core.client import Client, Stat
 
 OnFile = Callable[[Client, str, None, Collection[str]], object]
-"""Function that repeats a client's call on a descriptor of the open file with this path.
+"""Function (client, path, None, names) that repeats a client's call on a descriptor of the file `path`.
 
-It does so only if the call is one of the given names.
+It does so only if the call's name is one of `names`.
 """
 
 
@@ -36,7 +36,7 @@ def unless_deadlock(error: KernelError) -> None:
 
 
 class ClientCalls:
-    """Clients' tasks in the guest and the system calls that they repeat."""
+    """Finds clients' tasks in the guest and lets them repeat the clients' system calls."""
 
     def __init__(self, guest: Guest, lock: ControlLock) -> None:
         self._guest = guest
@@ -44,7 +44,10 @@ class ClientCalls:
         self._syscalls = guest.syscalls
 
     def informed(self, client: Client) -> Client:
-        """See FileSystem. While no probe could notice the client's call, nothing is read."""
+        """Return the client with the facts about its process that a request needs; see FileSystem.
+
+        While no probe could notice the client's call, nothing is read.
+        """
         guest = self._guest
         if not guest.is_watched or client.pid <= INIT_PID:
             return client
@@ -54,11 +57,11 @@ class ClientCalls:
         return client._replace(facts=processes.facts(client.pid, client.uid, unshown))
 
     def task(self, client: Client) -> GuestTask:
-        """Return the client's task. Raises: KernelError (the guest has no room for it, or is dead)."""
+        """Return the client's task. Raises: KernelError (the guest has no memory for it, or is dead)."""
         return self._guest.processes.task_of(client.pid, client.uid, client.gid, facts_of(client))
 
     def task_for_control(self, client: Client) -> GuestTask | None:
-        """Return the client's task; None if the guest is too broken to create one.
+        """Return the client's task, or None if the guest fails to create one.
 
         Raises: KernelError EDEADLK (see unless_deadlock).
         """
@@ -78,9 +81,10 @@ class ClientCalls:
         *,
         exists: bool = True,
     ) -> int:
-        """Make the client's own system call by its task and return the result.
+        """Let the client's task repeat the client's own system call, and return the result.
 
-        `walks`: the paths of the call, from the mount's root. `exists`: the last name exists on the host.
+        `walks`: the paths of the call, from the mount's root. `exists`: whether the last name exists on the
+        host. `hostfs` serves the control file that the call works on.
         Raises: KernelError (the errno of the guest's call).
         """
         task = self.task(client)
@@ -89,7 +93,10 @@ class ClientCalls:
         return self._syscalls.of_client(task, call, walks, lookup, hostfs)
 
     def on_descriptor(self, client: Client, call: ClientCall, fd: int) -> None:
-        """Make the client's own call on a descriptor, which is `fd` in the guest. Raises: as as_called()."""
+        """Let the client's task repeat its call on a descriptor, which is `fd` in the guest.
+
+        Raises: as as_called().
+        """
         task = self.task(client)
         with self._syscalls.numbered(task, call.fd, fd):
             self._syscalls.of_client(task, call)
@@ -97,9 +104,10 @@ class ClientCalls:
     def open(
         self, client: Client, task: GuestTask, path: str, flags: int, serve: HostfsHandler
     ) -> tuple[int, int | None]:
-        """Open a control file in the guest.
+        """Open a control file in the guest; `serve` is the host's part of the open.
 
-        Return the guest's descriptor and the process's number for it, or None if that is unknown.
+        Return the guest's descriptor, and the number of the descriptor in the process or None if it is
+        unknown.
         """
         call = facts_of(client).call
         if call is None or not call.opens_as(path, flags):

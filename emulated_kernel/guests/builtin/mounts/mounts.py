@@ -1,4 +1,4 @@
-"""Mounts: the mounts of one kernel. The guest opens their open files, too, before its text is patched."""
+"""Mounts: the mounts of one kernel. Before the guest's text is patched, the guest opens their open files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 
 GUESTS_OWN = ("/scratch", "/dev")
-"""Directories whose files are the guest's own."""
+"""Directories of the mount whose files live in the guest's own file systems."""
 LASTING = ("kprobes", "machine", "scratch", "tracing")
-"""Directories of the root that exist whichever kernel is booted."""
+"""Directories of the mount's root that a reboot keeps."""
 
 
 def mount_table(files: NodeTree, guest: Guest, lock: ControlLock) -> dict[str, FileSystem]:
@@ -55,12 +55,12 @@ class Mounts:
         return mount
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
-        """Take over a mount of the previous kernel: let it show `files`, which are this kernel's."""
+        """Take over a mount of the previous kernel: let the mount show `files`, the tree of this kernel."""
         self._lock.assert_held()
         mount.replace(mount_table(files, self._guest, self._lock))
         self._mounts[mount] = None
 
     def _open_in_guest(self) -> None:
-        """Open the open files of all mounts in the guest before its text changes."""
+        """Let the guest open the open files of all mounts, before its text changes."""
         for mount in self._mounts:
             mount.open_in_guest()

@@ -1,7 +1,7 @@
-"""Path walks: the paths in the mount that a client's call names, and calls that end during the walk.
+"""Path walks: maps the paths of a client's call to paths in the mount, and finds calls that end early.
 
-The host looks up each component of a path. Only if all lookups succeed, it makes a request for the call
-itself. Calls that end with a lookup have to be recognized by this lookup.
+The host looks up each component of a path. Only if all lookups succeed, the host requests the call
+itself. A call that ends with a lookup has to be recognized at its last lookup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AT_REMOVEDIR = 0x200
 
 
 def walk_of(text: str, path: str) -> tuple[str, bool] | None:
-    """Return where the client's path leads from the mount's root, and whether it ends at `path`.
+    """Return the client's path from the mount's root, and whether it ends at `path`.
 
     `text`: the path as the client passed it. `path`: the path in the mount that the host has looked up.
     Return None if the client's path does not lead through `path`.
@@ -37,7 +37,7 @@ def walk_of(text: str, path: str) -> tuple[str, bool] | None:
 
 
 def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[str] | None:
-    """Return where the paths of a call lead if the call ends with the lookup of `path`, else None.
+    """Return the paths of a call from the mount's root if the call ends with the lookup of `path`, else None.
 
     `found`: the attributes of the file at `path`; None if it does not exist. If the paths of the call are
     hidden, its end is unknown.
@@ -60,15 +60,18 @@ def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[st
 
 
 def _misses(call: ClientCall, is_last: bool) -> bool:
-    """Return True if the call fails because a name does not exist that the call does not create."""
+    """Return True if the call fails because the name that was looked up does not exist.
+
+    A call does not fail if it creates the name. `is_last`: the name is the last component of its path.
+    """
     makes = call.name in _MAKES or call.name in _RENAMES or bool(call.flags & os.O_CREAT)
     return not (is_last and makes)
 
 
 def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
-    """Return True if the call ends when the host knows the attributes of its last name.
+    """Return True if the call ends after the host has looked up its last name, with the result `found`.
 
-    `is_new`: it is the last path of the call, which is the new name if the call creates one.
+    `is_new`: the name belongs to the call's last path, which is the new name if the call creates one.
     """
     is_directory = stat.S_ISDIR(found.mode)
     if call.name in _LOOKS:
@@ -86,9 +89,9 @@ def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
 
 
 def _beside(text: str, walk: str, other: str) -> str:
-    """Return where another path of the call leads, assuming that it starts in the same directory.
+    """Return another path of the call from the mount's root, if both paths start in the same directory.
 
-    `text`: the path that was looked up, as the client passed it. `walk`: where it leads from the mount's
+    `text`: the path that was looked up, as the client passed it. `walk`: the same path from the mount's
     root. `other`: the other path of the call.
     """
     if text.startswith("/") and other.startswith("/") and text.endswith(walk):

@@ -1,4 +1,4 @@
-"""ScratchFs: the guest's own file systems, such as scratch/. Clients' tasks make their calls in the guest."""
+"""ScratchFs: shows the guest's own file systems, such as scratch/. Clients' tasks make calls in the guest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from emulated_kernel.vfs.core.client import GONE, INO_SPACES, Client, DirEntry, 
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
 UTIME_NOW = UTIME_OMIT + 1
-"""Value of a nanoseconds field with which utimensat(2) sets a file's time to the present."""
+"""Value of tv_nsec with which utimensat(2) sets a file's time to the current time."""
 
 
 class ScratchFile(FileDescription):
@@ -34,9 +34,9 @@ class ScratchFile(FileDescription):
     fs: ScratchFs
 
     def __init__(self, fs: ScratchFs, fd: int, path: str, flags: int, number: int | None = None) -> None:
-        """Describe the guest's descriptor `fd`.
+        """Describe the open file that has the descriptor `fd` in the guest.
 
-        `number`: the descriptor number in the process that opened the file, if that number is known.
+        `number`: the number of the descriptor in the process that opened the file; None if it is unknown.
         """
         self.fs = fs
         self.path = path
@@ -49,7 +49,7 @@ class ScratchFile(FileDescription):
         """The file position of the guest's open file."""
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileDescription."""
+        """Return the attributes of the open file; see FileDescription."""
         fs = self.fs
         with fs.lock:
             self.check()
@@ -59,33 +59,42 @@ class ScratchFile(FileDescription):
             return fs.look_fd(self.fd)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """See FileDescription. The task seeks if the client did, else it continues at its position."""
+        """Read from the open file, by a call of the client's task; see FileDescription.
+
+        The task seeks if the client did, else it continues at its position.
+        """
         with self.fs.lock:
             if self.error:
                 raise self.gone()
             return self.fs.read(client, self, size, offset)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """See FileDescription. The task seeks if the client did, else it continues at its position."""
+        """Write data to the open file, by a call of the client's task; see FileDescription.
+
+        The task seeks if the client did, else it continues at its position.
+        """
         with self.fs.lock:
             if self.error:
                 raise self.gone()
             return self.fs.write(client, self, data, offset)
 
     def fsync(self, client: Client) -> None:
-        """See FileDescription. The file lives in the guest's memory, so there is nothing to write back."""
+        """Let the client's task repeat its call of fsync or fdatasync; see FileDescription.
+
+        The file lives in the guest's memory, so there is nothing to write back.
+        """
         with self.fs.lock:
             self.check()
             self.fs.on_file(client, self.path, self, ("fsync", "fdatasync"))
 
     def ftruncate(self, client: Client, size: int) -> None:
-        """See FileDescription."""
+        """Set the size of the open file; see FileDescription."""
         with self.fs.lock:
             self.check()
             self.fs.ftruncate(client, self, size)
 
     def release(self) -> None:
-        """See FileDescription. Lock: takes."""
+        """Release the description after its last descriptor was closed; see FileDescription. Lock: takes."""
         with self.fs.lock:
             self.fs.opened.pop(self, None)
             if not self.error:
@@ -105,7 +114,7 @@ class ScratchDirectory(OpenDirectory):
         """The guest's open file of the directory; None if no probe could notice the open, or it failed."""
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileDescription."""
+        """Return the attributes of the open file; see FileDescription."""
         fs = self.fs
         with fs.lock:
             if client is not None and fs.guest.is_watched:
@@ -114,12 +123,12 @@ class ScratchDirectory(OpenDirectory):
             return fs.look(still_there(self.path))
 
     def listed(self, client: Client) -> None:
-        """See OpenDirectory."""
+        """Let the guest repeat the client's getdents64(2); see OpenDirectory."""
         with self.fs.lock:
             self.fs.calls.listed(client, self.file.fd if self.file is not None else None)
 
     def release(self) -> None:
-        """See FileDescription. Lock: takes."""
+        """Release the description after its last descriptor was closed; see FileDescription. Lock: takes."""
         with self.fs.lock:
             self.fs.opened.pop(self, None)
             if self.file is not None:
@@ -127,9 +136,9 @@ class ScratchDirectory(OpenDirectory):
 
 
 class ScratchFs(FileSystem):
-    """The guest's /scratch or /dev.
+    """Shows the guest's /scratch or /dev.
 
-    The host kernel's path walks ask for attributes, and path walks are no system calls. Therefore the guest
+    The host's kernel asks for attributes during path walks, which are not system calls. So the guest
     answers them without calls that probes could notice. All other requests are system calls of the client's
     task: the client's own call if it is known, else a call with the same effect as the request.
     """
@@ -139,7 +148,7 @@ class ScratchFs(FileSystem):
     def __init__(self, guest: Guest, calls: ClientCalls, top: str, number: int, lock: ControlLock) -> None:
         """Show the directory `top` of the guest.
 
-        `number`: the number of this file system in the mount, 1 to INO_SPACES - 1.
+        `number`: id of this file system in the mount, which distinguishes its inode numbers.
         """
         super().__init__(lock)
         self._top = top
@@ -149,7 +158,10 @@ class ScratchFs(FileSystem):
         self._sys = guest.syscalls
 
     def become(self, new: FileSystem) -> None:
-        """See FileSystem. The old guest's files are gone: open files get ESTALE."""
+        """Show the files of another kernel; see FileSystem.
+
+        The old guest's files are gone: open files get ESTALE.
+        """
         assert isinstance(new, ScratchFs)
         self.guest = new.guest
         self.calls = new.calls
@@ -162,17 +174,17 @@ class ScratchFs(FileSystem):
                 del self.opened[opened]
 
     def is_dead(self) -> bool:
-        """See the method of FileSystem."""
+        """Return True if the guest can't run any more; see FileSystem."""
         with self.lock:
             return self.guest.is_dead
 
     @property
     def sees_lookups(self) -> bool:
-        """See FileSystem."""
+        """Whether getattr() uses its client at present; see FileSystem."""
         return self.guest.is_watched
 
     def informed(self, client: Client) -> Client:
-        """See FileSystem."""
+        """Return the client with the facts about its process that a request needs; see FileSystem."""
         return self.calls.informed(client)
 
     def _task(self, client: Client) -> GuestTask:
@@ -182,7 +194,7 @@ class ScratchFs(FileSystem):
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """See the method of FileSystem."""
+        """Return a file's attributes; see FileSystem."""
         with self.lock:
             if client is None or not self.guest.is_watched:
                 return self.look(path)
@@ -195,15 +207,15 @@ class ScratchFs(FileSystem):
             return found
 
     def look(self, path: str) -> Stat:
-        """Return the attributes of a file. Lock: needs."""
+        """Return the attributes of a file without a system call in the guest. Lock: needs."""
         return self._stat(self._sys.look(path))
 
     def look_fd(self, fd: int) -> Stat:
-        """Return the attributes of an open file. Lock: needs."""
+        """Return the attributes of an open file without a system call in the guest. Lock: needs."""
         return self._stat(self._sys.look_fd(fd))
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """See FileSystem. The mount corrects ".." of the root."""
+        """Return the entries of a directory; see FileSystem. The mount corrects ".." of the root."""
         del client
         above = path if path == self._top else path.rpartition("/")[0]
         with self.lock:
@@ -219,30 +231,36 @@ class ScratchFs(FileSystem):
             ]
 
     def readlink(self, client: Client, path: str) -> str:
-        """See FileSystem. If the request comes from a path walk, no task makes a call."""
+        """Return the target of a symbolic link; see FileSystem.
+
+        If the request comes from a path walk, no task makes a call.
+        """
         with self.lock:
             self._as_called(client, ("readlink", "readlinkat"), path)
             return self._sys.look_link(path)
 
     def chdir(self, client: Client, path: str) -> None:
-        """See the method of FileSystem."""
+        """Report a client's new working directory to the guest; see FileSystem."""
         with self.lock:
             self.calls.chdir(client, path)
 
     # Open files
 
     def open(self, client: Client, path: str, flags: int) -> ScratchFile:
-        """See the method of FileSystem."""
+        """Open a file; see FileSystem."""
         with self.lock:
             return self._open(client, path, flags)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> ScratchFile:
-        """See the method of FileSystem."""
+        """Create a regular file and open it; see FileSystem."""
         with self.lock:
             return self._open(client, path, flags | os.O_CREAT, mode)
 
     def opendir(self, client: Client, path: str) -> ScratchDirectory:
-        """See FileSystem. If the guest has no room for the directory, clients can list it all the same."""
+        """Open a directory, in the guest, too, if probes could notice the call; see FileSystem.
+
+        If the guest has no memory for the open directory, clients can list it nevertheless.
+        """
         with self.lock:
             directory = ScratchDirectory(self, path)
             if not self.guest.is_dead:
@@ -254,7 +272,7 @@ class ScratchFs(FileSystem):
             return directory
 
     def _open(self, client: Client, path: str, flags: int, mode: int = 0) -> ScratchFile:
-        """Let the guest open a file, or a directory if the flags contain O_DIRECTORY."""
+        """Let the client's task open a file, or a directory if the flags contain O_DIRECTORY."""
         call = facts_of(client).call
         task = self._task(client)
         if call is None or not call.opens_as(path, flags):
@@ -273,7 +291,7 @@ class ScratchFs(FileSystem):
         return file
 
     def read(self, client: Client, file: ScratchFile, size: int, offset: int) -> bytes:
-        """See ScratchFile. Lock: needs."""
+        """Read from an open file by a call of the client's task; see ScratchFile. Lock: needs."""
         task = self._task(client)
         call = facts_of(client).call
         if call is not None and call.fd is not None:
@@ -292,7 +310,7 @@ class ScratchFs(FileSystem):
         return data
 
     def write(self, client: Client, file: ScratchFile, data: bytes, offset: int) -> int:
-        """See ScratchFile. Lock: needs."""
+        """Write to an open file by a call of the client's task; see ScratchFile. Lock: needs."""
         task = self._task(client)
         call = facts_of(client).call
         if call is not None and call.fd is not None:
@@ -311,7 +329,7 @@ class ScratchFs(FileSystem):
         return count
 
     def _follow(self, task: GuestTask, call: ClientCall, name: str, file: ScratchFile, offset: int) -> None:
-        """Repeat an lseek(2) of the client, if the offset of its read or write shows that it made one.
+        """Repeat an lseek(2) of the client, if the offset of its read or write shows that it called lseek.
 
         FUSE does not report lseek(2) by itself.
         """
@@ -333,7 +351,10 @@ class ScratchFs(FileSystem):
     def on_file(
         self, client: Client, path: str, file: ScratchFile | None, names: Collection[str]
     ) -> int | None:
-        """Make the client's call on a descriptor if it is one of `names`; return its result, else None."""
+        """Repeat the client's call on a descriptor if the call is one of `names`.
+
+        Return the call's result, or None if no call was made.
+        """
         call = facts_of(client).call
         if call is None or call.fd is None or call.name not in names:
             return None
@@ -348,7 +369,7 @@ class ScratchFs(FileSystem):
         return result
 
     def _opened_as(self, path: str, number: int) -> ScratchFile | None:
-        """Return an open file whose path is now `path`; None if there is none.
+        """Return an open file whose path is now `path`, or None if there is none.
 
         Prefer the file that has the descriptor `number` in its process.
         """
@@ -361,7 +382,7 @@ class ScratchFs(FileSystem):
         return next((found for found in same if found.number == number), same[0] if same else None)
 
     def _as_called(self, client: Client, names: Collection[str], *walks: str) -> bool:
-        """Make the client's system call in the guest if it is one of `names`; return True if it was made.
+        """Repeat the client's system call in the guest if it is one of `names`; return True if it was made.
 
         `walks`: the paths of the call, from the mount's root.
         """
@@ -374,7 +395,7 @@ class ScratchFs(FileSystem):
         return True
 
     def _in_guest_time(self, call: ClientCall) -> ClientCall:
-        """Return the call with the times of a utimensat(2) converted from the host's time to the guest's."""
+        """Return the call, with the times of a utimensat(2) converted to times of the guest's files."""
         times = call.data.get(2)
         if call.name != "utimensat" or not times:
             return call
@@ -388,7 +409,7 @@ class ScratchFs(FileSystem):
         return replace(call, args=args, data={**call.data, 2: struct.pack("<4q", *words)})
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """See the method of FileSystem."""
+        """Set the size of the file at a path; see FileSystem."""
         with self.lock:
             if not self._as_called(client, ("truncate",), path):
                 self._sys.truncate(self._task(client), path, size)
@@ -398,13 +419,16 @@ class ScratchFs(FileSystem):
             self._sys.ftruncate(self._task(client), file.fd, size)
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """See the method of FileSystem."""
+        """Create a directory; see FileSystem."""
         with self.lock:
             if not self._as_called(client, ("mkdir", "mkdirat"), path):
                 self._make(client, "mkdir", path, mode)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem. The host's kernel itself handles opens of FIFOs and sockets."""
+        """Create a FIFO, a socket or an empty file; see FileSystem.
+
+        The host's kernel itself handles opens of FIFOs and sockets.
+        """
         if is_device(mode):
             raise KernelError(errno.EPERM, path)
         with self.lock:
@@ -412,45 +436,48 @@ class ScratchFs(FileSystem):
                 self._make(client, "mknod", path, mode, 0)
 
     def _make(self, client: Client, name: str, path: str, *args: int) -> None:
-        """Create a file or directory. The umask must be 0, because the front end has applied the client's."""
+        """Create a file or directory by the system call `name`.
+
+        The task's umask must be 0, because the front end has applied the client's umask.
+        """
         task = self._task(client)
         self._sys.set_umask(task, 0)
         self._sys.with_path(task, name, path, *args)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """See the method of FileSystem."""
+        """Remove a directory; see FileSystem."""
         with self.lock:
             if not self._as_called(client, ("rmdir", "unlinkat"), path):
                 self._sys.with_path(self._task(client), "rmdir", path)
             self._moved(path, GONE)
 
     def unlink(self, client: Client, path: str) -> None:
-        """See the method of FileSystem."""
+        """Remove a name of a file; see FileSystem."""
         with self.lock:
             if not self._as_called(client, ("unlink", "unlinkat"), path):
                 self._sys.with_path(self._task(client), "unlink", path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
-        """See the method of FileSystem."""
+        """Rename a file or directory; see FileSystem."""
         with self.lock:
             if not self._as_called(client, ("rename", "renameat2"), old, new):
                 self._sys.with_paths(self._task(client), "rename", old, new)
             self._moved(old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """See the method of FileSystem."""
+        """Give a file an additional name; see FileSystem."""
         with self.lock:
             if not self._as_called(client, ("link", "linkat"), old, new):
                 self._sys.with_paths(self._task(client), "link", old, new)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
-        """See the method of FileSystem."""
+        """Create a symbolic link; see FileSystem."""
         with self.lock:
             if not self._as_called(client, ("symlink", "symlinkat"), path):
                 self._sys.with_paths(self._task(client), "symlink", target, path)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
-        """See the method of FileSystem."""
+        """Set a file's permission bits; see FileSystem."""
         with self.lock:
             if self.on_file(client, path, None, ("fchmod",)) is None and not self._as_called(
                 client, ("chmod", "fchmodat"), path
@@ -458,7 +485,7 @@ class ScratchFs(FileSystem):
                 self._sys.with_path(self._task(client), "chmod", path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """See the method of FileSystem."""
+        """Set a file's owner and group; see FileSystem."""
         with self.lock:
             if self.on_file(client, path, None, ("fchown",)) is None and not self._as_called(
                 client, ("chown", "lchown", "fchownat"), path
@@ -466,7 +493,7 @@ class ScratchFs(FileSystem):
                 self._sys.with_path(self._task(client), "lchown", path, uid & 0xFFFFFFFF, gid & 0xFFFFFFFF)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """See the method of FileSystem."""
+        """Set a file's access and modification times; see FileSystem."""
         with self.lock:
             if self.on_file(client, path, None, ("utimensat",)) is None and not self._as_called(
                 client, ("utimensat",), path
@@ -497,7 +524,7 @@ class ScratchFs(FileSystem):
 
 
 def _shown_kind(kind: int) -> int:
-    """Return the S_IFMT bits to show: a regular file for a device.
+    """Return the S_IFMT bits to show for a file of type `kind`: those of a regular file for a device.
 
     Hazard: the host would open a device by its own driver instead of the guest's.
     """

@@ -1,4 +1,4 @@
-"""IsolatedProcesses: a watch that sees only the mount's clients, and numbers them in the order of arrival."""
+"""IsolatedProcesses: watches only the mount's clients, and assigns pids in the order of their requests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from emulated_kernel.guests.common.host_processes import Fork, HostProcesses, pa
 
 FIRST_PID = 1000
 _PIDS = 1 << 21
-"""Number of pids that are assigned before they repeat; kprobefs's own tasks have higher pids."""
+"""Number of pids that are assigned before pids repeat; kprobefs's own tasks have higher pids."""
 
 
 class IsolatedProcesses(HostProcesses):
-    """Makes the guest depend only on the clients' requests and their order.
+    """Watches only the mount's clients, so that the guest depends only on their requests.
 
-    If a client was forked by another client, the guest sees that fork at the first request of the child. A
+    If a client was forked by another client, the guest sees the fork at the first request of the child. A
     process that makes no request is not seen. A client's end is seen at the next request of any client.
     """
 
@@ -25,7 +25,7 @@ class IsolatedProcesses(HostProcesses):
         self._next = FIRST_PID
 
     def number(self, pid: int) -> int:
-        """Return the guest's pid of a host process; assign the next free one if the process has none."""
+        """Return the guest's pid of a host process; assign the next free pid if the process has none."""
         found = self._numbers.get(pid)
         if found is None:
             while self._next in self._pids:
@@ -43,7 +43,7 @@ class IsolatedProcesses(HostProcesses):
         return self._pids.get(number, number)
 
     def parent(self, number: int) -> int | None:
-        """Return the guest's pid of the process that forked this one, if it is a client; else None."""
+        """Return the guest's pid of the parent of process `number`, or None if the parent is no client."""
         parent = parent_of(self.host_pid(number))
         return None if parent is None else self._numbers.get(parent)
 

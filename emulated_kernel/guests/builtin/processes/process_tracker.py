@@ -1,4 +1,4 @@
-"""ProcessTracker: keeps a guest task of the same pid, name and owner for each host process."""
+"""ProcessTracker: keeps a guest task for each host process, with the process's pid, name and owner."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ FORK_FLAGS = 0x01200011
 """Flags that the C library's fork() passes to clone(2): CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID, SIGCHLD."""
 INIT_PID = 1
 PID_MAX = 4194304
-"""Upper bound of pids, exclusive. Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1)."""
+"""Upper bound of the guest's pids, exclusive.
+
+Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1).
+"""
 MAX_UNNAMED = 8
-"""Maximum number of newly forked tasks whose names are watched for an execve."""
+"""Maximum number of newly forked tasks whose processes are checked for a changed name after an execve."""
 MAX_TASKS = 500
 """Maximum number of tasks; above it, a task ends right after its fork, since tasks take guest memory."""
 MAX_EXITS = 64
-"""Maximum number of exits that are replayed in one request; the others wait for the next one."""
+"""Maximum number of exits that are replayed in one request; further exits wait for the next request."""
 
 
 class ProcessTracker(TaskObserver):
@@ -48,26 +51,26 @@ class ProcessTracker(TaskObserver):
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
-        """Tasks that were forked lately and have their parents' names; most will soon call execve(2)."""
+        """Recently forked tasks that still have their parents' names; most will soon call execve(2)."""
         self._unnamed_until = 0.0
-        """Monotonic time until which names of `_unnamed` are watched."""
+        """Monotonic time until which the names of the tasks in `_unnamed` are checked."""
         self._forked: list[Fork] = []
         """Forks that must still be replayed, oldest first."""
         self._ended: dict[int, None] = {}
-        """Pids of the processes whose tasks must still exit, in the order of their ends."""
+        """Pids of ended processes whose tasks must still exit, in the order in which the processes ended."""
         self._events.watch(self)
 
     def __iter__(self) -> Iterator[GuestTask]:
         return iter(self._by_pid.values())
 
     def died(self, pid: int) -> None:
-        """Forget a task that has ended."""
+        """Forget the task `pid`, which has ended."""
         task = self._by_pid.pop(pid, None)
         if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
 
     def facts(self, pid: int, uid: int, unshown: str | None) -> ClientFacts:
-        """Return what the guest has to know about a client. Lock: leaves; this can take 0.2 s.
+        """Read the facts about a client that the guest needs. Lock: leaves; the reads can take 0.2 s.
 
         `unshown`: the result of unshown_program().
         """
@@ -91,9 +94,9 @@ class ProcessTracker(TaskObserver):
         return comm if task is None or task.has_executed or comm != task.comm else None
 
     def task_of(self, client: int, uid: int, gid: int, facts: ClientFacts = UNKNOWN) -> GuestTask:
-        """Return the task of the process that makes a request, after earlier events on the host are replayed.
+        """Replay earlier events of the host, and return the task of the process that makes a request.
 
-        Return init's task if the request has no process (pid 0: the host's kernel makes it). Also return it
+        Return init's task if the host's kernel makes the request (pid 0). Also return init's task
         if the guest lacks the memory for a task, since files that free memory must stay usable.
 
         Raises: KernelError EIO (the guest's task list is corrupted).
@@ -119,7 +122,7 @@ class ProcessTracker(TaskObserver):
         return task
 
     def _pin(self, task: GuestTask) -> None:
-        """Pin a task to one of the guest's CPUs if its process is pinned to one host CPU; else unpin it."""
+        """Pin a task to a guest CPU if its process is pinned to one host CPU; else unpin the task."""
         pinned = self._watch.pinned_to(task.pid)
         cpu = None if pinned is None else pinned % self._cpus
         if cpu == task.cpu:
@@ -131,7 +134,7 @@ class ProcessTracker(TaskObserver):
         task.cpu = cpu
 
     def known(self, pid: int) -> GuestTask:
-        """Return the task that made the last request of a process."""
+        """Return the task that made the last request of a process; it is init's if the process has none."""
         return self._by_pid.get(self._watch.number(pid), self.init) if pid > INIT_PID else self.init
 
     def _adopt_or_stand_in(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
@@ -144,11 +147,11 @@ class ProcessTracker(TaskObserver):
             return self.init
 
     def worker(self) -> GuestTask:
-        """Return the daemon's own task, in which calls run that may kill it; create it if there is none."""
+        """Return the daemon's own task, for calls that may kill their task; create it if there is none."""
         return self._by_pid.get(self._own_pid) or self._adopt(self._own_pid, "kprobefs", 0, 0)
 
     def resident(self, pid: int, comm: str) -> GuestTask:
-        """Return the daemon's task of a pid that no host process has; create it if there is none.
+        """Return the daemon's task with the pid `pid`, which no host process has; create it if there is none.
 
         Raises: KernelError ENOMEM.
         """
@@ -178,7 +181,11 @@ class ProcessTracker(TaskObserver):
             self._look_for_execs()
 
     def _look(self, client: int) -> None:
-        """Ask the host for new forks and exits."""
+        """Take new forks and exits from the watch and queue them.
+
+        `client`: pid on the host of the process that makes the request. If its pid belonged to another
+        process, queue that process's exit.
+        """
         if self._watch.has_news():
             self._forked += self._watch.forks()
             self._ended.update(dict.fromkeys(self._watch.exited()))
@@ -188,14 +195,17 @@ class ProcessTracker(TaskObserver):
                 self._ended[pid] = None
 
     def _exits(self, client: int) -> None:
-        """Replay exits, oldest first, and in any case that of an earlier process with this client's pid."""
+        """Replay at most MAX_EXITS exits, oldest first.
+
+        First replay the exit of an earlier process that had the client's pid.
+        """
         for pid in [client, *list(self._ended)[:MAX_EXITS]]:
             if pid in self._ended:
                 del self._ended[pid]
                 self.exit(pid)
 
     def _look_for_execs(self) -> None:
-        """Rename new tasks whose processes have called execve(2) since their fork.
+        """Rename recently forked tasks whose processes have called execve(2) since the fork.
 
         Reading a name takes 1 us, so only tasks forked within EXEC_WITHIN seconds are checked.
         """
@@ -225,7 +235,7 @@ class ProcessTracker(TaskObserver):
         self._follow_name(child, fork.comm)
 
     def clone(self, parent: GuestTask, pid: int) -> GuestTask | None:
-        """Let a task fork a child with this pid; return the child's task, or None if the fork has failed.
+        """Let a task fork a child with the given pid; return the child's task, or None if the fork failed.
 
         Raises: KernelError EIO.
         """
@@ -243,13 +253,13 @@ class ProcessTracker(TaskObserver):
         return child
 
     def _parent(self, fork: Fork) -> GuestTask | None:
-        """Return the task that must fork, or None if it is unknown, has ended or is in a system call."""
+        """Return the parent's task, or None if it is unknown, has ended or is in a system call."""
         parent = None if fork.parent is None else self._by_pid.get(fork.parent)
         # If the parent sleeps in a blocking read, another thread of its process has forked.
         return None if parent is None or parent.request is not None else parent
 
     def _adopt(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
-        """Return a new task for a process that is first seen at its request.
+        """Return a new task for a process whose first known event is a request.
 
         The parent's task forks it, if the parent is known. If not, the task is created without a fork.
         """
@@ -283,8 +293,8 @@ class ProcessTracker(TaskObserver):
     def _follow_name(self, task: GuestTask, comm: str | None) -> None:
         """Rename a task whose process has changed its name, without the execve(2) that probably did so.
 
-        The guest repeats the execve at the process's own request: then its path is known, and whether a trace
-        shows it does not depend on the requests of others. A task in a system call keeps its name.
+        The guest repeats the execve at the process's own request. Then its path is known, and whether a trace
+        shows the execve does not depend on other processes' requests. A task in a system call keeps its name.
         """
         if not comm or comm == task.comm or task.request is not None:
             return
@@ -315,7 +325,7 @@ class ProcessTracker(TaskObserver):
         task.has_executed = False
 
     def exit(self, pid: int) -> None:
-        """Let the task of a host process that has ended run do_exit."""
+        """Let the task `pid`, whose host process has ended, call exit_group(2)."""
         task = self._by_pid.get(pid)
         if task is None or task is self.init:
             return
@@ -330,5 +340,5 @@ def _is_new_name(task: GuestTask, comm: str) -> bool:
 
 
 def _comm_bytes(comm: str) -> bytes:
-    """Return a name as task_struct.comm holds it: at most 15 bytes and a NUL."""
+    """Encode a name as in task_struct.comm: at most 15 bytes and a NUL."""
     return comm.encode("utf-8", "surrogateescape")[:15] + b"\0"

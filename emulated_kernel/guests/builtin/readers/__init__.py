@@ -1,4 +1,4 @@
 """Readers of the guest's data structures: log, tasks, CPUs, memory, modules.
 
-They read the memory of a stopped guest, by the layouts of its ABI table. BuiltinKernel calls them.
+They read the memory of a stopped guest with the offsets in its ABI table. BuiltinKernel calls them.
 """

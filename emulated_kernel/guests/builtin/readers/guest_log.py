@@ -1,4 +1,4 @@
-"""Reader of the kernel log in the guest's memory."""
+"""Reads the kernel log in the guest's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 _RECORD = struct.Struct("<QQHHB3x")
-"""struct printk_record: seq, ts_ns, size, text_len, level; then the text."""
+"""Layout of the guest's struct printk_record: seq, ts_ns, size, text_len, level. The text follows it."""
 
 
 def read_log(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[Message]:
@@ -40,5 +40,5 @@ def read_log(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> 
 
 
 def _size_of(data: bytes, index: int) -> int:
-    """Return the size of a record; 0 means that the next record is at the start of the ring."""
+    """Return the size in bytes of the record at `index`; 0: the next record is at the start of the ring."""
     return int(_RECORD.unpack_from(data, index)[2])

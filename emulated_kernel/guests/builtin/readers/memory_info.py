@@ -1,4 +1,4 @@
-"""Reader of the guest's memory counters, in its page allocator and its slab caches."""
+"""Reads the memory counters of the guest's page allocator and slab caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_NAME = 64
 
 
 def read_memory(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> MemoryInfo:
-    """Return the memory counters of a stopped guest; damaged slab caches are left out."""
+    """Return the memory counters of a stopped guest, without slab caches that are damaged."""
     zone = address_of(symbols, "contig_zone")
     word = reader.word
     u32 = reader.u32
@@ -30,7 +30,7 @@ def read_memory(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) 
 
 
 def read_slabs(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[SlabCache]:
-    """Yield all slab caches, oldest first; damaged ones are left out."""
+    """Yield all slab caches, oldest first, except damaged ones."""
     word = reader.word
 
     def read(entry: int) -> SlabCache:

@@ -1,4 +1,4 @@
-"""Reader of the guest's modules: the list of loaded ones, and all tables of one module."""
+"""Reads the guest's list of loaded modules, and the tables of one module."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import ModuleState
 
 TEXT, DATA, INIT_TEXT, INIT_DATA = range(4)
-"""Values of enum mod_mem_type."""
+"""Kinds of a module's memory. Values of the guest's enum mod_mem_type."""
 REF_BASE = 1
 """Value of a module's refcount if the module has no users."""
 _MAX_NAME = 512
-"""Bytes of a symbol's name. Mirrors: include/linux/kallsyms.h:KSYM_NAME_LEN (v6.1)."""
+"""Maximum length of a symbol's name in bytes. Mirrors: include/linux/kallsyms.h:KSYM_NAME_LEN (v6.1)."""
 _NAME_SIZE = 56
 _STATES = {ModuleState.COMING: "Loading", ModuleState.GOING: "Unloading"}
 _KNOWN_STATES = frozenset(int(state) for state in ModuleState)
 _SYMBOLS = {8: struct.Struct("<IBBHQQ"), 4: struct.Struct("<IIIBBH")}
-"""Bytes of a machine word -> layout of Elf_Sym."""
+"""Size of a machine word in bytes -> layout of Elf_Sym."""
 
 
 class ModuleReader:
-    """Reads each struct module by the layout of the guest's ABI table."""
+    """Reads struct modules, with the offsets in the guest's ABI table."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class ModuleReader:
         abi: Mapping[str, int],
         is_module_memory: Callable[[int, int], bool],
     ) -> None:
-        """Use this reader for one list or one module.
+        """Create a reader of one list of modules or of one module.
 
-        `is_module_memory(start, size)` tells whether the loader has allocated this memory for a module.
+        `is_module_memory(start, size)` returns True if the loader has allocated this memory for a module.
         """
         self._reader = reader
         self._head = symbols.lookup_name("modules") or 0
@@ -51,7 +51,7 @@ class ModuleReader:
         self._word_size = reader.word_size
 
     def modules(self) -> Iterator[ModuleInfo]:
-        """Yield the modules, newest first, except unformed ones; damaged ones are left out."""
+        """Yield the modules, newest first, except unformed and damaged ones."""
         link = self._abi["module.list"]
         found = self._reader.each(self._reader.nodes(self._head), lambda node: self._listed(node - link))
         return (module for module in found if module is not None)
@@ -68,9 +68,11 @@ class ModuleReader:
         return raw.split(b"\0", 1)[0].decode("ascii", "replace")
 
     def read(self, module: int) -> Module:
-        """Return all tables and contents of a module in the state COMING, given its address.
+        """Return the tables, text and data of a module in the state COMING.
 
-        Raises: MemoryFault (the guest has damaged them, or they are no module's).
+        `module`: address of its struct module.
+
+        Raises: MemoryFault (the guest has damaged them, or the address is not that of a module).
         """
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
         symbols = tuple(self._symbols(module, parts))
@@ -90,7 +92,7 @@ class ModuleReader:
         )
 
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
-        """Return address -> content, for each part of a module that exists."""
+        """Return address -> content for the given parts of a module; absent parts are left out."""
         present = [part for part in parts if part.start]
         return {part.start: self._reader.read(part.start, part.end - part.start) for part in present}
 
@@ -161,13 +163,14 @@ class ModuleReader:
                     yield BlacklistEntry(address, address + symbol.size, symbol.name)
 
     def _words(self, module: int, name: str) -> tuple[int, ...]:
-        """Return a table of machine words, by the name of its field in struct module."""
+        """Return the table of machine words that the field `name` of a struct module points to."""
         return text_tables.words(self._table(module, name, self._word_size)[1], self._word_size)
 
     def _table(self, module: int, name: str, entry: int, counted: str | None = None) -> tuple[int, bytes]:
-        """Return the address and content of a table whose entries have `entry` bytes; empty if there is none.
+        """Return the address and content of a table with entries of `entry` bytes; b"" if it is absent.
 
-        `name` is its field in struct module, and `counted` names the field of its length after "num_".
+        `name`: the field of struct module that points to the table. `num_NAME` is the field with the number
+        of its entries; `counted` replaces NAME there.
         """
         table = self._word(module + self._abi[f"module.{name}"])
         count = self._word(module + self._abi[f"module.num_{counted or name}"]) if table else 0

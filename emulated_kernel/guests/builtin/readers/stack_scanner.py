@@ -1,4 +1,4 @@
-"""StackScanner: finds text that a CPU executes or a task will return to, which must not be patched yet."""
+"""StackScanner: finds text that a CPU executes or a task will return to, so that it is not patched yet."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 class StackScanner:
     """Searches the CPUs' registers and the live stacks of all tasks for addresses.
 
-    It also finds the ip of an interrupted task, which is in pt_regs on its stack. A word that only looks like
-    an address counts too. The guest must be stopped. Linux: it cannot scan stacks and waits until each task
+    It also finds the ip of an interrupted task, in pt_regs on the task's stack. A word that only looks like
+    an address counts too. The guest must be stopped. Linux: cannot scan stacks, and waits until each task
     has switched voluntarily. Mirrors: synchronize_rcu_tasks (v6.1).
     """
 
     def __init__(
         self, reader: Callable[[], GuestReader], symbols: Kallsyms, abi: Mapping[str, int], cpus: Machine
     ) -> None:
-        """`reader` returns a new reader of the stacks."""
+        """Scan the tasks and CPUs of one guest. `reader` returns a new reader of its memory."""
         self._reader = reader
         self._symbols = symbols
         self._abi = abi
@@ -33,9 +33,9 @@ class StackScanner:
         self._size = abi["thread.size"]
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Return the ranges that contain the value of a CPU's register or of a word on a task's stack.
+        """Return the ranges of `spans` that contain the value of a CPU register or of a task's stack word.
 
-        `spans` are disjoint. If the guest has corrupted its data, return all of them.
+        `spans`: disjoint ranges. If the guest has corrupted its task list or stacks, return all of them.
         """
         try:
             return set(self._met(spans))
@@ -43,7 +43,7 @@ class StackScanner:
             return set(spans)
 
     def _met(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Yield a range for each register or word of a stack that points into it."""
+        """Yield the range in `spans` into which a register or stack word points, for each such value."""
         if not spans:
             return
         wanted = AddressRanges(spans)
@@ -77,7 +77,7 @@ class StackScanner:
             yield from self._part(reader, base, sp if base <= sp <= base + self._size else base)
 
     def _part(self, reader: GuestReader, base: int, sp: int) -> Iterator[tuple[int, ...]]:
-        """Yield the words from `sp` to the top of the stack at `base`; nothing if sp is not on that stack."""
+        """Yield the words from `sp` to the top of the stack at `base`, if `sp` is on this stack."""
         size = base + self._size - sp
         if base and 0 < size <= self._size:
             word = reader.word_size

@@ -1,4 +1,4 @@
-"""Reader of the guest's task list and of its CPUs' per-CPU areas."""
+"""Reads the guest's task list and its per-CPU areas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from emulated_kernel.machine.guest_info import CpuInfo, TaskInfo
 from emulated_kernel.machine.memory.guest_reader import GuestReader
 
 _LETTERS = {0: "R", 1: "S", 2: "D", 0x80: "X", 0x402: "I"}
-"""task_struct.__state -> the letter that ps shows. Mirrors: include/linux/sched.h:task_index_to_char."""
+"""Value of task_struct.__state -> the letter that ps shows.
+
+Mirrors: include/linux/sched.h:task_index_to_char.
+"""
 
 
 def task_structs(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[int]:
@@ -25,12 +28,12 @@ def task_structs(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int])
 
 
 def read_tasks(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[TaskInfo]:
-    """Yield all tasks, the idle task first; damaged ones are left out."""
+    """Yield all tasks, the idle task first, except damaged ones."""
     return reader.each(task_structs(reader, symbols, abi), lambda task: read_task(reader, task, abi))
 
 
 def read_task(reader: GuestReader, task: int, abi: Mapping[str, int]) -> TaskInfo:
-    """Return the task whose task_struct is at address `task`. Raises: MemoryFault (there is none)."""
+    """Return the task whose task_struct is at address `task`. Raises: MemoryFault (it is unreadable)."""
 
     def word(field: str) -> int:
         return reader.u32(task + abi[f"task_struct.{field}"])
@@ -49,7 +52,7 @@ def read_task(reader: GuestReader, task: int, abi: Mapping[str, int]) -> TaskInf
 
 
 def read_cpus(reader: GuestReader, abi: Mapping[str, int], areas: Sequence[int]) -> Iterator[CpuInfo]:
-    """Yield all CPUs whose areas are intact; `areas` has the addresses of their per-CPU areas."""
+    """Yield the state of each CPU whose per-CPU area is intact; `areas`: addresses of the per-CPU areas."""
 
     def read(number: int) -> CpuInfo:
         area = areas[number]

@@ -19,18 +19,18 @@ from emulated_kernel.util.errors import KernelError, WouldBlock, YieldLock
 from emulated_kernel.util.fast_dataclass import dataclass
 
 HostfsHandler = Callable[[int, int, int], int]
-"""Serves a control file for the current task: (operation, address of the user buffer, count) -> result.
+"""Function that serves a control file: (operation, address of the user buffer, count) -> result.
 
-Raises: KernelError (an errno), WouldBlock (the task must sleep and ask again).
+Raises: KernelError (an errno), WouldBlock (the task must sleep and repeat its request).
 """
 
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
-"""Hypercalls that `_serve` answers."""
+"""Hypercalls that `GuestRunner._serve` answers: they ask the host for a service within a system call."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 OVERDUE = 0.005
-"""Seconds until the next attempt to interrupt an overlong run, if an interrupt could not be delivered."""
+"""Seconds until the next attempt to interrupt an overlong run, if an interrupt can't be delivered yet."""
 MAX_WATCHDOGS = 4
-"""Maximum number of watchdog interrupts of an overlong run; if it continues, the guest is declared dead."""
+"""Maximum number of watchdog interrupts of an overlong run. If the run continues, the guest is dead."""
 AFTER_WATCHDOG = 0.25
 """Seconds that a run may take after a watchdog interrupt."""
 MAX_CALL = 10.0
@@ -40,7 +40,7 @@ In the second half, the time of probe handlers is counted only in part, as by `H
 """
 KERN_EMERG = 0
 MAX_NOTES = 64
-"""Maximum number of the host's messages that are kept."""
+"""Maximum number of the host's messages that are kept for readers of the kernel log."""
 MAX_SLEEP_JIFFIES = 10 * HZ
 """Maximum number of jiffies that a system call may sleep while no task runs; then it fails with EIO."""
 
@@ -68,9 +68,9 @@ class GuestTask:
     uid: int
     gid: int
     cpu: int | None = None
-    """CPU that the task is pinned to because its process is pinned; None if it is not."""
+    """CPU that the task is pinned to because its process is pinned; None if the task is not pinned."""
     has_executed: bool = False
-    """Whether its process was renamed, and the execve is repeated at the process's next request."""
+    """Whether the process has probably called execve(2), which its next request repeats in the guest."""
     request: Request | None = field(default=None, repr=False)
     """System call that the task is to make or has not finished."""
 
@@ -84,14 +84,14 @@ class Request:
     hostfs: HostfsHandler | None
     started: bool = False
     waits_for_host: type[WouldBlock] | None = None
-    """Why the task sleeps in a control file until `GuestRunner.resume` is called; None if it does not."""
+    """Reason why the task sleeps in a control file until `GuestRunner.resume` is called, or None."""
     elsewhere: Callable[[], int] | None = None
-    """Action that must run before the task asks its file again; see `DeferToGuest`."""
+    """Action of a DeferToGuest, which must run before the task repeats its request to the control file."""
     result: int | None = None
     killed: bool = False
     """Whether the task died in the call."""
     failure: BaseException | None = None
-    """Unexpected exception of the handler; it is raised again when the guest's call has ended."""
+    """Unexpected exception of `hostfs`; it is raised again when the guest's call has ended."""
 
     def kill(self) -> None:
         """Record that the task died in this call; unless there is a result, the result is -EIO."""
@@ -101,12 +101,12 @@ class Request:
 
 
 class CpuPosition(Enum):
-    """Where a CPU is between two runs of the guest."""
+    """State of a CPU between two runs of the guest."""
 
     USER = auto()
     """In user mode: its task waits for the next system call."""
     IDLE = auto()
-    """In the idle loop."""
+    """In the idle loop: no task is runnable on the CPU."""
     DEAD = auto()
     """Stopped for ever: the guest has panicked or was declared dead."""
     UNDERWAY = auto()
@@ -114,7 +114,7 @@ class CpuPosition(Enum):
     ANSWERED = auto()
     """At a hypercall whose result is in the register; the CPU has not resumed and takes no interrupt."""
     OFFLINE = auto()
-    """Not started."""
+    """Not started yet."""
 
 
 class GuestRunner:
@@ -136,12 +136,12 @@ class GuestRunner:
         self._user: GuestTask | None = None
         self._last_jiffy = machine.clock.now_ns() // NSEC_PER_JIFFY
         self.services: dict[int, HostfsHandler] = {}
-        """Number of a hypercall -> handler that serves it in any task, with or without a request."""
+        """Number of a hypercall -> handler that serves it for any task, with or without a request."""
         self.notes: list[Message] = []
         """Messages that the guest could not log itself, such as why it was declared dead."""
 
     def note(self, text: str) -> None:
-        """Keep a message for readers of the kernel log, unless it repeats the last one."""
+        """Keep a message of the host for readers of the kernel log, unless it repeats the last message."""
         message = f"kprobefs: {text}"
         if len(self.notes) < MAX_NOTES and (not self.notes or self.notes[-1].text != message):
             self.notes.append(Message(len(self.notes), self._machine.clock.now_ns(), KERN_EMERG, message))
@@ -168,13 +168,13 @@ class GuestRunner:
         self._tasks[task.addr] = task
 
     def is_alive(self, task: GuestTask) -> bool:
-        """Return True if the task has not ended, so its address is still that of its task_struct."""
+        """Return True if the task has not ended, so that `addr` is still the address of its task_struct."""
         return task.addr in self._tasks
 
     def syscall(self, task: GuestTask, nr: int, *args: int, hostfs: HostfsHandler | None = None) -> int:
         """Run a system call in a task and return its result, which may be a negative errno.
 
-        Raises: WouldBlock (the task sleeps in a control file; continue with `resume`), KernelError EIO (the
+        Raises: WouldBlock (the task sleeps in a control file; call `resume` later), KernelError EIO (the
         guest is dead, or the call killed its task), EDEADLK (called from a probe's handler).
         """
         return self.run(task, Request(nr, args, hostfs))
@@ -188,7 +188,7 @@ class GuestRunner:
         return self._finish(task)
 
     def resume(self, task: GuestTask) -> int:
-        """Let a task that sleeps in a control file ask the file again; return the call's result.
+        """Let a task that sleeps in a control file repeat its request to the file; return the call's result.
 
         Raises: as `syscall`.
         """
@@ -199,7 +199,7 @@ class GuestRunner:
 
     @property
     def at_hand(self) -> GuestTask | None:
-        """The current task, if it can make a system call without a task switch; else None.
+        """The current task if it can make a system call without a task switch, else None.
 
         Such a task is in user mode and has no request.
         """
@@ -215,7 +215,7 @@ class GuestRunner:
             raise KernelError(errno.EDEADLK, "guest: it is running; call again when the handler has returned")
 
     def exit(self, task: GuestTask, nr: int) -> None:
-        """Let a task run its last system call, which does not return. Raises: KernelError EIO."""
+        """Let a task make its last system call, `nr`, which does not return. Raises: KernelError EIO."""
         request = Request(nr, (0,), None)
         try:
             self.run(task, request)
@@ -224,9 +224,10 @@ class GuestRunner:
                 raise
 
     def interrupt(self, task: GuestTask, error: int = errno.EINTR) -> None:
-        """End the call that a task sleeps in with this errno.
+        """End the call that a task sleeps in with the errno `error`.
 
-        EINTR means that its process makes another request. Raises: KernelError (`error`; EIO as `syscall`).
+        EINTR means that the task's process makes another request.
+        Raises: KernelError (`error`, or EIO as `syscall`).
         """
         assert task.request is not None
 
@@ -326,7 +327,7 @@ class GuestRunner:
         return result
 
     def _tick(self) -> None:
-        """Deliver a timer interrupt if a jiffy has passed since the last one."""
+        """Deliver a timer interrupt and serve it, if a jiffy has passed since the last timer interrupt."""
         jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
         if jiffy != self._last_jiffy and self._at is not CpuPosition.DEAD:
             self._last_jiffy = jiffy
@@ -351,7 +352,7 @@ class GuestRunner:
         raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
 
     def _go_on(self, task: GuestTask, slept: int) -> bool:
-        """Prepare the guest's next run for this task; return True if a jiffy had to pass for it."""
+        """Prepare the guest's next run on behalf of this task; return True if a jiffy had to pass."""
         if self._at is CpuPosition.IDLE:
             assert task.request is not None
             self._await_time(task.request, slept)
@@ -360,7 +361,7 @@ class GuestRunner:
         return False
 
     def _feed(self) -> None:
-        """Give the task in user mode its system call; without a new one, let the task sleep."""
+        """Give the task in user mode its system call; if it has no new call, let the task sleep."""
         task = self._user
         request = None if task is None else task.request
         if request is None or request.started:
@@ -417,7 +418,10 @@ class GuestRunner:
         self._die("" if trap.number == Hypercall.PANIC else f"it stopped with {trap}")
 
     def _run_cpu(self, budget: float | None) -> Trap | None:
-        """Run the current CPU; return None if the emulator failed, as it does at unmapped memory."""
+        """Run the current CPU up to its next trap; return None if the emulator failed and the guest is dead.
+
+        `budget`: seconds that the run may take. The emulator fails if the guest executes unmapped memory.
+        """
         try:
             return self._machine.run(budget)
         except HardwareError as error:
@@ -429,14 +433,14 @@ class GuestRunner:
             raise
 
     def _deliver(self, vector: Vector) -> None:
-        """Interrupt the guest; declare it dead if its stack cannot take the interrupt."""
+        """Interrupt the guest with `vector`; declare it dead if its stack cannot take the interrupt."""
         try:
             self._machine.deliver(vector)
         except GuestFault as fault:
             self._die(f"it can't be interrupted: {fault}")
 
     def _enter_user(self, last_result: int) -> None:
-        """Record that a task has entered user mode, and the result of the system call that it has made."""
+        """Record that a task has entered user mode, and the result of its system call."""
         self._bury()
         task = self._tasks.get(self._kernel.current_task())
         self._at = CpuPosition.USER
@@ -446,7 +450,7 @@ class GuestRunner:
             request.result = last_result
 
     def _serve(self, trap: Trap) -> int:
-        """Answer a hypercall that asks a control file, the module loader or another service of the host.
+        """Answer a hypercall that requests a control file, the module loader or another service of the host.
 
         The guest is in the middle of a system call.
         """
@@ -479,7 +483,7 @@ class GuestRunner:
             return -errno.EIO
 
     def _await_time(self, request: Request, slept: int) -> None:
-        """Let a jiffy pass, since the task sleeps and no other task runs.
+        """Let a jiffy pass, because the task sleeps and no other task runs.
 
         Raises: WouldBlock or YieldLock (the task waits for the host), KernelError EIO (it has slept
         MAX_SLEEP_JIFFIES).
@@ -494,7 +498,7 @@ class GuestRunner:
         self._deliver(Vector.TIMER)
 
     def _bury(self) -> None:
-        """Forget the tasks that have ended; if one was killed in a system call, the call fails with EIO."""
+        """Forget the tasks that have ended; the system call of a killed task fails with EIO."""
         for addr in self._kernel.new_exits():
             task = self._tasks.pop(addr, None)
             if task is None:
@@ -505,7 +509,7 @@ class GuestRunner:
                 tell(task.pid)
 
     def _die(self, why: str) -> None:
-        """Declare the guest dead; `why` is the reason, empty if the guest has logged it."""
+        """Declare the guest dead. `why`: the reason to note, or empty if the guest has logged the reason."""
         if why and not self.is_dead:
             self.note(f"the guest was given up: {why}")
         self._at = CpuPosition.DEAD

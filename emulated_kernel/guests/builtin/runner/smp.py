@@ -20,11 +20,11 @@ from emulated_kernel.util.abi import PARK, Hypercall, Vector
 from emulated_kernel.util.control_lock import ControlLock
 
 TIME_KEEPER = 0
-"""The CPU that counts jiffies and runs timers."""
+"""Number of the CPU that counts jiffies and runs timers."""
 MAX_WAITS = 50_000
 """Maximum number of successive turns that end in a wait and bring no CPU to rest.
 
-After these, a CPU gets a watchdog interrupt, since it may be looping.
+After these turns, a CPU gets a watchdog interrupt, because it may be looping.
 """
 MAX_INSTRUCTIONS = 50_000_000
 """Maximum number of instructions in successive turns that bring no CPU to rest, if turns have a quantum."""
@@ -49,14 +49,14 @@ class SmpGuestRunner(GuestRunner):
         self._seats: list[tuple[CpuPosition, GuestTask | None]] = [
             (CpuPosition.OFFLINE, None)
         ] * machine.config.cpus
-        """Number of a CPU -> its position and its task in user mode; invalid for the current CPU."""
+        """Number of a CPU -> its position and its task in user mode; out of date for the current CPU."""
         self._turns = 0
-        """Successive turns that brought no CPU to rest."""
+        """Number of successive turns that brought no CPU to rest."""
         self._preempts = False
         """Whether turns have ended at arbitrary instructions, not only where a CPU waits."""
         self._max_turns = MAX_INSTRUCTIONS // quantum if quantum else MAX_WAITS
         self._server: int | None = None
-        """The CPU whose hypercall is being served."""
+        """Number of the CPU whose hypercall is being served, or None."""
         self._unserved: dict[int, Trap] = {}
         """Number of a CPU -> hypercall at which it stopped outside its turn; served when its turn begins."""
 
@@ -74,7 +74,7 @@ class SmpGuestRunner(GuestRunner):
                     self._seats[number] = CpuPosition.USER, task
 
     def _turn_to(self, number: int) -> None:
-        """Make a CPU current."""
+        """Make CPU `number` the current one; do nothing if the guest is dead."""
         here = self._machine.cpu
         if number == here or self.is_dead:
             return
@@ -87,7 +87,10 @@ class SmpGuestRunner(GuestRunner):
         return (self._at, self._user) if number == self._machine.cpu else self._seats[number]
 
     def _step(self) -> None:
-        """Run all CPUs until each is idle or in user mode. The current CPU's hypercall has been answered."""
+        """Run all CPUs until each is idle or in user mode.
+
+        The caller has answered the current CPU's hypercall.
+        """
         following: int | None = self._machine.cpu
         while following is not None:
             super()._step()
@@ -141,16 +144,16 @@ class SmpGuestRunner(GuestRunner):
         self._turn_to(here)
 
     def _run_before_interrupt(self, numbers: Iterable[int]) -> None:
-        """Run CPUs for one turn before the interrupt is delivered, as it takes time to arrive."""
+        """Run CPUs for a turn before their interrupt is delivered, since a real interrupt takes time."""
         for number in numbers:
             if self._seat(number)[0] is CpuPosition.UNDERWAY and number not in self._unserved:
                 self._turn_to(number)
                 self._run_for_sync(number)
 
     def _is_other(self, number: int) -> bool:
-        """Return True if a CPU is online and is not the one that patches text.
+        """Return True if a CPU is online and is not the CPU that patches text.
 
-        The current CPU counts as the one that patches. The exception is a CPU that was left in the middle of
+        The current CPU counts as the CPU that patches. The exception is a CPU that was left in the middle of
         kernel code without a hypercall in service.
         """
         at = self._seat(number)[0]
@@ -162,7 +165,7 @@ class SmpGuestRunner(GuestRunner):
         return number != self._server and number not in self._unserved and self._can_go_on(number)
 
     def _run_for_sync(self, number: int) -> None:
-        """Run the current CPU `number` up to its next stop, without answering a hypercall."""
+        """Run the current CPU, `number`, up to its next stop; a hypercall stays unanswered until its turn."""
         trap = self._run_cpu(None)
         if trap is None:
             return
@@ -182,7 +185,7 @@ class SmpGuestRunner(GuestRunner):
             self._stopped_otherwise(trap)
 
     def _next(self) -> int | None:
-        """Return the CPU whose turn is next, or None if no CPU can go on."""
+        """Return the number of the CPU whose turn is next, or None if no CPU can continue."""
         return next((number for number in self._round() if self._can_go_on(number)), None)
 
     def _round(self) -> Iterator[int]:
@@ -198,7 +201,7 @@ class SmpGuestRunner(GuestRunner):
         return at in (CpuPosition.IDLE, CpuPosition.USER) and self._kernel.sent_to(number) != 0
 
     def _interrupt_current(self) -> None:
-        """Deliver the first pending interrupt of the current CPU, if there is one and the CPU can take it."""
+        """Deliver the lowest pending interrupt of the current CPU, if any, if the CPU can take it."""
         cpu = self._machine.cpu
         if self._at is CpuPosition.ANSWERED or not self._kernel.sent_to(cpu):
             return
@@ -217,7 +220,7 @@ class SmpGuestRunner(GuestRunner):
             self._server = None
 
     def _finish_records(self) -> None:
-        """Run each CPU whose ip is in a handler to the handler's end.
+        """Run each other CPU whose ip is in a compiled handler to the handler's end.
 
         After this, trace buffers may be read and changed. Linux: waits for an RCU grace period.
         """
@@ -264,7 +267,7 @@ class SmpGuestRunner(GuestRunner):
             self._deliver(Vector.WATCHDOG)
 
     def _place_of(self, task: GuestTask) -> int | None:
-        """Return the CPU on which this task is in user mode, or None."""
+        """Return the number of the CPU on which this task is in user mode, or None if there is none."""
         return next((number for number in self._round() if self._seat(number)[1] is task), None)
 
     def _run_to_end(self, task: GuestTask) -> int:
@@ -296,7 +299,7 @@ class SmpGuestRunner(GuestRunner):
                 self._kernel.send(number, Vector.TIMER)
 
     def _await_time(self, request: Request, slept: int) -> None:
-        """Let a jiffy pass, as GuestRunner does.
+        """Let a jiffy pass, as GuestRunner._await_time does.
 
         Its ticks also make an inactive task in user mode yield its CPU to tasks that wait for that CPU.
         """
@@ -342,7 +345,7 @@ class SmpGuestRunner(GuestRunner):
     def _rouse(self, task: GuestTask) -> bool:
         """Wake a sleeping task on an idle CPU, or else on the CPU that it ran on last.
 
-        Return False if no CPU is idle and that CPU has no task in user mode.
+        Return False if no CPU is idle and the CPU that it ran on last has no task in user mode.
         """
         last = self._kernel.cpu_of(task.addr)
         idle = next((cpu for cpu in (last, *self._round()) if self._seat(cpu)[0] is CpuPosition.IDLE), None)

@@ -23,28 +23,31 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 PATH_MAX = 4096
 AT_FDCWD = -100 & 0xFFFFFFFF
-"""AT_FDCWD as a program passes it in a register: a 32-bit int."""
+"""Value of AT_FDCWD as a program passes it in a register: a 32-bit int."""
 AT_SYMLINK_NOFOLLOW = 0x100
 UTIME_OMIT = (1 << 30) - 2
 """Value of tv_nsec by which utimensat(2) leaves a time unchanged."""
 AT_REMOVEDIR = 0x200
 _MAX_ERRNO = 4095
 _STAT = struct.Struct("<QQQIIIIQqqqQQQQQQ")
-"""struct stat of the guest: x86_64's layout on every architecture."""
+"""Layout of the guest's struct stat, which is x86_64's on every architecture."""
 _ENTRY = struct.Struct("<QIBB")
-"""struct host_entry up to its name; each entry begins at a multiple of 8."""
+"""Layout of the guest's struct host_entry up to its name; each entry begins at a multiple of 8."""
 _ENTRY_SIZE = 16
-"""Bytes of a struct host_entry with an empty name."""
+"""Size in bytes of a struct host_entry with an empty name."""
 _OUTPUT = 64 << 10
-"""Offset of output in a buffer, in bytes; slots of names are before it."""
+"""Offset of a call's output in its user buffer, in bytes. The slots of names precede the output."""
 _REPLY = 8192
-"""Bytes of the guest's buffer for replies. Mirrors: HOST_REPLY_SIZE of the guest's host_abi.h."""
+"""Size in bytes of the guest's buffer for replies. Mirrors: HOST_REPLY_SIZE of the guest's host_abi.h."""
 _SLOT = 2 * PATH_MAX
-"""Bytes of a name's slot: first the name as the process passed it, then the path that the guest walks."""
+"""Size in bytes of a name's slot: the name that the process passed, then the path that the guest walks."""
 _MOST_PATHS = 2
-"""Paths that a system call has at most."""
+"""Maximum number of paths among the arguments of a system call."""
 _WALKS_ONLY = 2
-"""Value of task_struct.host_names if names can't be read. Mirrors: HOST_NAMES_UNKNOWN of host_abi.h."""
+"""Value of task_struct.host_names for a call whose names could not be read.
+
+Mirrors: HOST_NAMES_UNKNOWN of the guest's host_abi.h.
+"""
 
 _AT: dict[str, tuple[str, tuple[int, ...]]] = {
     "access": ("faccessat", ()),
@@ -60,7 +63,7 @@ _AT: dict[str, tuple[str, tuple[int, ...]]] = {
     "rmdir": ("unlinkat", (AT_REMOVEDIR,)),
     "unlink": ("unlinkat", (0,)),
 }
-"""Older system call -> the newer one that replaces it on some architectures, and its last arguments.
+"""Older system call -> newer call that replaces it on some architectures, and its last arguments.
 
 AT_FDCWD is passed to the newer call before the path.
 """
@@ -122,7 +125,7 @@ def check(result: int, word_size: int) -> int:
 
 
 class Syscalls:
-    """Makes the system calls of guest tasks for host processes."""
+    """Makes system calls by guest tasks on behalf of host processes."""
 
     def __init__(self, runner: GuestRunner, kernel: BuiltinKernel) -> None:
         self._runner = runner
@@ -135,7 +138,7 @@ class Syscalls:
         self._path = image.abi["host_path"]
         self._reply = image.abi["host_reply"]
         self._slots: int | None = None
-        """Address of the slots for paths that are unknown, see _unreadable_slots(); None until needed."""
+        """Address of the slots for unknown paths, which _unreadable_slots() allocates; None until then."""
         self._look_path = address_of(image.kallsyms, "host_look_path")
         self._look_fd = address_of(image.kallsyms, "host_look_fd")
         self._look_link = address_of(image.kallsyms, "host_look_link")
@@ -150,7 +153,7 @@ class Syscalls:
         return name in self._nr
 
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
-        """Execute a system call and return its result; `hostfs` serves the control file that it works on.
+        """Let a task make a system call, and return the result; `hostfs` serves the call's control file.
 
         Raises: KernelError, WouldBlock (see GuestRunner.syscall).
         """
@@ -160,7 +163,7 @@ class Syscalls:
     def with_path(
         self, task: GuestTask, name: str, path: str, *args: int, hostfs: HostfsHandler | None = None
     ) -> int:
-        """Execute a system call whose first argument is a path."""
+        """Let a task make a system call whose first argument is a path; return the result."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
             return self._at_path(task, name, buffer, *args, hostfs=hostfs)
@@ -168,14 +171,14 @@ class Syscalls:
     def _at_path(
         self, task: GuestTask, name: str, path: int, *args: int, hostfs: HostfsHandler | None = None
     ) -> int:
-        """Execute a system call on the path at this address; use the newer call if the guest lacks `name`."""
+        """Make a system call on the path at address `path`, or the newer call if the guest lacks `name`."""
         if name in self._nr or name not in _AT:
             return self.call(task, name, path, *args, hostfs=hostfs)
         instead, flags = _AT[name]
         return self.call(task, instead, AT_FDCWD, path, *args, *flags, hostfs=hostfs)
 
     def with_paths(self, task: GuestTask, name: str, first: str, second: str) -> int:
-        """Execute a system call whose arguments are two paths."""
+        """Let a task make a system call whose arguments are two paths; return the result."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, first)
             self._put_path(buffer + PATH_MAX, second)
@@ -195,7 +198,7 @@ class Syscalls:
         lookup: HostLookup = HostLookup.DEFAULT,
         hostfs: HostfsHandler | None = None,
     ) -> int:
-        """Execute the system call in which a process waits, with the arguments that the process passed.
+        """Let a task make the system call in which its process waits, with the arguments of the process.
 
         `walks` are the paths from the guest's root that the guest walks instead of the call's paths. If the
         call takes or returns a descriptor, the caller must use a numbered() block.
@@ -229,7 +232,7 @@ class Syscalls:
         lookup: HostLookup,
         hostfs: HostfsHandler | None,
     ) -> int:
-        """Execute a system call whose paths could not be read, so that reads of its paths fault, too."""
+        """Make a system call whose paths could not be read; a probe's reads of its paths fault, too."""
         slot = self._unreadable_slots()
         args = list(call.args)
         named = [at for at, kind in enumerate(ARGUMENTS[call.name]) if kind == "p"]
@@ -247,7 +250,7 @@ class Syscalls:
             return self._by_any_name(task, call.name, args, hostfs)
 
     def _unreadable_slots(self) -> int:
-        """Return the address of slots of user memory whose first pages, for the names, are not mapped."""
+        """Return the address of slots in user memory. The first page of each, for the name, is not mapped."""
         if self._slots is None:
             self._slots = self._buffers.get()
             for number in range(_MOST_PATHS):
@@ -257,7 +260,7 @@ class Syscalls:
     def _by_any_name(
         self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None
     ) -> int:
-        """Execute a system call of a host process by the name and arguments that it has in the guest."""
+        """Make a system call of a host process, by the name and arguments that it has in the guest."""
         bits = 8 * self._memory.word_size
         if name in ("truncate", "ftruncate") and bits == 32:
             name = f"{name}64"
@@ -271,7 +274,7 @@ class Syscalls:
 
     @contextmanager
     def numbered(self, task: GuestTask, number: int | None, fd: int = 0) -> Iterator[None]:
-        """In the block, give descriptor `fd` the number that the host process has for it.
+        """During the block, give the guest's descriptor `fd` the number that it has in the host process.
 
         An open(2) in the block returns `number`, and real_fd() then returns the guest's descriptor. If
         `number` is None, the block changes nothing.
@@ -288,7 +291,7 @@ class Syscalls:
 
     @contextmanager
     def _set(self, task: GuestTask, **fields: int) -> Iterator[None]:
-        """Set fields of a task_struct in the block."""
+        """Set 32-bit fields of a task_struct; clear them after the block, except host_real_fd."""
         for field, value in fields.items():
             self._kernel.set_field(task.addr, field, value)
         try:
@@ -318,7 +321,7 @@ class Syscalls:
             return self.call(task, "openat", AT_FDCWD, buffer, flags, mode, hostfs=hostfs)
 
     def read(self, task: GuestTask, fd: int, size: int, offset: int | None = None) -> bytes:
-        """Read at most `size` bytes, with pread64(2) if `offset` is given, and return them."""
+        """Return at most `size` bytes of a file, by pread64(2) if `offset` is given, else by a plain read."""
         size = min(size, BUFFER_SIZE)
         with self._buffers.borrowed() as buffer:
             if offset is None:
@@ -328,7 +331,7 @@ class Syscalls:
             return self._memory.read(buffer, checked_count(count, size))
 
     def write(self, task: GuestTask, fd: int, data: bytes, offset: int | None = None) -> int:
-        """Write data, with pwrite64(2) if `offset` is given, and return the number of bytes written."""
+        """Write data to a file, by pwrite64(2) if `offset` is given; return the number of bytes written."""
         data = data[:BUFFER_SIZE]
         with self._buffers.borrowed() as buffer:
             self._memory.write(buffer, data)
@@ -347,22 +350,25 @@ class Syscalls:
         self._by_any_name(task, "ftruncate", [fd, size])
 
     def seek(self, task: GuestTask, fd: int, offset: int) -> None:
-        """Execute lseek(2) with SEEK_SET. Raises: KernelError, EOVERFLOW (not in the guest's long)."""
+        """Set a file's position by lseek(2).
+
+        Raises: KernelError, EOVERFLOW (too large for a guest's long).
+        """
         self._by_any_name(task, "lseek", [fd, offset, os.SEEK_SET])
 
     def _offset(self, value: int) -> tuple[int, ...]:
-        """Return an offset as arguments: one on a 64-bit machine; on a 32-bit machine two, low half first."""
+        """Return a file offset as arguments: one on a 64-bit machine, low and high half on 32 bits."""
         return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
 
     def fstat(self, task: GuestTask, fd: int) -> None:
-        """Let the task read a file's attributes by newfstat, and discard them."""
+        """Let the task call newfstat on a descriptor, and discard the attributes."""
         with self._buffers.borrowed() as buffer:
             self.call(task, "newfstat", fd, buffer)
 
     def look(self, path: str) -> GuestStat:
-        """Return the attributes of a file in memory, as lstat(2) does.
+        """Return the attributes of a file, as lstat(2) does, by the guest's function host_look_path.
 
-        No task makes a system call for it, so probes and tracers see nothing. Raises: KernelError.
+        No task makes a system call, so probes and tracers see nothing. Raises: KernelError.
         """
         self._ask(self._look_path, path)
         return self._stat()
@@ -378,9 +384,10 @@ class Syscalls:
         return os.fsdecode(self._memory.read(self._reply, size))
 
     def look_entries(self, path: str) -> Iterator[GuestEntry]:
-        """Yield a directory's entries, without "." and "..", in the same way as look().
+        """Yield a directory's entries, except "." and "..", in the same way as look().
 
-        Their positions ascend. What follows an entry whose position does not is damaged, and left out.
+        The positions of entries ascend. Entries from the first one whose position does not ascend are
+        damaged, and left out.
         """
         start = 0
         with self._kernel.damage.left_out("list of directory entries"):
@@ -397,7 +404,7 @@ class Syscalls:
                     at += (_ENTRY_SIZE + length + 7) & ~7
 
     def _ask(self, function: int, path: str, *args: int) -> int:
-        """Call a host_look function of the guest and return its result.
+        """Call a host_look_* function of the guest on a path and return its result.
 
         Raises: KernelError, EIO (the guest is dead, or it has damaged its files), EDEADLK (called from a
         probe's handler).
@@ -414,7 +421,7 @@ class Syscalls:
         return check(result, self._memory.word_size)
 
     def _stat(self) -> GuestStat:
-        """Return the struct stat that a host_look function has written."""
+        """Return the attributes that a host_look_* function has written to the reply buffer."""
         fields = _STAT.unpack(self._memory.read(self._reply, _STAT.size))
         _dev, ino, nlink, mode, uid, gid, _pad, rdev, size, _blksize, blocks, *times = fields
         atime = times[0] * 10**9 + times[1]
@@ -423,7 +430,7 @@ class Syscalls:
         return GuestStat(ino, nlink, mode, uid, gid, rdev, size, blocks, atime, mtime, ctime)
 
     def utimens(self, task: GuestTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Execute utimensat(2) without following a symbolic link.
+        """Set a file's times by utimensat(2), which does not follow a symbolic link.
 
         Times are in nanoseconds of the guest's file time; None leaves a time unchanged.
         """

@@ -1,1 +1,1 @@
-"""File trees that only kprobefs's own kernel has."""
+"""File trees of mounts of kprobefs's own kernel."""

@@ -1,4 +1,4 @@
-"""machine/clock: the mode, the seed and the time of the machine's clock, and commands that set them."""
+"""machine/clock: shows the mode, seed and time of the machine's clock; commands set mode and seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBER = re.compile("0|[1-9][0-9]{0,19}|0x[0-9a-fA-F]{1,16}")
 
 
 def clock_text(kernel: BuiltinKernelComponents) -> str:
-    """Return one line each for the mode, the seed and the seconds since boot."""
+    """Return the content of machine/clock: one line each for the mode, the seed and the time since boot."""
     clock = kernel.machine.clock
     seconds, ns = divmod(clock.now_ns(), NSEC_PER_SEC)
     return f"mode {clock.kind}\nseed {clock.seed}\ntime {seconds}.{ns:09}\n"

@@ -1,4 +1,4 @@
-"""machine/: files about the emulated computer, such as its tasks and memory, and one to call functions."""
+"""machine/: files about the emulated computer, such as tasks and memory, and a file that calls functions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_LOADS = 16
 def machine_tree(
     kernel: BuiltinKernelComponents, owner: Owner, further: Mapping[str, Node]
 ) -> dict[str, Node]:
-    """Return the files of machine/ and `further` ones; only root and `owner` see addresses."""
+    """Return the files of machine/ and the files in `further`; only root and `owner` see addresses."""
     image = kernel.live.core
     guest = kernel.guest
     reader = kernel.guest.kernel
@@ -53,7 +53,7 @@ def machine_tree(
     banner = f"{version}\nprofile {profile.name}\n"
 
     def addressed(show: Callable[[bool], Iterable[str]]) -> Callable[[Client], Records]:
-        """Return a function that lists a client's records; `show(True)` shows addresses as 0."""
+        """Return a function that lists records for a client; `show(True)` shows addresses as 0."""
         return lambda client: listing(lambda: show(not owner.is_privileged(client)))
 
     def log() -> Iterator[str]:
@@ -126,10 +126,10 @@ def _cpu_lines(reader: BuiltinKernel, guest: Guest) -> Iterator[str]:
 
 
 def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], Steps]:
-    """Read the files of `load NAME` and `load PATH`, and return a function that begins all commands.
+    """Read the files of the commands in `data`, and return a function that begins the commands.
 
-    The other command is `unload NAME`. Each command is a step. If a command fails, the commands before it
-    have been executed.
+    The commands are `load NAME`, `load PATH` and `unload NAME`, one step each. If a command fails, those
+    before it have been executed.
 
     Raises: KernelError EINVAL (not ASCII). The returned function raises: KernelError EINVAL (malformed),
     E2BIG (more than MAX_LOADS), and as Modules.check, Modules.load and Modules.unload.

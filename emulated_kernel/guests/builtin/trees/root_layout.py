@@ -13,20 +13,20 @@ from emulated_kernel.vfs.trees.root import root_tree
 
 
 class RootLayout(Enum):
-    """Content of the root directory."""
+    """Content of a mount's root directory."""
 
     FULL = "full"
     """kprobes/, tracing/, machine/, sysctl/, the guest's scratch/ and dev/, and two files of tracefs."""
     TRACEFS = "tracefs"
-    """tracefs itself, for mounts at the place where tools look for it, and the directory CONTROL."""
+    """tracefs itself, for mounts at the path where tools look for tracefs, and the directory CONTROL."""
 
 
 def build_filesystem(
     kernel: BuiltinKernelComponents, layout: RootLayout, owner: Owner | None, further: Mapping[str, Node]
 ) -> NodeTree:
-    """Return the tree of `layout`, with `further` files in machine/.
+    """Return the file tree of a mount with `layout`, with the files in `further` added to machine/.
 
-    The files belong to `owner`; if it is None, to root.
+    The files belong to `owner`, or to root if `owner` is None.
     """
     owner = owner or Owner()
     # The guest's own file systems are mounted on these directories.

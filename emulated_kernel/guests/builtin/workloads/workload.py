@@ -14,9 +14,9 @@ from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
 from emulated_kernel.util.errors import KernelError
 
 FILE_SIZE = 5120
-"""Bytes of a file; more than a page."""
+"""Size in bytes of the file that a round of FILES writes; more than a page."""
 MESSAGE_SIZE = 512
-"""Bytes of a message; less than the capacity of a pipe or connection."""
+"""Size of a message in bytes; less than the capacity of a pipe or connection."""
 SLEEP_NS = 1_000_000
 PROGRAM = "/bin/true"
 _AF_INET = 2
@@ -26,7 +26,7 @@ _LOOPBACK = 0x7F000001
 
 
 class WorkloadKind(Enum):
-    """Kind of a workload; each value says what one round does."""
+    """Kind of a workload, which decides what the task does in each round."""
 
     FORK = "fork"
     """Fork a child that executes a program and exits."""
@@ -57,10 +57,10 @@ def kinds_of(guest: Guest) -> Collection[WorkloadKind]:
 
 
 class BackgroundWorkload:
-    """A workload of one kind, made by one guest task and its children.
+    """A workload of one kind, whose system calls one guest task and its children make.
 
-    The task gets `pid`, which no host process may have. After `end`, that pid and those of its children are
-    free.
+    The task gets `pid`, which no host process may have. After `end`, the pids of the task and its children
+    are free.
     """
 
     def __init__(self, guest: Guest, kind: WorkloadKind, pid: int) -> None:
@@ -80,7 +80,7 @@ class BackgroundWorkload:
         self._listener = -1
 
     def round(self) -> None:
-        """Make one round; if the task was killed, replace it. Raises: KernelError."""
+        """Make the calls of one round; if the task was killed, replace it first. Raises: KernelError."""
         task = self._guest.processes.resident(self._pid, f"load/{self._kind.value}")
         self._round(task)
 

@@ -18,15 +18,15 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.threads import start_thread
 
 MAX_RATE = 10_000
-"""Highest rate of a workload, in rounds per second."""
+"""Maximum rate of a workload, in rounds per second."""
 MAX_DURATION = 86_400.0
-"""Longest duration of a workload, in seconds."""
+"""Maximum duration of a workload, in seconds."""
 DEFAULT_RATE = 10
 DEFAULT_DURATION = 10.0
 SLICE = 0.002
-"""Seconds after which the rounds of a slice end and release the control lock; the last round is finished."""
+"""Duration of a slice, in seconds, after which the workload finishes its round and releases the lock."""
 MAX_FAILURES = 100
-"""Successive failed rounds after which a workload stops."""
+"""Maximum number of successive failed rounds, after which a workload stops."""
 ALL = "all"
 
 
@@ -36,14 +36,14 @@ class WorkloadOrder:
 
     kind: WorkloadKind
     rate: int = DEFAULT_RATE
-    """Rounds per second that the workload tries to make."""
+    """Number of rounds per second that the workload tries to make."""
     duration: float = DEFAULT_DURATION
-    """Duration in seconds."""
+    """Duration of the workload in seconds."""
 
 
 @dataclass(eq=False)
 class RunningWorkload:
-    """A workload that was started, and its state; times are those of the host's monotonic clock."""
+    """A workload that was started, and its state; times are read from the host's monotonic clock."""
 
     order: WorkloadOrder
     started: float
@@ -51,12 +51,12 @@ class RunningWorkload:
     rounds: int = 0
     failed: int = 0
     state: str = "running"
-    """State: "running", and after the end "done", "stopped" or "failed"."""
+    """State of the workload: "running", or after its end "done", "stopped" or "failed"."""
     reason: str = ""
     """Error message of the latest failed round."""
     ended: threading.Event = field(default_factory=threading.Event)
     in_succession: int = 0
-    """Successive failed rounds."""
+    """Number of successive failed rounds."""
 
     @property
     def left(self) -> float:
@@ -69,7 +69,7 @@ class RunningWorkload:
         return self.started + (self.rounds + self.failed) / self.order.rate
 
     def line(self) -> str:
-        """Return a line with the order, the state, the counts of rounds and the latest failure."""
+        """Return a line of text with the order, the state, the numbers of rounds and the latest error."""
         order = self.order
         left = f" left={self.left:.1f}" if self.state == "running" else ""
         reason = f" ({self.reason})" if self.reason else ""
@@ -89,11 +89,11 @@ class Workloads:
         self._loads: dict[WorkloadKind, RunningWorkload] = {}
 
     def text(self) -> Iterable[str]:
-        """Return a line for each kind that has ever run, about its latest workload."""
+        """Return a line of text about the latest workload of each kind that has ever run."""
         return [running.line() for running in self._loads.values()]
 
     def orders(self) -> list[WorkloadOrder]:
-        """Return orders for the remaining time of running workloads, to continue them in another kernel."""
+        """Return orders that let another kernel continue the running workloads for their remaining time."""
         running = [load for load in self._loads.values() if load.state == "running"]
         return [replace(load.order, duration=load.left) for load in running if load.left]
 
@@ -102,9 +102,9 @@ class Workloads:
 
         A command is `KIND [rate=N] [duration=SECONDS]`, where `all` means all kinds, or `stop [KIND]`.
 
-        Raises: KernelError EINVAL (malformed), ERANGE (too much), EOPNOTSUPP (the kernel lacks the system
-        calls). The returned function raises: KernelError EBUSY (a workload of that kind runs), ENOENT (there
-        is nothing to stop), and as `start`.
+        Raises: KernelError EINVAL (malformed), ERANGE (rate or duration), EOPNOTSUPP (the kernel lacks the
+        system calls). The returned function raises: KernelError EBUSY (a workload of that kind runs), ENOENT
+        (there is nothing to stop), and as `start`.
         """
         verb, *words = line.split()
         if verb == "stop":
@@ -134,7 +134,7 @@ class Workloads:
                 raise
 
     def stop(self, *kinds: WorkloadKind) -> None:
-        """Stop the workloads of these kinds, or all if no kind is given, and remove their tasks."""
+        """Stop the workloads of these kinds, or all workloads if no kind is given, and remove their tasks."""
         self._lock.assert_held()
         for running in self._loads.values():
             if running.state == "running" and (not kinds or running.order.kind in kinds):
@@ -179,11 +179,14 @@ class Workloads:
                     self._slice(running)
 
     def _pause(self, running: RunningWorkload) -> float:
-        """Return the seconds until the next round, at least SLICE so that a waiting request gets the lock."""
+        """Return the seconds until the next round, at least SLICE, so that waiting requests get the lock."""
         return max(min(running.due - monotonic(), running.left), SLICE)
 
     def _slice(self, running: RunningWorkload) -> None:
-        """Make the rounds that are due. An exception other than a round's KernelError ends the workload."""
+        """Make the rounds that are due, within one slice.
+
+        An exception other than a round's KernelError ends the workload.
+        """
         if running.load is None:
             running.load = BackgroundWorkload(self._guest, running.order.kind, threading.get_native_id())
         state = "failed"

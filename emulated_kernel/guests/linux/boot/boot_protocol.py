@@ -18,7 +18,7 @@ from emulated_kernel.image.linux.vmlinux import LinkedMemory
 from emulated_kernel.machine.traps.trap import GuestFault
 
 HOST_SIZE = 64 << 20
-"""Bytes at the end of RAM that belong to the host; the guest's memory map does not contain them."""
+"""Size in bytes of the end of RAM, which belongs to the host and is not in the guest's memory map."""
 RAM_SIZE = (128 << 20) + HOST_SIZE
 COMMAND_LINE = (
     f"console=ttyS0 quiet nokaslr acpi=off nolapic noapic nosmp tsc_early_khz={TSC_KHZ} tsc=reliable "
@@ -45,7 +45,7 @@ _PROTOCOL = 0x20F
 
 
 def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
-    """Load the kernel, the initramfs and the boot parameters, and set the CPU to the kernel's entry.
+    """Load the kernel, the initramfs and the boot parameters, and point the CPU to the kernel's entry.
 
     Raises: KernelError ENOEXEC (a segment does not fit into RAM).
     """
@@ -92,9 +92,9 @@ def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytes:
 
 
 def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, int], None]) -> None:
-    """Run from the kernel's first instruction until init waits at its stub.
+    """Run the kernel from its first instruction until init waits at its stub.
 
-    `progress` is called with the number of initcalls that have begun and the number of all initcalls.
+    `progress` is called with the number of initcalls that have begun, and the number of all initcalls.
     Raises: GuestFault (with the last line of the kernel's log).
     """
     calls = kernel.between("__initcall_start", "__initcall_end")

@@ -1,6 +1,6 @@
-"""Digest cache: remembers results of reading whole files, until a file changes.
+"""Digest cache: remembers the results of reading whole files until the files change.
 
-A note is a small file with a result. Its name is a hash of the file's identity and change time.
+A note is a small file that contains a result. Its name is a hash of the file's identity and change time.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 SUFFIX = ".read"
 MAKING = ".reading-"
 _LIMIT = 32
-"""Limit of notes; the least recently used notes are removed first."""
+"""Maximum number of notes; beyond it, the least recently used notes are removed."""
 _LONGEST = 256
 _SECOND = 10**9
 _SETTLED = 2.0
-"""Seconds. Two changes within a shorter time may leave a file with the same timestamps."""
+"""Age in seconds from which a file's change time identifies its content.
+
+Two changes within a shorter time may leave a file with the same timestamps.
+"""
 
 
 class Reading(NamedTuple):
     """A file that is about to be read, and its remembered result.
 
-    `told`: the text that remember() was given, or None. `is_settled`: the change time identifies the content,
-    so a result may be remembered.
+    `told`: the result that remember() has kept, or None. `is_settled`: the change time identifies the
+    content, so a result may be remembered.
     """
 
     note: Path
@@ -40,8 +43,8 @@ class Reading(NamedTuple):
 def about_to_read(directory: Path, file: int, form: str) -> Reading:
     """Look up the remembered result for a file.
 
-    `directory`: contains the notes; `form`: a regular expression that a result must match.
-    Raises: OSError (of the file).
+    `directory`: contains the notes. `file`: descriptor of the file. `form`: a regular expression that a
+    result must match. Raises: OSError (of the file).
     """
     note = _note(directory, file)
     told = None
@@ -58,7 +61,7 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
 
 
 def remember(reading: Reading, text: str) -> None:
-    """Write a note with the result. If that is impossible, the file is read again next time."""
+    """Write a note with the result `text`. If that is impossible, the file is read again next time."""
     directory = reading.note.parent
     if not reading.is_settled or not directory.is_dir():
         return
@@ -73,7 +76,7 @@ def remember(reading: Reading, text: str) -> None:
 
 
 def last_read(directory: Path, file: int) -> float:
-    """Return when the file's result was used last, in seconds since 1970; 0: never.
+    """Return the time of the last use of a file's result, in seconds since 1970; 0 if it was never used.
 
     Raises: OSError (of the file).
     """
@@ -90,11 +93,11 @@ def _note(directory: Path, file: int) -> Path:
 
 
 def notes(directory: Path) -> list[Path]:
-    """Return the notes in a directory."""
+    """Return the paths of the notes in a directory."""
     return list(directory.glob(f"*{SUFFIX}"))
 
 
 def is_own(file: int) -> bool:
-    """Return True if no other user can have written the file. Raises: OSError."""
+    """Return True if no other user can have written to the file with descriptor `file`. Raises: OSError."""
     status = os.fstat(file)
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -1,4 +1,4 @@
-"""Snapshots: a booted machine as a file with a header, RAM, and tables that were read from its kernel.
+"""Snapshots: files of booted machines, with a header, RAM, and tables that were read from the kernel.
 
 Pages of zeros are holes in the file. RAM is mapped privately, so that mounts of the same kernel share the
 pages that they have not changed.
@@ -41,27 +41,27 @@ from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 
 _MAGIC = b"kprobefs booted kernel 19\n"
 HEADER = 256 << 10
-"""Bytes before RAM."""
+"""Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10
 NORESERVE = 0x4000
-"""MAP_NORESERVE: a guest may have more memory than the host has available."""
+"""MAP_NORESERVE, a flag of mmap(2): a guest may have more memory than the host has available."""
 LIMIT = 600 << 20
-"""Limit of bytes on disk; the least recently used snapshots are removed first."""
+"""Maximum size of all snapshots on disk in bytes; the least recently used ones are removed first."""
 _SUFFIX = ".booted"
 _WHOLE = "whole"
 """Text in the digest cache for a snapshot whose checksums were right."""
 _HASH = "[0-9a-f]{64}"
-"""Form of the digest of a kernel's file."""
+"""Regular expression of the digest of a kernel's file."""
 _MAKING = ".booting-"
 BUDGET = 20.0
-"""Seconds that one run may take."""
+"""Maximum seconds that one run of a guest from a snapshot may take."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class CachedKernel:
-    """A snapshot as `kprobefs images` shows it; `size` in bytes on disk.
+    """A snapshot as `kprobefs images` lists it. `size`: bytes on disk. `used`: time of the last use.
 
     `release` and `source` are None if the snapshot is damaged, comes from another version, or may have been
     written by another user.
@@ -75,15 +75,15 @@ class CachedKernel:
 
 
 def directory() -> Path:
-    """Return the directory of the snapshots."""
+    """Return the directory of the snapshots, in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"
 
 
 def place(source: Path, seed: int) -> Path:
-    """Return the path of a kernel's snapshot.
+    """Return the path of the snapshot for the kernel in the file `source`.
 
-    It depends on the hash of the file, the boot parameters and the library's version.
+    The path depends on the hash of the file, the seed, the boot parameters and the library's version.
     Raises: OSError.
     """
     reading, whole = _digest(source, *identity(source))
@@ -102,16 +102,16 @@ def place(source: Path, seed: int) -> Path:
 
 @lru_cache(maxsize=1)
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
-    """Return the digest of a whole file. It is cached, because the command needs it, and then its daemon."""
+    """Return the digest of a whole file. It is cached, because both the command and its daemon need it."""
     with open(source, "rb") as file:
         reading = about_to_read(directory(), file.fileno(), _HASH)
         return reading, reading.told or hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def core_place(source: Path) -> Path:
-    """Return the path of a core dump's snapshot.
+    """Return the path of the snapshot for the core dump in the file `source`.
 
-    It depends on the file's path, identity and beginning, because a dump may be too long to read as a whole.
+    The path depends on the file's path, identity and beginning, because a dump may be too long to read.
     Raises: OSError.
     """
     with open(source, "rb") as file:
@@ -133,9 +133,9 @@ def save(
     source: str,
     parts: Mapping[str, bytes | memoryview],
 ) -> None:
-    """Write a snapshot; it appears under its name when it is complete. Raises: OSError.
+    """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
-    `parts`: name -> further data to keep.
+    `source`: the kernel's file. `parts`: name -> further data to keep.
     """
     about = {
         "source": source,
@@ -154,7 +154,7 @@ def save(
 
 
 def keep(target: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Write a file, which appears under its name when it is complete. Raises: OSError."""
+    """Write a file by `write`; it appears at `target` when it is complete. Raises: OSError."""
     made = [place for place in target.parents if not place.exists()]
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
@@ -197,7 +197,7 @@ def finish(
 
 
 def write_at(file: IO[bytes], start: int, data: bytes | memoryview) -> None:
-    """Write data, except pieces that are all zeros. Raises: OSError."""
+    """Write data at the offset `start`; pieces of zeros become holes. Raises: OSError."""
     zeros = bytes(_PIECE)
     for at in range(0, len(data), _PIECE):
         piece = bytes(data[at : at + _PIECE])
@@ -226,7 +226,7 @@ class SavedMachine(NamedTuple):
 
 
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
-    """Load a saved machine. If it is missing or damaged, return None; a damaged file is removed."""
+    """Load a saved machine; return None if its file is missing or damaged. Remove a damaged file."""
 
     def machine(kept: SnapshotContents) -> SavedMachine:
         return SavedMachine(*_machine(kept.ram, kept.about), kept.parts)
@@ -235,10 +235,10 @@ def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
 
 
 def load_as(source: Path, made: Callable[[SnapshotContents], T], *, with_parts: bool) -> T | None:
-    """Load a snapshot and return the result of `made`, which is called with its content.
+    """Load a snapshot, and return the result of `made`, which is called with the snapshot's content.
 
     If the file is missing or damaged, return None; a damaged file is removed.
-    Raises: KernelError (by `made`: the snapshot is intact and not usable).
+    Raises: KernelError (by `made`, if an intact snapshot is not usable).
     """
     try:
         with open_regular(source) as file:
@@ -279,9 +279,10 @@ def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | No
 
 
 def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotContents | None:
-    """Read a snapshot; return None if it is damaged. Raises: OSError, KeyError, TypeError, ValueError.
+    """Read the snapshot with descriptor `file`; return None if it is damaged.
 
     `is_checked`: compare the checksums, because the file may have been damaged since it was written.
+    Raises: OSError, KeyError, TypeError, ValueError (all: the header is damaged).
     """
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:
@@ -316,7 +317,10 @@ def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, Kerne
 
 
 def checked_cells(about: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the offsets that find_exception_cells() had found. Raises: KeyError, TypeError, ValueError."""
+    """Return the offsets from find_exception_cells() that a snapshot has kept.
+
+    Raises: KeyError, TypeError, ValueError (they are missing or invalid).
+    """
     error, in_flight = about["cells"]
     if not 0 <= min(error, in_flight) <= max(error, in_flight) < STATE_SIZE:
         raise ValueError("cells: outside of the CPU state")
@@ -341,7 +345,7 @@ def _header(file: int) -> dict[str, Any] | None:
 
 
 def _checksum(file: int, start: int, size: int) -> int:
-    """Return the checksum of the pieces that are in the file.
+    """Return the checksum of `size` bytes of a file from `start`, without holes.
 
     Reading through the mapping would allocate memory for the holes.
     """
@@ -380,7 +384,7 @@ def cached() -> list[CachedKernel]:
 
 
 def clear() -> int:
-    """Remove all snapshots and the files of interrupted boots; return how many. Raises: OSError."""
+    """Remove all snapshots and the files of interrupted boots; return their number. Raises: OSError."""
     removed = 0
     for note in (*notes(directory()), *directory().glob(f"{MAKING}*")):
         note.unlink(missing_ok=True)

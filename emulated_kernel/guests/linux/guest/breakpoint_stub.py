@@ -1,4 +1,4 @@
-"""Breakpoints of the kernel's own kprobes: guest code that enters the kernel's handler, without Python.
+"""Guest code that delivers breakpoints of the kernel's own kprobes to the kernel, without Python.
 
 The host's routine for traps stores four registers in words of the host's data page, and lets the guest
 continue in the stub. The stub pushes the frame of the exception and enters the gate. No instruction before
@@ -26,10 +26,10 @@ _CELLS = ("ss", "sp", "cs", "ip", "gate")
 
 
 def install(machine: LinuxMachine, thunk: WakeupThunk) -> None:
-    """Let the guest deliver its breakpoints of kernel mode, if its gate for them needs no other stack.
+    """Let guest code deliver breakpoints in kernel mode, if the gate for breakpoints keeps the stack.
 
-    On a host without the routine, Python delivers the exceptions. It also does if the host probes the guest,
-    and so looks at each breakpoint first.
+    On a host without the routine, Python delivers the exceptions. Python also delivers them if kprobefs
+    probes the guest, because it must then handle each breakpoint first.
     """
     hooks = machine.hooks
     if hooks.breakpoints or hooks.fault_hooks or not hooks.is_native:

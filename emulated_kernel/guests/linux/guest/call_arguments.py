@@ -1,4 +1,4 @@
-"""CallArguments: converts a written call: finds the function, and copies its strings to guest memory."""
+"""CallArguments: finds the function that a call names, and copies string arguments to guest memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 class CallArguments:
-    """Converts calls of a kernel's functions; strings are copied to `size` bytes at `place`."""
+    """Converts arguments of calls of kernel functions; strings are copied to `size` bytes at `place`."""
 
     def __init__(self, kernel: LinuxKernel, memory: GuestMemory, place: int, size: int) -> None:
         self._kernel = kernel
@@ -24,7 +24,7 @@ class CallArguments:
         self._size = size
 
     def placed(self, function: str, arguments: Sequence[int | str]) -> tuple[int, list[int]]:
-        """Return the function's address and the values of the argument registers.
+        """Copy string arguments; return the function's address and the values of the argument registers.
 
         Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, or fewer arguments than it
         takes), E2BIG (too many), ENOMEM (the strings are too long).

@@ -1,7 +1,7 @@
 """ClientScheduler: switches between the tasks of clients, and runs the guest until a system call returns.
 
-The host drives a task through its stub, the user-mode code that waits for requests. A task that is not driven
-sleeps as if an interrupt had put it to sleep, in no system call. The host switches tasks by one platform
+The host drives a task through its stub, the user-mode code that waits for requests. A task that is not used
+sleeps in no system call, as if an interrupt had put it to sleep. The host switches tasks by one platform
 interrupt, whose callback wakes the next task. The kernel does everything else, and switching makes no system
 call that a probe could see.
 """
@@ -37,12 +37,12 @@ _ARRIVAL = TSC_KHZ // 1000
 _CLOSE = 3
 _MAX_ERRNO = 4095
 _ROUNDS = 1 << 16
-"""Limit of runs until an expected event. After that many runs the guest is declared dead."""
+"""Maximum number of runs until an expected event; beyond it, the guest is declared dead."""
 _WORD = (1 << 64) - 1
 
 
 class ClientScheduler:
-    """Switches between client tasks, and knows the task at its stub and the task that waits in a call.
+    """Switches between client tasks; keeps the task at its stub and the task that waits in a call.
 
     Raises: KernelError (with the errno of a system call), GuestFault (the guest has died).
     """
@@ -62,14 +62,17 @@ class ClientScheduler:
         self._in_call: LinuxTask | None = None
         """The task whose system call waits for the host and is not asleep yet."""
         self.sleep_in_call: int | None = None
-        """Address of guest code that sleeps until its task is woken, and then causes a call of woken()."""
+        """Address of guest code in which a task sleeps; when it wakes, the code causes a call of woken()."""
         self._answers: dict[LinuxTask, Callable[[], None]] = {}
-        """Task that is still asleep -> function that puts the answer of its call into the registers."""
+        """Sleeping task -> function that puts the result of its call into the registers when it has woken."""
 
     # Run and switch
 
     def run(self) -> LinuxTask | None:
-        """Run until a task is at its stub or waits in its call. Return it, or None if the CPU is idle."""
+        """Run until a task is at its stub or waits in its call.
+
+        Return the task, or None if the CPU is idle.
+        """
         if self._in_call is not None:
             self._leave_call()
         self.current = None
@@ -90,7 +93,7 @@ class ClientScheduler:
         return task
 
     def _adopt(self, address: int) -> LinuxTask:
-        """Add a task that has come to its stub. Raises: GuestFault (it is none, so the guest is dead)."""
+        """Add the task at `address`, which has come to its stub. Raises: GuestFault (it is no task)."""
         try:
             return self._table.adopt(address)
         except MemoryFault as fault:
@@ -98,7 +101,7 @@ class ClientScheduler:
             raise GuestFault(Trap(TrapKind.FAULT, address), self._machine.death) from fault
 
     def switch(self, to: LinuxTask | None) -> None:
-        """Put the task at its stub or in a call to sleep, and wake `to`. The guest must run next."""
+        """Put the task at its stub or in a call to sleep, and wake `to`, if any, in the guest's next run."""
         self._leave_call()
         task = self.current
         self.current = None
@@ -118,9 +121,9 @@ class ClientScheduler:
         on_arrival: Callable[[], None] | None = None,
         on_idle: Callable[[], bool] | None = None,
     ) -> bool:
-        """Run the guest until `is_done()`; return False if `on_idle()` gave up or the guest ran too often.
+        """Run the guest until `is_done()`; return False if `on_idle()` returned False or _ROUNDS are over.
 
-        `on_arrival` is called when a task arrives too early; by default the task is put to sleep.
+        `on_arrival` is called when a task arrives at its stub too early; by default the task is put to sleep.
         `on_idle` is called when the CPU is idle; by default time passes to the next timer interrupt.
         """
         return self._go_on_until(self.run(), is_done, on_arrival, on_idle)
@@ -132,7 +135,7 @@ class ClientScheduler:
         on_arrival: Callable[[], None] | None = None,
         on_idle: Callable[[], bool] | None = None,
     ) -> bool:
-        """Do the part of run_until() after its first run, which returned `arrived`."""
+        """Continue run_until() after its first run, which returned `arrived`."""
         for _ in range(_ROUNDS):
             if is_done():
                 return True
@@ -149,7 +152,7 @@ class ClientScheduler:
         return False
 
     def _timer_until(self, end: int) -> bool:
-        """Let time pass to the next timer interrupt; return False if there is none until `end`."""
+        """Let time pass to the next timer interrupt; return False if none comes until the TSC is `end`."""
         pc = self._machine.pc
         if pc.timer_vector is None or pc.due is None or max(pc.due, pc.tsc) > end:
             return False
@@ -175,7 +178,7 @@ class ClientScheduler:
         patience: int = 0,
         service: Service | None = None,
     ) -> int:
-        """Make a system call and return its result. Raises: as wait_for_result()."""
+        """Let a task make a system call, and return the result. Raises: as wait_for_result()."""
         task.service = service
         self.begin(task, SYSCALL, number, arguments)
         return self.wait_for_result(task, patience)
@@ -183,7 +186,7 @@ class ClientScheduler:
     def call_behind_close(
         self, task: LinuxTask, closed: int, number: int, *arguments: int, patience: int = 0
     ) -> int:
-        """Close the descriptor `closed`, ignore the result, and make a system call, all in one run."""
+        """Close the descriptor `closed`, ignoring errors, and make a system call, both in one run."""
         first, *others = arguments
         self.begin(task, TWO_CALLS, _CLOSE, (closed, *others), kept=(first, number))
         return self.wait_for_result(task, patience)
@@ -197,7 +200,10 @@ class ClientScheduler:
         cx: int = 0,
         kept: tuple[int, int] = (0, 0),
     ) -> None:
-        """Let the task continue at `ip` in the next run. `kept` has rbx and rbp, which calls preserve."""
+        """Let the task continue at `ip` in the next run, with values for the registers.
+
+        `kept`: rbx and rbp, which calls preserve.
+        """
         machine = self._machine
         if machine.death:
             machine.check_alive()
@@ -224,10 +230,10 @@ class ClientScheduler:
     def wait_for_result(self, task: LinuxTask, patience: int = 0) -> int:
         """Run until the task's call has returned, and return its result.
 
-        `patience`: microseconds of the guest's time that the call may sleep. With 0 it may sleep for as long
+        `patience`: microseconds of the guest's time that the call may sleep. With 0, it may sleep for as long
         as anything will interrupt the guest.
 
-        Raises: Blocked (it has slept for longer), WouldBlock (its service does), KernelError (its errno).
+        Raises: Blocked (the call has slept for longer), WouldBlock (by its service), KernelError (its errno).
         """
         if task.waits:
             self._serve(task)
@@ -265,7 +271,10 @@ class ClientScheduler:
     # Calls that the host serves
 
     def wait_in_call(self) -> bool:
-        """End the run because the running task's call waits for its service. Return False if it has none."""
+        """End the run, because the running task's call waits for its service.
+
+        Return False if the call has no service.
+        """
         task = self._by_address.get(self._memory.words[self._current])
         if task is None or task.service is None:
             return False
@@ -275,9 +284,9 @@ class ClientScheduler:
         return True
 
     def woken(self) -> bool:
-        """Give the running task the answer for which it slept in its call.
+        """Give the running task the result for which it slept in its call, or let it sleep on.
 
-        Return False if the task waits for no answer.
+        Return False if the task waits for no result.
         """
         task = self._by_address.get(self._memory.words[self._current])
         if task is None or not (task.waits or task in self._answers):
@@ -303,7 +312,10 @@ class ClientScheduler:
         self._machine.regs.ip = self.sleep_in_call
 
     def _serve(self, task: LinuxTask) -> None:
-        """Do the service for which the task's call waits. The guest may run meanwhile. Raises: WouldBlock."""
+        """Run the service for which the task's call waits. The guest may run meanwhile.
+
+        Raises: WouldBlock.
+        """
         assert task.service is not None
         answer = task.service()
         task.waits = False
@@ -316,7 +328,7 @@ class ClientScheduler:
             self.switch(task)
 
     def cancel_service(self, task: LinuxTask) -> None:
-        """Cancel the service of the task's call. If the call waits for it, no answer will come."""
+        """Cancel the service of the task's call. If the call waits for the service, no result will come."""
         task.waits = False
         task.service = None
         self._answers.pop(task, None)
@@ -324,20 +336,20 @@ class ClientScheduler:
     # Time for the guest itself
 
     def idle(self, microseconds: int) -> None:
-        """Let time pass in which the guest does its own work, such as timers and kernel threads."""
+        """Let guest time pass in which the guest does its own work, such as timers and kernel threads."""
         end = self._tsc_in(microseconds)
         self.work(microseconds)
         self._machine.pc.tsc = max(self._machine.pc.tsc, end)
 
     def work(self, microseconds: int) -> None:
-        """Let the guest do its own work until it is idle and no timer interrupt comes before the end."""
+        """Let the guest do its own work until it is idle with no timer due within `microseconds`."""
         end = self._tsc_in(microseconds)
         if self.current is not None:
             self.switch(None)
         self.run_until(lambda: False, on_idle=partial(self._timer_until, end))
 
     def do_work(self, callback: int, is_done: Callable[[], bool], microseconds: int) -> None:
-        """Let an interrupt call the function at `callback`, and run until `is_done()` or the time is over."""
+        """Let an interrupt call the guest code at `callback`; run until `is_done()` or the time is over."""
         self._machine.check_alive()
         if self.current is not None:
             self.take_interrupts()
@@ -348,7 +360,7 @@ class ClientScheduler:
         self._go_on_until(arrived, is_done, on_idle=partial(self._timer_until, end))
 
     def schedule_in(self, task: LinuxTask) -> None:
-        """Run until the task is at its stub. If the task sleeps in a call or has ended, do nothing."""
+        """Run the guest until the task is at its stub. If it sleeps in a call or has ended, do nothing."""
         if task is self.current or task.pending or not task.alive:
             return
         self._machine.check_alive()

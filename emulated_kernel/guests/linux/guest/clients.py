@@ -1,6 +1,6 @@
-"""LinuxClients: maps host processes that make requests to guest tasks of the same name, owner and pid.
+"""LinuxClients: maps host processes that make requests to guest tasks with their names, owners and pids.
 
-The pid is equal only if it is free in the guest.
+A task has the pid of its process only if that pid is free in the guest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 
 _MAX_TASKS = 500
-"""Limit of processes with their own task; further ones share a task. A task takes 64 KiB of guest memory."""
+"""Maximum number of processes with a task of their own; further processes share one task.
+
+A task takes 64 KiB of guest memory.
+"""
 _SHARED = 0
-"""Pseudo-pid of the shared task. Processes that another pid namespace hides use it too."""
+"""Pseudo-pid of the shared task. Processes that are hidden in another pid namespace use this task, too."""
 
 
 class LinuxClients:
@@ -49,17 +52,17 @@ class LinuxClients:
         self._owner = owner
         self._by_pid: dict[int, LinuxTask] = {}
         self._forked: list[Fork] = []
-        """Forks that must still be applied, oldest first."""
+        """Forks that must still be repeated in the guest, oldest first."""
         self._ended: list[int] = []
-        """Pids of the processes whose tasks must still end."""
+        """Pids of ended processes whose tasks must still end in the guest."""
         self._is_closed = False
         self._unnamed: dict[int, float] = {}
-        """Pid of a recently forked process with its parent's name -> time until which it may call execve."""
+        """Pid of a recently forked process -> monotonic time until which its name is checked."""
 
     def informed(self, client: Client) -> Client:
-        """Return the client with the path of the program that it has executed, unless the guest knows it.
+        """Return the client, with its program's path if the guest has not repeated its latest execve.
 
-        Lock: leaves; this can take 0.1 s.
+        Lock: leaves; the reads can take 0.1 s.
         """
         pid = client.pid
         task = self._by_pid.get(pid)
@@ -87,7 +90,7 @@ class LinuxClients:
         return comm if task is None or task.has_executed or comm != task.comm else None
 
     def task_of(self, client: Client) -> LinuxTask:
-        """Return the task that makes a client's request, after applying earlier events on the host.
+        """Repeat earlier forks and exits in the guest; return the task that makes a client's request.
 
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
@@ -112,7 +115,7 @@ class LinuxClients:
         return task
 
     def _new_task(self, pid: int) -> LinuxTask:
-        """Return a live task for a process that has none: its own, or the shared task."""
+        """Return a live task for a process that has none: a new task, or the shared task."""
         task = self.known(pid) if pid > 0 else None
         if task is None:
             pid = _SHARED if pid <= 0 or len(self._by_pid) >= _MAX_TASKS else pid
@@ -122,8 +125,8 @@ class LinuxClients:
     def _follow_name(self, task: LinuxTask, comm: str | None) -> None:
         """Rename a task whose process has changed its name, without the execve(2) that probably did so.
 
-        The guest repeats the execve at the process's own request: then its path is known, and whether a trace
-        shows it does not depend on the requests of others.
+        The guest repeats the execve at the process's own request. Then its path is known, and whether a trace
+        shows the execve does not depend on other processes' requests.
         """
         if comm and comm != task.comm:
             self._settle()
@@ -148,7 +151,7 @@ class LinuxClients:
         return task is self._by_pid.get(_SHARED)
 
     def known(self, pid: int) -> LinuxTask | None:
-        """Return the process's task if it has a live one."""
+        """Return the process's task, or None if it has no live task."""
         task = self._by_pid.get(pid)
         if task is not None and not task.alive:
             del self._by_pid[pid]
@@ -156,7 +159,7 @@ class LinuxClients:
         return task
 
     def _adopt(self, pid: int) -> LinuxTask:
-        """Return a new task for a process whose first event is a request; its earlier execve is unknown."""
+        """Return a new task for a process whose first known event is a request; fork it from init."""
         task = self._fork(self._tasks.init, pid)
         comm = self._watch.comm(pid)
         if comm:
@@ -172,7 +175,7 @@ class LinuxClients:
         return task
 
     def _look(self, client: int) -> None:
-        """Ask the host for new forks and exits."""
+        """Take new forks and exits from the watch and queue them. `client`: pid that makes the request."""
         if self._watch.has_news():
             self._forked += self._watch.forks()
             self._ended += self._watch.exited()
@@ -180,7 +183,7 @@ class LinuxClients:
             self._ended.append(client)
 
     def catch_up(self) -> None:
-        """Apply the forks and exits of client processes in the guest."""
+        """Repeat the queued forks and exits of client processes in the guest."""
         while self._forked:
             fork = self._forked.pop(0)
             if fork.parent is None:
@@ -205,7 +208,7 @@ class LinuxClients:
     def _look_for_execs(self) -> None:
         """Follow the names of recently forked processes.
 
-        Reading a name costs a microsecond per task, so tasks that have kept their name for long are skipped.
+        Reading a name takes a microsecond, so tasks that were forked long ago are skipped.
         """
         now = monotonic()
         for pid, until in list(self._unnamed.items()):

@@ -23,7 +23,7 @@ _WORD = (1 << 64) - 1
 _FMODE_LSEEK = 4
 _LONGEST_CHAIN = 1000
 _NAMES = 1000
-"""Limit of names whose hashes are cached, and of paths whose attributes are cached."""
+"""Maximum number of names whose hashes are cached, and of paths whose attributes are cached."""
 
 
 class DcacheReader:
@@ -41,11 +41,11 @@ class DcacheReader:
         self._task = task
         self._inodes = Inodes(facts.offsets, self._bytes)
         self._read: list[tuple[int, int, bytes]] = []
-        """Memory that the present lookup has read: start and end of each piece, and its content."""
+        """Memory that the current lookup has read: start, end and content of each piece."""
         self._answers: dict[str, tuple[list[tuple[int, int, bytes]], Stat]] = {}
-        """Path -> memory that its lookup has read, and the attributes.
+        """Cache of lstat(): path -> pieces of memory that its lookup has read, and the attributes.
 
-        They are valid while the memory is unchanged.
+        An entry is valid while these pieces of memory are unchanged.
         """
         self._limit = len(self._memory.ram) - PAGE
         self._direct = 0
@@ -71,7 +71,7 @@ class DcacheReader:
         self._no_llseek = 0, facts.symbols.get("no_llseek")
 
     def lstat(self, path: str) -> Stat | None:
-        """Return attributes of a file, or None if it does not exist or only the kernel can look it up.
+        """Return the attributes of a file, or None if it does not exist or only the kernel can look it up.
 
         A damaged dentry is left to the kernel.
         """
@@ -88,7 +88,10 @@ class DcacheReader:
         return None
 
     def _found(self, path: str) -> Stat | None:
-        """Look a path up. Raises: MemoryFault (a dentry or inode is damaged)."""
+        """Look a path up in the dentries; return as lstat().
+
+        Raises: MemoryFault (damaged dentry or inode).
+        """
         self._read = []
         _, top, *names = os.fsencode(path).split(b"/")
         found = self._roots.get(top)
@@ -103,12 +106,12 @@ class DcacheReader:
         return told
 
     def fstat(self, fd: int) -> Stat:
-        """Return attributes of an open file."""
+        """Return the attributes of an open file, by its descriptor in the guest."""
         self._read = []
         return self._inodes.stat(self.inode(fd))
 
     def inode(self, fd: int) -> int:
-        """Return the address of an open file's inode."""
+        """Return the address of an open file's inode, by its descriptor in the guest."""
         return self._follow(self._file(fd), self._offset["file.f_inode"])
 
     def is_seekable(self, fd: int) -> bool:
@@ -121,7 +124,8 @@ class DcacheReader:
     def _at(self, va: int) -> int:
         """Return the physical address of a structure, which ends in RAM.
 
-        Its offset is constant in the direct map and in the image. Raises: MemoryFault.
+        In the direct map and in the kernel image, physical and virtual addresses differ by a constant.
+        Raises: MemoryFault.
         """
         at = va - self._direct
         if 0 <= at < self._limit:
@@ -141,7 +145,7 @@ class DcacheReader:
         return data
 
     def _follow(self, structure: int, *offsets: int) -> int:
-        """Return the word at the end of a chain of pointers; each is at an offset from the previous one."""
+        """Follow a chain of pointers, each at an offset in the previous structure; return the last word."""
         words = self._words
         direct = self._direct
         limit = self._limit
@@ -170,7 +174,7 @@ class DcacheReader:
         return self._follow(symbols["dentry_hashtable"], 0), self._follow(symbols["d_hash_shift"], 0) & 0xFF
 
     def _child(self, parent: int, name: bytes) -> tuple[int, int] | None:
-        """Return a child's dentry and inode.
+        """Return the addresses of the dentry and inode of a child, or None if the dentry is not cached.
 
         Invariant: if a dentry leaves the table, is renamed or freed, its bytes change. They include its link
         in the hash chain and its sequence count.
@@ -200,7 +204,7 @@ class DcacheReader:
 
 @lru_cache(_NAMES)
 def name_hash(parent: int, name: bytes) -> int:
-    """Return length and hash of a name in a directory, as a dentry keeps them.
+    """Return length and hash of a name in the directory `parent`, as d_name.hash_len of a dentry.
 
     Mirrors: fs/namei.c:full_name_hash (v6.1, with CONFIG_DCACHE_WORD_ACCESS)
     """

@@ -1,6 +1,6 @@
-"""ExecObserver: repeats a client's execve(2) in the guest; its task becomes init's program again.
+"""ExecObserver: repeats a client's execve(2) in the guest, which starts init's program again.
 
-Probes can read the client's path from the call. The guest opens init's program instead, its only one. The
+Probes can read the client's path from the call. The guest opens init's program, the only program. The
 table of open files stays shared.
 """
 
@@ -21,24 +21,27 @@ _OPENS = "do_open_execat"
 _UNSHARES = "unshare_files"
 _COUNTS = "set_cred_ucounts"
 _NAME = 128
-"""Bytes between a struct filename of the host's and its string."""
+"""Offset in bytes of the string from the struct filename that the host writes."""
 
 
 class ExecObserver:
-    """Repeats execves in the guest. If the kernel lacks the two functions, it only renames the task."""
+    """Repeats execves in the guest.
+
+    If the kernel lacks a function that is intercepted, it only renames tasks.
+    """
 
     def __init__(self, tasks: LinuxTasks) -> None:
         self._tasks = tasks
         self._machine = tasks.machine
         self._offsets = tasks.facts.offsets
         self._task: LinuxTask | None = None
-        """The task whose execve is being made."""
+        """The task that makes an execve at present, or None."""
         self._others: tuple[int, int] | None = None
-        """Address of the file table's count of users, and the number by which it is lowered at present."""
+        """Address of the file table's user count, and the number by which the count is lowered at present."""
         self._uid: tuple[int, bytes] | None = None
-        """Address of a uid and its real value, while it is replaced with root's."""
+        """Address and real value of a uid that is replaced with root's at present, or None."""
         self._returns: set[int] = set()
-        """Addresses to which unshare_files() and set_cred_ucounts() return."""
+        """Return addresses of unshare_files() and set_cred_ucounts() at which a hook exists."""
         symbols = tasks.facts.symbols
         self._can_execute = {_OPENS, _UNSHARES} <= symbols.keys()
         if self._can_execute:
@@ -48,7 +51,7 @@ class ExecObserver:
             self._machine.call_at(symbols[_COUNTS], self._counting)
 
     def execute(self, task: LinuxTask, path: str, comm: str) -> None:
-        """Apply the execve of a program by a task's process.
+        """Repeat the execve of a program by a task's process.
 
         If the task sleeps in a call, or the kernel cannot repeat the execve, only rename the task.
         Raises: KernelError ESRCH (the execve has killed the task).
@@ -61,7 +64,7 @@ class ExecObserver:
         self._tasks.set_comm(task, comm)
 
     def _execve(self, task: LinuxTask, path: str) -> None:
-        """Call execve(2). Raises: KernelError (with its errno)."""
+        """Let the task call execve(2) with `path`. Raises: KernelError (with the call's errno)."""
         tasks = self._tasks
         tasks.copy_to_user(task, BUFFER, os.fsencode(path) + b"\0")
         tasks.copy_to_user(task, _ARGUMENTS, struct.pack("<2Q", BUFFER, 0))
@@ -77,7 +80,7 @@ class ExecObserver:
         return self._task is not None and self._tasks.running() == self._task.address
 
     def _opening(self) -> None:
-        """Replace the file name in a call of do_open_execat(); its second argument is a struct filename."""
+        """Replace the struct filename, the second argument of do_open_execat(), by one of init's program."""
         if not self._is_executing():
             return
         physical, virtual = self._tasks.host_room
@@ -91,8 +94,8 @@ class ExecObserver:
     def _unsharing(self) -> None:
         """Hide the other users of the file table from unshare_files(), which then does not copy the table.
 
-        Hazard: another task that ran before the return would free the table at its exit; nothing in it
-        sleeps.
+        Hazard: if another task ran before the return, it would free the table at its exit. The function does
+        not sleep.
         """
         if not self._is_executing() or self._others is not None:
             return
@@ -107,10 +110,10 @@ class ExecObserver:
         self._unhide_at_return()
 
     def _counting(self) -> None:
-        """Hide the user from set_cred_ucounts(), so that the task stays in root's count of processes.
+        """Hide the uid from set_cred_ucounts(), so that the task stays in root's count of processes.
 
-        All tasks are counted as root's, whoever owns them.
-        Hazard: an exit decrements the counts that the task has then; other counts never contained it.
+        All tasks are counted as root's, regardless of their owners.
+        Hazard: an exit decrements the counts of the task's user at that time, which must contain the task.
         """
         if not self._is_executing() or self._uid is not None:
             return

@@ -1,4 +1,4 @@
-"""FileTimes: shows change times of the guest's files by the host's clock."""
+"""FileTimes: shows the times of the guest's files as times of the host's clock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _READ = "clocksource.read"
 class FileTimes:
     """Maps timestamps of the guest's files to times of the host's clock.
 
-    The guest's time advances only while it works, and its files get the time of the latest tick. A tick is as
-    long as thousands of requests. So each change gets its exact guest time, which only files see, and is
+    The guest's time advances only while it runs, and its files get the time of the latest tick. A tick is as
+    long as thousands of requests. So each change gets its exact guest time, which only files show, and is
     shown as the time of the host's clock at the change.
     """
 
@@ -44,7 +44,7 @@ class FileTimes:
             return self._memory.translate(self._root, timekeeper + offset[f"timekeeper.{name}"])
 
         def place(name: str) -> int:
-            """Return the index of a member's word in RAM."""
+            """Return the index in RAM of the word with a member of the timekeeper."""
             return physical(name) >> 3
 
         self._tsc_read = symbols[TIME_READ]
@@ -66,7 +66,7 @@ class FileTimes:
             machine.call_at(address, self._walls.remember)
 
     def _see_clock(self) -> None:
-        """Note which clock the kernel uses now, and whether that clock reads the TSC."""
+        """Record which clock source the kernel uses now, and whether that clock source is the TSC."""
         self._known_clock = self._words[self._clock]
         try:
             read = self._memory.read_word(self._root, self._known_clock + self._read)
@@ -75,11 +75,11 @@ class FileTimes:
         self._is_tsc = read == self._tsc_read
 
     def _go_on(self) -> int:
-        """Advance the time that files get to the present, if the clock is the TSC; return it in nanoseconds.
+        """Advance the time that files get to the present; return it in nanoseconds.
 
-        The next tick computes it again.
-        Invariant: the kernel's other clocks return exactly the same values.
-        Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1)
+        If the clock source is not the TSC, return the time of the latest tick. The next tick computes it
+        again. Invariant: the kernel's other clocks return exactly the same values. Mirrors:
+        kernel/time/timekeeping.c:timekeeping_forward_now (v6.1)
         """
         words = self._words
         if words[self._clock] != self._known_clock:

@@ -1,4 +1,4 @@
-"""A client task: a guest task that makes the system calls of a client."""
+"""LinuxTask: a guest task that makes the system calls of a client."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import field
 from emulated_kernel.util.fast_dataclass import dataclass
 
 THREAD_SIZE = 16 << 10
-"""Bytes of a kernel stack."""
+"""Size of a kernel stack in bytes."""
 TASK_INTERRUPTIBLE = 1
 NEED_RESCHED = 1 << 3
-"""The bit of TIF_NEED_RESCHED: the way back to user mode calls schedule()."""
+"""Bit of TIF_NEED_RESCHED in thread_info.flags: a return to user mode calls schedule() first."""
 
 Service = Callable[[], Callable[[], None]]
 """Function that does the host's part of a system call.
 
-It returns a function that puts the result into the registers. Raises: only WouldBlock. The task then
+It returns a function that puts the result into the registers. It raises only WouldBlock. The task then
 continues to sleep, and its client repeats the request.
 """
 
 
 class Blocked(Exception):
-    """The system call sleeps in the guest; `wait_for_result` may be called again."""
+    """Raised if a system call sleeps in the guest; `wait_for_result` may be called again."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -41,18 +41,21 @@ class LinuxTask:
     flags: int
     """Physical address of thread_info.flags."""
     entries: dict[int, int] = field(default_factory=dict)
-    """Page -> index of the word that holds its page table entry. Valid until the task executes or ends."""
+    """Page -> index in RAM of the word with its page table entry. Valid until an execve or the task's end."""
     owner: tuple[int, int] = 0, 0
-    """User id and group id."""
+    """User id and group id of the task in the guest."""
     comm: str = ""
     has_executed: bool = False
-    """True if its process was renamed, and the execve is repeated at the process's next request."""
+    """True if the process has probably called execve(2), which its next request repeats in the guest."""
     pending: bool = False
     """True while its system call has not returned."""
     result: int = 0
     """Return value of its latest system call."""
     alive: bool = True
     service: Service | None = None
-    """The host's part of its system call, or None if there is none."""
+    """The host's part of the task's system call, or None if there is none."""
     waits: bool = False
-    """True if its system call waits for `service`. The task sleeps while the guest runs other tasks."""
+    """True if the task's system call waits for `service`.
+
+    The task sleeps while the guest runs other tasks.
+    """

@@ -1,4 +1,4 @@
-"""PageReporting: returns the host's memory under the guest's free pages when the guest has freed many.
+"""PageReporting: gives memory under free pages of the guest back to the host after many were freed.
 
 The guest need not know this, because it writes each page that it allocates before it reads the page.
 """
@@ -16,33 +16,36 @@ from emulated_kernel.guests.linux.pc.ram import PAGE, LinuxMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 MANY = 512
-"""Number of freed pages (2 MiB) since the fewest were free, at which memory is returned to the host."""
+"""Number of pages (2 MiB) that must have been freed before memory is given back to the host."""
 _LIMIT = 4096
-"""Limit of blocks that are returned at once, larger ones first. It bounds the delay of a request."""
+"""Maximum number of blocks that are given back at once, larger blocks first.
+
+It bounds the delay of a request.
+"""
 _WORD = (1 << 64) - 1
 
 
 class PageReporting:
-    """Free pages of a kernel with one node. If they must be left alone, `most` is unreachable.
+    """Gives back free pages of a kernel with one NUMA node. If this is unsafe, `most` is unreachable.
 
     No CPU may be allocating memory: the tasks are in user mode or sleep.
     Mirrors: mm/page_reporting.c:page_reporting_process (v6.1)
     """
 
     def __init__(self, memory: LinuxMemory, root: int, facts: KernelOffsets) -> None:
-        """Find the zones. `root`: page tables that map the kernel's half."""
+        """Find the zones of a kernel. `root`: physical address of page tables that map the kernel's half."""
         self._memory = memory
         self._root = root
         self._offsets = facts.offsets
         self._frames: dict[int, int] = {}
-        """Virtual address -> physical address of pages with the kernel's own structures, which never move."""
+        """Virtual -> physical address of pages that contain the allocator's structures, which never move."""
         self.words = memory.words
         self.counter = 0
         """Index in `words` of the counter of free pages in the largest zone."""
         self.fewest = 0
-        """Lower end of the range of free pages in which there is nothing to do."""
+        """Lower bound of the number of free pages for which there is nothing to do."""
         self.most = _WORD
-        """Upper end of the range of free pages in which there is nothing to do."""
+        """Upper bound of the number of free pages for which there is nothing to do."""
         self._zones: list[int] = []
         self._pages = 0
         symbols = facts.symbols
@@ -78,7 +81,7 @@ class PageReporting:
         return self.words[frame + va - page >> 3]
 
     def look(self) -> None:
-        """Return memory to the host if many pages were freed, and set the new range.
+        """Give memory back to the host if many pages were freed, and set `fewest` and `most`.
 
         Call this if the number of free pages is outside the range from `fewest` to `most`.
         """
@@ -89,7 +92,7 @@ class PageReporting:
         self.most = free + MANY
 
     def give_back(self) -> None:
-        """Return the host's memory under free pages; they show the content from which RAM was mapped.
+        """Give the memory under free pages back to the host; the pages show the file's content again.
 
         Hazard: the emulator keeps host addresses, which stay valid, and code that it translated from these
         pages. The guest writes to a page before it runs code there, and the emulator notices the write.
@@ -103,7 +106,7 @@ class PageReporting:
             self._memory.ram.madvise(mmap.MADV_DONTNEED, start, size)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Iterate over physical address and size of free blocks.
+        """Yield the physical address and size in bytes of each free block.
 
         End at the first block for which the buddy allocator's structures are inconsistent.
         """

@@ -1,4 +1,4 @@
-"""PassingTime: lets time pass between the requests of clients, in which the guest does its own work.
+"""PassingTime: lets guest time pass between clients' requests, in which the guest does its own work.
 
 On a machine, timers, delayed work and RCU callbacks run while no process makes a system call. Here the guest
 runs only during requests. So each request counts as one tick, and some requests give the guest a turn.
@@ -21,18 +21,19 @@ from emulated_kernel.guests.linux.kernel_offsets import (
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 
 _TURN = 20_000
-"""Limit of a turn in microseconds of guest time."""
+"""Maximum length of a turn in microseconds of guest time."""
 _MOST_REQUESTS = 250
-"""Number of requests after which the guest gets a turn even if no timer has expired: a second of its time.
+"""Number of requests after which the guest gets a turn even if no timer has expired.
 
-RCU callbacks and high-resolution timers wait for that. A turn costs as much as three to ten requests.
+They take a second of guest time. RCU callbacks and high-resolution timers wait for the turn. A turn costs as
+much as three to ten requests.
 """
 _LONGEST_PAUSE = 1_000_000_000
-"""Limit of nanoseconds of real time that pass at one request."""
+"""Maximum nanoseconds of real time that pass in the guest at one request."""
 _USUAL_TICK = 4_000_000
-"""Nanoseconds of a tick if the kernel's tick is unknown; distributions use 250 Hz."""
+"""Length of a tick in nanoseconds if the kernel's is unknown; distributions use 250 Hz."""
 _TICKS = range(900_000, 11_000_000)
-"""Possible nanoseconds of a tick, at 1,000 to 100 Hz and adjusted."""
+"""Plausible lengths of a tick in nanoseconds, at 1,000 to 100 Hz and adjusted by NTP."""
 _SECOND = 10**9
 _MILLION = 10**6
 _HALF = 1 << 63
@@ -40,10 +41,10 @@ _WORD = (1 << 64) - 1
 
 
 class PassingTime:
-    """The time between two requests, for a kernel whose delayed work nobody else does.
+    """Lets one tick pass at each request, and gives the guest turns for its delayed work.
 
-    The timer's interrupt is put off until the guest's next turn, because it would cost more than a request.
-    The kernel's count of ticks advances without it, so that timers that are armed meanwhile expire in time.
+    The timer's interrupt waits until the guest's next turn, because it would cost more than a request.
+    The kernel's count of ticks advances without it, so that timers which are armed meanwhile expire in time.
     """
 
     def __init__(self, tasks: LinuxTasks) -> None:
@@ -59,14 +60,14 @@ class PassingTime:
         The first counter is the number of ticks.
         """
         self._expiries: list[int] = []
-        """Indexes in `_words` of the ticks at which the next timers expire."""
+        """Indexes in `_words` of the tick counts at which the next timers expire."""
         self._runnable = 0
-        """Physical address of the number of runnable tasks."""
+        """Physical address of the run queue's number of runnable tasks."""
         tick = self._find_counters()
         self._tick = tick * TSC_KHZ // _MILLION
 
     def _find_counters(self) -> int:
-        """Find the words that ticks change, and return the nanoseconds of a tick."""
+        """Find the words that ticks change, and return the length of a tick in nanoseconds."""
         tasks = self._tasks
         symbols = tasks.facts.symbols
         offsets = tasks.facts.offsets
@@ -109,7 +110,7 @@ class PassingTime:
             self.take_turn()
 
     def _expires_in(self, ticks: int) -> bool:
-        """Return True if a timer expires in `ticks` or has expired.
+        """Return True if a timer has expired or expires within `ticks` ticks.
 
         Mirrors: kernel/time/timer.c:run_local_timers (v6.1).
         """
@@ -132,7 +133,7 @@ class PassingTime:
             tasks.work(_TURN)
 
     def _is_busy(self) -> bool:
-        """Return True if other tasks than the one at its stub can run now or soon."""
+        """Return True if tasks other than the task at its stub can run now or soon."""
         if not self._expiries:
             return True
         others = self._words[self._runnable >> 3] >> 8 * (self._runnable & 4) & 0xFFFFFFFF
@@ -140,10 +141,10 @@ class PassingTime:
 
 
 class RealTime:
-    """The time between two requests if the guest's clock follows the host's: as long as it really takes."""
+    """Lets the real time between two requests pass in the guest, whose clock follows the host's."""
 
     def __init__(self, tasks: LinuxTasks, wall: Callable[[], int] = monotonic_ns) -> None:
-        """Begin now. `wall` returns nanoseconds."""
+        """Tie the guest's current time to the present. `wall` returns the real time in nanoseconds."""
         self._tasks = tasks
         self._pc = tasks.machine.pc
         self._wall = wall
@@ -151,7 +152,7 @@ class RealTime:
         """Real time at which the guest's clock was at 0."""
 
     def request_begins(self) -> None:
-        """Let the guest's time reach the real time. In a longer pause than a tick, the guest does its work.
+        """Advance the guest's time to the real time. If it passes more than a tick, the guest does its work.
 
         Lock: needs. Raises: GuestFault.
         """

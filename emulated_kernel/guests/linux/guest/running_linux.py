@@ -1,4 +1,4 @@
-"""RunningLinux: a distribution's kernel in the machine, with the interface that the probe engine uses."""
+"""RunningLinux: interface of a distribution's kernel in the machine, which the probe engine uses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class RunningLinux(ABC):
     release: str
     """Release of the kernel, as `uname -r` prints it."""
     root: int
-    """Physical address of page tables that map the kernel's half."""
+    """Physical address of page tables that map the kernel's half of the address space."""
     per_cpu: int
-    """Address of the per-CPU area."""
+    """Virtual address of the CPU's per-CPU area."""
     current_cell: int
-    """Address of the variable that has the running task's address."""
+    """Virtual address of the variable that contains the address of the running task's task_struct."""
 
     def __init__(self) -> None:
         self.events = TaskEvents()
 
     @abstractmethod
     def idle(self, microseconds: int) -> None:
-        """Let time pass, so that the guest can do its own work."""
+        """Let guest time pass in which the guest does its own work."""

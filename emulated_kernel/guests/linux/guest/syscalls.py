@@ -1,4 +1,4 @@
-"""LinuxSyscalls: system calls of the guest's tasks as methods, with buffers in the tasks' own memory."""
+"""LinuxSyscalls: methods that make system calls by guest tasks, with buffers in the tasks' own memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from emulated_kernel.util.errors import KernelError, checked_count
 from emulated_kernel.vfs.core.client import DirEntry, Stat, StatFs
 
 DATA_SIZE = 512 << 10
-"""Bytes that one call may read or write."""
+"""Maximum number of bytes that one call reads or writes."""
 PATIENCE = 10_000
-"""Microseconds of guest time that a read may sleep before its client waits outside the guest."""
+"""Maximum microseconds of guest time that a read sleeps before its client waits outside the guest."""
 _LONG = 60_000_000
-"""Microseconds of guest time that calls may sleep for locks, grace periods and the like."""
+"""Maximum microseconds of guest time that calls may sleep for locks and grace periods."""
 _SECOND_PATH = BUFFER + 4096
 _DATA = BUFFER + 8192
 _READ = 0
@@ -45,7 +45,7 @@ _AT = {
     "mkdirat": 258, "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
     "linkat": 265, "readlinkat": 267, "fchmodat": 268, "utimensat": 280,
 }  # fmt: skip
-"""Name -> number of system calls on paths. Their first argument is a directory."""
+"""Name of a system call on a path -> its number. The first argument of these calls is a directory."""
 _FCNTL = 72
 _F_SETFL = 4
 _FTRUNCATE = 77
@@ -54,7 +54,7 @@ _MNT_DETACH = 2
 _MODULE = "/module"
 _KMSG = "/kmsg"
 _MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
-"""Addresses of modules' code.
+"""Range of addresses of modules' code.
 
 Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1).
 """
@@ -66,7 +66,7 @@ _SYSLOG_READ_ALL = 3
 _LOG_SIZE = 256 << 10
 _LISTING = 32 << 10
 _LINE = 900
-"""Bytes of a line written to the kernel log; a record of the log takes 1,024."""
+"""Maximum length in bytes of a line that is written to the kernel log; a log record takes 1,024."""
 _STAT = struct.Struct("<QQQIIIxxxxQqqq6Q24x")
 """Layout of struct stat. Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1)."""
 _STATFS_HEAD = struct.Struct("<7Q")
@@ -80,12 +80,12 @@ _OPEN_FLAGS = (
     os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY
 )
 _PATHS = 500
-"""Limit of paths that are cached as C strings."""
+"""Maximum number of paths that are cached as C strings."""
 _UTIME_OMIT = (1 << 30) - 2
 
 
 class LinuxSyscalls:
-    """System calls of tasks. Most methods take the task that makes the call.
+    """Makes system calls by guest tasks. Most methods take the task that makes the call.
 
     All methods raise KernelError with the call's errno, and GuestFault.
     """
@@ -95,17 +95,17 @@ class LinuxSyscalls:
         self._call = tasks.call
         self._files = tasks.files
         self.is_seekable = tasks.files.is_seekable
-        """Returns True if lseek(2) works on a descriptor."""
+        """Function that returns True if lseek(2) works on a descriptor."""
 
     def mount(self, source: str, directory: str) -> None:
-        """Mount a file system of type `source`, as init."""
+        """Mount a file system of type `source` on `directory`, as init."""
         init = self._tasks.init
         self._path(init, directory)
         self._tasks.copy_to_user(init, _SECOND_PATH, os.fsencode(source) + b"\0")
         self._call(init, _MOUNT, _SECOND_PATH, BUFFER, _SECOND_PATH, 0, 0)
 
     def unmount(self, directory: str) -> None:
-        """Unmount a directory, as init; open files stay usable."""
+        """Unmount the file system on a directory, as init; open files stay usable."""
         init = self._tasks.init
         self._path(init, directory)
         self._call(init, _UMOUNT, BUFFER, _MNT_DETACH)
@@ -115,7 +115,7 @@ class LinuxSyscalls:
         self._call(task, _UMASK, mask)
 
     def log(self) -> bytes:
-        """Return the kernel log as dmesg(1) reads it: lines with level and time."""
+        """Return the kernel log as syslog(2) returns it to dmesg(1): lines with level and time."""
         init = self._tasks.init
         size = self._call(init, _SYSLOG, _SYSLOG_READ_ALL, _DATA, _LOG_SIZE)
         return self._tasks.copy_from_user(init, _DATA, checked_count(size, _LOG_SIZE))
@@ -146,9 +146,9 @@ class LinuxSyscalls:
         closed: int | None = None,
         service: Service | None = None,
     ) -> int:
-        """Call openat(2); all tasks share the descriptor.
+        """Open a file by openat(2) and return the descriptor, which all tasks share.
 
-        `closed`: a descriptor that the task closes first. `service`: the host file that serves the call, as
+        `closed`: a descriptor that the task closes first. `service`: the host's part of the call, as
         in write().
         """
         try:
@@ -163,11 +163,11 @@ class LinuxSyscalls:
         return self._tasks.call_behind_close(task, closed, *arguments, patience=_LONG)
 
     def close(self, task: LinuxTask, fd: int) -> None:
-        """Close a descriptor; if the task is in a call or has ended, init closes it."""
+        """Close a descriptor by `task`, or by init if the task is in a call or has ended."""
         self._call(task if task.alive and not task.pending else self._tasks.init, _CLOSE, fd)
 
     def read_all(self, path: str) -> bytes:
-        """Read a whole file, as init."""
+        """Return the content of a whole file, which init reads."""
         init = self._tasks.init
         parts = []
         fd = self.open(init, path, os.O_RDONLY)
@@ -177,7 +177,7 @@ class LinuxSyscalls:
         return b"".join(parts)
 
     def load_module(self, task: LinuxTask, content: bytes) -> None:
-        """Call finit_module(2) on a file that init makes and no client can see.
+        """Load a module by finit_module(2) on a file that init creates and no client can see.
 
         Invariant: no task has the file open for writing at the call; otherwise it would fail with ETXTBSY.
         """
@@ -191,7 +191,7 @@ class LinuxSyscalls:
             self.close(init, fd)
 
     def _unlinked(self, content: bytes) -> int:
-        """Return a descriptor for reading `content`, opened by init; the file has no name any more."""
+        """Return a descriptor for reading an unlinked file with `content`, which init has created."""
         init = self._tasks.init
         written = self.open(init, _MODULE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -212,12 +212,12 @@ class LinuxSyscalls:
             self._call(task, _DELETE_MODULE, BUFFER, os.O_NONBLOCK, patience=_LONG)
 
     def move(self, task: LinuxTask, old: int, new: int) -> None:
-        """Give a descriptor another number: duplicate it with dup2(2), and close the old one."""
+        """Renumber a descriptor: duplicate `old` as `new` by dup2(2), and close `old`."""
         self._call(task, _DUP2, old, new)
         self.close(task, old)
 
     def set_status_flags(self, task: LinuxTask, fd: int, flags: int) -> None:
-        """Call fcntl(F_SETFL)."""
+        """Set the status flags of an open file by fcntl(F_SETFL)."""
         self._call(task, _FCNTL, fd, _F_SETFL, flags)
 
     def begin_read(
@@ -230,7 +230,7 @@ class LinuxSyscalls:
         may_block: bool,
         service: Service | None = None,
     ) -> int:
-        """Call read(2), or pread64(2) if there is an offset; return the byte count for read_data().
+        """Call read(2), or pread64(2) if there is an offset; return the number of bytes, for read_data().
 
         Raises: Blocked.
         """
@@ -241,9 +241,9 @@ class LinuxSyscalls:
         return self._call(task, _PREAD, fd, _DATA, size, offset, patience=patience)
 
     def read_data(self, task: LinuxTask, count: int, size: int) -> bytes:
-        """Return the bytes that a read has returned.
+        """Return the bytes that begin_read() has read into the task's buffer.
 
-        `count`: its result; `size`: the size that was requested.
+        `count`: the result of begin_read(). `size`: the size that was requested.
         """
         return self._tasks.copy_from_user(task, _DATA, checked_count(count, min(size, DATA_SIZE)))
 
@@ -255,7 +255,7 @@ class LinuxSyscalls:
         offset: int | None,
         service: Service | None = None,
     ) -> int:
-        """Write data to a descriptor, at an offset if one is given.
+        """Write data to a descriptor, at an offset if one is given; return the number of bytes written.
 
         Raises: Blocked, WouldBlock, as `service`.
         """
@@ -266,14 +266,14 @@ class LinuxSyscalls:
         return self._call(task, _PWRITE, fd, _DATA, len(data), offset, patience=_LONG)
 
     def poll(self, fd: int, events: int) -> int:
-        """Return which of `events` are ready on a descriptor; init asks the kernel."""
+        """Return the poll mask of those `events` that are ready on a descriptor; init makes the call."""
         init = self._tasks.init
         self._tasks.copy_to_user(init, _DATA, _POLLFD.pack(fd, events, 0))
         self._call(init, _POLL, _DATA, 1, 0)
         return int(_POLLFD.unpack(self._tasks.copy_from_user(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
 
     def lstat(self, path: str) -> Stat:
-        """Return attributes of a file from its dentry; if there is none, from newfstatat(2) of init."""
+        """Return the attributes of a file from its dentry, or by newfstatat(2) of init if none is cached."""
         if self._tasks.machine.death:
             self._tasks.machine.check_alive()
         found = self._files.lstat(path)
@@ -284,7 +284,7 @@ class LinuxSyscalls:
         return self._stat()
 
     def fstat(self, fd: int) -> Stat:
-        """Return attributes of an open file."""
+        """Return the attributes of an open file from its inode."""
         self._tasks.machine.check_alive()
         return self._files.fstat(fd)
 
@@ -306,7 +306,7 @@ class LinuxSyscalls:
         )
 
     def listdir(self, path: str) -> list[DirEntry]:
-        """Return all entries of a directory, with "." and "..", by getdents64(2) of init."""
+        """Return all entries of a directory, including "." and "..", by getdents64(2) of init."""
         init = self._tasks.init
         device = self.lstat(path).ino & 0xFF
         fd = self.open(init, path, os.O_RDONLY | os.O_DIRECTORY)
@@ -321,29 +321,29 @@ class LinuxSyscalls:
         return entries
 
     def readlink(self, path: str) -> str:
-        """Call readlinkat(2), as init."""
+        """Return the target of a symbolic link, by readlinkat(2) of init."""
         init = self._tasks.init
         size = self.on_path(init, "readlinkat", path, _DATA, 4096)
         return os.fsdecode(self._tasks.copy_from_user(init, _DATA, checked_count(size, 4096)))
 
     def on_path(self, task: LinuxTask, name: str, path: str, *arguments: int) -> int:
-        """Make a system call on a path from the guest's root; `name` is the call's name, a key of _AT."""
+        """Make the system call `name`, a key of _AT, on a path from the guest's root; return its result."""
         self._tasks.copy_to_user(task, BUFFER, _c_string(path))
         return self._call(task, _AT[name], _AT_FDCWD, BUFFER, *arguments)
 
     def on_paths(self, task: LinuxTask, name: str, old: str, new: str, *flags: int) -> None:
-        """Make a system call on two paths from the guest's root; `name` is the call's name, a key of _AT."""
+        """Make the system call `name`, a key of _AT, on two paths from the guest's root."""
         self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(new))
         self.on_path(task, name, old, _AT_FDCWD, _SECOND_PATH, *flags)
 
     def symlink(self, task: LinuxTask, path: str, target: str) -> None:
-        """Call symlinkat(2), which makes `path` a link to `target`."""
+        """Create a symbolic link at `path` to `target` by symlinkat(2)."""
         self._path(task, path)
         self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(target))
         self._call(task, _SYMLINKAT, _SECOND_PATH, _AT_FDCWD, BUFFER)
 
     def statfs(self, path: str) -> StatFs:
-        """Return the statistics of a file system, as init."""
+        """Return the capacity of the file system at a path; init makes the call."""
         init = self._tasks.init
         self._path(init, path)
         self._call(init, _STATFS, BUFFER, _DATA)
@@ -351,16 +351,19 @@ class LinuxSyscalls:
         return StatFs(*room)
 
     def truncate(self, task: LinuxTask, path: str, size: int) -> None:
-        """Set the size of a file."""
+        """Set the size of the file at a path, in bytes."""
         self._path(task, path)
         self._call(task, _TRUNCATE, BUFFER, size)
 
     def ftruncate(self, task: LinuxTask, fd: int, size: int) -> None:
-        """Set the size of an open file."""
+        """Set the size of an open file, in bytes."""
         self._call(task, _FTRUNCATE, fd, size)
 
     def utimens(self, task: LinuxTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Call utimensat(2) on the link itself."""
+        """Set the times of a file by utimensat(2), which does not follow a symbolic link.
+
+        Times are in nanoseconds of the guest's clock; None leaves a time unchanged.
+        """
         times = b"".join(
             struct.pack("<qq", 0, _UTIME_OMIT) if time is None else struct.pack("<qq", *divmod(time, 10**9))
             for time in (atime_ns, mtime_ns)
@@ -374,7 +377,7 @@ class LinuxSyscalls:
 
 @lru_cache(_PATHS)
 def _c_string(path: str) -> bytes:
-    """Return the path as a C string, cut at 4096 bytes.
+    """Return a path as a C string, cut at 4096 bytes.
 
     The kernel answers ENAMETOOLONG to a path that does not end within a page.
     """

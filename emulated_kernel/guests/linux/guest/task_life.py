@@ -1,4 +1,4 @@
-"""Life cycle of guest tasks: fork, name, credentials and exit of client tasks, and events of all tasks."""
+"""TaskLife: fork, name, credentials and exit of client tasks, and events about all tasks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TaskLife:
     # Requests of the host
 
     def fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
-        """Fork a child, which gets `pid` if that is free. Raises: KernelError EAGAIN, ENOMEM."""
+        """Fork a child of a task and return it; it gets `pid` if free. Raises: KernelError EAGAIN, ENOMEM."""
         known = set(self._table.by_address)
         next_pid = self._structs.load_s32(self._next_pid)
         self._structs.store("<I", self._next_pid, pid)
@@ -120,7 +120,7 @@ class TaskLife:
             tell(self._table.pid_of(parent), self._table.pid_of(child))
 
     def _exiting(self) -> None:
-        """Report to the observers that the running task exits. It never returns to its stub."""
+        """Report to the observers that the running task exits. The task never returns to its stub."""
         address = self._table.running()
         for tell in self._events.exiting:
             tell(address)
@@ -131,7 +131,7 @@ class TaskLife:
             task.result = -ESRCH
 
     def _freed(self) -> None:
-        """Report to the observers that the kernel frees a task_struct. No further event names this task."""
+        """Report to the observers that the kernel frees a task_struct. No later event names this task."""
         address = self._machine.regs.di - self._structs.offsets["task_struct.rcu"]
         pid = self._table.pid_of(address)
         for tell_freed in self._events.freed:

@@ -1,4 +1,4 @@
-"""Access of the host to the user memory of client tasks, with the effects of the kernel's own access."""
+"""TaskMemory: reads and writes the user memory of client tasks, with the effects of the kernel's access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulated_kernel.guests.linux.initramfs import TOUCH
 from emulated_kernel.guests.linux.pc.ram import FRAME, PAGE, PRESENT, WRITABLE, LinuxMemory
 
 _OWN = PRESENT | WRITABLE
-"""Bits of the page table entry of a page that its task does not share with others."""
+"""Bits of the page table entry of a page that its task does not share with other tasks."""
 
 
 class TaskMemory:
@@ -27,7 +27,7 @@ class TaskMemory:
         self._scheduler = scheduler
 
     def has_new_memory(self, task: LinuxTask) -> None:
-        """Update the page tables of a task after an execve."""
+        """Update the address of a task's page tables, because an execve has replaced its memory."""
         task.root = self._table.page_tables_of(task.address)
         task.entries.clear()
 
@@ -60,7 +60,7 @@ class TaskMemory:
         return b"".join(parts)
 
     def _entry(self, task: LinuxTask, page: int) -> int:
-        """Return the page table entry of a page, or 0 if there is none. Cache its index in `task.entries`."""
+        """Return the page table entry of a page, or 0 if there is none; cache its index in `task.entries`."""
         slot, size = self._memory.last(task.root, page)
         if size != PAGE:
             return 0
@@ -68,7 +68,7 @@ class TaskMemory:
         return self._memory.words[slot]
 
     def _own_pages(self, task: LinuxTask, va: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the physical address, the offset in the range and the size of each page's part of the range.
+        """Yield physical address, offset in the range and size of the part of the range in each page.
 
         First make each page the task's own, as a write of the task would.
         """
@@ -81,7 +81,10 @@ class TaskMemory:
             yield found[0] + first - page, first - va, last - first
 
     def _touch(self, task: LinuxTask, page: int, first_byte: int) -> tuple[int, int, int]:
-        """Let the task store the first byte of a missing or shared page. The fault gives it its own page."""
+        """Let the task store the first byte of a missing or shared page, whose fault gives the task a page.
+
+        Return the result of LinuxMemory.walk() for the page.
+        """
         self._scheduler.begin(task, TOUCH, first_byte, (page,), cx=1)
         self._scheduler.wait_for_result(task)
         found = self._memory.walk(task.root, page)

@@ -1,4 +1,4 @@
-"""Table of client tasks: address of the task_struct -> task."""
+"""TaskTable: the client tasks by the addresses of their task_structs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ PT_REGS = (
     "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
     "orig_ax", "ip",
 )  # fmt: skip
-"""The first members of struct pt_regs, of one word each."""
+"""Names of the first members of struct pt_regs, in order; each is one word."""
 _PT_REGS_WORDS = 21
-"""Words of struct pt_regs."""
+"""Size of struct pt_regs in words."""
 
 
 class TaskTable:
-    """The live client tasks. `current_cell` is the address of the CPU's `current_task`."""
+    """Keeps the live client tasks. `current_cell`: virtual address of the CPU's `current_task`."""
 
     def __init__(self, memory: LinuxMemory, structs: KernelStructs, current_cell: int) -> None:
         self._words = memory.words
         self._structs = structs
         self.current = structs.physical(current_cell) >> 3
-        """Index of the word that holds the address of the running task."""
+        """Index in RAM of the word that contains the address of the running task's task_struct."""
         self.by_address: dict[int, LinuxTask] = {}
 
     def running(self) -> int:
-        """Return the address of the task that the CPU runs."""
+        """Return the address of the task_struct of the task that the CPU runs."""
         return self._words[self.current]
 
     def pid_of(self, address: int) -> int:
-        """Return the pid of a task_struct."""
+        """Return the pid of the task whose task_struct is at `address`."""
         return self._structs.load_s32(self._structs.member(address, "task_struct.pid"))
 
     def page_tables_of(self, address: int) -> int:
-        """Return the physical address of the page tables of a task. A kernel thread has none."""
+        """Return the physical address of a task's page tables; the task must not be a kernel thread."""
         offsets = self._structs.offsets
         mm = self._structs.word(address + offsets["task_struct.mm"])
         return self._structs.physical(self._structs.word(mm + offsets["mm_struct.pgd"]))

@@ -1,4 +1,4 @@
-"""Guest tasks that make the system calls of clients. All of them are forks of the guest's init."""
+"""LinuxTasks: the guest tasks that make clients' system calls, which are all forked from the guest's init."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LinuxTasks(RunningLinux):
     """Facade of the scheduler, the memory and the life cycle of client tasks in a booted guest.
 
     Init must be at its stub, the user-mode code that waits for requests of the host.
-    Methods of the parts are attributes here, because forwarding methods would slow down each system call.
+    Methods of the parts are attributes of this class: forwarding methods would slow down each system call.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
@@ -80,7 +80,7 @@ class LinuxTasks(RunningLinux):
     def prepare(self) -> None:
         """Prepare a guest that has just booted: install the wakeup thunk, and set what all forks inherit.
 
-        These are an ignored SIGCHLD and a buffer that is wiped on fork.
+        Forks inherit an ignored SIGCHLD, and a buffer that is wiped on fork.
         """
         self._thunk.install()
         self._structs.store("<i", self._structs.physical(self.facts.symbols["pid_max"]), _PID_MAX)

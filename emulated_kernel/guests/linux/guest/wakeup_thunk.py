@@ -1,4 +1,4 @@
-"""The host's code in the kernel: a callback of the platform interrupt that wakes a task.
+"""WakeupThunk: the host's code in the kernel, a callback of the platform interrupt that wakes a task.
 
 The host writes the address of a task_struct into a word, and interrupts the CPU. The kernel's own entry code
 calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
@@ -17,7 +17,7 @@ from emulated_kernel.guests.linux.pc.ram import PAGE, PRESENT, WRITABLE
 from emulated_kernel.util.code_listing import machine_code
 
 THUNK_SIZE = 64 << 10
-"""Bytes of the host's memory that are reserved for its code in the kernel and the page tables for that."""
+"""Size in bytes of the host's memory for its code in the kernel and the page tables of this code."""
 WAKEUP = """
     48 8b 3d rel32:task     | mov rdi, [rip + task]
     48 85 ff                | test rdi, rdi
@@ -26,18 +26,24 @@ WAKEUP = """
     c3                      | done: ret
 """
 _PLATFORM_IPI = 0xF7
-"""Mirrors: arch/x86/include/asm/irq_vectors.h:X86_PLATFORM_IPI_VECTOR (v6.1)"""
+"""Vector of the platform interrupt.
+
+Mirrors: arch/x86/include/asm/irq_vectors.h:X86_PLATFORM_IPI_VECTOR (v6.1)
+"""
 _TEXT = 0xFFFFFFFF70000000
 _DATA = 0xFFFFFFFF70001000
-"""Virtual addresses that Linux leaves free, within reach of a relative jump from the kernel's text."""
+"""Virtual addresses of the code and data pages.
+
+Linux leaves them unused, and a relative jump from the kernel's text reaches them.
+"""
 THUNKS = range(_TEXT, _TEXT + PAGE)
-"""Addresses of the code."""
+"""Range of virtual addresses of the code page."""
 _CELLS = 0x20
 """Offset in the data page of the words for breakpoints."""
 _STUB = 0x100
 """Offset in the code page of the code for breakpoints."""
 _ROOM = 0x100
-"""Offset in the data page after its first word, which is the address of the task."""
+"""Offset of the free part of the data page; the page's first word is the address of the task to wake."""
 _ACCESSED_DIRTY = 0x60
 _GLOBAL = 0x100
 _NO_EXECUTE = 1 << 63
@@ -45,7 +51,7 @@ _TABLE = PRESENT | WRITABLE | _ACCESSED_DIRTY
 
 
 class WakeupThunk:
-    """One page of code, one of data, and two of page tables, at the start of the host's memory."""
+    """Owns a page of code, a page of data and two pages of page tables, at the start of the host's memory."""
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
         self._machine = machine
@@ -58,9 +64,9 @@ class WakeupThunk:
         self.host_room = self._task + _ROOM, _DATA + _ROOM
         """Physical and virtual address of the free part of the data page."""
         self.stub_cells = self._task + _CELLS, _DATA + _CELLS
-        """Physical and virtual address of five words of the data page, for breakpoint_stub.py."""
+        """Physical and virtual address of the five words of the data page that breakpoint_stub.py uses."""
         self.stub_text = self._base + _STUB, _TEXT + _STUB
-        """Physical and virtual address of the room for its code."""
+        """Physical and virtual address of the space in the code page for the code of breakpoint_stub.py."""
 
     def install(self) -> None:
         """Map the pages, write the code, and register it as the callback; snapshots of the guest keep it."""
@@ -76,13 +82,13 @@ class WakeupThunk:
         self._machine.engine.flush_tlb()
 
     def wake(self, task: int) -> None:
-        """Let the next run begin with the interrupt. It wakes the task at this address; 0 wakes none."""
+        """Let the next run begin with the interrupt, which wakes the task at address `task`; 0: wake none."""
         self._words[self._task >> 3] = task
         self._machine.cpu.interrupt(_PLATFORM_IPI)
 
     @contextmanager
     def replaced_by(self, callback: int) -> Iterator[None]:
-        """Let the interrupt call the function at `callback` inside the `with` block."""
+        """Let the interrupt call the function at `callback` during the block, instead of waking a task."""
         self._structs.store("<Q", self._callback, callback)
         yield
         # If the guest dies in the block, the callback is not restored.

@@ -1,1 +1,1 @@
-"""Mounts of a distribution's kernel."""
+"""Mounts of a distribution's kernel: its own files, and kprobefs's control files over it."""

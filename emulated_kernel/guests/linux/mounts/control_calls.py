@@ -1,7 +1,7 @@
-"""LinuxControlCalls: clients' calls on control files, repeated by tasks in a distribution's kernel.
+"""LinuxControlCalls: lets clients' tasks repeat the calls on control files in a distribution's kernel.
 
 The host puts directories and files of its own into the guest's root and replaces their operations by code
-stubs. A lookup in such a directory finds what kprobefs's tree has there: one more of the host's directories
+stubs. A lookup in one of these directories follows kprobefs's tree, and finds one of the host's directories
 or files. Operations on a file return to the host in the middle of the guest's call.
 """
 
@@ -31,7 +31,7 @@ from emulated_kernel.vfs.core.node import Directory
 
 log = logging.getLogger("kprobefs.linux")
 READ_SIZE = 128 << 10
-"""Most bytes of one read(2). The host's kernel never requests more."""
+"""Maximum number of bytes of one read(2). The host's kernel never requests more."""
 _SYMBOLS = (
     "_copy_to_user", "d_instantiate", "noop_llseek", "schedule", "simple_lookup", "stream_open",
 )  # fmt: skip
@@ -52,7 +52,7 @@ _WOKEN = 0x65
 _RETURN = 0x66
 _OPENED = 0x70
 _SIZE = 0x80
-"""Offsets of places in STUBS, and the size of their code."""
+"""Size of the code of STUBS in bytes. The constants above are offsets of places in this code."""
 STUBS = """
     53                              | push rbx
     48 89 f3                        | mov rbx, rsi
@@ -88,7 +88,7 @@ STUBS = """
     c3                              | ret
     org:80
 """
-"""Code stubs for the operations of the host's directories and files, at the offsets that are named above.
+"""Code stubs for the operations of the host's directories and files, at the offsets above.
 
 `lookup` is at 0. The stubs of `open`, `read` and `write` only break into the host. `open` of a file with a
 position calls stream_open, so that the kernel takes no lock for the position. Afterwards the stub clears
@@ -97,9 +97,9 @@ FMODE_STREAM (bit 21) again.
 _STREAMS = ("trace_marker", "trace_marker_raw")
 """Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
 _LONGEST_PATH = 16 << 10
-"""Bytes that are read for a path: its names, and the dentries' members."""
+"""Maximum number of bytes that are read for a path: names and members of dentries."""
 _DEEPEST = 64
-"""Most parent directories of a dentry. A longer chain must be a loop in corrupt memory."""
+"""Maximum number of parent directories of a dentry. A longer chain must be a loop in corrupt memory."""
 _TOPS = {
     TRACEFS: True,
     "/kprobes": True,
@@ -108,14 +108,16 @@ _TOPS = {
     "/kprobe_events": False,
     "/kprobe_profile": False,
 }
-"""Path in the guest that shows control files -> True if it is a directory."""
+"""Path in the guest at which control files begin -> True if it is a directory."""
 _MASK = (1 << 64) - 1
 
 
 class LinuxControlCalls(GuestCalls):
-    """See GuestCalls. The guest makes calls only while its text is patched: only then can probes see them.
+    """Implements GuestCalls for a distribution's kernel.
 
-    Whatever happens to the guest, the host serves the request while the client's task is the current one.
+    The guest makes calls only while its text is patched, since only then probes can see the calls.
+
+    The host serves the request even if the guest's call fails, while the client's task is the current one.
     """
 
     sees_lookups = False
@@ -130,7 +132,8 @@ class LinuxControlCalls(GuestCalls):
     ) -> None:
         """Create the guest's part in the use of control files.
 
-        `is_tracefs`: the root of the control files is at the guest's tracefs. `is_refused`: make no calls.
+        `is_tracefs`: the root of the control files is the guest's mount point of tracefs. `is_refused`: make
+        no calls.
         """
         self.guest = guest
         self._tasks = guest.tasks
@@ -141,17 +144,17 @@ class LinuxControlCalls(GuestCalls):
         self._syscalls = guest.syscalls
         self._root = TRACEFS if is_tracefs else ""
         self._inodes: dict[bool, int] = {}
-        """True for directories, False for files -> address of the inode that lookups find."""
+        """True (directory) or False (file) -> address of the inode that lookups find."""
         self._is_ready = False
         self._is_refused = is_refused
         self._asleep: WeakKeyDictionary[LinuxTask, ControlFile] = WeakKeyDictionary()
-        """Task that waits in a call -> file of the call."""
+        """Task that waits in a call on a control file -> the file."""
         self._arguments: dict[int, tuple[int, int]] = {}
-        """Address of a task -> first two arguments of the file operation in which it waits."""
+        """Address of a task_struct -> first two arguments of the file operation in which the task waits."""
 
     @property
     def is_dead(self) -> bool:
-        """See GuestCalls."""
+        """Whether the guest can't run any more; see GuestCalls."""
         return self.guest.is_dead
 
     @property
@@ -160,12 +163,12 @@ class LinuxControlCalls(GuestCalls):
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
     def informed(self, client: Client) -> Client:
-        """See FileSystem."""
+        """Return the client with the facts about its process that a request needs; see FileSystem."""
         return self.guest.clients.informed(client)
 
     @contextmanager
     def request(self, client: Client) -> Iterator[LinuxTask | None]:
-        """See GuestCalls.
+        """Return the context in which a client's request runs; see GuestCalls.
 
         The context yields the client's task, which is the current one; None if the guest can't have one.
         """
@@ -193,7 +196,7 @@ class LinuxControlCalls(GuestCalls):
     # Requests on control files
 
     def open(self, client: Client, file: ControlFile) -> None:
-        """See GuestCalls."""
+        """Open a control file on the host and, if probes could notice it, in the guest; see GuestCalls."""
         tree = self.fs.tree
         with self.request(client) as task:
             once = RunOnce(lambda: tree.open(file.path, file.flags, client))
@@ -208,7 +211,10 @@ class LinuxControlCalls(GuestCalls):
         return self._syscalls.open(task, self._root + file.path, flags, service=service)
 
     def open_unseen(self, files: Collection[ControlFile]) -> None:
-        """See GuestCalls. The current task stays the same."""
+        """Open `files` in the guest, because probes could notice its calls from now on; see GuestCalls.
+
+        The current task stays the same.
+        """
         # A callback of the running guest arms the probes of a new module: open files can't be opened then.
         if self._tasks.machine.death or self._tasks.machine.is_running:
             return
@@ -224,7 +230,10 @@ class LinuxControlCalls(GuestCalls):
                 self._tasks.schedule_in(standing)
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
-        """See GuestCalls. The guest opens the directory and closes it at once."""
+        """Open a directory in the guest; see GuestCalls.
+
+        The guest opens the directory and closes it at once.
+        """
         if not self.is_watched:
             return
         with self.request(client) as task:
@@ -236,7 +245,10 @@ class LinuxControlCalls(GuestCalls):
                 self._syscalls.close(task, fd)
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """See GuestCalls. Read at most READ_SIZE bytes. Raises: WouldBlock (the task sleeps in its call)."""
+        """Read from `file.inner`, by a call of the client's task if probes could notice it; see GuestCalls.
+
+        Read at most READ_SIZE bytes. Raises: WouldBlock (the task sleeps in its call).
+        """
         with self.request(client) as task:
             size = min(size, READ_SIZE)
             once = RunOnce(lambda: file.inner.read_step(size, offset))
@@ -251,7 +263,10 @@ class LinuxControlCalls(GuestCalls):
             return once()
 
     def write(self, write: PendingWrite) -> int:
-        """See GuestCalls. Each step is a request. Raises: WouldBlock, as read()."""
+        """Do one step of a client's write; see GuestCalls.
+
+        Each step is a request. Raises: WouldBlock, as read().
+        """
         with self.request(write.client) as task:
             if write.plan is None:
                 write.plan = RunOnce(write.by_piece)
@@ -288,7 +303,7 @@ class LinuxControlCalls(GuestCalls):
             raise
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """See GuestCalls."""
+        """End the call in which the client's task waits for the file; see GuestCalls."""
         if not any(each is file for each in self._asleep.values()):
             return
         with self.request(client) as task:
@@ -298,15 +313,16 @@ class LinuxControlCalls(GuestCalls):
                 self._called(partial(self._tasks.wait_for_result, task))
 
     def release(self, file: ControlFile | ControlDirectory) -> None:
-        """See GuestCalls. The task that used the file last closes it, before the next request.
+        """Close the guest's descriptor of the file; see GuestCalls.
 
+        The task that used the file last closes it, before the next request.
         Directories need no close: opendir() has closed them.
         """
         if isinstance(file, ControlFile):
             self.guest.control_closes.defer(file)
 
     def close(self) -> None:
-        """See GuestCalls."""
+        """End the guest's part of the mount; see GuestCalls."""
         self.guest.close()
 
     def _can_call(self, task: LinuxTask) -> bool:
@@ -323,7 +339,7 @@ class LinuxControlCalls(GuestCalls):
     def _service(
         self, task: LinuxTask, once: RunOnce[Any], answer: Callable[[LinuxTask, Any], None]
     ) -> Service:
-        """Return the host's part of a call: it runs `once`, and `answer` puts the result into the registers.
+        """Return the host's part of a call, which runs `once`; `answer` puts the result into the registers.
 
         If `once` raises, the call ends with an errno.
         """
@@ -342,14 +358,17 @@ class LinuxControlCalls(GuestCalls):
         return serve
 
     def _goes_on(self, file: ControlFile, task: LinuxTask, _result: object) -> None:
-        """Continue an open(2) with the kernel's own stream_open."""
+        """Continue an open(2) of the guest with the kernel's own stream_open()."""
         regs = self._machine.regs
         regs.di, regs.si = self._arguments.pop(task.address)
         is_stream = file.path.rpartition("/")[2] in _STREAMS
         regs.ip = self._code + (_IS_STREAM if is_stream else _OPENED)
 
     def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
-        """Copy data to the task's buffer by _copy_to_user; return a number from the call as it is."""
+        """End a call: copy data to the task's buffer by _copy_to_user(), or return a number.
+
+        If `result` is data, the call returns the number of bytes.
+        """
         if not isinstance(result, bytes) or not result:
             self._returns(task, result or 0)
             return
@@ -383,7 +402,7 @@ class LinuxControlCalls(GuestCalls):
             self._return(-EINTR)
 
     def _looks_up(self, regs: Any) -> None:
-        """Finish a lookup in a directory of the host: if the tree has the path, give the dentry an inode."""
+        """Finish a lookup in a directory of the host: give the dentry an inode if the tree has its path."""
         regs.ip = self._code + _LOOKUP_ENDS
         if regs.ax:
             return
@@ -399,7 +418,7 @@ class LinuxControlCalls(GuestCalls):
             regs.ip = self._code + _LOOKED_UP + 1
 
     def _path(self, dentry: int) -> str:
-        """Return the path of a dentry. Raises: MemoryFault."""
+        """Return the path of the dentry at an address, from the guest's root. Raises: MemoryFault."""
         reader = GuestReader(self._memory, "path of a dentry", self._machine.damage, size=_LONGEST_PATH)
         word = reader.word
         offset = self._offsets

@@ -1,4 +1,4 @@
-"""GuestFs: the files of a distribution's kernel. Clients' tasks make the requests as system calls."""
+"""GuestFs: shows the files of a distribution's kernel. Requests are system calls of clients' tasks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from emulated_kernel.vfs.core.client import GONE, INO_SPACES, STATUS_FLAGS, Clie
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
 _KEPT = 500
-"""Number of files whose shown attributes are cached."""
+"""Maximum number of files whose shown attributes are cached."""
 
 
 class GuestFile(FileDescription):
-    """An open file of the guest. `flags` are the flags of the guest's open file."""
+    """An open file of the guest. `flags`: the status flags of the guest's open file."""
 
     __slots__ = ("fd", "position", "seekable", "status", "task")
 
@@ -45,22 +45,28 @@ class GuestFile(FileDescription):
 
     @property
     def stream(self) -> bool:
-        """See FileDescription."""
+        """Whether lseek(2) fails with ESPIPE; see FileDescription."""
         return not self.seekable
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileDescription."""
+        """Return the attributes of the open file; see FileDescription."""
         del client
         guest = self.fs.guest
         with guest.running:
             return self.fs.known(guest.syscalls.fstat(self.fd))
 
     def set_status_flags(self, flags: int) -> None:
-        """See FileDescription. The guest's file gets the flags before the next read or write."""
+        """Take over new status flags from fcntl(F_SETFL); see FileDescription.
+
+        The guest's file gets the flags before the next read or write.
+        """
         self.status = flags & STATUS_FLAGS
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """See FileDescription. Raises: WouldBlock (the call sleeps in the guest, or would do so)."""
+        """Read from the open file; see FileDescription.
+
+        Raises: WouldBlock (the call sleeps in the guest, or would do so).
+        """
         guest = self.fs.guest
         syscalls = guest.syscalls
         with Request(guest, client) as task:
@@ -88,7 +94,7 @@ class GuestFile(FileDescription):
         self.flags = self.flags & ~STATUS_FLAGS | self.status
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """See FileDescription. Raises: WouldBlock (as read). Lock: takes."""
+        """Write to the open file; see FileDescription. Raises: WouldBlock (as read). Lock: takes."""
         guest = self.fs.guest
         syscalls = guest.syscalls
         with Request(guest, client) as task:
@@ -114,17 +120,23 @@ class GuestFile(FileDescription):
             return count
 
     def wait(self, timeout: float) -> None:
-        """See FileDescription."""
+        """Wait until the file may be ready; see FileDescription."""
         self.fs.guest.wait(timeout)
 
     def give_up(self, client: Client, error: int) -> None:
-        """See FileDescription. The guest kills the task that sleeps in the call."""
+        """End a call that raised WouldBlock; see FileDescription.
+
+        The guest kills the task that sleeps in the call.
+        """
         del error
         self.fs.guest.give_up(client)
 
     @property
     def acts_on_close(self) -> bool:
-        """See FileDescription. Files of the guest's tracefs may act; those that only clients make do not."""
+        """Whether other files show an effect of this file's release; see FileDescription.
+
+        Files of the guest's tracefs may act; those that only clients make do not.
+        """
         is_writable = self.flags & os.O_ACCMODE != os.O_RDONLY
         return is_writable and self.path.split("/", 2)[1] not in self.fs.clients_own
 
@@ -138,7 +150,7 @@ class GuestFile(FileDescription):
         return self.fs.guest.syscalls.poll(self.fd, POLLED)
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """See FileDescription."""
+        """Return the ready events as a poll mask; see FileDescription."""
         guest = self.fs.guest
         with guest.running:
             mask = self.mask()
@@ -150,13 +162,16 @@ class GuestFile(FileDescription):
         """Do nothing: the file lives in the guest's memory, so there is nothing to write back."""
 
     def ftruncate(self, client: Client, size: int) -> None:
-        """See FileDescription."""
+        """Set the size of the open file; see FileDescription."""
         guest = self.fs.guest
         with Request(guest, client) as task:
             guest.syscalls.ftruncate(task, self.fd, size)
 
     def release(self) -> None:
-        """See FileDescription. The guest closes the file before its next request. Lock: leaves."""
+        """Release the description after its last descriptor was closed; see FileDescription.
+
+        The guest closes the file before its next request. Lock: leaves.
+        """
         try:
             # One operation: the end of the mount clears the dictionary in another thread.
             del self.fs.opened[self]
@@ -167,26 +182,29 @@ class GuestFile(FileDescription):
 
 
 class GuestFs(FileSystem):
-    """Directories and files of a guest, at one or more prefixes of a mount."""
+    """Shows directories and files of a guest at one or more prefixes of a mount."""
 
     guest: LinuxGuest
     clients_own = ("scratch",)
-    """scratch/: unlike in kprobefs's own kernel, the guest needs no part in lookups there."""
+    """Directories that only clients change.
+
+    Unlike kprobefs's own kernel, the guest takes no part in lookups.
+    """
 
     def __init__(self, guest: LinuxGuest, paths: Mapping[str, str], number: int = 1) -> None:
         """Create a file system that shows files of `guest`.
 
         `paths`: prefix in the mount -> path in the guest.
-        `number`: the number of this file system in the mount, 1 to INO_SPACES - 1.
+        `number`: id of this file system in the mount, which distinguishes its inode numbers.
         """
         super().__init__(guest.lock)
         self.guest = guest
         self._paths = paths
         self._number = number
         self._place: Callable[[str], str] = lru_cache(PATHS)(self._find)
-        """Return the path in the guest of a path in the mount."""
+        """Cached version of _find: return the path in the guest for a path in the mount."""
         self.known: Callable[[Stat], Stat] = lru_cache(_KEPT)(self._shown)
-        """Return the attributes that the mount shows for a file's attributes in the guest."""
+        """Cached version of _shown: return the attributes that the mount shows for those in the guest."""
 
     def _find(self, path: str) -> str:
         prefix = path
@@ -195,24 +213,27 @@ class GuestFs(FileSystem):
         return (self._paths[prefix] + path[len(prefix.rstrip("/")) :]).rstrip("/")
 
     def request(self, client: Client | None) -> Request:
-        """See FileSystem. The context yields the client's task."""
+        """Return the context in which a client's operation runs; see FileSystem.
+
+        The context yields the client's task.
+        """
         assert client is not None
         return Request(self.guest, client)
 
     def informed(self, client: Client) -> Client:
-        """See FileSystem."""
+        """Return the client with the facts about its process that a request needs; see FileSystem."""
         return self.guest.clients.informed(client)
 
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileSystem."""
+        """Return a file's attributes; see FileSystem."""
         del client
         with self.guest.running:
             return self.known(self.guest.syscalls.lstat(self._place(path)))
 
     def _shown(self, found: Stat) -> Stat:
-        """Show root's files as the mounting user's, and devices as regular files.
+        """Return attributes with root's files shown as the mounting user's, and devices as regular files.
 
         Hazard: the host would open a device by its own driver instead of the guest's.
         """
@@ -232,7 +253,10 @@ class GuestFs(FileSystem):
         )
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """See FileSystem. The entries after "." and ".." are sorted by name."""
+        """Return the entries of a directory; see FileSystem.
+
+        The entries after "." and ".." are sorted by name.
+        """
         del client
         with self.guest.running:
             entries = self.guest.syscalls.listdir(self._place(path))
@@ -240,17 +264,17 @@ class GuestFs(FileSystem):
         return [entry._replace(ino=entry.ino * INO_SPACES + self._number) for entry in entries]
 
     def readlink(self, client: Client, path: str) -> str:
-        """See FileSystem."""
+        """Return the target of a symbolic link; see FileSystem."""
         del client
         with self.guest.running:
             return self.guest.syscalls.readlink(self._place(path))
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """See FileSystem."""
+        """Open a file; see FileSystem."""
         return self._open(client, path, flags & ~os.O_CREAT, 0)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
-        """See FileSystem."""
+        """Create a regular file and open it; see FileSystem."""
         return self._open(client, path, flags | os.O_CREAT, mode)
 
     def _open(self, client: Client, path: str, flags: int, mode: int) -> GuestFile:
@@ -269,14 +293,20 @@ class GuestFs(FileSystem):
             return file
 
     def opendir(self, client: Client, path: str) -> OpenDirectory:
-        """See FileSystem. The guest opens the directory and closes it at once; the mount lists it by path."""
+        """Open a directory; see FileSystem.
+
+        The guest opens the directory and closes it at once; the mount lists it by path.
+        """
         syscalls = self.guest.syscalls
         with self.request(client) as task:
             syscalls.close(task, syscalls.open(task, self._place(path), os.O_RDONLY | os.O_DIRECTORY))
         return super().opendir(client, path)
 
     def statfs(self, path: str) -> StatFs:
-        """See FileSystem. Only scratch/ has a capacity; for other paths return zeros without a call."""
+        """Return the capacity of the file system; see FileSystem.
+
+        Only scratch/ has a capacity; for other paths return zeros without a call.
+        """
         at = self._place(path)
         if at != TMPFS and not at.startswith(f"{TMPFS}/"):
             return StatFs()
@@ -291,52 +321,55 @@ class GuestFs(FileSystem):
             self.guest.syscalls.on_path(task, name, self._place(path), *arguments)
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem. In instances/ a new directory is a new trace array."""
+        """Create a directory; see FileSystem. In instances/ a new directory is a new trace array."""
         self._change(client, "mkdirat", path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """Remove a directory; see FileSystem."""
         with self.request(client) as task:
             self.guest.syscalls.on_path(task, "unlinkat", self._place(path), AT_REMOVEDIR)
             self._moved(path, GONE)
 
     def unlink(self, client: Client, path: str) -> None:
-        """See FileSystem."""
+        """Remove a name of a file; see FileSystem."""
         self._change(client, "unlinkat", path, 0)
 
     def rename(self, client: Client, old: str, new: str) -> None:
-        """See FileSystem."""
+        """Rename a file or directory; see FileSystem."""
         with self.request(client) as task:
             self.guest.syscalls.on_paths(task, "renameat", self._place(old), self._place(new))
             self._moved(old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """See FileSystem."""
+        """Give a file an additional name; see FileSystem."""
         with self.request(client) as task:
             self.guest.syscalls.on_paths(task, "linkat", self._place(old), self._place(new), 0)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
-        """See FileSystem."""
+        """Create a symbolic link; see FileSystem."""
         with self.request(client) as task:
             self.guest.syscalls.symlink(task, self._place(path), target)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem."""
+        """Create a FIFO, a socket or an empty file; see FileSystem."""
         if is_device(mode):
             raise KernelError(errno.EPERM, path)
         self._change(client, "mknodat", path, mode, 0)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """See FileSystem."""
+        """Set the size of the file at a path; see FileSystem."""
         with self.request(client) as task:
             self.guest.syscalls.truncate(task, self._place(path), size)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
-        """See FileSystem."""
+        """Set a file's permission bits; see FileSystem."""
         self._change(client, "fchmodat", path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """See FileSystem. In the guest, root owns the files of the mounting user."""
+        """Set a file's owner and group; see FileSystem.
+
+        In the guest, root owns the files of the mounting user.
+        """
         owner = self.guest.owner
         uid = 0 if uid == owner.uid else uid
         gid = 0 if gid == owner.gid else gid
@@ -344,24 +377,27 @@ class GuestFs(FileSystem):
         self._change(client, "fchownat", path, *words, AT_SYMLINK_NOFOLLOW)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """See FileSystem."""
+        """Set a file's access and modification times; see FileSystem."""
         kept = self.guest.times.kept
         times = (None if time is None else kept(time) for time in (atime_ns, mtime_ns))
         with self.request(client) as task:
             self.guest.syscalls.utimens(task, self._place(path), *times)
 
     def needs_closes(self, path: str) -> bool:
-        """See FileSystem. Lock: leaves."""
+        """Return True if rmdir(2) of `path` fails with EBUSY while files are open below it; see FileSystem.
+
+        Lock: leaves.
+        """
         return self._place(path).startswith(f"{TRACEFS}/instances/")
 
     # The end
 
     def is_dead(self) -> bool:
-        """See FileSystem."""
+        """Return True if the guest can't run any more; see FileSystem."""
         with self.lock:
             return self.guest.is_dead
 
     def close(self) -> None:
-        """See FileSystem."""
+        """Free the resources of the file system at the end of its mount; see FileSystem."""
         super().close()
         self.guest.close()

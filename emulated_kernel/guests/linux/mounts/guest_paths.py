@@ -1,19 +1,19 @@
-"""Paths in a distribution's kernel for the files of a mount."""
+"""Maps paths of a mount to paths in a distribution's kernel."""
 
 from __future__ import annotations
 
 from emulated_kernel.guests.linux.initramfs import DEVICES, PROC, TMPFS, TRACEFS
 
 LINKED = ("/kprobe_events", "/kprobe_profile")
-"""Files of tracefs that the mount's root shows, too."""
+"""Files of tracefs that the root of the mount shows in addition."""
 LASTING = ("kprobes", "machine", "scratch", "tracing")
-"""Directories of the root that exist as long as the mount."""
+"""Directories of the mount's root that exist as long as the mount."""
 MACHINE = "/machine"
 DMESG = "/machine/dmesg"
 MODULES = "/machine/modules"
 FORWARDED = {f"{MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")}
-"""Path of a file of machine/ -> path in the guest."""
+"""Path of a file of machine/ -> path in the guest's procfs that it shows."""
 TOPS = {"tracing": TRACEFS, "scratch": TMPFS, "sysctl": f"{PROC}/sys", "dev": DEVICES}
-"""Directory of the root that does not come from debugfs -> path in the guest."""
+"""Name of a directory in the mount's root that is not in the guest's debugfs -> path in the guest."""
 PATHS = 500
-"""Number of paths whose path in the guest is cached. Clients use few paths at a time."""
+"""Maximum number of paths whose path in the guest is cached. Clients use few paths at a time."""

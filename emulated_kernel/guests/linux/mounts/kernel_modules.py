@@ -1,4 +1,4 @@
-"""KernelModules: commands of machine/modules, which load module files into the guest as modprobe does."""
+"""KernelModules: executes commands of machine/modules, which load modules into the guest as modprobe does."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from emulated_kernel.util.errors import KernelError
 
 
 class KernelModules:
-    """Execution of the commands `load NAME|PATH` and `unload NAME`."""
+    """Executes the commands `load NAME`, `load PATH` and `unload NAME` of machine/modules."""
 
     def __init__(self, syscalls: LinuxSyscalls, files: ModuleFiles | None) -> None:
         self._syscalls = syscalls
         self._files = files
 
     def prepared(self, data: bytes, refused: Collection[str] = ()) -> Callable[[LinuxTask, str], None]:
-        """Parse a command and return the function that executes it.
+        """Parse a command, read the module files, and return the function that executes the command.
 
-        Read the module files now, without the control lock. The function takes the writer's task and the
+        Call this without the control lock. The returned function takes the writer's task and the
         content of /proc/modules. `refused`: names of kernel functions that no module may use.
         Raises: KernelError EINVAL, ENOENT, ENOEXEC, EPERM (a refused function), errors of reading a file.
         """
@@ -66,6 +66,6 @@ class KernelModules:
 
 
 def _undefined(name: str, module: bytes) -> set[str]:
-    """Return the undefined symbols of a module, which the loader resolves. Raises: UnusableFile."""
+    """Return the undefined symbols of the module `name`, which the loader resolves. Raises: UnusableFile."""
     with read_as(f"module ({name})"):
         return {symbol.name for symbol in ElfFile(module).symbols if not symbol.section}

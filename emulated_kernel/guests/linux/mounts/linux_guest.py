@@ -1,6 +1,6 @@
 """LinuxGuest: the state that the file systems of one distribution's kernel share.
 
-This state consists of the tasks of clients, the control lock, calls that wait and deferred closes.
+This state consists of the tasks of clients, the control lock, sleeping calls and deferred closes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 
 POLLED = select.POLLIN | select.POLLOUT | select.POLLPRI | select.POLLRDNORM | select.POLLWRNORM
-"""Events for which the guest's poll methods are asked."""
+"""Poll mask of the events that are requested from the guest's files."""
 
 
 class Closable(Protocol):
-    """An open file of which the guest has a descriptor."""
+    """Interface of an open file for which the guest has a descriptor."""
 
     @property
     def fd(self) -> int | None:
-        """The guest's descriptor."""
+        """The guest's descriptor, or None if the guest has not opened the file."""
 
     @property
     def task(self) -> LinuxTask | None:
@@ -45,7 +45,7 @@ class Closable(Protocol):
 
 
 class Polled(Protocol):
-    """An open file that a client polls."""
+    """Interface of an open file that a client polls."""
 
     @property
     def is_open(self) -> bool:
@@ -70,17 +70,17 @@ class DeferredCloses(Generic[File]):
     def __init__(self, close: Callable[[LinuxTask | None, int], None]) -> None:
         """Create an empty queue.
 
-        `close`: calls close(2) on a descriptor by a task, or by any task if it is None. It must not fail.
+        `close`: lets a task, or any task if it is None, call close(2) on a descriptor. It must not fail.
         """
         self._close = close
         self.deferred: deque[File] = deque()
         self.defer: Callable[[File], None] = self.deferred.append
         """Queue a file, to be closed before the next request. Lock: leaves."""
         self.taken: File | None = None
-        """The file that the next open closes. Needs the lock."""
+        """The file that the guest closes together with the next open, or None. Lock: needs."""
 
     def take(self) -> None:
-        """Leave the only deferred file to the open that follows. Lock: needs."""
+        """Take the only deferred file, so that the following open closes it. Lock: needs."""
         # Hazard: other threads may defer more files meanwhile.
         self.taken = self.deferred.popleft()
 
@@ -96,9 +96,9 @@ class DeferredCloses(Generic[File]):
 
 
 class Running:
-    """Context for code that may run the guest: it holds the lock and turns a guest's fault into EIO.
+    """Context for code that may run the guest: holds the control lock, and turns guest faults into EIO.
 
-    It keeps no state of a request, so all requests share one instance.
+    The context keeps no state of a request, so all requests share one instance.
     """
 
     __slots__ = ("_guest", "_lock")
@@ -123,15 +123,15 @@ class Running:
 
 
 class Request:
-    """Context for a client's system call. It holds the lock and yields the task that makes the call.
+    """Context for a client's system call: holds the control lock and yields the task that makes the call.
 
-    It is a class because a generator would cost each request more time than the lock does.
+    It is a class, because a generator would cost each request more time than the lock.
     """
 
     __slots__ = ("_client", "_guest", "_opens")
 
     def __init__(self, guest: LinuxGuest, client: Client, opens: bool = False) -> None:
-        """Prepare a request. `opens`: its first call opens a file and closes LinuxGuest.closes.taken."""
+        """Prepare a request. `opens`: its first call opens a file, and closes LinuxGuest.closes.taken."""
         self._guest = guest
         self._client = client
         self._opens = opens
@@ -177,7 +177,9 @@ class LinuxGuest:
         begins: Callable[[], None] | None = None,
         ended: Iterable[Callable[[], None]] = (),
     ) -> None:
-        """Create the shared state. `modules`: module files of this kernel. `lock`: the control lock.
+        """Create the shared state of a mount.
+
+        `modules`: module files of this kernel. `lock`: the control lock.
 
         `begins` is called before each request, and each function in `ended` after each request.
         """
@@ -189,12 +191,12 @@ class LinuxGuest:
         self.syscalls = LinuxSyscalls(tasks)
         self._modules = KernelModules(self.syscalls, modules)
         self.closes = DeferredCloses[Closable](self._close)
-        """Deferred closes of the guest's own files."""
+        """Queue of the guest's own files that the guest must still close."""
         self.control_closes = DeferredCloses[Closable](self._close_control)
-        """Deferred closes of control files, which the guest has open, too."""
+        """Queue of control files that the guest must still close."""
         self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush, self.lock)
         self._asleep: dict[int, int] = {}
-        """pid of a client whose call sleeps in the guest -> `_requests` when the call was last run."""
+        """Pid of a client whose call sleeps in the guest -> value of `_requests` when the call last ran."""
         self._requests = 0
         self.pollers: dict[Polled, tuple[int, Callable[[], None]]] = {}
         """File -> its last poll mask, and the function to call when the mask changes."""
@@ -219,7 +221,7 @@ class LinuxGuest:
             self.syscalls.close(task or self.tasks.init, fd)
 
     def _close_control(self, task: LinuxTask | None, fd: int) -> None:
-        """Close a control file in the guest. If the guest dies of it, the next request works all the same."""
+        """Close a control file in the guest; ignore the guest's death, so that the next request works."""
         with suppress(GuestFault, MemoryFault):
             self._close(task, fd)
 
@@ -243,7 +245,7 @@ class LinuxGuest:
         return task
 
     def end(self, *, has_failed: bool) -> None:
-        """End a request. Lock: needs."""
+        """End a request: notify pollers and observers, and give freed memory back. Lock: needs."""
         try:
             if not has_failed:
                 self._requests += 1
@@ -255,7 +257,7 @@ class LinuxGuest:
                 tell()
 
     def see_free_pages(self) -> None:
-        """Return freed pages of the guest to the host if the guest has freed many. Lock: needs."""
+        """Give memory back to the host if the guest has freed many pages. Lock: needs."""
         pages = self.free_pages
         if not pages.fewest <= pages.words[pages.counter] <= pages.most:
             pages.look()
@@ -263,7 +265,7 @@ class LinuxGuest:
     # Calls that wait
 
     def slept(self, client: Client, task: LinuxTask, begin: Callable[[], int]) -> int:
-        """Return the result of a client's call that may sleep in the guest.
+        """Make or continue a client's call that may sleep in the guest, and return its result.
 
         The first request makes the call by `begin`. If the call sleeps, further requests continue it.
         Lock: needs. Raises: WouldBlock (the call sleeps).
@@ -285,7 +287,7 @@ class LinuxGuest:
         return result
 
     def give_up(self, client: Client) -> None:
-        """Kill the client's task, which sleeps in a call. Lock: takes."""
+        """Kill the client's task, which sleeps in a call that the client has given up. Lock: takes."""
         with self.running:
             self._asleep.pop(client.pid, None)
             self.clients.end(client.pid)
@@ -296,7 +298,7 @@ class LinuxGuest:
         return KernelError(errno.EINTR)
 
     def wait(self, timeout: float) -> None:
-        """Wait until a request is made that may have woken a sleeping call, for at most `timeout` seconds.
+        """Wait for a request that may have woken a sleeping call, for at most `timeout` seconds.
 
         Lock: leaves.
         """
@@ -321,7 +323,7 @@ class LinuxGuest:
     # Files that the host generates from the guest's state
 
     def log_text(self) -> bytes:
-        """Return the kernel's log. Lock: needs.
+        """Return the content of the kernel log. Lock: needs.
 
         If the guest is dead, return the end of its serial console and the cause of death.
         """
@@ -334,9 +336,10 @@ class LinuxGuest:
     def prepared_modules(
         self, client: Client, data: bytes, refused: Collection[str] = ()
     ) -> Callable[[], int]:
-        """Return the function that executes the client's write to machine/modules, within a request.
+        """Return the function that executes a client's write to machine/modules within a request.
 
-        Read the module files before that. Lock: leaves. `refused`: see KernelModules.prepared.
+        Read the module files first. `refused`: names of kernel functions that no module may use. Lock:
+        leaves.
         """
         try:
             change = self._modules.prepared(data, refused)
@@ -365,7 +368,7 @@ class LinuxGuest:
         return bool(self.tasks.machine.death)
 
     def close(self) -> None:
-        """Free the machine and wake waiting threads. May be called twice. Lock: takes."""
+        """Free the machine and wake waiting threads. A second call does nothing. Lock: takes."""
         with self.lock:
             if self.is_closed:
                 return

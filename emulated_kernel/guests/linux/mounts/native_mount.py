@@ -1,4 +1,4 @@
-"""native_mount: a mount of the guest's own tracefs and debugfs, with machine/, which the host adds."""
+"""native_mount: a mount that shows the guest's own tracefs and debugfs, and machine/, which the host adds."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 from emulated_kernel.vfs.mount import Mount
 
 _HOST_INO = 1 << 40
-"""First inode number of files that the guest does not have."""
+"""First inode number of files that only the host has."""
 
 
 class _ModulesFile(FileDescription):
-    """The open file of machine/modules, for commands."""
+    """An open file of machine/modules that takes commands."""
 
     __slots__ = ()
 
@@ -45,11 +45,11 @@ class _ModulesFile(FileDescription):
 
     @property
     def reads_host(self) -> bool:
-        """See FileDescription."""
+        """Whether a write reads files of the host; see FileDescription."""
         return True
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Load or unload modules. The module files are read first, without the lock."""
+        """Load or unload modules as the command says; read the module files first, without the lock."""
         del offset
         change = self.fs.guest.prepared_modules(client, data)
         with self.fs.request(client):
@@ -60,14 +60,14 @@ class _ModulesFile(FileDescription):
 
 
 class ModulesFs(GuestFs):
-    """machine/modules: reads show /proc/modules, writes are commands that the host executes."""
+    """File system of machine/modules: shows /proc/modules, and executes commands that are written."""
 
     def _shown(self, found: Stat) -> Stat:
         shown = super()._shown(found)
         return shown._replace(mode=shown.mode | stat.S_IWUSR)
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """See FileSystem. Raises: KernelError EACCES (for writing, if not root or the owner)."""
+        """Open a file; see FileSystem. Raises: KernelError EACCES (for writing, if not root or the owner)."""
         if not flags & os.O_ACCMODE:
             return super().open(client, path, flags)
         if flags & os.O_ACCMODE != os.O_WRONLY or client.uid not in (0, self.guest.owner.uid):
@@ -78,7 +78,7 @@ class ModulesFs(GuestFs):
 
 
 class _LogFile(FileDescription):
-    """The open file of machine/dmesg: the kernel's log at the time of the open."""
+    """An open file of machine/dmesg, with the kernel log at the time of the open."""
 
     __slots__ = ("_text",)
 
@@ -87,21 +87,27 @@ class _LogFile(FileDescription):
         self._text = text
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """See FileDescription. The log can be read even if the guest has died. Lock: leaves."""
+        """Read from the open file; see FileDescription.
+
+        The log can be read even if the guest has died. Lock: leaves.
+        """
         del client
         return self._text[offset : offset + size]
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """See FileDescription."""
+        """Return the ready events as a poll mask; see FileDescription."""
         del notify
         return select.POLLIN | select.POLLRDNORM
 
     def fsync(self, client: Client) -> None:
-        """Do nothing."""
+        """Do nothing: the file is read-only."""
 
 
 class MachineFs(FileSystem):
-    """machine/ with dmesg, the kernel's log. Its other files are mounted there from the guest's /proc."""
+    """File system of machine/ with dmesg, the kernel log.
+
+    Other files are mounted there from the guest's /proc.
+    """
 
     guest: LinuxGuest
 
@@ -110,7 +116,7 @@ class MachineFs(FileSystem):
         self.guest = guest
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileSystem. Lock: leaves."""
+        """Return a file's attributes; see FileSystem. Lock: leaves."""
         del client
         owner = self.guest.owner
         if path == MACHINE:
@@ -120,7 +126,7 @@ class MachineFs(FileSystem):
         raise KernelError(errno.ENOENT, path)
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """See FileSystem. Lock: leaves."""
+        """Return the entries of a directory; see FileSystem. Lock: leaves."""
         del client
         if path != MACHINE:
             raise KernelError(errno.ENOTDIR, path)
@@ -131,7 +137,7 @@ class MachineFs(FileSystem):
         ]
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """See FileSystem."""
+        """Open a file; see FileSystem."""
         del client
         self.getattr(path)
         if flags & os.O_ACCMODE != os.O_RDONLY:
@@ -153,11 +159,11 @@ def native_mount(
     is_clock_real: bool = False,
     lock: ControlLock | None = None,
 ) -> Mount:
-    """Return a mount of a kernel's own files.
+    """Return a mount that shows a kernel's own files.
 
     `modules`: module files of this kernel. `lock`: the control lock.
     `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
-    `is_clock_real`: pauses between requests pass in the guest, too.
+    `is_clock_real`: the time between requests passes in the guest, too.
     """
     tasks.deliver_breakpoints()
     time = RealTime(tasks) if is_clock_real else PassingTime(tasks)

@@ -1,4 +1,4 @@
-"""probed_mount: a mount of a distribution's kernel that kprobefs probes: control files, scratch/ and dev/."""
+"""probed_mount: a mount of control files over a distribution's kernel, and the guest's scratch/ and dev/."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _PROBING = frozenset({
     "register_ftrace_direct", "register_ftrace_direct_multi", "modify_ftrace_direct",
     "modify_ftrace_direct_multi", "modify_ftrace_direct_multi_nolock", "klp_enable_patch",
 })  # fmt: skip
-"""Functions that modules call to patch kernel text, where kprobefs's engine patches it, too."""
+"""Kernel functions that modules must not call, because they patch text that kprobefs's engine patches."""
 GUESTS_OWN = {"/scratch": TMPFS, "/dev": DEVICES}
-"""Directory of the root with the guest's own files -> path in the guest."""
+"""Directory of the mount with the guest's own files -> path in the guest."""
 _MODES = {"scratch": 0o1777, "dev": 0o755}
 
 
@@ -95,9 +95,9 @@ def probed_mount(
 
 
 def _sees_directories(engine: LinuxEngine, calls: LinuxControlCalls) -> bool:
-    """Return True if a probe is in the guest's function that creates the directories of events.
+    """Return True if a probe could see the guest create the directories of events.
 
-    Otherwise the guest creates none, because that takes longer than the registration of the event.
+    Otherwise the guest creates no directories, because that takes longer than registering the event.
     """
     if not calls.is_watched:
         return False
@@ -109,7 +109,7 @@ def _sees_directories(engine: LinuxEngine, calls: LinuxControlCalls) -> bool:
 
 
 def _meminfo(guest: LinuxGuest) -> str:
-    """Return the guest's /proc/meminfo."""
+    """Return the content of the guest's /proc/meminfo."""
     with guest.running:
         return guest.syscalls.read_all(f"{PROC}/meminfo").decode()
 
@@ -121,7 +121,7 @@ def _prepare_modules(guest: LinuxGuest, client: Client, data: bytes) -> Callable
 
 
 def _module_lines(guest: LinuxGuest, client: Client) -> Records:
-    """Return the content of /proc/modules, with addresses 0 if the client is not privileged."""
+    """Return the guest's /proc/modules; addresses are 0 if the client is not privileged."""
 
     def shown() -> str:
         with guest.running:

@@ -1,4 +1,4 @@
-"""kprobefs's control files over a distribution's kernel: kprobes/, tracing/, sysctl/ and machine/."""
+"""Tree of kprobefs's control files over a distribution's kernel: kprobes/, tracing/, sysctl/, machine/."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine_tree(
     *,
     is_tracefs: bool,
 ) -> NodeTree:
-    """Return the tree of control files over a kernel that `engine` probes.
+    """Return the tree of control files for the kernel that `engine` probes.
 
     `log`: returns the kernel's log. `machine`: additional files of machine/.
     `further`: additional nodes of the root.

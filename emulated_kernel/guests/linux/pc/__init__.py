@@ -1,1 +1,1 @@
-"""The emulated PC that a distribution's kernel runs on."""
+"""The emulated PC that a distribution's kernel runs on: CPU, RAM, devices and clock."""

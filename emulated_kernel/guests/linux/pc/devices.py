@@ -1,4 +1,4 @@
-"""Devices of a small PC, as far as Linux drives them: interrupt controller, timer, serial line and clock.
+"""Pc: the devices of a small PC that Linux drives: interrupt controller, timer, serial line and clock.
 
 Ports without a device read as all ones.
 Sources: data sheets of the 8259A, 8254, 16550 and MC146818.
@@ -27,7 +27,7 @@ _UART_MSR = 0x3FE
 _RTC_INDEX = 0x70
 _RTC_DATA = 0x71
 _RTC = {0: 0, 2: 0, 4: 0x12, 6: 1, 7: 1, 8: 1, 9: 0x24, 10: 0x26, 11: 2, 13: 0x80}
-"""Registers of the clock chip. They always show Monday, 1 January 2024, noon.
+"""Register of the clock chip -> its value. The clock always shows Monday, 1 January 2024, noon.
 
 A boot must not depend on the date.
 """
@@ -37,31 +37,31 @@ _MASK = (1 << 64) - 1
 
 
 class TimeFollower(Protocol):
-    """Shows the TSC to guest code, which advances it by itself."""
+    """Interface that shows the time to guest code, which also advances the time."""
 
     def go_on(self, tsc: int, cycles: int) -> int:
-        """Return the new time and show it to guest code.
+        """Advance the time, show the new time to guest code and return it.
 
-        It is the old time `tsc`, plus the cycles that guest code has used since then, plus `cycles`.
+        The new time is the old time `tsc`, plus the cycles that guest code has used since, plus `cycles`.
         """
 
     def show(self, cycles: int) -> None:
-        """Show the time `cycles` to guest code."""
+        """Show the TSC value `cycles` to guest code as the current time."""
 
 
 class Pc:
-    """Devices and time of the PC. The time is the TSC; each reading advances it by a seeded random step."""
+    """Devices and time of the PC. The time is the TSC; each rdtsc advances it by a seeded random step."""
 
     def __init__(self, seed: int) -> None:
         self.follower: TimeFollower | None = None
         self._tsc = 10**9
         self.random = seed
         self.due: int | None = None
-        """TSC at which the timer interrupts; None: never."""
+        """TSC value of the timer's next interrupt; None if the timer is off."""
         self.period = 0
-        """Cycles between interrupts of the timer; 0: it interrupts once."""
+        """Period of the timer in cycles; 0 if it interrupts once."""
         self.console = bytearray()
-        """The end of the kernel's output on its serial line."""
+        """The latest output of the kernel on its serial line, at most _LOG_LIMIT bytes."""
         self._pic_mask = [0xFF, 0xFF]
         self._pic_base = [0, 0]
         self._pic_words = [0, 0]
@@ -86,9 +86,9 @@ class Pc:
         return {name: getattr(self, name) for name in self.STATE}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set the devices to a state that state() returned.
+        """Set the devices to a state that state() has returned.
 
-        Raises: KeyError, TypeError, ValueError (state() cannot have returned this).
+        Raises: KeyError, TypeError, ValueError (state() cannot have returned `state`).
         """
         for name in self.STATE:
             kept = state[name]
@@ -119,12 +119,12 @@ class Pc:
             self.follower.show(cycles)
 
     def pass_time(self, cycles: int) -> None:
-        """Advance the time by `cycles`, in addition to the cycles that guest code has used."""
+        """Advance the time by `cycles` and by the cycles that guest code has used."""
         follower = self.follower
         self._tsc = self._tsc + cycles if follower is None else follower.go_on(self._tsc, cycles)
 
     def read_tsc(self) -> int:
-        """Advance the time and return it, for rdtsc.
+        """Advance the time by a random step and return it, as the result of rdtsc.
 
         The step varies, because some code waits until it has read two different values.
         """
@@ -135,14 +135,14 @@ class Pc:
 
     @property
     def timer_vector(self) -> int | None:
-        """Vector of the timer's interrupt; None if the timer is off or masked."""
+        """Vector of the timer's interrupt, or None if the timer is off or masked."""
         if self.due is None or self._pic_mask[0] & 1:
             return None
         return self._pic_base[0]
 
     @property
     def is_due(self) -> bool:
-        """Whether the timer interrupts now, by the time that was read or set last."""
+        """Whether the timer's interrupt is due, by the time that was read or set last."""
         return self.due is not None and self._tsc >= self.due and self.timer_vector is not None
 
     def timer_fires(self) -> None:
@@ -154,7 +154,7 @@ class Pc:
     # Ports
 
     def read_port(self, port: int, size: int) -> int:
-        """Execute `in`."""
+        """Execute the instruction `in`: return the value of a port."""
         if port in _PIC_DATA:
             return self._pic_mask[_PIC_DATA.index(port)]
         if port in _UART:
@@ -172,7 +172,7 @@ class Pc:
         return (1 << 8 * size) - 1
 
     def write_port(self, port: int, value: int) -> None:
-        """Execute `out`."""
+        """Execute the instruction `out`: write a value to a port."""
         if port in _PIC_COMMAND:
             if value & _ICW1:
                 self._pic_words[_PIC_COMMAND.index(port)] = 3
@@ -201,7 +201,7 @@ class Pc:
         self._pic_words[chip] = left - 1
 
     def _write_pit(self, value: int) -> None:
-        """Take the low byte, then the high byte; the high byte starts the timer."""
+        """Write the low byte of the timer's count, then the high byte, which starts the timer."""
         if self._pit_low is None:
             self._pit_low = value
             return

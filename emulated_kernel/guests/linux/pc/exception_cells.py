@@ -1,6 +1,6 @@
-"""Locates exception state that Unicorn's API hides (error code, exception in flight) inside its CPU state.
+"""Finds the error code and the exception in flight, which Unicorn's API hides, in Unicorn's CPU state.
 
-A separate engine raises faults with known codes, and the words that contain these codes are searched for.
+A separate engine raises faults with known error codes. Words that contain these codes are then searched for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from emulated_kernel.util.abi import Vector
 
 RAM = 4 << 20
 READ_ONLY_DATA = 2 << 20
-"""Start of the second half of RAM, which is mapped read-only and no-execute."""
+"""Address of the second half of RAM, which is mapped read-only and no-execute."""
 _ROOT = 0x1000
 _POINTERS = 0x2000
 _DIRECTORY = 0x3000
@@ -34,11 +34,11 @@ _FAULTS = (
     (b"\x8b\x03", 1 << 40, 0, Vector.PAGE_FAULT),  # mov eax, [rbx]
     (b"\x31\xc9\xf7\xf1", 0, 0, Vector.DIVIDE_ERROR),  # xor ecx, ecx; div ecx
 )
-"""Code, value of rbx, and the error code and vector of its fault; the rarest error code is first."""
+"""Faults to raise: code, value of rbx, expected error code and vector. The rarest error code is first."""
 
 
 def cpu_state(engine: Engine) -> int:
-    """Return the address of the library's live CPU state.
+    """Return the host address of Unicorn's live CPU state.
 
     Raises: HardwareError (it cannot be found).
     """
@@ -51,7 +51,7 @@ def cpu_state(engine: Engine) -> int:
 
 
 def find_exception_cells() -> tuple[int, int]:
-    """Return the offsets of the error code and of the exception in flight, in the library's CPU state.
+    """Return the offsets in Unicorn's CPU state of the error code and of the exception in flight.
 
     Raises: HardwareError (not exactly one word contains the known codes).
     """

@@ -1,4 +1,4 @@
-"""LinuxClock: the time of the guest's own sched_clock(), which its log and kprobefs's records show."""
+"""LinuxClock: the time of the guest's sched_clock(), which the kernel log and trace records show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCALE = Struct("<IIQ")
 class LinuxClock(GuestClock):
     """Converts cycles to nanoseconds with the guest kernel's own factors.
 
-    Guest code reads the time from a cell in memory, and advances the cell at each reading.
+    Compiled handlers in the guest read the time from a cell in memory, and advance the cell at each reading.
 
     Mirrors: arch/x86/kernel/tsc.c:cycles_2_ns (v6.1).
     Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel lacks the symbols or types of this clock).
@@ -29,10 +29,10 @@ class LinuxClock(GuestClock):
 
     is_virtual = True
     step_ns = 40
-    """Nanoseconds that a reading by guest code adds."""
+    """Nanoseconds by which a reading by guest code advances the cell."""
 
     def __init__(self, pc: Pc, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
-        """Follow `pc`.
+        """Follow the TSC of `pc`.
 
         `cell`: address of a u64 in host-owned guest memory that shows the time to guest code.
         """
@@ -48,7 +48,7 @@ class LinuxClock(GuestClock):
             raise unusable("its clock has an unknown layout")
         scales = memory.view(per_cpu + start + offset("cyc2ns.data"), 2 * _SCALE.size)
         self._scaled: Callable[[int], tuple[int, int, int]] = partial(_SCALE.unpack_from, scales)
-        """Returns factor, shift and offset of one of the two sets.
+        """Function that returns factor, shift and offset of one of the kernel's two sets.
 
         One set is valid while the other is written.
         """
@@ -71,7 +71,7 @@ class LinuxClock(GuestClock):
         return tsc
 
     def show(self, cycles: int) -> None:
-        """Show the time in the cell.
+        """Write the time for the TSC value `cycles` to the cell.
 
         The cell never goes back, although rounding could give a smaller value.
         """
@@ -83,9 +83,9 @@ class LinuxClock(GuestClock):
         self._shown = cell[0]
 
     def pass_to(self, nanoseconds: int) -> None:
-        """Advance the time to at least `nanoseconds`.
+        """Advance the TSC until the time is at least `nanoseconds`.
 
-        A TSC that was unstable or belongs to another machine may give any time.
+        The TSC of a dump may be unstable or belong to another machine, and then gives an arbitrary time.
         """
         factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
         if not factor or shift > _LONGEST_SHIFT or _signed(self._ns(self._pc.tsc)) >= nanoseconds:
@@ -103,5 +103,5 @@ class LinuxClock(GuestClock):
 
 
 def _signed(value: int) -> int:
-    """Return the s64 that a u64 represents."""
+    """Convert a u64 to the s64 with the same bits."""
     return value - (value >> 63 << 64)

@@ -1,8 +1,8 @@
-"""LinuxCpu: privilege levels, descriptor tables, system calls and exceptions through the guest's IDT.
+"""LinuxCpu: the CPU's privilege levels, descriptor tables, system calls, and exceptions through the IDT.
 
 Unicorn 2.1 executes sysret, iret, swapgs, lidt, ltr, wrmsr and mov to control registers as a CPU does. It
 leaves `syscall` and all exceptions to its hooks, and its API cannot set a privilege level. The hooks need to
-set it, so they write to the library's own CPU state. Its layout is checked when a machine is made.
+set it, so they write to the library's own CPU state. The layout of this state is checked for each machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MSR_SYSCALL_MASK = 0xC0000084
 MSR_EFER = 0xC0000080
 EFER_LONG_NX = 0xD00
 CPU_MODEL = 0
-"""QEMU64. It has no rdrand, so two boots are equal.
+"""Unicorn's id of the CPU model QEMU64. It has no rdrand, so two boots are equal.
 
 The kernel uses no page table isolation on it, so kernel entries are short.
 """
@@ -41,13 +41,13 @@ _DATA = 0xCF9300
 _ALL = 0xFFFFFFFF
 _CPL = 3
 _CS32 = 1 << 4
-"""Bit of the emulator's hflags: a code segment of at least 32 bits."""
+"""Bit of the emulator's hflags: the code segment has at least 32 bits."""
 _SS32 = 1 << 5
-"""Bit of the emulator's hflags: a stack segment of at least 32 bits."""
+"""Bit of the emulator's hflags: the stack segment has at least 32 bits."""
 _LONG_MODE = 1 << 14
 """Bit of the emulator's hflags: long mode is active."""
 _CS64 = 1 << 15
-"""Bit of the emulator's hflags: a 64-bit code segment."""
+"""Bit of the emulator's hflags: the code segment has 64 bits."""
 _KERNEL_MODE = _CS64 | _CS32 | _SS32
 _HAS_ERROR_CODE = frozenset((8, 10, 11, 12, 13, 14, 17))
 _USER_ACCESS = 4
@@ -70,7 +70,7 @@ class _Segment(ctypes.Structure):
 
 
 class _State(ctypes.Structure):
-    """The beginning of the library's CPUX86State."""
+    """Layout of the beginning of the library's CPUX86State."""
 
     _fields_ = (
         ("registers", ctypes.c_uint64 * 17),
@@ -94,26 +94,25 @@ class _State(ctypes.Structure):
 _CS_AND_SS_AT = _State.segments.offset + _CS * ctypes.sizeof(_Segment)
 _CS_AND_SS = struct.Struct("I4xQII" * 2)
 _FLAGS = struct.Struct("QQQQIiI")
-"""The fields from `eflags` to `hflags`. If `cc_op` is _COMPUTED, `cc_src` has the arithmetic flags."""
+"""Layout of _State from `eflags` to `hflags`. If `cc_op` is _COMPUTED, `cc_src` has the arithmetic flags."""
 _COMPUTED = 1
 _ARITHMETIC = 0x8D5
 _DIRECTION = 0x400
 
 
 class Gate(NamedTuple):
-    """A gate of the interrupt descriptor table."""
+    """A decoded gate of the interrupt descriptor table. `entry`: address of the handler."""
 
     entry: int
     stack: int
-    """Number of its interrupt stack; 0 for none."""
+    """Number (IST) of the interrupt stack that the gate switches to; 0 if it keeps the stack."""
     disables_interrupts: bool
 
 
 class CpuTables(NamedTuple):
     """Registers and tables of a running kernel's CPU.
 
-    `root` is the physical address of the page tables. `gdt` and `idt` have an address and a size, `tss` a
-    base and a limit.
+    `root`: physical address of the page tables. `gdt` and `idt`: address and size. `tss`: base and limit.
     """
 
     root: int
@@ -137,7 +136,7 @@ def _bytes_at(address: int, size: int) -> memoryview:
 
 
 class LinuxCpu:
-    """The live CPU. It may be used only while the guest is stopped, or inside a hook.
+    """The live CPU of a machine. It may be used only while the guest is stopped, or inside a hook.
 
     Raises: HardwareError (the library's CPU state has another layout).
     """
@@ -150,7 +149,10 @@ class LinuxCpu:
         self._code_and_stack = _bytes_at(state + _CS_AND_SS_AT, _CS_AND_SS.size)
         self._flags = _bytes_at(state + _State.eflags.offset, _FLAGS.size)
         self._system_call: tuple[int, int] | None = None
-        """Entry point and mask of the flags to keep. A kernel sets both before its first process."""
+        """Entry point of system calls and mask of the flags to keep; None before the first system call.
+
+        A kernel sets both MSRs before its first process.
+        """
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -177,7 +179,7 @@ class LinuxCpu:
 
     @property
     def privilege(self) -> int:
-        """Privilege level: 0 in the kernel, 3 in user mode."""
+        """Current privilege level: 0 in the kernel, 3 in user mode."""
         return int(self._state.hflags) & _CPL
 
     @property
@@ -187,7 +189,7 @@ class LinuxCpu:
 
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
-        """Let the CPU access memory with the kernel's rights in this context; it must not run meanwhile."""
+        """Give the CPU the kernel's access rights to memory during the block, in which it must not run."""
         state = self._state
         kept = state.hflags
         state.hflags = kept & ~_CPL
@@ -199,7 +201,7 @@ class LinuxCpu:
     def power_on(self, entry: int, stack: int, root: int, gdt: tuple[int, int]) -> None:
         """Put the CPU into 64-bit kernel mode with paging, as the boot protocol requires.
 
-        `gdt`: address and size.
+        `entry`: first ip. `stack`: sp. `root`: physical address of the page tables. `gdt`: address and size.
         Source: Documentation/x86/boot.rst, "64-bit boot protocol".
         """
         engine = self._engine
@@ -220,7 +222,7 @@ class LinuxCpu:
         regs.ip = entry
 
     def enter_kernel(self, tables: CpuTables) -> None:
-        """Put the CPU into the state of a kernel that is already up, with interrupts on."""
+        """Put the CPU into kernel mode of a kernel that has booted already, with interrupts on."""
         engine = self._engine
         regs = self.regs
         self.power_on(0, 0, tables.root, tables.gdt)
@@ -231,11 +233,11 @@ class LinuxCpu:
         regs.flags = x86.FLAG_FIXED | x86.FLAG_IF
 
     def write_msr(self, number: int, value: int) -> None:
-        """Write a model-specific register."""
+        """Write `value` to a model-specific register."""
         self._engine.reg_write_raw(x86.MSR, x86.Msr(number, value))
 
     def read_msr(self, number: int) -> int:
-        """Return a model-specific register."""
+        """Return the value of a model-specific register."""
         return int(self._engine.reg_read_raw(x86.MSR, x86.Msr(number, 0)).value)
 
     def _set_segment(self, number: int, selector: int, flags: int) -> None:
@@ -275,7 +277,7 @@ class LinuxCpu:
     def raise_exception(self, trap: Trap) -> None:
         """Deliver an exception to the guest through its IDT.
 
-        Raises: GuestFault (the guest has no gate or stack).
+        Raises: GuestFault (the IDT has no gate for it, or the stack is not mapped).
         """
         error = None
         if trap.vector in _HAS_ERROR_CODE:
@@ -293,7 +295,7 @@ class LinuxCpu:
         """Take an interrupt or exception: switch the stack, push the frame, enter the gate.
 
         Source: Intel SDM vol. 3, 6.14.
-        Raises: GuestFault (the guest has no gate, or no stack).
+        Raises: GuestFault (the IDT has no gate for it, or the stack is not mapped).
         """
         regs = self.regs
         state = self._state
@@ -326,7 +328,7 @@ class LinuxCpu:
         regs.flags = flags & ~cleared
 
     def gate(self, vector: int) -> Gate:
-        """Return a gate of the guest's IDT. Raises: GuestFault (there is none)."""
+        """Return the gate of a vector in the guest's IDT. Raises: GuestFault (there is no gate)."""
         try:
             low, high = _GATE.unpack(
                 self._memory.read(self.root, self._state.idt.base + _GATE_SIZE * vector, _GATE_SIZE)
@@ -342,7 +344,10 @@ class LinuxCpu:
         return Gate(entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE)
 
     def watch_gate(self, words: TrapWords, vector: int, ram: int) -> None:
-        """Set the words for a gate that the host's routine compares. `ram`: its address in this process."""
+        """Set the words of the gate of `vector` that the host's routine for traps compares.
+
+        `ram`: address of RAM in this process.
+        """
         state = self._state
         start = ctypes.addressof(state)
         at = self._memory.translate(self.root, state.idt.base + _GATE_SIZE * vector)

@@ -1,4 +1,4 @@
-"""LinuxMachine: the PC with its CPU. It runs a kernel until it is idle or a process waits for the host."""
+"""LinuxMachine: the PC with its CPU; runs a kernel until it is idle or a process waits for the host."""
 
 from __future__ import annotations
 
@@ -34,20 +34,23 @@ from emulated_kernel.machine.unicorn_engine import (
 from emulated_kernel.util.abi import Vector
 
 _IN = 218
-"""Number of `in` in Unicorn's x86.h."""
+"""Unicorn's instruction id of `in` (x86.h)."""
 _OUT = 500
 """Unicorn's instruction id of `out` (x86.h)."""
 _SYSCALL = 699
-"""Number of `syscall` in Unicorn's x86.h."""
+"""Unicorn's instruction id of `syscall` (x86.h)."""
 _RDTSC = 608
 """Unicorn's instruction id of `rdtsc` (x86.h)."""
 _RDTSCP = 609
-"""Number of `rdtscp` in Unicorn's x86.h."""
+"""Unicorn's instruction id of `rdtscp` (x86.h)."""
 _TIMER_LIMIT = 1 << 20
-"""Limit of timer interrupts in a row in an idle guest. At the limit, the guest waits for an event forever."""
+"""Maximum number of successive timer interrupts in an idle guest.
+
+A guest that reaches it waits for an event that never comes.
+"""
 
 _TICK_BLOCKS = 5_000
-"""Basic blocks per tick, in code where blocks are counted. A real CPU executes many more per tick."""
+"""Number of basic blocks per tick, in code where blocks are counted. A real CPU executes many more."""
 
 
 class StopReason(Enum):
@@ -63,7 +66,7 @@ AT_STUB, IN_CALL, IDLE = StopReason
 
 
 class LinuxMachine:
-    """One PC; not thread-safe.
+    """One emulated PC; not thread-safe.
 
     `cells`: offsets that find_exception_cells() returned. `budget`: seconds that one run may take; after a
     run that took longer, the machine is dead.
@@ -76,7 +79,7 @@ class LinuxMachine:
     ) -> None:
         self.memory = LinuxMemory(ram)
         self.damage = DamageReports()
-        """Reports what the guest has damaged."""
+        """Reports damaged data of the guest."""
         self.pc = Pc(seed)
         engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
         self.engine = engine
@@ -103,14 +106,14 @@ class LinuxMachine:
         self._counted: list[range] = []
         """Ranges of code in which blocks are counted."""
         self._blocks: int | None = None
-        """Number of counted blocks since the last tick; None: blocks are not counted now."""
+        """Number of counted blocks since the last tick, or None if blocks are not counted now."""
         self._has_ticked = False
         self._watchdog = Watchdog(engine.stop, handler_time, budget, engine.is_interrupted_again)
         self._is_reset = False
         self.last_exception: Trap | None = None
         """The latest exception that was delivered to the guest."""
         self.death: str = ""
-        """Reason why the guest cannot run any more; empty while it can."""
+        """Reason why the guest cannot run any more, or "" while it can."""
         self._hook_instructions()
 
     def _hook_instructions(self) -> None:
@@ -149,10 +152,10 @@ class LinuxMachine:
             self.engine.add_hook(HOOK_INSN, callback, instruction=number)
 
     def call_at(self, address: int, function: Callable[[], object]) -> None:
-        """Have `function` called whenever the guest reaches an address.
+        """Let `function` be called whenever the guest reaches an address.
 
-        It may change memory and registers, but not the instruction pointer. If it raises MemoryFault, the
-        guest continues: its own data are damaged.
+        The function may change memory and registers, but not the instruction pointer. If it raises
+        MemoryFault, the guest continues, because the guest's own data are damaged.
         """
 
         def called(*_arguments: int) -> None:
@@ -165,7 +168,7 @@ class LinuxMachine:
             self.engine.flush_code()
 
     def stop_at(self, address: int, function: Callable[[], object]) -> None:
-        """End a run when the guest reaches an address, before it executes the instruction there."""
+        """Call `function` and end the run when the guest reaches an address, before the instruction there."""
 
         def stop() -> None:
             function()
@@ -175,7 +178,7 @@ class LinuxMachine:
 
     @contextmanager
     def wanted_by(self, client: int) -> Iterator[None]:
-        """End runs in this context if their client, a thread of the host, is killed.
+        """During the block, end a run if its client, a thread of the host, is killed.
 
         The machine is dead after that, so use this only if the run can be rolled back.
         """
@@ -187,9 +190,9 @@ class LinuxMachine:
 
     @contextmanager
     def ticking_in(self, code: range) -> Iterator[None]:
-        """Let the timer interrupt this code too in this context, so that it can busy-wait for jiffies.
+        """During the block, let the timer interrupt the code in a range, which may busy-wait for jiffies.
 
-        Invariant: a run stops before a block; none of the block has been executed.
+        Invariant: a run stops before a basic block, of which no instruction has been executed.
         Unicorn: removing a hook drops the code that was translated with it, and crashes if that code was
         already dropped. So the hook stays.
         """
@@ -216,9 +219,9 @@ class LinuxMachine:
             self.engine.stop()
 
     def watch_text(self, do_sync_core: int) -> None:
-        """Drop translated code when the guest runs do_sync_core(), which it does after changing its text.
+        """Drop translated code whenever the guest runs do_sync_core(), as it does after patching its text.
 
-        Unicorn: it does not notice that text is written through another mapping.
+        Unicorn: does not notice that text is written through another mapping.
         """
 
         def sync(*_arguments: int) -> None:
@@ -234,7 +237,7 @@ class LinuxMachine:
         self.engine.stop()
 
     def stop_in_call(self) -> None:
-        """End a run at the breakpoint that the guest has reached."""
+        """End the run at the breakpoint that the guest has reached, with the reason IN_CALL."""
         self._stopped = IN_CALL
         self.engine.stop()
 
@@ -268,9 +271,9 @@ class LinuxMachine:
         self.cpu.raise_exception(trap)
 
     def watch_reset(self, emergency_restart: int) -> None:
-        """End the guest at emergency_restart(), to which a panic leads.
+        """Declare the guest dead at emergency_restart(), which a panic calls.
 
-        Resetting by the keyboard would take long.
+        A reset through the keyboard controller would take long.
         """
 
         def reset() -> None:
@@ -332,7 +335,7 @@ class LinuxMachine:
                 self.engine.raise_interrupt()
 
     def _fault(self, error: int, *, expired: bool) -> GuestFault:
-        """Return the fault that ended a run for good."""
+        """Return the fault that ended a run, after which the guest is dead."""
         ip = self.regs.ip
         if expired:
             # Unicorn: a store in flight at an asynchronous stop is done twice, so the guest cannot continue.
@@ -348,7 +351,7 @@ class LinuxMachine:
         return GuestFault(Trap(TrapKind.FAULT, ip), self._panic())
 
     def _panic(self) -> str:
-        """Describe a restart by the message of the kernel's last panic."""
+        """Return the reason of the guest's restart: the message of the kernel's last panic on the console."""
         said = self.pc.console.decode("latin1").splitlines()
         panics = (line.partition("Kernel panic - ")[2] for line in reversed(said))
         return f"it has restarted: {next(filter(None, panics), 'unknown reason')}"

@@ -1,4 +1,4 @@
-"""LinuxMemory: the guest's RAM, addressed through the page tables that a CPU would walk."""
+"""LinuxMemory: the guest's RAM, accessed through the page tables that a CPU would walk."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SHIFTS = (39, 30, 21, 12)
 _HALF = 1 << 47
 _WORD = 1 << 64
 _CANONICAL = _WORD - _HALF
-"""Lowest address of the kernel's half; addresses between the halves are not canonical."""
+"""Lowest address of the kernel's half of the address space; addresses below are not canonical."""
 
 
 class LinuxMemory:
-    """All of RAM in one mapping.
+    """Reads and writes RAM, which is one mapping of the host, by virtual addresses.
 
-    `root` is the physical address of page tables, `va` a virtual address. What page tables map outside of RAM
-    counts as not mapped.
+    `root`: physical address of page tables. `va`: virtual address. Pages that page tables map outside of RAM
+    count as not mapped.
     Raises: MemoryFault (the address is not mapped).
     """
 
@@ -32,7 +32,7 @@ class LinuxMemory:
         self.words = memoryview(ram).cast("Q")
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
-        """Return the physical address, the last entry and the page's size; None if the page is not mapped."""
+        """Return the physical address, the last entry and the page's size, or None if it is not mapped."""
         if _HALF <= va < _CANONICAL or not 0 <= va < _WORD:
             return None
         table = root & FRAME
@@ -49,7 +49,7 @@ class LinuxMemory:
         return None
 
     def last(self, root: int, va: int) -> tuple[int, int]:
-        """Return the last entry of a walk: its index in `words`, and the size that it maps or would map."""
+        """Return the index in `words` of the last entry of a walk, and the size that the entry maps."""
         table = root & FRAME
         slot = 0
         size = 0
@@ -65,14 +65,14 @@ class LinuxMemory:
         return slot, size
 
     def translate(self, root: int, va: int) -> int:
-        """Return the physical address."""
+        """Return the physical address of a virtual address."""
         found = self.walk(root, va)
         if found is None:
             raise MemoryFault(va)
         return found[0]
 
     def read(self, root: int, va: int, size: int) -> bytes:
-        """Read bytes of virtual memory."""
+        """Return `size` bytes of virtual memory."""
         parts = []
         while size:
             here = min(size, PAGE - va % PAGE)
@@ -92,9 +92,9 @@ class LinuxMemory:
             data = data[here:]
 
     def read_word(self, root: int, va: int) -> int:
-        """Read eight bytes; the address need not be aligned."""
+        """Return the u64 at a virtual address, which need not be aligned."""
         return int(struct.unpack("<Q", self.read(root, va, 8))[0])
 
     def close(self) -> None:
-        """Release the view of the mapping."""
+        """Release the view of the mapping, so that the mapping can be closed."""
         self.words.release()

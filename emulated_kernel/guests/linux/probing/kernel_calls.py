@@ -1,6 +1,6 @@
-"""KernelCalls: calls functions of a running distribution's kernel, each in its own kernel thread.
+"""KernelCalls: calls functions of a running distribution's kernel, each in a kernel thread of its own.
 
-An interrupt queues work, as a device's interrupt does. The work makes the thread, which may sleep.
+An interrupt queues work, as a device's interrupt does. The work creates the thread, which may sleep.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from emulated_kernel.util.errors import KernelError
 
 _TEXT = 0xFFFFFFFF70010000
 CALLS = range(_TEXT, _TEXT + PAGE_SIZE)
-"""Addresses of the code."""
+"""Range of addresses of this module's code."""
 """Address of the page with this module's code, after the host's other code in the kernel."""
 _MAKER = 0x100
-"""Offset of the work function."""
+"""Offset of the work function in the page with the code."""
 _THREAD = 0x200
-"""Offset of the thread function."""
+"""Offset of the thread function in the page with the code."""
 _MAIL = 0x300
-"""Offset of the address of the work."""
+"""Offset in the page with the code of the address of the work_struct to queue."""
 _NAME = 0x310
-"""Offset of the thread's name."""
+"""Offset of the thread's name in the page with the code."""
 _COMM = b"machine/call\0"
 _LONGEST = 60_000_000
-"""Microseconds of guest time that a call may sleep."""
+"""Maximum microseconds of guest time that a call may sleep."""
 _RESULT = 56
 """Offset of the result in a mailbox; the function and its arguments precede it."""
 _STATE = 64
@@ -61,7 +61,7 @@ INTERRUPT = """
     48 b8 imm64:queue_work_on       | movabs rax, queue_work_on
     ff e0                           | jmp rax
 """
-"""queue_work_on(any_cpu, system_unbound_wq, *work), in the interrupt."""
+"""Code of the interrupt: queue_work_on(any_cpu, system_unbound_wq, *work)."""
 MAKER = """
     53                              | push rbx
     48 8d 5f 80                     | lea rbx, [rdi - 128]
@@ -84,9 +84,10 @@ MAKER = """
     5b                              | pop rbx
     c3                              | ret
 """
-"""wake_up_process(kthread_create_on_node(thread, mailbox, NUMA_NO_NODE, name)), as the function of the work.
+"""Code of the work: wake_up_process(kthread_create_on_node(thread, mailbox, NUMA_NO_NODE, name)).
 
-The work is at _WORK in the mailbox. The task goes to _TASK; an error goes to _RESULT, with _NO_THREAD.
+The work_struct is at _WORK in the mailbox. The code stores the task at _TASK. After an error, it stores the
+error at _RESULT and _NO_THREAD at _STATE.
 """
 THREAD = """
     53                              | push rbx
@@ -104,11 +105,14 @@ THREAD = """
     5b                              | pop rbx
     c3                              | ret
 """
-"""Calls the function at the start of the mailbox; its result goes to _RESULT, and _RETURNED to _STATE."""
+"""Code of the thread: call the function at the start of the mailbox.
+
+It stores the function's result at _RESULT, and _RETURNED at _STATE.
+"""
 
 
 def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
-    """Return the functions, constants and offsets in work_struct that calls need.
+    """Return the addresses of functions, the constants and the offsets in work_struct that calls need.
 
     Raises: KernelError ENOEXEC (the kernel's work queues are unknown).
     """
@@ -121,7 +125,7 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
 
 
 class KernelCalls(TaskObserver):
-    """Calls functions of the kernel, one at a time. Needs the control lock.
+    """Calls functions of the kernel, one at a time. Lock: needs.
 
     Raises: as work_queues.
     """
@@ -132,12 +136,12 @@ class KernelCalls(TaskObserver):
         self._kernel = kernel
         functions, (any_cpu, bits, shift), self._parts = work_queues(kernel)
         self._no_pool = (1 << bits) - 1 << shift
-        """Data of a work_struct without a pool.
+        """Value of work_struct.data without a pool.
 
         Mirrors: include/linux/workqueue.h:WORK_STRUCT_NO_POOL (v6.1).
         """
         self._mailboxes: set[int] = set()
-        """Mailboxes of calls whose threads may still write to them."""
+        """Addresses of the mailboxes of calls whose threads may still write to them."""
         memory = machine.memory
         self._page = memory.host_pages.alloc(PAGE_SIZE)
         memory.map(_TEXT, self._page, PAGE_SIZE, Prot.READ | Prot.EXEC)
@@ -154,7 +158,7 @@ class KernelCalls(TaskObserver):
         tasks.events.watch(self)
 
     def call_function(self, function: str, *arguments: int | str) -> int:
-        """Call a function and return its result. Strings are copied to guest memory.
+        """Call a kernel function by name and return its result; copy string arguments to guest memory.
 
         Raises: KernelError, as `CallArguments.placed`, EFAULT (the thread was killed), ETIMEDOUT (the
         function has not returned), ENOMEM (the thread cannot be made), GuestFault.
@@ -171,7 +175,7 @@ class KernelCalls(TaskObserver):
         return self._call(mailbox, address, values)
 
     def call_at(self, address: int) -> int:
-        """Call a function without arguments and return its result. Raises: as call_function."""
+        """Call a kernel function without arguments and return its result. Raises: as call_function."""
         return self._call(self._machine.alloc_pages(PAGE_SIZE), address, ())
 
     def _call(self, mailbox: int, address: int, values: Sequence[int]) -> int:

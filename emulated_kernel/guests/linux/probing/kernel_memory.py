@@ -1,4 +1,4 @@
-"""KernelMemory: the guest's virtual memory by its own page tables, with the host's mappings in it."""
+"""KernelMemory: the guest's virtual memory through its page tables, to which the host adds mappings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NO_EXECUTE = 1 << 63
 class KernelMemory(GuestMemory):
     """Virtual memory as the guest's current task and its kernel see it.
 
-    `host`: range of physical memory from which the host takes pages for its mappings; the guest does not know
-    it. Host memory for records follows. `root`: page tables of any task, as all tasks share the kernel's
+    `host`: range of physical memory for the pages of the host's mappings, which the guest does not use. Host
+    memory for records follows it. `root`: page tables of any task, because all tasks share the kernel's
     half.
     """
 
@@ -47,7 +47,7 @@ class KernelMemory(GuestMemory):
         self._tables.map(va, pa, size, prot)
 
     def _entry(self, va: int) -> tuple[int, int, int] | None:
-        """Return the physical address, the entry that maps it, and the size of its page."""
+        """Return the physical address, page table entry and page size of an address; None if not mapped."""
         return self._memory.walk(self._cpu.root, va)
 
     def is_mapped(self, va: int) -> bool:
@@ -60,7 +60,7 @@ class KernelMemory(GuestMemory):
         return found[0]
 
     def _pages(self, va: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-        """Iterate over the pages: address, physical address, length and entry of each.
+        """Yield virtual address, physical address, length and entry of the part of the range in each page.
 
         Raises: MemoryFault.
         """
@@ -84,7 +84,7 @@ class KernelMemory(GuestMemory):
             return None
 
     def _contiguous(self, va: int, size: int, fits: Callable[[int], bool]) -> int | None:
-        """Return the physical address of contiguous pages whose entries fit; otherwise None.
+        """Return the physical address of a range, or None if it is not contiguous or an entry does not fit.
 
         Raises: MemoryFault.
         """
@@ -117,9 +117,11 @@ class KernelMemory(GuestMemory):
             done += length
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Give the host's memory of these pages back, if they equal the file from which RAM is mapped.
+        """Give the memory of pages back to the host, if they equal the file from which RAM is mapped.
 
-        Hazard: a page that differs from the file has been written since the snapshot, so it is written again.
+        `pages`: virtual addresses.
+
+        Hazard: giving back a page that differs from the file would lose its content, so the page is restored.
         """
         ram = self.ram
         for pa in map(self.translate, pages):

@@ -1,4 +1,4 @@
-"""KernelStacks: finds code that tasks of a distribution's kernel use, by its task list and their stacks."""
+"""KernelStacks: finds code that tasks of a distribution's kernel use, from their registers and stacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEMBERS = (
 
 
 class KernelStacks(TaskStacks):
-    """Looks for addresses in the CPU's registers and on the live stacks of all tasks.
+    """Searches the CPU's registers and the live stacks of all tasks for addresses.
 
     A word that only looks like an address counts too. The guest must be stopped.
     Mirrors: synchronize_rcu_tasks (v6.1).
@@ -33,7 +33,7 @@ class KernelStacks(TaskStacks):
     def __init__(
         self, kernel: LinuxKernel, machine: LinuxMachine, memory: GuestMemory, per_cpu: int, current: int
     ) -> None:
-        """Find the lists. `current`: address of the variable with the running task's address."""
+        """Find the task list. `current`: address of the variable with the running task's address."""
         self._machine = machine
         self._memory = memory
         self._current = current
@@ -46,9 +46,9 @@ class KernelStacks(TaskStacks):
         self._irq_stack = per_cpu + irq_stack
 
     def task_structs(self) -> Iterator[int]:
-        """Iterate over all task_structs: those of each process and its threads, then the idle task's.
+        """Yield the addresses of all task_structs: of each process and its threads, then of the idle task.
 
-        What follows a damaged entry of the list is left out.
+        Entries from a damaged entry of the list on are left out.
         """
         with self._machine.damage.left_out("task list"):
             yield from self._tasks(self._reader())
@@ -58,7 +58,7 @@ class KernelStacks(TaskStacks):
         return GuestReader(self._memory, "task list", self._machine.damage)
 
     def _tasks(self, reader: GuestReader) -> Iterator[int]:
-        """Iterate over the task_structs of processes and threads. Raises: MemoryFault (damaged)."""
+        """Yield the addresses of task_structs of processes and threads. Raises: MemoryFault (damaged)."""
         offset = self._offsets
         for node in reader.nodes(self._first + offset["task_struct.tasks"]):
             leader = node - offset["task_struct.tasks"]
@@ -67,7 +67,7 @@ class KernelStacks(TaskStacks):
                 yield thread - offset["task_struct.thread_node"]
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
-        """Return the ranges to which a task may return.
+        """Return the ranges of `spans` that the CPU executes or to which a task may return.
 
         If the CPU uses an unknown stack, or the guest has damaged its tasks, return all of them.
         """
@@ -89,7 +89,7 @@ class KernelStacks(TaskStacks):
         return tuple(self._machine.regs.snapshot())
 
     def _stacks(self, reader: GuestReader) -> Iterator[tuple[int, int, bool]]:
-        """Iterate over the live parts of stacks: start, end, and whether the CPU uses the stack."""
+        """Yield the live part of each stack: start, end, and whether the CPU uses the stack."""
         word = reader.word
         offset = self._offsets
         sp = self._machine.regs.sp

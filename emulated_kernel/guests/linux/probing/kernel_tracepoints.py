@@ -1,4 +1,4 @@
-"""KernelTracepoints: trace events of a distribution's kernel, recorded in kprobefs's buffers.
+"""KernelTracepoints: records trace events of a distribution's kernel in kprobefs's buffers.
 
 The kernel's own functions make the records.
 """
@@ -37,12 +37,12 @@ from emulated_kernel.util.errors import KernelError
 _RESERVE = "trace_event_buffer_reserve"
 _COMMIT = "trace_event_buffer_commit"
 TAKEN_OVER = (_RESERVE, _COMMIT)
-"""Functions that are replaced and never run, so a probe on them would never hit."""
+"""Kernel functions that the host replaces. They never run, so a probe on one would never be hit."""
 _REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
 _VARIABLES = "vmemmap_base", "jiffies"
 """Kernel variables that print formats refer to."""
 _NO_SYSCALL = "sys_ni_syscall"
-"""Entry of numbers without a system call.
+"""Symbol of the system call table's entry for a number without a system call.
 
 Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)
 """
@@ -50,25 +50,25 @@ _WORD = 8
 _INT = 4
 _JMP8 = b"\xeb"
 _FUNCS = 2 * 24
-"""Bytes of an array of struct tracepoint_func with one entry and its terminator."""
+"""Size in bytes of an array of struct tracepoint_func with one entry and its terminator."""
 _FILE = 8
-"""Bytes between the addresses that serve as trace_event_files."""
+"""Distance in bytes of the addresses that serve as trace_event_files."""
 _DEPTH = 4
-"""Limit of records under construction: making a record may hit another tracepoint."""
+"""Maximum number of records under construction; making a record may hit another tracepoint."""
 Switch = Callable[[bool], None]
 log = logging.getLogger("kprobefs.linux")
 
 
 class EventBatch:
-    """Events that are added and removed together, such as those of a module.
+    """Events that are added and removed together, such as the events of a module.
 
-    Their tracepoints use one piece of memory, which exists once one of the events has been enabled.
+    Their tracepoints share a block of memory, which is allocated when the first event is enabled.
     """
 
     def __init__(self, machine: ProbedMachine, names: Callable[[], KernelNames], references: int = 0) -> None:
         """Start without events.
 
-        `names`: returns the names for print formats; `references`: address of the module's reference count,
+        `names`: returns the names for print formats. `references`: address of the module's reference count,
         or 0.
         """
         self._machine = machine
@@ -82,7 +82,7 @@ class EventBatch:
     def hold(self) -> None:
         """Take a reference to the module.
 
-        Raises: KernelError EBUSY (it is going).
+        Raises: KernelError EBUSY (the module is going).
         Mirrors: try_module_get (v6.1).
         """
         if self._references:
@@ -104,15 +104,15 @@ class EventBatch:
         return count
 
     def add(self, switch: Callable[[int, bool], None]) -> Tracepoint:
-        """Return a new tracepoint. Switching it calls `switch` with its number and the new state."""
+        """Return a new tracepoint, whose switching calls `switch` with its index and the new state."""
         point = Tracepoint(partial(switch, len(self.points)))
         self.points.append(point)
         return point
 
     def prepare(self) -> Iterator[tuple[int, Tracepoint]]:
-        """Allocate the memory and return (address of the trace_event_file, tracepoint) pairs.
+        """Allocate the memory of the batch; yield (address of the trace_event_file, tracepoint) pairs.
 
-        From the second call on there are none.
+        If the memory was allocated before, yield nothing.
         """
         if self._funcs:
             return
@@ -121,7 +121,7 @@ class EventBatch:
         yield from ((self.file(number), point) for number, point in enumerate(self.points))
 
     def release(self) -> list[int]:
-        """Free the memory and return the addresses that served as files. No CPU may be using them."""
+        """Free the memory; return the addresses that served as trace_event_files. No CPU may use them."""
         if not self._funcs:
             return []
         files = [self.file(number) for number in range(len(self.points))]
@@ -130,21 +130,23 @@ class EventBatch:
         return files
 
     def array(self, number: int) -> int:
-        """Return the address of the tracepoint's array of struct tracepoint_func."""
+        """Return the address of the array of struct tracepoint_func of the tracepoint with this index."""
         return self._funcs + number * _FUNCS
 
     def file(self, number: int) -> int:
-        """Return the address that serves as the tracepoint's trace_event_file."""
+        """Return the address that serves as the trace_event_file of the tracepoint with this index."""
         return self.array(len(self.points)) + number * _FILE
 
 
 class KernelTracepoints:
-    """The tracepoints' events. Without `call`, only events that a static key alone switches are available.
+    """Trace events of the kernel's tracepoints.
+
+    Without `call`, only events that need nothing but a static key are available.
 
     An enabled tracepoint calls the event's own function, with one of the host's addresses as
-    trace_event_file. All bytes there are zero; the address identifies the event. When the function reserves a
-    record, it gets a page of host-owned memory. When it commits the record, the event receives it.
-    Mirrors: include/trace/trace_events.h:trace_event_raw_event_##call (v6.1).
+    trace_event_file. This file consists of zeros; its address identifies the event. When the function
+    reserves a record, it gets a page of host-owned memory. When the function commits the record, the event
+    receives it. Mirrors: include/trace/trace_events.h:trace_event_raw_event_##call (v6.1).
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class KernelTracepoints:
         syscall_work: SyscallWork,
         call: Callable[[int], int] | None,
     ) -> None:
-        """Prepare the tracepoints; the guest is not changed until an event is enabled.
+        """Prepare the tracepoints; the guest does not change until an event is enabled.
 
         `hit` is filled in for each record; `call` calls a function of the kernel by its address.
         """
@@ -172,11 +174,11 @@ class KernelTracepoints:
         text = range(*kernel.text)
         labels = [label for label in kernel.jump_labels if label.code in text]
         self.keys = _ShortKeys(labels, machine, poker, arch)
-        """Static keys of the kernel's branches and of modules' branches."""
+        """Static keys with the branches of the kernel and of modules."""
         # Linux: a preemptible kernel subtracts the count that the tracepoint itself has added.
         self._own_count = -1 if kernel.kallsyms.lookup_name("preempt_schedule") is not None else 0
         self._points: dict[int, Tracepoint] = {}
-        """Address of the trace_event_file -> tracepoint."""
+        """Address that serves as a trace_event_file -> tracepoint."""
         self.by_name: dict[str, Tracepoint] = {}
         """GROUP:EVENT -> tracepoint."""
         self._pending: list[tuple[int, int, int, int]] = []
@@ -184,7 +186,7 @@ class KernelTracepoints:
         self._places = 0
 
     def events(self) -> Iterator[TraceEvent]:
-        """Iterate over the events in Linux's order; none if the kernel reserves records in another way."""
+        """Yield the events in Linux's order; nothing if the kernel reserves records in another way."""
         if not self._hands_over:
             return
         has_syscalls = self._syscall_work.is_known()
@@ -208,27 +210,27 @@ class KernelTracepoints:
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
 
     def of_module(self, events: Iterable[KernelEvent], batch: EventBatch) -> list[KernelStaticEvent]:
-        """Return a module's events in its own order; the batch has no other events."""
+        """Return the trace events of a module, in the module's order; `batch` is empty."""
         made = [self._event(event, batch, None) for event in events] if self._hands_over else []
         return [event for event in made if event is not None]
 
     def forget(self, batch: EventBatch) -> None:
-        """Forget a module's events, because it goes. None of them is enabled."""
+        """Forget the events of a module that goes. None of them is enabled."""
         for file in batch.release():
             del self._points[file]
 
     @cached_property
     def _hands_over(self) -> bool:
-        """Whether the kernel reserves records with the known functions."""
+        """Whether the kernel has the functions in TAKEN_OVER, by which it reserves and commits records."""
         lookup = self._kernel.kallsyms.lookup_name
         return lookup(_RESERVE) is not None and lookup(_COMMIT) is not None
 
     def _event(
         self, event: KernelEvent, batch: EventBatch, register: Switch | None
     ) -> KernelStaticEvent | None:
-        """Return an event, or None if it cannot be switched.
+        """Return the trace event for a kernel event, or None if it cannot be switched.
 
-        `register`: called in addition to switching its key.
+        `register`: function that is called in addition to switching the event's key.
         """
         if register is None and not event.is_plain:
             if self._call is None or not any(self._kernel.btf.has(name) for name in _REGISTERING):
@@ -250,7 +252,7 @@ class KernelTracepoints:
 
     @cached_property
     def names(self) -> KernelNames:
-        """The names that print formats refer to."""
+        """Kernel names to which print formats refer: variables, enumerators, sizes and functions."""
         btf = self._kernel.btf
         lookup = self._kernel.kallsyms.lookup_name
         variables = {name: partial(self._word_at, at) for name in _VARIABLES if (at := lookup(name))}
@@ -270,7 +272,7 @@ class KernelTracepoints:
     def _switch_registered(
         self, register: Switch, event: KernelEvent, batch: EventBatch, number: int, on: bool
     ) -> None:
-        """Switch an event with regfunc and unregfunc; both are called before its key is switched.
+        """Switch an event that has regfunc and unregfunc, which are called before its key is switched.
 
         If the key cannot be switched, the registration is undone.
         Raises: as `register`.
@@ -286,10 +288,10 @@ class KernelTracepoints:
             raise
 
     def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
-        """Call regfunc or unregfunc. Raises: KernelError (with regfunc's errno), as `call`.
+        """Call an event's regfunc or unregfunc. Raises: KernelError (with regfunc's errno), as `call`.
 
-        Deviates: the unregfunc of a module that goes is not called, because the kernel is reporting the
-        unload itself.
+        Deviates: the unregfunc of a module that goes is not called, because the kernel is in the middle of
+        the unload.
         """
         if batch.is_going:
             return
@@ -304,9 +306,9 @@ class KernelTracepoints:
                 self._call(self._function(event, "unregfunc"))
 
     def _function(self, event: KernelEvent, name: str) -> int:
-        """Return the address of regfunc or unregfunc.
+        """Return the address of a tracepoint's regfunc or unregfunc.
 
-        It is in struct tracepoint; since 6.14, in a structure to which that points.
+        It is in struct tracepoint, or since 6.14 in the struct tracepoint_ext to which that points.
         """
         btf = self._kernel.btf
         base = event.tracepoint
@@ -318,7 +320,7 @@ class KernelTracepoints:
         return self._word_at(base + btf.offset(f"{owner}.{name}"))
 
     def _switch(self, event: KernelEvent, batch: EventBatch, number: int, on: bool) -> None:
-        """Switch an event: set its tracepoint's functions and its key.
+        """Switch an event: set the functions of its tracepoint and its static key.
 
         Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1).
         """
@@ -345,10 +347,10 @@ class KernelTracepoints:
             self._machine.text.replace(address, self._arch.breakpoint)
 
     def _reserve(self, regs: Any) -> None:
-        """Return room for a record, or 0, instead of trace_event_buffer_reserve().
+        """Replace trace_event_buffer_reserve(): return the address of memory for a record, or 0.
 
-        Its arguments are a trace_event_buffer, a trace_event_file and a size. Files of the kernel's own
-        tracefs get no room, because no client can see that tracefs.
+        Its arguments are a trace_event_buffer, a trace_event_file and a size. For files of the kernel's own
+        tracefs, which no client can see, it returns 0.
         """
         buffer = regs.di
         file = regs.si
@@ -362,7 +364,7 @@ class KernelTracepoints:
             self._return(regs, 0)
 
     def _commit(self, regs: Any) -> None:
-        """Give a finished record to its event, instead of trace_event_buffer_commit().
+        """Replace trace_event_buffer_commit(): give a finished record to its event.
 
         Its argument is a trace_event_buffer.
         """
@@ -390,7 +392,7 @@ class KernelTracepoints:
 
 
 class _ShortKeys(StaticKeys):
-    """Static keys of a kernel that uses two-byte jumps where they are sufficient (since v5.14)."""
+    """Static keys of a kernel that uses two-byte jumps if they reach the target (since v5.14)."""
 
     def jump(self, label: JumpLabel) -> bytes:
         size = label_size(self._text.original(label.code, JMP32_SIZE))
@@ -402,7 +404,7 @@ class _ShortKeys(StaticKeys):
 class KernelStaticEvent(StaticEvent):
     """An event whose print format may use names that only its kernel defines.
 
-    Deviates: Linux evaluates such a format when it shows a line; here the line has the raw fields.
+    Deviates: a format that uses unknown names shows the raw fields. Linux evaluates each format.
     """
 
     def __init__(
@@ -441,7 +443,7 @@ class KernelStaticEvent(StaticEvent):
             return self._bare
 
     def _bare(self, context: PrintContext) -> str:
-        """Return the numeric fields with their names."""
+        """Return the record's numeric fields as NAME=VALUE, for an event whose print format is unknown."""
         shown = []
         for field in self.fields:
             raw = context.payload[field.offset - COMMON_SIZE :][: field.size]

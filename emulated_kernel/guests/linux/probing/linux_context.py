@@ -1,4 +1,4 @@
-"""LinuxContext: the context fields of records, and the places in a distribution's kernel that have them."""
+"""LinuxContext: reads the context of records from a distribution's kernel, such as the current task."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from emulated_kernel.trace.ring.trace_entry import EntryFlag
 from emulated_kernel.util.errors import KernelError
 
 _SHADOW_STACKS = {"rethooks": "rethooks", "ret_stack": "kretprobe_instances"}
-"""Field that shadow stacks use in the built-in kernel -> field of this kernel's task_struct."""
+"""Field of kprobefs's own task_struct that a shadow stack uses -> field of this kernel's task_struct."""
 _WORD = 8
 _PREEMPT_NEED_RESCHED = 1 << 31
-"""PREEMPT_NEED_RESCHED; the bit is clear while the current task should be rescheduled."""
+"""Bit of the preemption count; it is clear while the current task should be rescheduled.
+
+Mirrors: arch/x86/include/asm/preempt.h:PREEMPT_NEED_RESCHED (v6.1).
+"""
 _SOFTIRQ = 0xFF00
 _HARDIRQ = 0xF0000
 _FIELDS = ("pid", "comm", "stack", "thread_info.flags")
 
 
 def linux_need_resched(kernel: LinuxKernel) -> NeedResched:
-    """Return how guest code reads whether the current task should be rescheduled."""
+    """Return the bits from which compiled handlers read whether the current task should be rescheduled."""
     return NeedResched(
         _PREEMPT_NEED_RESCHED, (kernel.btf.offset("task_struct.thread_info.flags"), NEED_RESCHED)
     )
 
 
 def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
-    """Return offsets under the names that the built-in kernel's table uses.
+    """Return the kernel's offsets under the names of the ABI table of kprobefs's own kernel.
 
     Raises: KernelError ENOEXEC, ENOENT, ENODATA.
     """
@@ -62,8 +65,8 @@ def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
     """Return the two fields of task_struct in which shadow stacks keep a task's pending calls.
 
-    One is the field that the kernel's own rethooks would use. The other is next to it, and the kernel only
-    clears it at fork. Both are empty when a task is made. The kernel looks at rethooks again long after the
+    One is the field for the kernel's own rethooks. The other field is next to it, and the kernel only
+    clears it at fork. Both are empty when a task is created. The kernel reads rethooks again long after the
     task has ended. It has no rethooks of its own, because no module that probes can be loaded.
 
     If the fields are missing or not adjacent, return nothing; Python keeps all pending calls then.

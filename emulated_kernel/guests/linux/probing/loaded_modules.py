@@ -25,32 +25,37 @@ _UNDEFINED = 0
 _WORD = 8
 _COUNT = 4
 _ENTRY = {"extable": 12, "bug_table": 12, "jump_entries": 16, "static_call_sites": 8}
-"""Table of a module -> bytes of an entry."""
+"""Name of a module's table -> size of an entry in bytes."""
 _MODULES = 1 << 12
-"""Limit of modules; a longer list is damaged."""
+"""Maximum number of modules; a longer list is damaged."""
 _MOST_ENTRIES = 1 << 18
-"""Limit of entries in all tables of a module."""
+"""Maximum number of entries in all tables of a module."""
 _MOST_BYTES = 48 << 20
-"""Limit of bytes of a module with its tables; the largest modules of distributions have 15 MiB."""
+"""Maximum size of a module with its tables in bytes; distributions' largest modules have 15 MiB."""
 _BTF_LIMIT = 8 << 20
-"""Limit of bytes of a module's BTF."""
+"""Maximum size of a module's BTF in bytes."""
 _TEXT = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
-"""Addresses of modules' text. Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR (v6.1)."""
+"""Range of addresses of modules' text.
+
+Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR (v6.1).
+"""
 _NAME = 512
-"""Bytes of a symbol's name. Mirrors: include/linux/kallsyms.h:KSYM_NAME_LEN (v6.1)."""
+"""Maximum length of a symbol's name in bytes. Mirrors: include/linux/kallsyms.h:KSYM_NAME_LEN (v6.1)."""
 _UNFORMED = 3
 _CORE_DATA = (1, 2, 3)
-"""Numbers of memory types for data. Mirrors: include/linux/module.h:enum mod_mem_type (v6.12)"""
+"""Values of the memory types for data. Mirrors: include/linux/module.h:enum mod_mem_type (v6.12)"""
 _INIT_DATA = (5, 6)
-"""Numbers of memory types for data of init functions."""
+"""Values of the memory types for data of init functions."""
 _CORE_TEXT = 0
 _INIT_TEXT = 4
 
 
 class LoadedModules:
-    """Reads struct module by the kernel's BTF. Up to 6.3 a module has two pieces of memory, later seven.
+    """Reads struct modules with the offsets in the kernel's BTF.
 
-    All methods raise KernelError ENOEXEC if the data is damaged, and ENOENT or ENODATA if the kernel's
+    Up to Linux 6.3 a module has two pieces of memory, later seven.
+
+    All methods raise KernelError ENOEXEC if the data are damaged, and ENOENT or ENODATA if the kernel's
     structures are unknown.
     """
 
@@ -61,15 +66,15 @@ class LoadedModules:
         self._kernel = kernel
 
     def _begin(self, what: str) -> GuestReader:
-        """Begin to read one list or one module, within a new bound."""
+        """Return a new reader for one list or one module, with its own limits; `what` names the data."""
         reader = GuestReader(self._guest, what, self._damage, steps=_MOST_ENTRIES, size=_MOST_BYTES)
         self._memory.reader = reader
         return reader
 
     def addresses(self) -> list[int]:
-        """Return the address of each struct module, the oldest first, without those that are being loaded.
+        """Return the addresses of struct modules, the oldest first, except of modules that are being loaded.
 
-        Damaged ones are left out.
+        Damaged modules are left out.
         """
         head = self._kernel.kallsyms.lookup_name("modules")
         if head is None:
@@ -87,7 +92,7 @@ class LoadedModules:
         return [module for module, is_formed in formed if is_formed][::-1]
 
     def name(self, module: int) -> str:
-        """Return the name of a module."""
+        """Return the name of the module whose struct module is at `module`."""
         self._begin("module")
         return self._name(module)
 
@@ -95,13 +100,16 @@ class LoadedModules:
         return self._memory.string(module + self._structures.btf.offset("module.name"), 64)
 
     def events(self, module: int) -> tuple[KernelEvent, ...]:
-        """Return the module's trace events in its own order. Mirrors: trace_module_add_events (v6.1)."""
+        """Return a module's trace events in the module's order. Mirrors: trace_module_add_events (v6.1)."""
         self._begin("module")
         calls, maps = (self._words(module, f"trace_{what}") for what in ("events", "evals"))
         return tuple(kernel_events(self._structures, calls, maps)) if calls else ()
 
     def constants(self, module: int) -> dict[str, int]:
-        """Return the enumerators of the module's own types. Mirrors: kernel/bpf/btf.c:btf_modules (v6.1)."""
+        """Return name -> value of the enumerators of a module's types.
+
+        Mirrors: kernel/bpf/btf.c:btf_modules (v6.1).
+        """
         self._begin("module")
         value = self._structures.value
         head = self._kernel.kallsyms.lookup_name("btf_modules")
@@ -122,7 +130,7 @@ class LoadedModules:
         return {}
 
     def read(self, module: int) -> Module:
-        """Read a module with its tables; its text is in its present state."""
+        """Return a module with its tables and its text as it is in memory now."""
         self._begin("module")
         text, init_text, data, init_data = self._parts(module)
         symbols = tuple(self._symbols(module, (text, init_text, *data, *init_data), self._per_cpu(module)))
@@ -157,7 +165,7 @@ class LoadedModules:
         return self._found
 
     def _parts(self, module: int) -> tuple[Range, Range, tuple[Range, ...], tuple[Range, ...]]:
-        """Return four parts: text, text of init functions, data, and data of init functions."""
+        """Return the parts of a module: text, text of init functions, data, and data of init functions."""
         if self._structures.btf.has("module.mem"):
             base = module + self._structures.btf.offset("module.mem")
             size = self._structures.btf.size("module_memory")
@@ -174,7 +182,7 @@ class LoadedModules:
         return _text(text), _text(init_text), (data,), (init_data,)
 
     def _layout(self, module: int, name: str) -> tuple[Range, Range]:
-        """Return text and data of one of the module's two pieces of memory.
+        """Return the ranges of text and data of one of the module's two pieces of memory, `core` or `init`.
 
         Mirrors: include/linux/module.h:struct module_layout (v6.1).
         """
@@ -185,7 +193,7 @@ class LoadedModules:
         return _range(base, text), _range(base + text, size - text)
 
     def _per_cpu(self, module: int) -> Range:
-        """Return the module's per-CPU variables, as offsets in the area of a CPU."""
+        """Return the range of the module's per-CPU variables, as offsets in a per-CPU area."""
         if not self._structures.btf.has("module.percpu"):
             return Range(0, 0)
         start = self._structures.value(module, "module.percpu")
@@ -197,9 +205,9 @@ class LoadedModules:
     # Symbols
 
     def _symbols(self, module: int, parts: tuple[Range, ...], per_cpu: Range) -> Iterator[Symbol]:
-        """Iterate over the symbols in the module's memory.
+        """Yield the symbols in the module's memory.
 
-        Each symbol extends to the next one, or to the end of its part.
+        Each symbol extends to the next symbol, or to the end of its part.
         Deviates: Linux also shows the file's other symbols while the init function runs.
         """
         value = self._structures.value
@@ -226,13 +234,13 @@ class LoadedModules:
                 yield Symbol(text, address, shown, min(following.get(address, end), end) - address)
 
     def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
-        """Read a string table up to the last of `places`; return a function from offset to string."""
+        """Read a string table up to the last offset in `places`; return a function from offset to string."""
         last = max(places, default=0)
         text = self._memory.read(strings, last) + self._memory.string(strings + last, _NAME).encode() + b"\0"
         return lambda at: text[at : text.index(b"\0", at)].decode("utf-8", "replace")
 
     def _exported(self, module: int) -> frozenset[tuple[str, int]]:
-        """Return names and addresses of exported symbols.
+        """Return (name, address) of each symbol that the module exports.
 
         Mirrors: kernel/module/kallsyms.c:is_exported (v6.1)
         """
@@ -249,7 +257,7 @@ class LoadedModules:
     # Tables
 
     def _blacklist(self, module: int, symbols: tuple[Symbol, ...]) -> Iterator[BlacklistEntry]:
-        """Iterate over the functions that cannot be probed.
+        """Yield the module's functions that cannot be probed.
 
         Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1)
         """
@@ -268,7 +276,7 @@ class LoadedModules:
         return text_tables.words(self._table(module, name, f"num_{name}", _WORD)[1])
 
     def _table(self, module: int, name: str, count: str, size: int = 0) -> tuple[int, bytes]:
-        """Return address and content of a table; (0, b"") if this kernel's modules have no such table."""
+        """Return address and content of a module's table; (0, b"") if this kernel's modules lack it."""
         if not self._structures.btf.has(f"module.{name}"):
             return 0, b""
         address = self._structures.value(module, f"module.{name}")
@@ -282,7 +290,7 @@ class LoadedModules:
 
 
 class _ModuleMemory(RunningMemory):
-    """The guest's memory as `reader` reads it."""
+    """The guest's memory, which `reader` reads within its limits."""
 
     reader: GuestReader
 
@@ -313,7 +321,7 @@ def _range(start: int, size: int) -> Range:
 
 
 def _text(part: Range) -> Range:
-    """Return a part of a module that is text. Raises: KernelError ENOEXEC (it is not where text is)."""
+    """Return a module's text part unchanged. Raises: KernelError ENOEXEC (it is outside of _TEXT)."""
     if part.end > part.start and not (part.start in _TEXT and part.end - 1 in _TEXT):
         raise unusable(f"a module's text cannot be at {part.start:#x}")
     return part

@@ -25,7 +25,10 @@ log = logging.getLogger("kprobefs.linux")
 
 
 class ModuleEvents:
-    """Trace events of loaded modules. Mirrors: kernel/trace/trace_events.c:trace_module_notify (v6.1)."""
+    """Keeps the trace events of loaded modules.
+
+    Mirrors: kernel/trace/trace_events.c:trace_module_notify (v6.1).
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class ModuleEvents:
         self._registry = registry
         self._loaded = loaded
         self._there: dict[str, tuple[EventBatch, list[KernelStaticEvent]]] = {}
-        """Module name -> its batch and its events."""
+        """Name of a loaded module -> the batch of its events, and the events."""
 
     def came(self, module: Module) -> None:
         """Add the events of a module that is being loaded; its init function has not run yet.
@@ -80,7 +83,7 @@ class ModuleEvents:
         return replace(names, constants=ChainMap(own, dict(names.constants)))
 
     def goes(self, name: str) -> None:
-        """Remove the events of a module that goes.
+        """Remove the events of the module `name`, which goes.
 
         No task runs in the module any more, and the kernel has not yet checked whether its tracepoints are
         used.

@@ -1,4 +1,4 @@
-"""ModuleWatch: reads the modules that a distribution's kernel loads, and adopts their text for probing."""
+"""ModuleWatch: reads the modules that a distribution's kernel loads, and lets their text be probed."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from emulated_kernel.util.errors import KernelError
 
 _WORD = 8
 _FIRST = (1 << 31) - 1
-"""Priority of the first notifier: no other notifier has looked at the module's tracepoints yet."""
+"""Priority of the notifier that is called first, before others check the module's tracepoints."""
 _LAST = -(1 << 31)
-"""Priority of the last notifier: all others have patched the module's text already."""
+"""Priority of the notifier that is called last, after all others have patched the module's text."""
 Notify = Callable[[ModuleState, int], None]
 _LIMIT = 1 << 10
-"""Limit of notifiers of modules."""
+"""Maximum number of module notifiers in the guest's chain."""
 log = logging.getLogger("kprobefs.linux")
 
 
 class ModuleWatch:
-    """Reads modules, and keeps the ledger of patched text in step with them."""
+    """Reads modules, and adds and removes their text in the ledger of patched text."""
 
     def __init__(self, machine: ProbedMachine, kernel: LinuxKernel) -> None:
         self._machine = machine
         self._kernel = kernel
         self.loaded = LoadedModules(kernel, machine.memory, machine.damage)
         self.name = self.loaded.name
-        """Returns the name in a struct module. Raises: as LoadedModules."""
+        """LoadedModules.name: return the name of a struct module at an address."""
         self._adopted: set[int] = set()
         self._labels: list[JumpLabel] = []
         self._keys: StaticKeys | None = None
 
     def follow(self, keys: StaticKeys) -> None:
-        """Let `keys` have the branches of all modules, present and future."""
+        """Add the branches of all modules to the static keys `keys`, now and when modules are loaded."""
         self._keys = keys
         keys.add(self._labels)
 
     def there(self) -> list[Module]:
-        """Return the modules that are loaded now, the oldest first; those that cannot be read are logged."""
+        """Return the modules that are loaded now, the oldest first; log modules that cannot be read."""
         found: list[Module] = []
         with self._logged():
             for module in self.loaded.addresses():
@@ -61,14 +61,14 @@ class ModuleWatch:
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Log errors of reading the guest. The modules that are being read stay unknown."""
+        """Log errors of reading modules in the block; these modules stay unknown."""
         try:
             yield
         except (KernelError, MemoryFault, HardwareError, ValueError, StructError) as error:
             log.warning("%s: a module cannot be read: %s", self._kernel.release, error)
 
     def read(self, module: int) -> Module:
-        """Read a complete struct module; its present text becomes the original text.
+        """Return the complete module at an address; the ledger takes its present text as original text.
 
         Raises: as LoadedModules.
         """
@@ -85,7 +85,7 @@ class ModuleWatch:
         return found
 
     def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
-        """Forget the text in these address ranges, which are about to be freed."""
+        """Forget the text in the address ranges `spans` of a module, which are about to be freed."""
         ranges = [range(*span) for span in spans]
         gone = list[JumpLabel]()
         left = list[JumpLabel]()
@@ -99,7 +99,7 @@ class ModuleWatch:
             self._machine.text.disown(start)
 
     def begin(self, arch: Arch, first: Notify, last: Notify) -> None:
-        """Have these functions called when a struct module comes, becomes live or goes.
+        """Call `first` and `last` whenever a module comes, becomes live or goes.
 
         `first` is called before all other notifiers, `last` after them.
         Mirrors: register_module_notifier, notifier_chain_register (v6.1)

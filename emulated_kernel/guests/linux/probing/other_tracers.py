@@ -1,4 +1,4 @@
-"""Options of the tracers that a distribution's kernel has and kprobefs does not run, such as blk."""
+"""Reads the options of tracers that a distribution's kernel has and kprobefs does not, such as blk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BIT_OFFSET = 8
 def other_tracers(
     kernel: LinuxKernel, memory: GuestMemory, known: Collection[str]
 ) -> Mapping[str, Mapping[str, bool]]:
-    """Return tracer -> option -> whether it is on, for registered tracers that are not in `known`.
+    """Return tracer -> option -> whether the option is on, for registered tracers that are not in `known`.
 
-    The guest may have damaged its tables: what cannot be read is left out.
+    Tracers from an unreadable one on are left out, because the guest may have damaged its list.
     Mirrors: kernel/trace/trace.c:trace_types, create_trace_option_files (v6.1).
     """
     found: dict[str, Mapping[str, bool]] = {}
@@ -36,7 +36,7 @@ def other_tracers(
 
 
 def _tracers(kernel: LinuxKernel, memory: GuestMemory) -> Iterator[int]:
-    """Yield the addresses of the registered struct tracer, the latest first."""
+    """Yield the addresses of the registered struct tracers, the latest first."""
     at = memory.read_word(kernel.required("trace_types"))
     for _ in range(_MOST_TRACERS):
         if not at:
@@ -46,7 +46,7 @@ def _tracers(kernel: LinuxKernel, memory: GuestMemory) -> Iterator[int]:
 
 
 def _options(kernel: LinuxKernel, memory: GuestMemory, flags: int) -> Mapping[str, bool]:
-    """Return option -> whether it is on, from a struct tracer_flags."""
+    """Return option -> whether the option is on, from the struct tracer_flags at `flags`."""
     value = memory.read_u32(flags + kernel.btf.offset("tracer_flags.val"))
     options = memory.read_word(flags + kernel.btf.offset("tracer_flags.opts"))
     found = {}
@@ -59,6 +59,6 @@ def _options(kernel: LinuxKernel, memory: GuestMemory, flags: int) -> Mapping[st
 
 
 def _string(memory: GuestMemory, at: int) -> str:
-    """Return a name of the kernel, or "" if it is no file name."""
+    """Return the string at an address, or "" if it can't be a file name."""
     name = memory.read_cstring(at, _NAME_SIZE).decode("latin-1") if at else ""
     return name if name.isascii() and name.isprintable() and "/" not in name else ""

@@ -35,13 +35,13 @@ from emulated_kernel.util.limits import Limits
 
 log = logging.getLogger("kprobefs.linux")
 _TURN = 10_000
-"""Microseconds of guest time after which each runnable task has run."""
+"""Microseconds of guest time within which each runnable task gets to run."""
 
 
 class KernelEngine:
     """The probe engine and tracing over one guest; breakpoints, slots and detours are in the guest's memory.
 
-    A breakpoint without a handler here is the guest's own and is delivered to the guest.
+    A breakpoint without a handler of the engine is the guest's own and is delivered to the guest.
 
     Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are unknown).
     """
@@ -54,7 +54,7 @@ class KernelEngine:
         lock: ControlLock | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Build the engine over `kernel`, whose text is as it runs; functions taken over get blacklisted."""
+        """Build the engine over `kernel`, which has the text in memory; blacklist TAKEN_OVER."""
         kernel.forbid(TAKEN_OVER)
         self.guest = guest
         self.lock = lock or ControlLock()
@@ -114,13 +114,13 @@ class KernelEngine:
     def _run_all_tasks(self) -> nullcontext[bool]:
         """Let each runnable task run once, in place of freezing all tasks.
 
-        Deviates: no task is frozen. A task whose stack is still in the way afterwards makes the caller wait.
+        Deviates: no task is frozen. If a task's stack still refers to the text afterwards, the caller waits.
         """
         self._run_tasks()
         return nullcontext(True)
 
     def _build_tracing(self, engine: ProbeRegistries) -> tuple[TracingComponents, KernelTracepoints]:
-        """Build tracing and the tracepoints of the kernel proper."""
+        """Build tracing and the tracepoints of the kernel itself, without those of modules."""
         return linux_tracing(
             self.machine,
             self.live,
@@ -145,11 +145,14 @@ class KernelEngine:
         return events
 
     def _caller(self) -> Callable[[int], int] | None:
-        """Return what calls a kernel function that may sleep, by its address; None if there is no way."""
+        """Return a function that calls a kernel function which may sleep, by its address.
+
+        Return None if no such function can be called.
+        """
         return None
 
     def drop_calls(self) -> None:
-        """Drop the pending hooked calls of the running task."""
+        """Drop the pending calls of hooked functions of the running task, since they will never return."""
         self._hook_sets.drop(self.machine.memory.read_word(self.guest.current_cell))
 
     def call_begins(self) -> None:
@@ -158,16 +161,16 @@ class KernelEngine:
             notify()
 
     def request_begins(self) -> None:
-        """Notify the observers that a request of a host process begins; delayed work that is due is done."""
+        """Notify the observers that a request of a host process begins; they do delayed work that is due."""
         self.call_begins()
         for notify in self.guest.events.request_begins:
             notify()
 
 
 class LinuxEngine(KernelEngine):
-    """The engine over a kernel that serves clients; `tasks` are their tasks.
+    """The engine over a running kernel that serves clients; `tasks`: the guest's tasks.
 
-    Functions that may sleep can be called, and modules are followed when they are loaded and unloaded.
+    Functions that may sleep can be called. Probes and events follow the loading and unloading of modules.
     """
 
     def __init__(
@@ -215,7 +218,7 @@ class LinuxEngine(KernelEngine):
 
     @cached_property
     def kernel_calls(self) -> KernelCalls:
-        """Raises: as KernelCalls."""
+        """Calls of the kernel's functions; created at the first use. Raises: as KernelCalls."""
         return KernelCalls(self.tasks, self.machine, self.kernel)
 
     def _caller(self) -> Callable[[int], int] | None:

@@ -1,4 +1,4 @@
-"""ProbedLinux: the machine of a distribution's kernel, with the interface that the probe engine uses."""
+"""ProbedLinux: gives the probe engine its interface to the machine of a distribution's kernel."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from emulated_kernel.machine.unicorn_engine import CodeCache, Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _RECORDS_SIZE = 32 << 20
-"""Bytes of host-owned memory for pages of records; the memory below them is for code."""
+"""Size in bytes of host-owned memory for pages of records; the memory below it is for code."""
 _RECORDS = 0xFFFFFF9000000000
-"""Address of records, in a hole that Documentation/x86/x86_64/mm.rst calls unused."""
+"""Virtual address of pages of records, in a hole that Documentation/x86/x86_64/mm.rst calls unused."""
 _CELLS_SIZE = 64 << 10
 _OTHER_TEXT = 0xFFFFFFFF81000000
-"""Address of code if the kernel is at its usual address; only one of the two places is needed."""
+"""Alternative virtual address of host code, if the kernel occupies the usual one."""
 
 
 class LinuxCpuModel(X86_64Cpu):
     """An x86-64 CPU. The host maps its code and records at addresses that Linux leaves unused.
 
-    Code is mapped between the kernel and its modules. From there, an instruction reaches per-CPU variables,
-    which are linked at address 0, as well as the text.
+    Code is mapped between the kernel and its modules. From there, an instruction reaches the text and the
+    per-CPU variables, which are linked at address 0.
     """
 
     layout = replace(X86_64Cpu.layout, record_pages=_RECORDS, record_pages_size=_RECORDS_SIZE)
@@ -45,7 +45,7 @@ class LinuxCpuModel(X86_64Cpu):
 
 
 class KernelCode(CodeCache):
-    """Translated code of the kernel's text. It can be dropped whatever privilege level the CPU has.
+    """Drops translated code of the kernel's text, at any privilege level of the CPU.
 
     Unicorn: in user mode, the request to drop code does nothing and leaves a page fault in flight.
     """
@@ -63,7 +63,7 @@ class KernelCode(CodeCache):
 
 
 def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
-    """Choose the address of host code, and find the direct map.
+    """Return the memory layout: choose the address of host code, and find the direct map.
 
     With KASLR, the kernel may be at the usual address of host code, and the direct map moves.
     """
@@ -77,7 +77,7 @@ def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
 
 
 class ProbedLinux(ProbedMachine):
-    """The one CPU and memory of a distribution's kernel, for the probe engine.
+    """The CPU and memory of a distribution's kernel, as the probe engine uses them.
 
     `tasks` runs the CPU. `kernel` is the booted file, with its text as it is in memory.
     Raises: MemoryFault (the text is not mapped), as `LinuxClock`.

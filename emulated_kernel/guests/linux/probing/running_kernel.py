@@ -1,4 +1,4 @@
-"""RunningKernel: reads a kernel's tables from its own memory, where parts of its file are missing."""
+"""RunningKernel: reads a kernel's tables from its memory, as in a dump, for which there is no file."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from emulated_kernel.util.errors import KernelError
 
 _WORD = 8
 _LIMIT = 1 << 16
-"""Limit of entries of a list; a longer list is circular."""
+"""Maximum number of entries of a list; a longer list is circular."""
 _MOST_SITES = 1 << 20
-"""Limit of ftrace records, in all pages."""
+"""Maximum number of ftrace records (struct dyn_ftrace) in all pages."""
 
 
 class RunningMemory(LinkedMemory):
-    """The kernel's image, and all other memory that its page tables map."""
+    """The memory of a kernel: its image, and all other memory that its page tables map."""
 
     def __init__(self, image: LoadSegment | None, read: Callable[[int, int], bytes]) -> None:
-        """Keep the image and a function that reads the rest.
+        """Keep the image and a function that reads other memory.
 
-        `read` returns the bytes at a virtual address; without an image, it reads everything. It raises
+        `read` returns the bytes at a virtual address. Without an image, it reads all memory. It raises
         MemoryFault.
         """
         super().__init__(0, () if image is None else (image,), {})
@@ -75,7 +75,7 @@ class RunningMemory(LinkedMemory):
 
 
 class RunningKernel(LinuxKernel):
-    """A kernel with the tables that it keeps in memory, without those of its modules.
+    """A kernel with the tables that it keeps in memory, without the tables of its modules.
 
     Raises: KernelError ENOEXEC (there is no symbol table in memory), ENODATA (no BTF).
     """
@@ -93,11 +93,14 @@ class RunningKernel(LinuxKernel):
         self._image = range(memory.segments[0].va, end)
 
     def word(self, va: int) -> int:
-        """Return the eight bytes at an address. Raises: KernelError ENOEXEC."""
+        """Return the u64 at a virtual address. Raises: KernelError ENOEXEC (it is not in memory)."""
         return int.from_bytes(self.vmlinux.read(va, _WORD), "little")
 
     def _list(self, head: str, member: str) -> Iterator[int]:
-        """Iterate over the structures in the list with the list_head `head`."""
+        """Yield the addresses of the structures in a list.
+
+        `head`: symbol of the list_head. `member`: path of the list_head in a structure.
+        """
         start = self.required(head)
         offset = self.btf.offset(member)
         node = self.word(start)

@@ -15,7 +15,7 @@ _BIT = "SYSCALL_WORK_BIT_SYSCALL_TRACEPOINT"
 
 
 class SyscallWork:
-    """Sets the flag in all tasks while a tracepoint needs it, as its regfunc and unregfunc do.
+    """Sets the flag in all tasks while a tracepoint of system calls is enabled.
 
     Mirrors: kernel/tracepoint.c:syscall_regfunc, syscall_unregfunc (v6.1).
     """
@@ -28,13 +28,15 @@ class SyscallWork:
         self._task_structs = task_structs
 
     def is_known(self) -> bool:
-        """Return True if this kernel has the flag (since v5.11) at the expected place."""
+        """Return True if this kernel has the flag in thread_info.syscall_work (since v5.11)."""
         return self._kernel.kallsyms.lookup_name(_COUNT) is not None and self._kernel.btf.has(_MEMBER)
 
     def switch(self, on: bool) -> None:
-        """Add or remove a user of the flag. The first one sets it in all tasks, and the last one clears it.
+        """Add or remove a user of the flag.
 
-        Tasks that are forked later get the flag by the count.
+        The first user sets the flag in all tasks, and the last user clears it.
+
+        The kernel gives tasks that are forked later the flag if the count of users is not 0.
         Raises: MemoryFault (a damaged list).
         """
         btf = self._kernel.btf

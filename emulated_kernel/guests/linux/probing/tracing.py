@@ -1,4 +1,4 @@
-"""Tracing over a distribution's kernel: its tracepoints, names and formats for the builder of tracing."""
+"""Builds tracing over a distribution's kernel, with the kernel's tracepoints, names and formats."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def linux_tracing(
 ) -> tuple[TracingComponents, KernelTracepoints]:
     """Build tracing and the tracepoints of a distribution's kernel.
 
-    `live` has the text as it runs. `printk` writes a line to a log of the host. `call` is described by
-    KernelTracepoints.
+    `live`: the kernel, with its text in memory. `printk`: writes a line to a log of the host. `call`: see
+    KernelTracepoints.__init__.
     """
     kernel = live.core
     kprobes = engine.kprobes
@@ -88,7 +88,7 @@ def linux_tracing(
 
 
 _LEA_RIP = re.compile(rb"[\x48\x4c]\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d](.{4})", re.DOTALL)
-"""`lea` of an address relative to the instruction pointer into any register."""
+"""Matches a `lea` that loads an address relative to the instruction pointer into any register."""
 _S32 = Struct("<i")
 _U64 = (1 << 64) - 1
 
@@ -96,7 +96,8 @@ _U64 = (1 << 64) - 1
 def _marker_ip(kernel: LinuxKernel) -> int | None:
     """Return the address within tracing_mark_write() that the function writes to its records.
 
-    The function takes it by a `lea` relative to the instruction pointer, or as a 32-bit constant.
+    The function loads this address by a `lea` relative to the instruction pointer, or as a 32-bit constant.
+    Return None if the kernel has no such function, and the start of the function if no address is found.
     Mirrors: include/linux/instruction_pointer.h:_THIS_IP_ (v6.1).
     """
     start = kernel.kallsyms.lookup_name(MARKER_SYMBOL)

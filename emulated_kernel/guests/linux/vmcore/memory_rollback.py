@@ -1,4 +1,4 @@
-"""MemoryRollback: undoes a call's writes to guest memory, which it finds in the host's page tables."""
+"""MemoryRollback: undoes a call's writes to guest memory, which it finds in /proc/self/pagemap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENTRY = 8
 _WRITTEN = re.compile(rb"[\x40-\x5f\x80-\x9f\xc0-\xdf]")
 """Matches the highest byte of a pagemap entry for a page that has been written.
 
-The page is present (0x80) or swapped (0x40), and is not a page of the file (0x20).
+The page is present (0x80) or swapped (0x40), and is not a file page (0x20).
 Source: Documentation/admin-guide/mm/pagemap.rst.
 """
 _PAGEMAP_SCAN = 0xC0606610
@@ -26,7 +26,9 @@ _REGION = struct.Struct("<3Q")
 _FILE = 1 << 2
 _PRESENT_OR_SWAPPED = 1 << 3 | 1 << 4
 _REGIONS = 4096
-"""Regions per PAGEMAP_SCAN request. It exists since Linux 6.7 and skips pages that were never touched.
+"""Maximum number of regions that one PAGEMAP_SCAN request returns.
+
+The request exists since Linux 6.7 and skips pages that were never touched.
 
 Source: Documentation/admin-guide/mm/pagemap.rst.
 """
@@ -55,12 +57,12 @@ class MemoryRollback:
         return self._file >= 0
 
     def checkpoint(self) -> None:
-        """Keep the pages that have been written so far, so that rollback() restores the present memory."""
+        """Copy the pages that have been written so far, so that rollback() restores the current memory."""
         if self.is_possible:
             self._kept = {page: self._ram[page : page + PAGE] for page in self._written()}
 
     def _written(self) -> list[int]:
-        """Return the offsets of written pages, which are no longer pages of the file."""
+        """Return the offsets in RAM of written pages, which are no longer pages of the file."""
         if self._scans:
             try:
                 return [*self._scanned()]
@@ -70,7 +72,7 @@ class MemoryRollback:
         return [found.start() * PAGE for found in _WRITTEN.finditer(entries[_ENTRY - 1 :: _ENTRY])]
 
     def _scanned(self) -> Iterator[int]:
-        """Iterate over the offsets of written pages. Raises: OSError (the host lacks PAGEMAP_SCAN)."""
+        """Yield the offsets in RAM of written pages. Raises: OSError (the host lacks PAGEMAP_SCAN)."""
         at = self._start
         end = self._start + self._pages * PAGE
         wanted = 0, _FILE, _FILE, _PRESENT_OR_SWAPPED, _FILE
@@ -83,7 +85,7 @@ class MemoryRollback:
                 yield from range(first - self._start, stop - self._start, PAGE)
 
     def rollback(self) -> None:
-        """Undo all writes since the checkpoint."""
+        """Undo all writes since the last checkpoint()."""
         # Pages of the checkpoint may have become pages of the file.
         for page in {*self._written(), *self._kept}:
             kept = self._kept.get(page)
@@ -94,7 +96,7 @@ class MemoryRollback:
                 self._ram[page : page + PAGE] = kept
 
     def close(self) -> None:
-        """Close the page tables."""
+        """Close /proc/self/pagemap."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

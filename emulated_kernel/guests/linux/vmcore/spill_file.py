@@ -14,15 +14,15 @@ from emulated_kernel.util.errors import KernelError
 
 _FULL = {ENOSPC, EDQUOT, EFBIG}
 _MARGIN = 64 << 20
-"""Bytes for the tables that follow the requested size."""
+"""Space in bytes for the tables that follow the requested size."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> IO[bytes]:
-    """Return an unnamed file with the data that `write` writes, in the first directory with enough space.
+    """Return an unnamed file, filled by `write`, in the first directory with enough space.
 
-    `size`: bytes on disk; `whole`: bytes including holes.
-    Raises: KernelError ENOSPC, OSError, and whatever `write` raises.
+    `size`: bytes on disk. `whole`: bytes including holes.
+    Raises: KernelError ENOSPC, OSError, as `write`.
     """
     places = [*_places()]
     for directory in places:
@@ -44,14 +44,14 @@ def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> I
 
 
 def _places() -> Iterator[str]:
-    """Iterate over the directories: the user's TMPDIR first, and those that may be in memory last."""
+    """Yield the directories to try: the user's TMPDIR first, and those that may be in memory last."""
     named = os.environ.get("TMPDIR", "")
     places = named, str(snapshot.directory()), "/var/tmp", "/tmp"
     return iter(dict.fromkeys(place for place in places if place.startswith("/")))
 
 
 def has_space(directory: str, size: int, whole: int) -> bool:
-    """Return True if the directory has space for a file and its tables, and for holes if they need space.
+    """Return True if a directory has space for a file and its tables, and for its holes if these need it.
 
     `size`: bytes on disk; `whole`: bytes including holes.
 
@@ -68,7 +68,7 @@ def has_space(directory: str, size: int, whole: int) -> bool:
 
 
 def _file_system(device: int) -> str:
-    """Return the type of the file system of a mounted device; "" if the host does not report it."""
+    """Return the type of the mounted file system with st_dev `device`, or "" if it is unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
         for line in mounts:

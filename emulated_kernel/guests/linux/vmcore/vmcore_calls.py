@@ -1,4 +1,4 @@
-"""VmcoreCalls: calls functions of a dump's kernel, one at a time. A call that cannot finish is undone."""
+"""VmcoreCalls: calls functions of a dump's kernel, one at a time, and undoes a call that cannot finish."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot, Vector
 from emulated_kernel.util.errors import KernelError
 
 BUFFER_SIZE = 256 << 10
-"""Bytes of the buffer that functions write to."""
+"""Size in bytes of the buffer to which called functions write."""
 _TEXT = 0xFFFFFFFF70000000
-"""Address of host code, in a part of the kernel's top gigabytes that Linux leaves unused."""
+"""Virtual address of host code, in a part of the kernel's top gigabytes that Linux leaves unused."""
 _USER = 0x400000000000
-"""Address in the user half, which is free because the idle task has no user memory."""
+"""Virtual address of a buffer in the user half, which the idle task does not use."""
 _HLT = b"\xf4"
 _STRINGS = 64 << 10
 _FRAME = 0x100
-"""Bytes that stay free at the top of the stack, in the place of a pt_regs."""
+"""Size in bytes of the free space at the top of the stack, in place of a struct pt_regs."""
 _MESSAGE = 100
-"""Bytes of a panic message that an error contains."""
+"""Maximum length in bytes of a panic message in an error message."""
 _CALLERS = 12
-"""Number of callers that an error lists."""
+"""Maximum number of callers that an error message lists."""
 _PREEMPT = 1
-"""Argument of __schedule() for a task that is preempted, and could continue."""
+"""Argument of __schedule() if the task is preempted and could continue."""
 _SCHEDULE = "__schedule"
 _ENDS = {
     _SCHEDULE: (EDEADLK, "it sleeps, and nothing else runs in a dump"),
@@ -62,10 +62,10 @@ _ENDS = {
 
 
 class VmcoreCalls:
-    """Calls functions of a dump's kernel. Needs the control lock.
+    """Calls functions of a dump's kernel. Lock: needs.
 
-    All methods raise KernelError, after which memory is as it was before the call. EDEADLK: the call cannot
-    continue, because no other task runs; EFAULT: it faulted; EIO: it does not return.
+    If a method raises KernelError, memory is as it was before the call. EDEADLK: the call cannot
+    continue, because no other task runs. EFAULT: the function faulted. EIO: it does not return.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class VmcoreCalls:
     ) -> None:
         """Prepare the guest for calls.
 
-        `callers`: returns the callers of a place that registers give, innermost first; `abandoned`: is called
+        `callers`: returns the callers of the code at given registers, innermost first. `abandoned`: is called
         when pending calls will never return.
         """
         self._guest = guest
@@ -91,12 +91,12 @@ class VmcoreCalls:
         self._deadline = inf
         self._undo = MemoryRollback(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)
-        """Address of memory that functions can write to."""
+        """Virtual address of the buffer to which called functions can write."""
         machine.memory.map(
             _USER, machine.memory.translate(self.buffer), BUFFER_SIZE, Prot.READ | Prot.WRITE | Prot.USER
         )
         self.user_buffer = _USER
-        """Address of the same memory in the user half, for functions that write to user memory."""
+        """Virtual address of the buffer in the user half, for functions that write to user memory."""
         strings = machine.alloc_pages(_STRINGS)
         self._arguments = CallArguments(kernel, machine.memory, strings, _STRINGS)
         page = machine.memory.host_pages.alloc(PAGE_SIZE)
@@ -113,7 +113,7 @@ class VmcoreCalls:
 
     @contextmanager
     def bounded(self) -> Iterator[None]:
-        """Limit the total time of all calls in this context to that of one run.
+        """Limit the total time of all calls in the block to the maximum time of one run.
 
         The last call may exceed the limit by the time of a run.
         """
@@ -134,7 +134,7 @@ class VmcoreCalls:
         return _TEXT + at
 
     def call_function(self, function: str, *arguments: int | str) -> int:
-        """Call a function and return its result. Strings are copied to guest memory.
+        """Call a kernel function by name and return its result; copy string arguments to guest memory.
 
         Raises: as CallArguments.placed().
         """
@@ -156,9 +156,9 @@ class VmcoreCalls:
                 raise
 
     def _returned(self, address: int, values: list[int]) -> int:
-        """Run a function and return its result.
+        """Run the function at an address and return its result.
 
-        Raises: KernelError (it cannot continue), and the host's errors.
+        Raises: KernelError (the function cannot continue), MemoryFault, HardwareError.
         """
         machine = self._guest.machine
         self._guest.be_ready()
@@ -175,7 +175,7 @@ class VmcoreCalls:
         raise KernelError(error, f"{why}{self._where()}")
 
     def _run(self) -> tuple[int, str]:
-        """Run until the call returns, and return (0, ""); otherwise return errno and the reason."""
+        """Run until the call returns; return (0, ""), or an errno and the reason if it cannot return."""
         machine = self._guest.machine
         while monotonic() < self._deadline:
             self._reached = ""
@@ -197,7 +197,7 @@ class VmcoreCalls:
         return EIO, "what was asked for takes too long"
 
     def _go_on(self) -> None:
-        """Return from __schedule() at once, because there is no other task to run."""
+        """Let __schedule() return at once, because there is no other task to run."""
         guest = self._guest
         memory = self._machine.memory
         regs = self._guest.machine.regs
@@ -208,7 +208,7 @@ class VmcoreCalls:
         regs.sp += 8
 
     def _where(self) -> str:
-        """Describe the exception, the panic message or the callers."""
+        """Return text for an error message: the exception, the panic message or the callers."""
         regs = self._guest.machine.regs
         trap = self._guest.machine.last_exception
         if self._reached == "oops_begin" and trap is not None:
@@ -229,14 +229,14 @@ class VmcoreCalls:
         return ""
 
     def _text(self, va: int) -> str:
-        """Return the beginning of a string."""
+        """Return at most _MESSAGE bytes of the string at a virtual address."""
         data = self._machine.memory.read(va, min(_MESSAGE, PAGE_SIZE - va % PAGE_SIZE))
         return data.partition(b"\0")[0].decode("utf-8", "replace").strip()
 
     def _take_back(self, written: Sequence[tuple[int, bytes]]) -> None:
-        """Undo all that the call has changed.
+        """Undo all changes of memory by the call.
 
-        `written` is written again: text that probes have patched during the call.
+        `written`: text that probes have patched during the call, which is written again.
         """
         machine = self._guest.machine
         with suppress(MemoryFault):
@@ -252,5 +252,5 @@ class VmcoreCalls:
         machine.engine.flush_tlb()
 
     def close(self) -> None:
-        """Close the page tables; no more calls can be made."""
+        """Close the pagemap file; no more calls can be made."""
         self._undo.close()

@@ -1,4 +1,4 @@
-"""VmcoreFiles: the files of a dump as its kernel sees them, read by calls of the kernel's own functions."""
+"""VmcoreFiles: reads the files of a dump by calls of the functions of the dump's kernel."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _O_NONBLOCK = 0o4000
 _O_DIRECTORY = 0o200000
 _PATH_LIMIT = 4096
 _LISTING = BUFFER_SIZE
-"""Bytes of directory entries that one call of iterate_dir may return."""
+"""Maximum size in bytes of the directory entries that one call of iterate_dir returns."""
 _MOST_ENTRIES = 1 << 20
 _POSITION = 16
-"""Bytes of the file position, which is before the data in the buffer of a read."""
+"""Size in bytes of the space for the file position, which precedes the data in the buffer of a read."""
 _CONTEXT = struct.Struct("<4Q")
-"""struct dir_context (v6.1): actor and position; then the actor's own start and end of free space."""
+"""Layout of struct dir_context (v6.1): actor and position; then start and end of the actor's free space."""
 _ENTRY = struct.Struct("<QII")
 _FILL = """
     89 d2                           | mov edx, edx
@@ -47,14 +47,14 @@ _FILL = """
     49 8d 7a 10                     | lea rdi, [r10 + 16]
     f3 a4                           | rep movsb
 """
-"""Code that appends an entry (inode number, type, length, name) to the free space, if it fits there."""
+"""Code that appends a directory entry (inode number, type, length, name) to the free space if it fits."""
 ACTOR = f"""{_FILL}
     b8 01 00 00 00                  | mov eax, 1
     c3                              | ret
     31 c0                           | full: xor eax, eax
     c3                              | ret
 """
-"""A filldir_t that returns true to request more entries, as since Linux 6.1."""
+"""Code of a filldir_t that returns true to request more entries, as since Linux 6.1."""
 ACTOR_BEFORE_6_1 = f"""{_FILL}
     31 c0                           | xor eax, eax
     c3                              | ret
@@ -64,10 +64,10 @@ ACTOR_BEFORE_6_1 = f"""{_FILL}
     b8 01 00 00 00                  | full: mov eax, 1
     c3                              | ret
 """
-"""A filldir_t that returns 0 to request more entries. `full` has the same offset as in ACTOR."""
+"""Code of a filldir_t that returns 0 to request more entries. `full` has the same offset as in ACTOR."""
 _KIND_MASK = 0xF
 _KIND_SHIFT = 12
-"""Mask of an entry's type, without the kernel's own flags in higher bits, and its shift to S_IFMT bits.
+"""Shift of a directory entry's type to S_IFMT bits, after _KIND_MASK has removed the kernel's flags.
 
 Source: include/linux/fs_types.h.
 """
@@ -77,9 +77,9 @@ _TRUE_GOES_ON = 6, 1
 
 
 class VmcoreFiles:
-    """Read access to files by path, from the root directory of the dump's first process.
+    """Reads files by path, from the root directory of the dump's first process. Lock: needs.
 
-    Needs the control lock. All methods raise KernelError with the kernel's errno, or as VmcoreCalls does.
+    All methods raise KernelError with the kernel's errno, or as VmcoreCalls does.
     """
 
     def __init__(self, calls: VmcoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:
@@ -92,7 +92,10 @@ class VmcoreFiles:
 
     @contextmanager
     def _open(self, path: str, flags: int) -> Iterator[int]:
-        """Open a file in the guest; yield the address of its struct file. Raises: KernelError."""
+        """Open a file in the guest during the block; yield the address of its struct file.
+
+        Raises: KernelError.
+        """
         if len(os.fsencode(path)) >= _PATH_LIMIT:
             raise KernelError(ENAMETOOLONG, path)
         file = _checked(self._calls.call_function("filp_open", path, flags | _O_LARGEFILE, 0), path)
@@ -112,7 +115,7 @@ class VmcoreFiles:
             return self._stat(file)
 
     def read(self, path: str, size: int, offset: int) -> bytes:
-        """Read at most `size` bytes of a regular file; b"" means its end. Raises: KernelError EACCES."""
+        """Return at most `size` bytes of a regular file, or b"" at its end. Raises: KernelError EACCES."""
         size = min(size, BUFFER_SIZE - _POSITION)
         buffer = self._calls.buffer
         with self._open(path, os.O_RDONLY | _O_NONBLOCK | _O_NOFOLLOW) as file:
@@ -125,9 +128,9 @@ class VmcoreFiles:
             return self._memory.read(buffer + _POSITION, checked_count(count, size))
 
     def readlink(self, path: str) -> str:
-        """Return the target of a symbolic link, changed so that it leads to no place outside of the dump.
+        """Return the target of a symbolic link, changed so that it stays within the dump's files.
 
-        Raises: KernelError EINVAL (no symbolic link).
+        Raises: KernelError EINVAL (not a symbolic link).
         Deviates: `..` after the name of another link leads to the directory of that name, not to the parent
         of the link's target.
         """
@@ -148,7 +151,7 @@ class VmcoreFiles:
     def readdir(self, path: str) -> list[DirEntry]:
         """Return the entries of a directory, including "." and "..".
 
-        Call iterate_dir until the buffer stays empty. Raises: KernelError EIO (the entries have no end).
+        It calls iterate_dir until that returns no entries. Raises: KernelError EIO (too many entries).
         """
         buffer = self._calls.buffer
         end = self._calls.buffer + _LISTING
@@ -173,7 +176,7 @@ class VmcoreFiles:
 
 
 def _checked(value: int, path: str) -> int:
-    """Return a function's result. Raises: KernelError (the result is an errno)."""
+    """Return `value`, a function's result. Raises: KernelError (the result is a negative errno)."""
     error = (1 << 64) - value
     if 0 < error < 4096:
         raise KernelError(error, path)

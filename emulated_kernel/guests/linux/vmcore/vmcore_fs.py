@@ -1,4 +1,4 @@
-"""VmcoreFs: the files of a dump as a read-only file system."""
+"""VmcoreFs: shows the files of a dump as a read-only file system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 FILES = "/files"
 """Directory of the mount that shows the files of the dump."""
 Request = Callable[[Client | None], AbstractContextManager[None]]
-"""Returns a context for code that runs the guest; takes the client that waits for it, or None."""
+"""Function that returns a context for code that runs the guest. Argument: the waiting client or None."""
 
 
 class VmcoreFile(FileDescription):
@@ -29,7 +29,7 @@ class VmcoreFile(FileDescription):
     fs: VmcoreFs
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """See FileDescription."""
+        """Read from the open file; see FileDescription."""
         with self.fs.request(client):
             return self.fs.files.read(self.fs.inside(self.path), size, offset)
 
@@ -43,14 +43,14 @@ class VmcoreFile(FileDescription):
 
 
 class VmcoreFs(FileSystem):
-    """The files below /files. Each access runs the guest; its clock stands still during lookups."""
+    """Shows the files below /files. Each access runs the guest; its clock stops during lookups."""
 
     is_read_only = True
 
     def __init__(
         self, files: VmcoreFiles, request: Request, look_up: Request, owner: Owner, lock: ControlLock
     ) -> None:
-        """Show `files`. `request` is the context of requests, `look_up` that of lookups."""
+        """Show `files`. `request` returns the context of a request, and `look_up` that of a lookup."""
         super().__init__(lock)
         self.files = files
         self._request = request
@@ -58,16 +58,19 @@ class VmcoreFs(FileSystem):
         self._owner = owner
 
     def request(self, client: Client | None) -> AbstractContextManager[None]:
-        """See FileSystem."""
+        """Return the context in which a client's operation runs; see FileSystem."""
         return self._request(client)
 
     @staticmethod
     def inside(path: str) -> str:
-        """Return the path in the dump of a path in the mount."""
+        """Return the path in the dump for a path in the mount."""
         return path.removeprefix(FILES) or "/"
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """See FileSystem. The mounting user owns the files that root owns in the dump."""
+        """Return a file's attributes; see FileSystem.
+
+        The mounting user owns the files that root owns in the dump.
+        """
         with self._look_up(client() if client else None):
             found = self.files.lstat(self.inside(path))
         return found._replace(
@@ -78,7 +81,7 @@ class VmcoreFs(FileSystem):
         )
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """See FileSystem."""
+        """Return the entries of a directory; see FileSystem."""
         with self._look_up(client):
             found = self.files.readdir(self.inside(path))
         # Some file systems report no file type: 0 means unknown and stays 0.
@@ -88,12 +91,12 @@ class VmcoreFs(FileSystem):
         ]
 
     def readlink(self, client: Client, path: str) -> str:
-        """See FileSystem."""
+        """Return the target of a symbolic link; see FileSystem."""
         with self._look_up(client):
             return self.files.readlink(self.inside(path))
 
     def open(self, client: Client, path: str, flags: int) -> VmcoreFile:
-        """See FileSystem. Raises: KernelError EROFS."""
+        """Open a file; see FileSystem. Raises: KernelError EROFS."""
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             raise KernelError(errno.EROFS, path)
         with self.request(client):
@@ -104,7 +107,7 @@ class VmcoreFs(FileSystem):
 
 
 def _shown_kind(kind: int) -> int:
-    """Return the S_IFMT bits that the mount shows: a regular file except for directories and links.
+    """Return the S_IFMT bits to show: a regular file, except for directories and symbolic links.
 
     Hazard: the host itself would open devices and FIFOs, and would block at a FIFO.
     """

@@ -1,6 +1,6 @@
-"""VmcoreGuest: the kernel in a dump of a running machine: its memory, and a CPU for calls of its functions.
+"""VmcoreGuest: the kernel in a dump of a running machine, with a CPU that calls the kernel's functions.
 
-The tasks of the dump never run: each may have been anywhere, on a CPU with features that the emulated CPU
+The tasks of the dump never run. Each may have been anywhere, on a CPU with features that the emulated CPU
 lacks.
 """
 
@@ -31,23 +31,26 @@ from emulated_kernel.util.safe_read import open_regular
 
 log = logging.getLogger("kprobefs.linux")
 _CPU_MODEL = 20
-"""Broadwell, without AVX. A kernel that was booted on a CPU with SMAP has SMAP instructions in its text."""
+"""Unicorn's id of the CPU model Broadwell, without AVX.
+
+The text of a kernel that was booted on a CPU with SMAP has SMAP instructions.
+"""
 _CR4 = 0x6B0
-"""PSE, PAE, PGE, SSE and SSE exceptions."""
+"""Bits of CR4 that are always set: PSE, PAE, PGE, SSE and SSE exceptions."""
 _CR4_KEPT = 1 << 16 | 1 << 20 | 1 << 21
-"""FSGSBASE, SMEP and SMAP: bits of CR4 that are kept from the dump."""
+"""Bits of CR4 that are taken from the dump: FSGSBASE, SMEP and SMAP."""
 _GDT_SIZE = 128
 _IDT_SIZE = 4096
 _TSS_SIZE = 0x2000
 _CONTROLLERS = range(0xFEC00000, 0xFEF00000)
-"""Addresses of interrupt controllers and timers. They are mapped as memory that nothing reads."""
+"""Physical addresses of interrupt controllers and timers, which are mapped as unused memory."""
 _COUNT = 4
 _NO_RESCHED = 1 << 31
 """Bit of the preemption count: the current task need not be rescheduled."""
 
 
 def ensure_core_cached(source: str) -> None:
-    """Put a dump's snapshot into the cache, unless it is there already or too large.
+    """Convert a dump to a snapshot in the cache, unless the snapshot exists already or is too large.
 
     Raises: KernelError ENOEXEC (not a usable dump), OSError.
     """
@@ -73,12 +76,12 @@ def ensure_core_cached(source: str) -> None:
 
 
 def _size_on_disk(file: IO[bytes]) -> int:
-    """Return the bytes on disk, without holes."""
+    """Return the size of a file on disk in bytes, without holes."""
     return os.fstat(file.fileno()).st_blocks * 512
 
 
 def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
-    """Return a dump as a machine, and its kernel.
+    """Return a machine with a dump's memory, and the dump's kernel.
 
     Raises: as `ensure_core_cached`, KernelError EIO, ENOSPC (no directory has space for its memory).
     """
@@ -103,7 +106,7 @@ def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
 
 
 def _started(kept: snapshot.SnapshotContents) -> tuple[VmcoreGuest, LinuxKernel]:
-    """Make a machine from a snapshot.
+    """Return a machine and its kernel, made from a snapshot.
 
     Raises: KeyError, TypeError, ValueError (the content was not written by convert()), HardwareError.
     """
@@ -147,9 +150,9 @@ class VmcoreGuest(RunningLinux):
             )
             self._be_the_only_one()
             self.stack = memory.read_word(self.root, self.init_task + facts.stack)
-            """Stack of the task that makes calls."""
+            """Virtual address of the stack on which calls run: the idle task's."""
             self.time = self._last_tick()
-            """Nanoseconds since the boot of the dump's kernel; the guest's clock is not earlier."""
+            """Nanoseconds from the boot of the dump's kernel to the dump. The guest's time starts there."""
         except KeyError as error:
             raise unusable_core(f"its symbols lack {error.args[0]}") from None
         except MemoryFault as fault:
@@ -160,7 +163,7 @@ class VmcoreGuest(RunningLinux):
         self.be_ready()
 
     def _last_tick(self) -> int:
-        """Return the timekeeper's time, and advance the TSC to the value that the kernel has read last.
+        """Return the timekeeper's time in nanoseconds; advance the TSC to the kernel's last reading.
 
         Mirrors: kernel/time/timekeeping.c:timekeeping_get_ns (v6.1)
         """
@@ -186,23 +189,23 @@ class VmcoreGuest(RunningLinux):
         return self._facts.symbols["init_task"]
 
     def idle(self, microseconds: int) -> None:
-        """Do nothing: only called functions run in a dump."""
+        """Do nothing, because only called functions run in a dump."""
 
     def be_ready(self) -> None:
-        """Put the CPU into the state before a call: in the kernel, as the idle task, not reschedulable."""
+        """Prepare the CPU for a call: in kernel mode, as the idle task, with no reschedule pending."""
         self.machine.cpu.enter_kernel(self._tables)
         self.machine.memory.write(self.root, self.current_cell, struct.pack("<Q", self.init_task))
         self.machine.memory.write(self.root, self._preempt_count, _NO_RESCHED.to_bytes(_COUNT, "little"))
 
     def ask_for_nothing(self) -> None:
-        """Clear the current task's request to give up the CPU."""
+        """Clear the pending reschedule in the preemption count."""
         memory = self.machine.memory
         at = self._preempt_count
         count = int.from_bytes(memory.read(self.root, at, _COUNT), "little") | _NO_RESCHED
         memory.write(self.root, at, count.to_bytes(_COUNT, "little"))
 
     def _be_the_only_one(self) -> None:
-        """Mark the other CPUs offline, so that the kernel waits for none of them."""
+        """Mark all other CPUs of the dump offline, so that the kernel does not wait for them."""
         symbols = self._facts.symbols
         memory = self.machine.memory
         for name in ONLINE:

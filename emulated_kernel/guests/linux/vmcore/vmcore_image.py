@@ -1,4 +1,4 @@
-"""Converts a dump to a snapshot: RAM with each page at its physical address, and the kernel's tables."""
+"""Converts a dump to a snapshot, with each page at its physical address, and the kernel's tables."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from emulated_kernel.util.fast_dataclass import dataclass
 _KERNEL_MAP = 0xFFFFFFFF80000000
 _IMAGE_LIMIT = 128 << 20
 _UNIT = 1 << 20
-"""The size of RAM is a multiple of this."""
+"""Unit of the size of RAM in bytes."""
 _SYMBOLS = (
     "__per_cpu_offset", "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", "idt_table",
     "init_task", "current_task",
 )  # fmt: skip
 CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
-"""Members of the timekeeper: clock source, its count at the last tick, and the monotonic time of the tick."""
+"""Members of struct tk_read_base: clock source, its count at the last tick, and the time of that tick."""
 ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
 """Symbols of the sets of online and active CPUs, and of the number of online CPUs."""
 
 
 @dataclass(frozen=True)
 class VmcoreOffsets:
-    """Addresses and offsets that calls need.
+    """Addresses and offsets in a dump's kernel that calls need.
 
     For per-CPU variables, `symbols` has the offsets in the per-CPU area.
     """
@@ -49,11 +49,11 @@ class VmcoreOffsets:
     """Physical address of page tables that map the whole kernel."""
     symbols: dict[str, int]
     tlb_cr4: int
-    """Offset of the saved CR4 in a per-CPU area."""
+    """Offset in a per-CPU area of the saved value of CR4."""
     stack: int
-    """Offset of the stack's address in struct task_struct."""
+    """Offset of the stack's address in task_struct."""
     cpumask: int
-    """Bytes of a cpumask."""
+    """Size of a cpumask in bytes."""
 
 
 def ram_size(core: CoreFile) -> int:
@@ -62,7 +62,12 @@ def ram_size(core: CoreFile) -> int:
 
 
 def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) -> None:
-    """Write a dump as a snapshot; `is_kept`: see finish(). Raises: OSError, KernelError ENOEXEC, EIO."""
+    """Write a dump as a snapshot to `target`. `source`: path of the dump.
+
+    `is_kept`: as for snapshot.finish().
+
+    Raises: OSError, KernelError ENOEXEC, EIO.
+    """
     size = ram_size(core)
     for pa, start, length in core.segments:
         for at, block in core.data(start, length):
@@ -83,7 +88,10 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) ->
 
 
 def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, VmcoreOffsets]:
-    """Open the kernel in a dump's RAM. Raises: KernelError ENOEXEC."""
+    """Return the kernel in a dump's RAM, and its offsets. `info`: the dump's VMCOREINFO.
+
+    Raises: KernelError ENOEXEC.
+    """
     if _number(info, "NUMBER(pgtable_l5_enabled)"):
         raise unusable_core("its kernel has page tables of five levels; boot it with no5lvl")
     if _number(info, "NUMBER(sme_mask)"):
@@ -132,7 +140,7 @@ def _read_as_dump(prefix: str = "") -> Iterator[None]:
 
 
 def _number(info: Mapping[str, str], name: str) -> int:
-    """Return a number of the VMCOREINFO, or 0 if it is missing. Raises: KernelError ENOEXEC."""
+    """Return the number `name` in a VMCOREINFO, or 0 if it is missing. Raises: KernelError ENOEXEC."""
     text = info.get(name, "0")
     if not re.fullmatch(r"-?[0-9]{1,20}|0x[0-9a-f]{1,16}", text):
         raise unusable_core("its VMCOREINFO is damaged")
@@ -156,7 +164,7 @@ def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
 
 
 def _optional(kernel: RunningKernel) -> dict[str, int]:
-    """Return symbols that some kernels lack, and addresses of counters that the TSC must have passed."""
+    """Return addresses of symbols that some kernels lack, and of counters that the TSC must have passed."""
     names = *ONLINE, "do_sync_core", "clocksource_tsc"
     found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
     keeper = kernel.kallsyms.lookup_name("tk_core")

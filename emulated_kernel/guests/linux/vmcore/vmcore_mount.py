@@ -1,4 +1,4 @@
-"""vmcore_mount: a mount of the kernel in a vmcore: probes, calls of its functions, and its files."""
+"""vmcore_mount: a mount of the kernel in a vmcore, for probes, calls of its functions, and its files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
 
 _ITERATOR = struct.Struct("<QQQ")
-"""struct kmsg_dump_iter (v6.1), followed by the length of the text that was copied."""
+"""Layout of struct kmsg_dump_iter (v6.1), followed by the length of the copied text."""
 
 
 class VmcoreControlCalls(GuestCalls):
-    """See GuestCalls. A dump has no tasks that could make calls, but control files may run its functions."""
+    """Implements GuestCalls for a dump, which has no tasks; control files may run the kernel's functions."""
 
     sees_lookups = False
 
@@ -42,13 +42,16 @@ class VmcoreControlCalls(GuestCalls):
     def request(self, client: Client | None) -> AbstractContextManager[None]:
         """Return the context in which the guest runs for a request. Lock: takes.
 
-        If the process of `client` dies, the run ends. None: no client waits for it.
+        If the process of `client` is killed, the run ends. If `client` is None, nothing ends the run.
         Raises: KernelError EIO (the mount has ended).
         """
         return self._running(client, self.engine.request_begins)
 
     def look_up(self, client: Client | None) -> AbstractContextManager[None]:
-        """Return the context in which the guest runs for a lookup, as request(), but without a request."""
+        """Return the context in which the guest runs for a lookup, which does not count as a request.
+
+        Otherwise it is that of request().
+        """
         return self._running(client, self.engine.call_begins)
 
     @contextmanager
@@ -67,11 +70,11 @@ class VmcoreControlCalls(GuestCalls):
 
     @property
     def is_dead(self) -> bool:
-        """See GuestCalls."""
+        """Whether the guest can't run any more; see GuestCalls."""
         return bool(self.guest.machine.death)
 
     def log(self) -> bytes:
-        """Return the end of the kernel's log, as much as fits into the buffer."""
+        """Return the end of the kernel log, as much as fits into the buffer."""
         memory = self.engine.machine.memory
         buffer = self.calls.buffer
         call = self.calls.call_function
@@ -84,7 +87,7 @@ class VmcoreControlCalls(GuestCalls):
         return memory.read(text, min(length, size))
 
     def close(self) -> None:
-        """See GuestCalls."""
+        """End the guest's part of the mount; see GuestCalls."""
         if not self._is_closed:
             self._is_closed = True
             self.calls.close()
@@ -94,7 +97,7 @@ class VmcoreControlCalls(GuestCalls):
 def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> Mount:
     """Return a mount of a dump's kernel.
 
-    Only functions that clients call run in the kernel. The dump's file stays unchanged.
+    Only functions that clients call run in the kernel. The file of the dump stays unchanged.
     `is_tracefs`: tracefs is the root, and listings show nothing else.
     Unlike the mount of a running Linux guest it has no `clients_own`, because called functions may remove
     files, too.
