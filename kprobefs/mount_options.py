@@ -110,7 +110,7 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
         raise CliError("--isolate: not possible with a distribution's kernel; leave it out", ExitStatus.USAGE)
     if is_limited:
         raise CliError(
-            "--limit: not possible with a distribution's kernel, which has limits of its own; leave it out",
+            "--limit: not possible with a distribution's kernel; leave it out",
             ExitStatus.USAGE,
         )
     if machine.arch != "x86_64" or machine.cpus != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 
@@ -62,15 +62,17 @@ _RUN_BUDGETS_MS = range(10, 600_001)
 """Allowed run budgets in milliseconds. While the guest loops, all clients wait for the run budget."""
 
 
-def parse_limit(name: str, text: str) -> tuple[Limit, int | None]:
-    """Parse a limit's name and value; the value is None for `max`. Raises: KernelError EINVAL, ERANGE."""
+def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -> tuple[Limit, int | None]:
+    """Parse the name of one of the `offered` limits and its value, which is None for `max`.
+
+    Raises: KernelError EINVAL, ERANGE.
+    """
     if name == RECORD_BYTES:
         raise KernelError(errno.EINVAL, f"{name}: the machine has a fixed size; choose smaller buffers")
-    try:
-        limit = Limit(name)
-    except ValueError:
-        names = ", ".join(each.value for each in Limit)
-        raise KernelError(errno.EINVAL, f"{name}: no such limit; choose from {names}") from None
+    limit = next((each for each in offered if each.value == name), None)
+    if limit is None:
+        names = ", ".join(each.value for each in offered)
+        raise KernelError(errno.EINVAL, f"{name}: no such limit; choose from {names}")
     if text == UNLIMITED and limit is not Limit.RUN_BUDGET_MS:
         return limit, None
     if not _NUMBER.fullmatch(text):

@@ -150,17 +150,21 @@ def _vmcore_mount(options: MountOptions, vmcore: str) -> Mount:
     from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
     from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
+    from emulated_kernel.image.linux.unusable import read_as, unmapped
     from emulated_kernel.kprobes.profile import profile_named
     from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 
     try:
-        with explained(vmcore):
+        with explained(vmcore), read_as("dump"):
             guest, kernel = started_core(vmcore)
             engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
             served = vmcore_mount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
             served.has_native_traps = engine.machine.hooks.is_native
             return served
-    except (MemoryFault, HardwareError, LookupError, struct.error) as error:
+    except MemoryFault as fault:
+        why = unmapped(fault.address)
+        raise CliError(f"{vmcore}: not a usable dump: {why}", ExitStatus.USAGE) from fault
+    except (HardwareError, LookupError, struct.error) as error:
         message = f"{vmcore}: not a usable dump: its kernel's structures lead nowhere: {error}"
         raise CliError(message, ExitStatus.USAGE) from error
 

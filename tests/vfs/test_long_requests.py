@@ -15,6 +15,7 @@ import pytest
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.trace.hist import tracing_map
 from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord
 from emulated_kernel.util.control_lock import ControlLock
@@ -90,6 +91,28 @@ def test_a_write_leaves_the_lock_between_two_lines(
         assert write(mount, path, text) == len(text)
     assert len(answers) == text.count("\n") - 1
     assert all("vfs_write" in answer for answer in answers) or not is_probed
+
+
+def test_the_first_step_of_many_modules_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guest's list of modules is read as often for 100 lines as for 2 before others have the lock."""
+    with Kernel() as kernel:
+        mount = kernel.mount()
+        walks: list[int] = []
+        before_others: list[int] = []
+        modules = kernel.guest.kernel.modules
+
+        def counted() -> list[ModuleInfo]:
+            walks.append(1)
+            return modules()
+
+        monkeypatch.setattr(kernel.guest.kernel, "modules", counted)
+        monkeypatch.setattr(ControlLock, "yield_lock", lambda _lock: before_others.append(len(walks)))
+        for pairs in (1, 50):
+            walks.clear()
+            write(mount, "/machine/modules", "load counter\nunload counter\n" * pairs)
+        assert len(before_others) == 1 + 99
+        assert 0 < before_others[1] <= before_others[0]
+        mount.close()
 
 
 def test_results_of_all_lines_are_kept(mount: Mount) -> None:

@@ -86,15 +86,16 @@ class Modules:
         needed = [file for other in self._depends.get(name, ()) for file in self.read(other)]
         return [*needed, _file(path, name, lambda path: read_regular(path, MAX_SIZE))]
 
-    def check(self, files: list[ModuleFile], unloaded: Collection[str] = ()) -> None:
-        """Check that all files were read, except the files of modules that are loaded already.
+    def names(self) -> set[str]:
+        """Return the names of the loaded modules. Raises: KernelError EIO (the guest has corrupted them)."""
+        return {module.name for module in self.loaded()}
 
-        Modules in `unloaded` count as not loaded.
+    def check(self, files: list[ModuleFile], loaded: Collection[str]) -> None:
+        """Check that all files were read, except those of modules in `loaded`.
 
         Raises: KernelError ENOENT (no such module), EINVAL (no regular file), EFBIG, ETIMEDOUT, EBUSY (a file
         system hangs), other errors of reading.
         """
-        loaded = {module.name for module in self.loaded()}.difference(unloaded)
         for file in files:
             if file.refusal is not None and file.name not in loaded:
                 raise self._refusal(*file.refusal)
@@ -106,9 +107,9 @@ class Modules:
         symbol), EEXIST (loaded already), ENOMEM, the errno of its init function, EFAULT (its init was
         killed). Mirrors: modprobe; insmod for a path.
         """
-        self.check(files)
+        self.check(files, self.names())
         for file in files:
-            if any(module.name == file.name for module in self.loaded()):
+            if file.name in self.names():
                 continue
             self.init_module(file.data, Path(file.name).name if "/" in file.name else f"{file.name}.ko")
             for newest in self.loaded()[:1]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import mmap
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
-from errno import ENODATA
+from errno import ENOEXEC
 from functools import cached_property
 from itertools import starmap
 from typing import Any
@@ -23,29 +23,35 @@ from emulated_kernel.image.text_tables import BlacklistEntry, BugEntry, ExTableE
 from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinition
 from emulated_kernel.util.errors import KernelError
 
-log = logging.getLogger("kprobefs.linux")
 _ADDRESSES = ("mcount", "return_sites")
+_DEFINITIONS = ("events", "syscalls")
 _ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
 
 
 def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
-    """Return the data of a kernel that `CachedKernelTables` needs: name of the part -> contents."""
+    """Return the data of a kernel that `CachedKernelTables` needs: name of the part -> contents.
+
+    If types, events or system calls cannot be read, the data has the error, which `CachedKernelTables` raises
+    when they are used.
+    """
     memory = kernel.vmlinux
     parts: dict[str, bytes | memoryview] = {
         f"symbols.{name}": data for name, data in kernel.kallsyms.table.parts().items()
     }
     parts |= {f"segment.{number}": segment.data for number, segment in enumerate(memory.segments)}
     parts |= {name: array("Q", getattr(kernel, name)).tobytes() for name in _ADDRESSES}
-    try:
+    # A mount of the kernel's own tracefs needs neither types nor events.
+    with suppress(KernelError):
         starts, names = kernel.btf.index
-        events = json.dumps(kernel.events, default=_values).encode()
-        calls = json.dumps(kernel.syscalls, default=_values).encode()
-        parts |= {"btf.starts": starts, "btf.names": names, "events": events, "syscalls": calls}
-    except KernelError as error:
-        # A mount of the kernel's own tracefs needs neither types nor events.
-        if error.errno != ENODATA:
-            log.warning("%s: its events aren't known: %s", kernel.release, error.strerror)
+        parts |= {"btf.starts": starts, "btf.names": names}
+    unreadable: dict[str, tuple[int, str]] = {}
+    for table in _DEFINITIONS:
+        try:
+            parts[table] = json.dumps(getattr(kernel, table), default=_values).encode()
+        except KernelError as error:
+            unreadable[table] = error.errno or ENOEXEC, error.strerror or ""
     about = {
+        "unreadable": unreadable,
         "entry": memory.entry,
         "segments": [(each.va, each.pa, each.mem_size, each.flags) for each in memory.segments],
         "sections": dict(memory.sections),
@@ -97,8 +103,10 @@ class CachedKernelTables(LinuxKernel):
         if "btf.starts" in parts:
             index = (bytes(parts["btf.starts"]), bytes(parts["btf.names"]))
             self.btf = Btf(self._btf_data(), index)
-        self._events = parts.get("events")
-        self._syscalls = parts.get("syscalls")
+        self._unreadable = {
+            table: (int(number), str(why)) for table, (number, why) in about["unreadable"].items()
+        }
+        self._definitions = {table: parts[table] for table in _DEFINITIONS if table not in self._unreadable}
 
     def read(self, va: int, size: int, /) -> bytes:
         found = super().read(va, size)
@@ -112,18 +120,20 @@ class CachedKernelTables(LinuxKernel):
 
     @cached_property
     def events(self) -> tuple[KernelEvent, ...]:
-        if self._events is None:
-            return super().events
         return tuple(
             KernelEvent(address, system, name, text, tuple(starmap(FieldDefinition, fields)), *rest)
-            for address, system, name, text, fields, *rest in json.loads(bytes(self._events))
+            for address, system, name, text, fields, *rest in self._definition("events")
         )
 
     @cached_property
     def syscalls(self) -> tuple[SyscallDefinition, ...]:
-        if self._syscalls is None:
-            return super().syscalls
         return tuple(
             SyscallDefinition(number, name, tuple(types), tuple(args))
-            for number, name, types, args in json.loads(bytes(self._syscalls))
+            for number, name, types, args in self._definition("syscalls")
         )
+
+    def _definition(self, table: str) -> Any:
+        """Return the entries of a table. Raises: KernelError (the table could not be read; its error)."""
+        if table in self._unreadable:
+            raise KernelError(*self._unreadable[table])
+        return json.loads(bytes(self._definitions[table]))

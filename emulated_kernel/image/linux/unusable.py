@@ -1,4 +1,4 @@
-"""unusable(): the exception that this subpackage raises if a file isn't a readable kernel."""
+"""Exceptions that this subpackage raises if a file isn't a readable kernel, and their texts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from contextlib import contextmanager
 
 from emulated_kernel.util.errors import UnusableFile
 
+_UPPER_HALF = (1 << 17) - 1
+"""The upper bits of an address of the kernel's half."""
+
 
 def unusable(message: str) -> UnusableFile:
     """Return the exception (ENOEXEC) for an unusable kernel file; `message` says what is wrong with it."""
     return UnusableFile("kernel", message)
+
+
+def unmapped(va: int) -> str:
+    """Return what is wrong with a kernel one of whose pointers leads to `va`, which is not in its memory.
+
+    Only a canonical address is named: any other value comes from damage or is poison of freed memory.
+    """
+    if va >> 47 in (0, _UPPER_HALF):
+        return f"{va:#x} is not in its memory"
+    return "a pointer in its structures is damaged"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from emulated_kernel.util.abi import HostfsWriter
 from emulated_kernel.util.control_lock import PAUSE
 from emulated_kernel.util.errors import KernelError, YieldLock
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Piece, Steps, encode, finish
 
 PIECE_SIZE = 1 << 10
@@ -71,6 +72,24 @@ def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps
             raise
 
     return explaining
+
+
+def each_line(
+    log: Callable[[str], None], file: str, parsed: Callable[[str], Callable[[], None]]
+) -> ExecuteSteps:
+    """Return a function that executes each line of a write in a step after all lines were parsed.
+
+    If a line fails, the lines before it have been executed. The reason of a KernelError goes to `log`.
+    """
+
+    def execute(data: bytes) -> Steps:
+        for number, command in enumerate([parsed(line) for line in ascii_lines(data)]):
+            if number:
+                yield
+            command()
+        return len(data)
+
+    return explained_steps(log, file, execute)
 
 
 def listing(records: Callable[[], Iterable[str]]) -> Records:

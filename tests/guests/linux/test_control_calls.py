@@ -282,3 +282,35 @@ def test_a_kernel_that_lacks_a_function_goes_without(monkeypatch: pytest.MonkeyP
     counts = [line.split()[1] for line in shell.read("/kprobe_profile").splitlines()]
     assert counts == ["0"] * DEFINITIONS.count("\n")
     mount.close()
+
+
+def test_limits(ours: Mount) -> None:
+    """Those of open files and of tracing hold; those of the own kernel's memory and runs are not offered."""
+    shell = Files(ours, SHELL)
+
+    def shown() -> dict[str, list[int]]:
+        return {
+            name: [*map(int, numbers)]
+            for name, *numbers in map(str.split, shell.read("/machine/limits").splitlines())
+        }
+
+    def refusal(path: str, text: str) -> int | None:
+        with pytest.raises(KernelError) as refused:
+            shell.write(path, text)
+        return refused.value.errno
+
+    assert [*shown()] == [
+        "probes", "instances", "open_files", "user_open_files", "hist_bytes", "record_bytes",
+    ]  # fmt: skip
+    shell.write("/kprobe_events", "p:one vfs_read\n")
+    shell.write("/machine/limits", "probes 2\ninstances 0\n")
+    assert shown()["probes"] == [2, 1]
+    shell.write("/tracing/kprobe_events", "p:two vfs_read\n")
+    assert refusal("/tracing/kprobe_events", "p:three vfs_read\n") == errno.ENOSPC
+    assert shown()["probes"] == [2, 2]
+    for unknown in ("scratch_bytes 1\n", "run_budget_ms 100\n", "record_bytes 1\n", "nothing 1\n"):
+        assert refusal("/machine/limits", unknown) == errno.EINVAL
+    shell.write("/machine/limits", f"open_files {shown()['open_files'][1] - 1}\n")
+    assert refusal("/kprobe_events", "p:four vfs_read\n") == errno.ENFILE
+    shell.write("/machine/limits", "open_files max\nprobes 100\nhist_bytes 0\n")
+    assert refusal("/tracing/events/kprobes/one/trigger", "hist:keys=common_pid") == errno.ENOMEM

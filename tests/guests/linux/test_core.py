@@ -28,6 +28,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from emulated_kernel.vfs.mount import Mount
+from kprobefs.cli.main import main
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon.backends import build_kernel, prepare
 from kprobefs.mount_options import MountOptions
@@ -159,6 +160,18 @@ def test_probes_hit(shell: Files) -> None:
     shell.write("/tracing/events/kprobes/enable", "0")
     shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
     assert shell.read("/kprobes/list") == ""
+
+
+def test_limits(shell: Files) -> None:
+    before = shell.read("/machine/limits")
+    try:
+        shell.write("/machine/limits", "instances 0\n")
+        with pytest.raises(KernelError) as refused:
+            shell.mount.mkdir(CLIENT, "/tracing/instances/more", 0o755)
+        assert refused.value.errno == errno.ENOSPC
+    finally:
+        shell.write("/machine/limits", "instances 1024\n")
+    assert shell.read("/machine/limits").split()[::3] == before.split()[::3]
 
 
 def test_links_stay_in_the_dump(mount: Mount) -> None:
@@ -519,7 +532,9 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
     monkeypatch.setattr(snapshot, "read", damaged)
     options = MountOptions(str(dumped.parent), MachineConfig(), vmcore=str(dumped))
-    with pytest.raises(CliError, match="its kernel's structures lead nowhere: 0xffffffff81400000") as refused:
+    with pytest.raises(
+        CliError, match="not a usable dump: 0xffffffff81400000 is not in its memory"
+    ) as refused:
         build_kernel(options)
     assert refused.value.status == ExitStatus.USAGE
 
@@ -547,6 +562,39 @@ def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
     guest.machine.close()
     assert damaged
     assert not before.path.exists()
+
+
+POISON = 0xCCCCCCCCCCCCCCCC
+"""What freed memory of the kernel's start contains."""
+
+
+@pytest.mark.parametrize("symbol", ["ftrace_events", "ftrace_pages_start", "kprobe_blacklist"])
+@pytest.mark.parametrize("value", [8, POISON, 0xFFFFFFFFFFFFFFF8])
+def test_a_damaged_list_is_a_line(
+    symbol: str,
+    value: int,
+    dumped: Path,
+    mount: Mount,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing is printed in front of it, nothing is kept, and poison is named as no address."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    damaged = tmp_path / "core"
+    subprocess.run(["cp", "--sparse=always", dumped, damaged], check=True)
+    with damaged.open("r+b") as file:
+        core_file = vmcore.CoreFile(file.fileno())
+        base = int(core_file.vmcoreinfo["NUMBER(phys_base)"]) - 0xFFFFFFFF80000000
+        place = lookup(mount, symbol) + base
+        at = next(start + place - pa for pa, start, size in core_file.segments if pa <= place < pa + size)
+        os.pwrite(file.fileno(), struct.pack("<Q", value), at)
+    (tmp_path / "mnt").mkdir()
+    status = main(["mount", "--vmcore", str(damaged), str(tmp_path / "mnt")])
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith(f"kprobefs: {damaged}: not a usable dump: ")
+    assert f"{POISON:#x}" not in err
 
 
 @pytest.mark.usefixtures("mount")

@@ -12,24 +12,25 @@ from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
 from emulated_kernel.guests.builtin.modules import Modules
 from emulated_kernel.guests.builtin.trees.clock_file import clock_text, parsed_clock
-from emulated_kernel.guests.builtin.trees.limits_file import limit_lines, parsed_limit
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.limits import UNLIMITED, Limit
 from emulated_kernel.util.safe_read import PATIENCE
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.open_file import Steps
 from emulated_kernel.vfs.core.seq_file import (
-    ExecuteSteps,
     GuestSteppedFile,
     HostReadingFile,
     Records,
     SeqFile,
     SteppedFile,
-    explained_steps,
+    each_line,
     listing,
     single,
 )
 from emulated_kernel.vfs.trees.call_file import Calls
+from emulated_kernel.vfs.trees.limits_file import GuestLimit, limits_file
 from emulated_kernel.vfs.trees.root import machine_files
 
 MAX_LOADS = 16
@@ -71,18 +72,38 @@ def machine_tree(
         "clock": SteppedFile(
             0o644,
             single(partial(clock_text, kernel)),
-            _each_line(guest, "clock", partial(parsed_clock, kernel)),
+            each_line(guest.log, "clock", partial(parsed_clock, kernel)),
         ),
         "load": GuestSteppedFile(
-            0o644, listing(kernel.loads.text), _each_line(guest, "load", kernel.loads.parsed)
+            0o644, listing(kernel.loads.text), each_line(guest.log, "load", kernel.loads.parsed)
         ),
-        "limits": SteppedFile(
-            0o644,
-            listing(lambda: limit_lines(kernel)),
-            _each_line(guest, "limits", partial(parsed_limit, kernel)),
-        ),
+        "limits": limits_file(kernel, kernel.config.limits, guest.log, _guest_limits(kernel)),
         "call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute),
         **further,
+    }
+
+
+def _guest_limits(kernel: BuiltinKernelComponents) -> dict[Limit, GuestLimit]:
+    """Return the limits that only kprobefs's own kernel has: of scratch/ and of a run."""
+    limits = kernel.config.limits
+    machine = kernel.machine
+    reader = kernel.guest.kernel
+
+    def show_scratch() -> str:
+        most = limits[Limit.SCRATCH_BYTES]
+        return f"{UNLIMITED if most is None else most} {reader.file_pages() * PAGE_SIZE}"
+
+    def set_scratch(value: int | None) -> None:
+        reader.limit_file_pages(None if value is None else value // PAGE_SIZE)
+        limits[Limit.SCRATCH_BYTES] = value
+
+    def set_run_budget(value: int | None) -> None:
+        assert value is not None
+        machine.run_budget = value / 1000
+
+    return {
+        Limit.SCRATCH_BYTES: GuestLimit(show_scratch, set_scratch),
+        Limit.RUN_BUDGET_MS: GuestLimit(lambda: str(round(machine.run_budget * 1000)), set_run_budget),
     }
 
 
@@ -126,12 +147,13 @@ def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable
     files = {name: modules.read(name, deadline) for name in names}
 
     def execute() -> Steps:
-        unloaded: set[str] = set()
+        # Read once: to walk the guest's list for each line would take seconds in this one step.
+        loaded = modules.names()
         for verb, name in commands:
             if verb == "load":
-                modules.check(files[name], unloaded)
+                modules.check(files[name], loaded)
             else:
-                unloaded.add(name.replace("-", "_"))
+                loaded.discard(name.replace("-", "_"))
         for number, (verb, name) in enumerate(commands):
             if number:
                 yield
@@ -142,19 +164,3 @@ def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable
         return len(data)
 
     return execute
-
-
-def _each_line(guest: Guest, file: str, parsed: Callable[[str], Callable[[], None]]) -> ExecuteSteps:
-    """Return a function that executes each line of a write to `file` in a step, after all were parsed.
-
-    If a line fails, the lines before it have been executed.
-    """
-
-    def execute(data: bytes) -> Steps:
-        for number, command in enumerate([parsed(line) for line in ascii_lines(data)]):
-            if number:
-                yield
-            command()
-        return len(data)
-
-    return explained_steps(guest.log, file, execute)

@@ -16,7 +16,6 @@ from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
 from emulated_kernel.guests.linux.mounts.probed_tree import engine_tree
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.control_fs import ControlFs
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Owner
@@ -83,7 +82,7 @@ def probed_mount(
     table: dict[str, FileSystem] = {"/": ControlFs(tree, guest.lock, strategy)}
     if not is_tracefs:
         table |= dict.fromkeys(GUESTS_OWN, GuestFs(guest, GUESTS_OWN))
-    mount = Mount(table, limits=Limits(), lasting=() if is_tracefs else LASTING)
+    mount = Mount(table, limits=engine.limits, lasting=() if is_tracefs else LASTING)
     engine.machine.text.before_first_change.append(mount.open_in_guest)
     if not keeps_tracefs:
         GuestDirectories(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
+from emulated_kernel.vfs.trees.limits_file import limits_file
 from emulated_kernel.vfs.trees.root import machine_files, root_tree
 from emulated_kernel.vfs.trees.stats import probes_file
+
+_log = logging.getLogger("kprobefs.linux")
 
 
 def engine_tree(
@@ -32,5 +36,9 @@ def engine_tree(
         yield log().decode("utf-8", "surrogateescape")
 
     files = machine_files(banner, engine.components.tracing.symbols, shown_log, owner)
-    files |= {"probes": probes_file(engine.components), **machine}
+    files |= {
+        "limits": limits_file(engine.components, engine.limits, _log.info),
+        "probes": probes_file(engine.components),
+        **machine,
+    }
     return root_tree(engine.components, owner, files, further, is_tracefs=is_tracefs)

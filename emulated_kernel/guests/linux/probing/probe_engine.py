@@ -31,6 +31,7 @@ from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.abi import ModuleState
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Limits
 
 log = logging.getLogger("kprobefs.linux")
 _TURN = 10_000
@@ -51,11 +52,14 @@ class KernelEngine:
         kernel: LinuxKernel,
         profile: Profile = PROFILES[DEFAULT],
         lock: ControlLock | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Build the engine over `kernel`, which has the text in memory; blacklist TAKEN_OVER."""
         kernel.forbid(TAKEN_OVER)
         self.guest = guest
         self.lock = lock or ControlLock()
+        self.limits = limits or Limits()
+        """The limits of the mount and of tracing."""
         self.live = LiveImage(kernel)
         self.kernel = self.live.core
         self.machine = ProbedLinux(guest, self.kernel)
@@ -126,6 +130,7 @@ class KernelEngine:
             log.info,
             self._stacks.task_structs,
             self._caller(),
+            self.limits,
         )
 
     def _add_module_events(
@@ -174,9 +179,10 @@ class LinuxEngine(KernelEngine):
         kernel: LinuxKernel,
         profile: Profile = PROFILES[DEFAULT],
         lock: ControlLock | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Build the engine, and let the guest's module loader notify it."""
-        super().__init__(tasks, kernel, profile, lock)
+        super().__init__(tasks, kernel, profile, lock, limits)
         self.tasks = tasks
         self._notify = self._build_module_notifier()
         # A module's text is complete only after the guest's own notifiers, which patch it. Its events must go

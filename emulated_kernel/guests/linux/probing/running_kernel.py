@@ -16,7 +16,7 @@ from emulated_kernel.image.linux.kernel_events import (
     kernel_syscalls,
 )
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
-from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.image.linux.unusable import unmapped, unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment
 from emulated_kernel.image.text_tables import BlacklistEntry
 from emulated_kernel.image.trace_events import SyscallDefinition
@@ -55,7 +55,7 @@ class RunningMemory(LinkedMemory):
         try:
             return self._read(va, max(size, 0))
         except MemoryFault:
-            raise unusable(f"{size} bytes at {va:#x} are not in memory") from None
+            raise unusable(unmapped(va)) from None
 
     def has(self, va: int) -> bool:
         if super().has(va):

@@ -37,6 +37,7 @@ def linux_tracing(
     printk: Callable[[str], None],
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
+    limits: Limits,
 ) -> tuple[TracingComponents, KernelTracepoints]:
     """Build tracing and the tracepoints of a distribution's kernel.
 
@@ -74,7 +75,7 @@ def linux_tracing(
         # Without the functions that ran at boot, whose text has been freed.
         fentry=kernel.mcount.between(*kernel.text),
         resched=linux_need_resched(kernel),
-        limits=Limits(),
+        limits=limits,
         log=printk,
         release=kernel.release,
         printk_formats=partial(printk_formats, kernel),

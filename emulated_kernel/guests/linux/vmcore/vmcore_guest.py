@@ -23,6 +23,7 @@ from emulated_kernel.guests.linux.vmcore.spill_file import has_space, open_tmpfi
 from emulated_kernel.guests.linux.vmcore.vmcore_image import ONLINE, VmcoreOffsets, convert, ram_size
 from emulated_kernel.image.linux.cached_tables import CachedKernelTables
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unmapped
 from emulated_kernel.image.linux.vmcore import CoreFile, unusable_core
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError
@@ -152,8 +153,10 @@ class VmcoreGuest(RunningLinux):
             """Virtual address of the stack on which calls run: the idle task's."""
             self.time = self._last_tick()
             """Nanoseconds from the boot of the dump's kernel to the dump. The guest's time starts there."""
-        except (KeyError, MemoryFault) as error:
-            raise unusable_core(f"its kernel's structures lead nowhere: {error}") from None
+        except KeyError as error:
+            raise unusable_core(f"its symbols lack {error.args[0]}") from None
+        except MemoryFault as fault:
+            raise unusable_core(unmapped(fault.address)) from None
         self._map_devices()
         if "do_sync_core" in symbols:
             machine.watch_text(symbols["do_sync_core"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from errno import EIO, ENODATA, ENOENT, ENOEXEC
 from functools import partial
@@ -77,12 +78,13 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) ->
     access = mmap.PROT_READ
     ram = mmap.mmap(target.fileno(), size, flags=flags, prot=access, offset=snapshot.HEADER)
     kernel, facts = _kernel_in(ram, core.vmcoreinfo)
+    parts = _tables(kernel)
     try:
         cells = find_exception_cells()
     except HardwareError as error:
         raise KernelError(EIO, f"the emulator cannot run it: {error}") from error
     about = {"source": source, "facts": asdict(facts), "cells": cells}
-    snapshot.finish(target, about, size, cached_parts(kernel), is_kept=is_kept)
+    snapshot.finish(target, about, size, parts, is_kept=is_kept)
 
 
 def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, VmcoreOffsets]:
@@ -110,14 +112,31 @@ def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, 
         raise unusable_core("its page tables aren't in its memory")
 
     image = LoadSegment(start, pa, memoryview(ram)[pa : pa + size], size, 7)
-    try:
+    with _read_as_dump():
         kernel = RunningKernel(RunningMemory(image, partial(memory.read, root)))
         return kernel, _facts(kernel, root)
+
+
+def _tables(kernel: RunningKernel) -> dict[str, bytes | memoryview]:
+    """Return the tables of a dump's kernel. Raises: KernelError ENOEXEC (they are damaged)."""
+    with _read_as_dump():
+        parts = cached_parts(kernel)
+    with _read_as_dump("its trace events are damaged: "):
+        # No mount of a dump is possible without events.
+        _ = kernel.events
+    return parts
+
+
+@contextmanager
+def _read_as_dump(prefix: str = "") -> Iterator[None]:
+    """Let errors of a kernel's tables name the dump; `prefix` begins the reason."""
+    try:
+        yield
     except KernelError as error:
         if error.errno not in (ENOEXEC, ENODATA, ENOENT):
             raise
         why = error.why if isinstance(error, UnusableFile) else error.strerror
-        raise unusable_core(why or "") from None
+        raise unusable_core(f"{prefix}{why or ''}") from None
 
 
 def _number(info: Mapping[str, str], name: str) -> int:

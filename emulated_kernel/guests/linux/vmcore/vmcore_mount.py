@@ -14,7 +14,6 @@ from emulated_kernel.guests.linux.vmcore.vmcore_files import VmcoreFiles
 from emulated_kernel.guests.linux.vmcore.vmcore_fs import FILES, VmcoreFs
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import VmcoreGuest
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.control_fs import ControlFs, GuestCalls
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Owner
@@ -117,4 +116,4 @@ def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_t
     table: dict[str, FileSystem] = {"/": ControlFs(tree, engine.lock, strategy)}
     if not is_tracefs:
         table[FILES] = VmcoreFs(files, strategy.request, strategy.look_up, owner, engine.lock)
-    return Mount(table, limits=Limits(), lasting=() if is_tracefs else ("kprobes", "machine", "tracing"))
+    return Mount(table, limits=engine.limits, lasting=() if is_tracefs else ("kprobes", "machine", "tracing"))

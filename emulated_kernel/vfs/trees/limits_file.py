@@ -1,0 +1,89 @@
+"""machine/limits: a kernel's resource limits and the use of them, and commands that set the limits."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from emulated_kernel.components.records import KernelComponents
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import RECORD_BYTES, UNLIMITED, Limit, Limits, parse_limit
+from emulated_kernel.vfs.core.node import Node
+from emulated_kernel.vfs.core.seq_file import SteppedFile, each_line, listing
+
+
+@dataclass(frozen=True)
+class GuestLimit:
+    """A limit that only some kernels have."""
+
+    show: Callable[[], str]
+    """Return the line of the limit after its name."""
+    set: Callable[[int | None], None]
+    """Apply a new value; None means no limit."""
+
+
+def limits_file(
+    kernel: KernelComponents,
+    limits: Limits,
+    log: Callable[[str], None],
+    further: Mapping[Limit, GuestLimit] = MappingProxyType({}),
+) -> Node:
+    """Return the file machine/limits. `further`: limits of this guest; `log`: takes reasons of refusals."""
+    file = _LimitsFile(kernel, limits, further)
+    return SteppedFile(0o644, listing(file.lines), each_line(log, "limits", file.parsed))
+
+
+class _LimitsFile:
+    """The lines and commands of machine/limits."""
+
+    def __init__(self, kernel: KernelComponents, limits: Limits, further: Mapping[Limit, GuestLimit]) -> None:
+        self._limits = limits
+        self._further = further
+        self._records = kernel.machine.records
+        trace = kernel.tracing
+        self._used: dict[Limit, Callable[[], int]] = {
+            Limit.PROBES: lambda: trace.dynamic_events.count,
+            Limit.INSTANCES: lambda: trace.arrays.limited,
+            Limit.OPEN_FILES: lambda: limits.open_files,
+            Limit.USER_OPEN_FILES: lambda: limits.user_open_files,
+            Limit.HIST_BYTES: lambda: trace.arrays.hist_memory.used,
+        }
+        # What the kernel itself has room for may be less than the limit.
+        self._room: dict[Limit, Callable[[], int]] = {
+            Limit.PROBES: lambda: trace.system.events.ids_left,
+            Limit.INSTANCES: lambda: self._records.room_for(*trace.arrays.instance_memory()),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each limit: its name, the most that is possible now, and how much is in use."""
+        for limit, used in self._used.items():
+            count = used()
+            most = self._limits[limit]
+            if limit in self._room:
+                possible = count + self._room[limit]()
+                most = possible if most is None else min(most, possible)
+            yield f"{limit.value} {UNLIMITED if most is None else most} {count}\n"
+        yield f"{RECORD_BYTES} {self._records.pages_size} {self._records.pages_used}\n"
+        for limit, guest_limit in self._further.items():
+            yield f"{limit.value} {guest_limit.show()}\n"
+
+    def parsed(self, line: str) -> Callable[[], None]:
+        """Parse `NAME NUMBER` or `NAME max` and return a function that sets the limit.
+
+        Raises: KernelError EINVAL, ERANGE.
+        """
+        words = line.split()
+        if len(words) != 2:
+            raise KernelError(errno.EINVAL, f"{line!r} isn't NAME VALUE")
+        name, text = words
+        limit, value = parse_limit(name, text, (*self._used, *self._further))
+        return partial(self._set, limit, value)
+
+    def _set(self, limit: Limit, value: int | None) -> None:
+        if limit in self._further:
+            self._further[limit].set(value)
+        else:
+            self._limits[limit] = value
