@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +24,8 @@ from kprobefs.mount_options import Builder, MountOptions
 
 log = logging.getLogger("kprobefs")
 
+STANDARD_ERROR = 2
+"""Descriptor of the standard error. A program that uses main() as a function may have replaced sys.stderr."""
 READY = b"\0"
 """Message of the daemon to the starting process: the mount answers requests."""
 
@@ -32,7 +33,7 @@ READY = b"\0"
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
     """Serve the mount in this process, and apply the *.probes files. Raises: CliError."""
     if log_file is None:
-        _start_logging(logging.INFO, sys.stderr.fileno())
+        _start_logging(logging.INFO, STANDARD_ERROR)
     else:
         descriptor = open_log(str(log_file), options.directory, anew=False)
         _start_logging(logging.INFO, descriptor)
@@ -142,7 +143,7 @@ class DaemonStart:
         try:
             os.close(self._reader)
             self._leave_terminal()
-            _start_logging(logging.WARNING if self._is_own_log else logging.INFO, sys.stderr.fileno())
+            _start_logging(logging.WARNING if self._is_own_log else logging.INFO, STANDARD_ERROR)
             given = _given_descriptors()
             service = Service(self._options, self._build, applies_definitions=False)
             service.run(self._watch_starter, lambda: self._become_ready(given), at_killed)
@@ -156,7 +157,7 @@ class DaemonStart:
 
     def _report(self, failure: CliError) -> None:
         """Log a failure; remove the default log if the starting process has received the message."""
-        why = last_line(sys.stderr.fileno()) if failure.is_explained else ""
+        why = last_line(STANDARD_ERROR) if failure.is_explained else ""
         message = f"{failure}: {why}" if why else str(failure)
         log.error("%s", escape_for_terminal(message))
         if self._tell_reason(message, failure.status):
