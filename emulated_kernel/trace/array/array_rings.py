@@ -21,13 +21,14 @@ UNEXPANDED_SIZE = 1
 """Size of each CPU's buffer in bytes before anything is traced; it is rounded up to MIN_PAGES sub-buffers."""
 
 
-def check_resizable(buffers: Iterable[RingBuffer]) -> None:
+def check_resizable(buffers: Iterable[RingBuffer], number: int) -> None:
     """Check that no open trace file reads one of the buffers.
 
-    Raises: KernelError EBUSY. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
+    Raises: KernelError with the errno `number`.
+    Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
     """
     if any(buffer.held for buffer in buffers):
-        raise KernelError(errno.EBUSY, "the buffer is being read; close the open trace files first")
+        raise KernelError(number, "the buffer is being read; close the open trace files first")
 
 
 class ArrayRings(ABC):
@@ -187,7 +188,7 @@ class ArrayRings(ABC):
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
         """Resize the buffer of one CPU, or of all if `cpu` is None: execute a write to buffer_size_kb.
 
-        Raises: KernelError EINVAL, ENOMEM, EBUSY (a trace file is open for reading).
+        Raises: KernelError EINVAL, ENOMEM (also if a trace file is open for reading).
         Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)
         """
         if not size_kb:
@@ -200,7 +201,7 @@ class ArrayRings(ABC):
         self.system.is_expanded = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
         # Linux: a resize of all CPUs fails if a file reads any CPU's buffer, even if its size is unchanged.
-        check_resizable(self.buffers if cpu is None else changed)
+        check_resizable(self.buffers if cpu is None else changed, errno.ENOMEM)
         try:
             memories = self.allocate([pages] * len(changed))
         except MemoryError as error:

@@ -84,7 +84,7 @@ class Snapshot:
         """
         sizes = [buffer.nr_pages for buffer in self._array.buffers]
         changed = [cpu for cpu, pages in enumerate(sizes) if self.buffers[cpu].nr_pages != pages]
-        check_resizable([self.buffers[cpu] for cpu in changed])
+        check_resizable([self.buffers[cpu] for cpu in changed], errno.EBUSY)
         try:
             memories = self._array.allocate(sizes[cpu] for cpu in changed)
         except MemoryError as error:

@@ -62,10 +62,11 @@ def parse_pattern(text: bytes) -> tuple[StringPattern, bool]:
     Mirrors: kernel/trace/trace_events_filter.c:filter_parse_regex (v6.1).
     """
     negated = text.startswith(b"!")
-    return _classify(text[1:] if negated else text), negated
+    return classify_pattern(text[1:] if negated else text), negated
 
 
-def _classify(text: bytes) -> StringPattern:
+def classify_pattern(text: bytes) -> StringPattern:
+    """Return the pattern of a text that has no negation; `!` is an ordinary character."""
     if text[:1].isdigit():
         return literal_pattern(text)
     inner = text[1:-1] if len(text) > 1 else b""

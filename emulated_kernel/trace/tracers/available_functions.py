@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
-from emulated_kernel.trace.filter.pattern import MatchType, StringPattern, parse_pattern
+from emulated_kernel.trace.filter.pattern import MatchType, StringPattern, classify_pattern, parse_pattern
 from emulated_kernel.trace.text.numbers import simple_strtoul
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -152,6 +152,7 @@ class Functions(Collection[TraceableFunction]):
     def matching(self, pattern: bytes, module: bytes | None = None) -> frozenset[int]:
         """Return the fentry sites of the functions whose names match a pattern.
 
+        `pattern` has no negation: `!` is an ordinary character of it, so that `!!NAME` removes nothing.
         A number in the place of a pattern is a position in the list of all functions, counted from 1.
         `module` is a pattern for the name of the module. With "!" before it, functions outside of matching
         modules are returned. An empty pattern matches any module.
@@ -160,7 +161,7 @@ class Functions(Collection[TraceableFunction]):
         if pattern[:1].isdigit():
             index = simple_strtoul(pattern.decode("latin-1"))[0] - 1
             return frozenset(islice(self._functions, index, index + 1) if 0 <= index < len(self) else ())
-        wanted, _ = parse_pattern(pattern)
+        wanted = classify_pattern(pattern)
         matches_all = module is not None and not wanted.text
         functions: Iterable[TraceableFunction] = self._functions.values()
         if wanted.type is MatchType.FULL and not matches_all:

@@ -122,6 +122,8 @@ class FunctionProbes:
         Linux: an enable_event or disable_event command is removed even if it is for another event.
         Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function_probe_func (v6.1).
         """
+        if pattern.startswith(b"!"):
+            raise KernelError(errno.EINVAL, f"{bytes_to_text(pattern)}: write one ! before the pattern")
         probes = self._kinds.get(kind)
         if probes is None:
             raise KernelError(errno.ENODEV, f"{kind[0]}: no function has this command; see set_ftrace_filter")

@@ -199,3 +199,13 @@ def test_options_of_the_text(kernel: Kernel, tracer: FunctionTracer) -> None:
     assert "vfs_open+0x0/0x" in kernel.trace.trace_text()
     kernel.trace.options.set("print-parent", 0)
     assert " <-" not in kernel.trace.trace_text()
+
+
+@pytest.mark.parametrize("word", [b"!!vfs_read", b"!!*", b"!!vfs_read:traceoff"])
+def test_one_exclamation_mark_removes(tracer: FunctionTracer, word: bytes) -> None:
+    """A second one belongs to the pattern, which no function matches; commands have no such patterns."""
+    tracer.filter.write(b"vfs_read")
+    tracer.filter.write(b"vfs_read:traceoff")
+    before = list(tracer.filter.records())
+    assert errno_of(partial(tracer.filter.write, word)) == "EINVAL"
+    assert list(tracer.filter.records()) == before
