@@ -330,9 +330,11 @@ class FileDescription:
         return self.read(client, size, offset)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Write data, and return the number of bytes taken. Lock: yields; each piece may begin a request.
+        """Write `data` at `offset`, and return the number of bytes written, which may be fewer than given.
 
-        Raises: KernelError EINVAL, WouldBlock (as for read()).
+        Lock: yields. The file may process the data in pieces, between which the lock is released. Each piece
+        may begin a request.
+        Raises: KernelError EINVAL, WouldBlock (not ready: call wait() and write again, or call give_up()).
         """
         raise KernelError(errno.EINVAL, self.path)
 

@@ -37,12 +37,13 @@ class CommandNamespace:
     """The namespaces and the seccomp filter that a command enters between fork and exec."""
 
     def __init__(self, answerer: CallAnswerer | None, *, own_user: bool) -> None:
-        """Start the helper; try namespaces and filter on a process that ends at once.
+        """Start the helper process, and try enter() in a process that then ends.
 
-        `answerer`: what answers the filtered calls; None: no call is answered. `own_user`: enter a user
-        namespace and have perf_event_open(2) refused.
+        `answerer`: answers the system calls that the filter passes on; if it is None, the filter passes on
+        none. `own_user`: whether the command enters a user namespace of its own, in which perf_event_open(2)
+        is refused.
 
-        Raises: CliError (there is no user namespace to be had).
+        Raises: CliError (the host allows no further user namespace).
         """
         self._own_user = own_user
         self._listens = answerer is not None

@@ -117,7 +117,9 @@ def _registers(opcode: X86Opcode, reg: int, rm: int) -> bytes:
 def _head(opcode: X86Opcode, reg: int, rm: int, byte_register: int) -> bytes:
     """Encode the prefixes and the opcode of an instruction.
 
-    `byte_register` is the register operand, which may need a REX prefix if it is a byte register.
+    `reg`, `rm`: numbers of the registers in these fields of ModRM; REX holds their highest bits.
+    `byte_register`: number of the register that a byte instruction (X86Opcode.byte) accesses. Registers 4 to
+    7 then need a REX prefix, because without it their numbers mean ah, ch, dh and bh.
     """
     rex = opcode.wide << 3 | (reg >> 3) << 2 | rm >> 3
     forced = opcode.byte and byte_register in _NEEDS_REX

@@ -133,9 +133,11 @@ class ReturnHooks:
     def add(
         self, handler: ReturnHandler, nodes: int, data_size: int = 0, program: CompileHandler | None = None
     ) -> ReturnHook:
-        """Make a hook. `nodes`: limit of calls that can be pending at a time, if the shadow stack has one.
+        """Return a new hook, whose `handler` is called at the returns of the calls that it hooks.
 
-        `program` emits guest code that does the same as the handler, if possible.
+        `nodes`: maximum number of calls that can be pending at a time, if the shadow stack has such a limit.
+        `data_size`: size in bytes of the private data of a call. `program`: emits guest code that does the
+        same as the handler; None: only Python handles returns.
         Raises: KernelError ENOMEM.
         Mirrors: rethook_alloc, rethook_add_node (v6.1).
         """
@@ -225,10 +227,11 @@ class ReturnHooks:
     def hook_call(
         self, hook: ReturnHook, regs: Any, wants: Callable[[RethookNode, Any], bool] | None = None
     ) -> bool:
-        """Let the function that the guest enters now return to the trampoline: hook this call.
+        """Replace the return address at the entry of a function by the trampoline: hook this call.
 
-        Return False if the call is missed. If `wants(instance, regs)` returns False, the call is not hooked,
-        and does not count as missed.
+        `regs`: the registers at the entry. `wants(instance, regs)`: returns False if the call must not be
+        hooked; None: every call is hooked. Return True, also if `wants` has returned False. If no instance is
+        free, or the return address cannot be replaced, count a missed call and return False.
         Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook (v6.1).
         """
         stack = self.stack

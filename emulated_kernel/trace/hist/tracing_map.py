@@ -167,10 +167,11 @@ class TracingMap:
         self._own_charge = 0
 
     def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
-        """Return all elements, sorted by `primary` and, where that is equal, by `secondary`.
+        """Sort all elements by the number that `primary` returns for each, and equal ones by `secondary`.
 
-        The generator yields after each SORT_STEP elements. Ranks are computed before each heap sort. Between
-        two steps, hits may add elements, which are not returned.
+        The generator yields after each SORT_STEP elements, and its return value is the sorted list. Hits may
+        add elements at a yield; the list does not contain them. A heap sort calls `primary` or `secondary`
+        only before it starts, so later changes of an element do not affect this sort.
         Linux: equal elements have the order that a heap sort gives to elements in the byte order of their
         keys.
         """

@@ -139,7 +139,11 @@ class ControlCommand(TriggerCommand):
 
 
 class SwitchTrigger(CountedTrigger):
-    """A trigger that acts on another event. While the trigger exists, that event exists in soft mode."""
+    """A trigger that switches the recording or the histograms of another event, its `target`.
+
+    `enable`: whether a hit switches them on or off. The `target` stays in soft mode (see EventFile), and its
+    event cannot be removed, until the trigger is released.
+    """
 
     def __init__(
         self, name: str, enable: bool, target: EventFile, count: int, filter_: EventFilter | None

@@ -76,9 +76,9 @@ def remember(reading: Reading, text: str) -> None:
 
 
 def last_read(directory: Path, file: int) -> float:
-    """Return the time of the last use of a file's result, in seconds since 1970; 0 if it was never used.
+    """Return when the note on a file was last written or used, in seconds since 1970; 0 if it has no note.
 
-    Raises: OSError (of the file).
+    `directory`: contains the notes. `file`: descriptor of the file.
     """
     with suppress(OSError):
         return _note(directory, file).stat().st_mtime
