@@ -163,7 +163,7 @@ class _Helper:
 
 
 def _has_hung_up(listener: int) -> bool:
-    """Return True if no process has the listener's filter any more."""
+    """Return True if no process has the filter that belongs to the seccomp descriptor `listener` any more."""
     waiter = select.poll()
     waiter.register(listener, select.POLLIN)
     return any(not event & select.POLLIN for _, event in waiter.poll(0))
@@ -183,14 +183,20 @@ def _map_ids(pid: int) -> None:
 
 
 def _above_standard_streams(connection: socket.socket) -> socket.socket:
-    """Return a socket whose number is none of a standard stream's, which may have been closed."""
+    """Close a socket, and return a copy whose descriptor is at least 3.
+
+    If a standard stream is closed, a new socket may get its number, 0 to 2.
+    """
     number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, 3)
     connection.close()
     return socket.socket(fileno=number)
 
 
 def _forked(serve: Callable[[], None], keep: int) -> int:
-    """Fork a process that outlives this one, and keeps no descriptor except `keep`; return its pid."""
+    """Fork a process that calls `serve` and ends afterwards; return its pid.
+
+    The process may outlive this one. It keeps no descriptor except `keep`.
+    """
     child = os.fork()
     if child:
         return child

@@ -249,7 +249,10 @@ def own_name() -> str:
 
 
 def sweep(files: Files, tracefs: Path) -> None:
-    """Remove probes of killed `kprobefs trace` processes; other processes may sweep at the same time."""
+    """Remove probes and instances that killed `kprobefs trace` processes have left.
+
+    `files`: the mount's files. `tracefs`: path of its tracefs. Other processes may do the same meanwhile.
+    """
     with suppress(OSError):
         root = files.tracefs()
         groups = files.directories(f"{root}events")
@@ -260,7 +263,7 @@ def sweep(files: Files, tracefs: Path) -> None:
 
 
 def _is_dead(name: str) -> bool:
-    """Return True if the name belongs to a process of this pid namespace that has ended."""
+    """Return True if `name` is the name of a session whose process, in this pid namespace, has ended."""
     found = NAME.fullmatch(name)
     if found is None or int(found["namespace"], 16) != os.stat(PID_NAMESPACE).st_ino:
         return False

@@ -115,8 +115,9 @@ class ControlCommand(TriggerCommand):
     trigger: type[ControlTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Add the trigger to an event, or remove it.
+        """Add the trigger to the event `file`, or remove it if `removes` is True.
 
+        `rest`: the command after its name, `[COUNT] [if FILTER]`; None if nothing follows the name.
         Raises: KernelError EINVAL, ERANGE, EEXIST (the event has a trigger of this kind), errors of
         parse_filter().
         """
@@ -190,9 +191,11 @@ class SwitchCommand(TriggerCommand):
     trigger: type[SwitchTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Add the trigger to an event, or remove it.
+        """Add the trigger to the event `file`, or remove it if `removes` is True.
 
-        Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST, errors of parse_filter().
+        `rest`: the command after its name, `GROUP:EVENT[:COUNT] [if FILTER]`; None if nothing follows.
+        Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST (a trigger of `file` switches that
+        event), errors of parse_filter().
         """
         param, condition = separate_filter(rest, required=True)
         group, colon, event_name = (param or "").partition(":")

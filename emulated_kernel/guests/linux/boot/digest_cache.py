@@ -61,7 +61,11 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
 
 
 def remember(reading: Reading, text: str) -> None:
-    """Write a note with the result `text`. If that is impossible, the file is read again next time."""
+    """Write a note with the result `text` of reading a file.
+
+    `reading`: what about_to_read() returned for the file. If no note can be written, do nothing; the file is
+    read again next time.
+    """
     directory = reading.note.parent
     if not reading.is_settled or not directory.is_dir():
         return
