@@ -557,25 +557,25 @@ class Kernel:
             return sprint_symbol(self.tracing.symbols, addr)
 
     def read_memory(self, addr: int, size: int) -> bytes:
-        """Return `size` bytes of guest memory.
+        """Return `size` bytes of guest memory from the virtual address `addr`.
 
-        Raises: MemoryFault (not mapped).
+        Raises: MemoryFault (an address is not mapped).
         """
         with self._locked():
             return self.machine.memory.read(addr, size)
 
     def write_memory(self, addr: int, data: bytes) -> None:
-        """Write bytes to guest memory.
+        """Write `data` to guest memory at the virtual address `addr`: all bytes, or none if it fails.
 
-        Raises: MemoryFault (not mapped, or not writable, as text is).
+        Raises: MemoryFault (an address is not mapped or is read-only; kernel text is read-only).
         """
         with self._locked():
             self.machine.memory.write(addr, data)
 
     def read_cstring(self, addr: int, limit: int = PAGE_SIZE) -> bytes:
-        """Return the bytes of a string in guest memory, without its NUL; at most `limit` bytes are read.
+        """Return the bytes of the string at the virtual address `addr`, without its NUL.
 
-        Raises: MemoryFault (not mapped).
+        At most `limit` bytes are read. Raises: MemoryFault (an address is not mapped).
         """
         with self._locked():
             return self.machine.memory.read_cstring(addr, limit)

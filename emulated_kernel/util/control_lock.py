@@ -49,7 +49,10 @@ class ControlLock:
         A thread that serves requests uses it to let another thread serve them while it waits.
         """
         self.is_abandoned: Callable[[], bool] = lambda: False
-        """Returns True if the calling thread serves a write of a killed process, which must stop."""
+        """Function that returns True if the calling thread serves a write(2) of a process that was killed.
+
+        Such a write must stop with EINTR. The FUSE daemon sets this attribute; without it, no write stops.
+        """
 
     def __enter__(self) -> Self:
         if not self._acquire(False):

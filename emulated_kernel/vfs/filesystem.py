@@ -211,7 +211,10 @@ class FileSystem(ABC):
         return False
 
     def is_always_open(self, path: str) -> bool:
-        """Return True if the file can be opened beyond the limit of open files. Lock: leaves."""
+        """Return True if the file at `path` can be opened even if the mount's limit of open files is reached.
+
+        Lock: leaves.
+        """
         return False
 
     # For the daemon. Lock: needs, except for is_dead and close, which take it.
@@ -231,7 +234,7 @@ class FileSystem(ABC):
         """Report clients' changes of control files to `watcher` from now on. None ends the reports."""
 
     def is_between_parts(self) -> bool:
-        """Return True if a file waits for the next part of a long write(2)."""
+        """Return True if an open file keeps written data that a later write(2) or its close will execute."""
         return False
 
     def is_dead(self) -> bool:
@@ -312,7 +315,10 @@ class FileDescription:
         return KernelError(self.error, why)
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """Return the attributes of the open file, whose name may have been removed. Lock: takes."""
+        """Return the attributes of the open file, whose name may have been removed. Lock: takes.
+
+        `client`: see FileSystem.getattr.
+        """
         return self.fs.getattr(still_there(self.path), client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
@@ -330,14 +336,19 @@ class FileDescription:
         return self.read(client, size, offset)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Write data, and return the number of bytes taken. Lock: yields; each piece may begin a request.
+        """Write `data` at `offset`, and return the number of bytes written, which may be fewer than given.
 
-        Raises: KernelError EINVAL, WouldBlock (as for read()).
+        Lock: yields. The file may process the data in pieces, between which the lock is released. Each piece
+        may begin a request.
+        Raises: KernelError EINVAL, WouldBlock (not ready: call wait() and write again, or call give_up()).
         """
         raise KernelError(errno.EINVAL, self.path)
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """Return the mask of ready poll events; call `notify` once when the mask changes. Lock: either."""
+        """Return the mask of ready poll events. Lock: either.
+
+        `notify`: called once when the mask changes; None: nobody waits for a change.
+        """
         return ALWAYS_READY
 
     def wait(self, timeout: float) -> None:

@@ -423,7 +423,7 @@ class Mount:
             fs.watch(watcher)
 
     def is_between_parts(self) -> bool:
-        """Return True if a file waits for the next part of a long write(2)."""
+        """Return True if an open file keeps written data that a later write(2) or its close will execute."""
         self.lock.assert_held()
         return any(fs.is_between_parts() for fs in self._file_systems)
 

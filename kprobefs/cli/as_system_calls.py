@@ -45,7 +45,10 @@ class CallAnswerer:
     """Answers the calls that a filter passes on, for the files of one mount."""
 
     def __init__(self, device: int, tracing: tuple[str, ...], debug: tuple[str, ...]) -> None:
-        """`device`: st_dev of the mount; `tracing` and `debug`: where it is a tracefs or a debugfs."""
+        """Create an answerer for the mount with the st_dev `device`.
+
+        `tracing`, `debug`: paths at which the mount is shown as a tracefs or as a debugfs.
+        """
         self._device = os.major(device), os.minor(device)
         self._fsid = device
         self._tracing = tracing
@@ -98,14 +101,22 @@ class CallAnswerer:
             return self._statfs(opened, waiting, caller)
 
     def _copying(self, waiting: _Waiting) -> int | None:
-        """Return EINVAL for a text of the mount, as from tracefs, so that the caller reads it."""
+        """Return EINVAL if the call copies from a text file of the mount, so that the caller reads the file.
+
+        Return None for other files, so that the kernel executes the call. Linux: tracefs gives EINVAL too.
+        """
         number = waiting.arguments[waiting.call.file] & 0xFFFFFFFF
         found = Found(f"/proc/{waiting.task}/fd/{number}")
         is_text = found.device == self._device and stat.S_ISREG(found.mode) and not found.size
         return errno.EINVAL if is_text else None
 
     def _statfs(self, opened: int, waiting: _Waiting, caller: _Caller) -> int | None:
-        """Answer as Linux's simple_statfs() does for the file system of an open file."""
+        """Write the result of the caller's statfs(2) or fstatfs(2) to the caller's memory.
+
+        `opened`: descriptor, in this process, of the file that the call is about. Return 0 or an errno; None
+        if the file is not on the mount, so that the kernel must execute the call.
+        Mirrors: fs/libfs.c:simple_statfs (v6.1).
+        """
         if Found(opened, only_device=True).device != self._device:
             return None
         magic = DEBUGFS_MAGIC if self._is_debug(caller.path_of(opened)) else TRACEFS_MAGIC
@@ -140,7 +151,7 @@ class _Waiting:
         fcntl.ioctl(self._listener, _NOTIF_ID_VALID, struct.pack("=Q", self._id))
 
     def finish(self, result: int | None) -> None:
-        """Let the caller go on: with 0, an errno, or None for what the kernel says."""
+        """Let the caller continue: with the result 0 or an errno; None: the kernel executes the call."""
         flags = _NOTIF_CONTINUE if result is None else 0
         # It may have been killed meanwhile.
         with suppress(OSError):

@@ -37,12 +37,13 @@ class CommandNamespace:
     """The namespaces and the seccomp filter that a command enters between fork and exec."""
 
     def __init__(self, answerer: CallAnswerer | None, *, own_user: bool) -> None:
-        """Start the helper; try namespaces and filter on a process that ends at once.
+        """Start the helper process, and try enter() in a process that then ends.
 
-        `answerer`: what answers the filtered calls; None: no call is answered. `own_user`: enter a user
-        namespace and have perf_event_open(2) refused.
+        `answerer`: answers the system calls that the filter passes on; if it is None, the filter passes on
+        none. `own_user`: whether the command enters a user namespace of its own, in which perf_event_open(2)
+        is refused.
 
-        Raises: CliError (there is no user namespace to be had).
+        Raises: CliError (the host allows no further user namespace).
         """
         self._own_user = own_user
         self._listens = answerer is not None
@@ -162,7 +163,7 @@ class _Helper:
 
 
 def _has_hung_up(listener: int) -> bool:
-    """Return True if no process has the listener's filter any more."""
+    """Return True if no process has the filter that belongs to the seccomp descriptor `listener` any more."""
     waiter = select.poll()
     waiter.register(listener, select.POLLIN)
     return any(not event & select.POLLIN for _, event in waiter.poll(0))
@@ -182,14 +183,20 @@ def _map_ids(pid: int) -> None:
 
 
 def _above_standard_streams(connection: socket.socket) -> socket.socket:
-    """Return a socket whose number is none of a standard stream's, which may have been closed."""
+    """Close a socket, and return a copy whose descriptor is at least 3.
+
+    If a standard stream is closed, a new socket may get its number, 0 to 2.
+    """
     number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, 3)
     connection.close()
     return socket.socket(fileno=number)
 
 
 def _forked(serve: Callable[[], None], keep: int) -> int:
-    """Fork a process that outlives this one, and keeps no descriptor except `keep`; return its pid."""
+    """Fork a process that calls `serve` and ends afterwards; return its pid.
+
+    The process may outlive this one. It keeps no descriptor except `keep`.
+    """
     child = os.fork()
     if child:
         return child

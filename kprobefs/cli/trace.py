@@ -36,9 +36,10 @@ USAGE = "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], or t:GROUP:EVENT"
 
 
 def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
-    """Return the definitions of the probes, in the group `group`, and the names of all events as group/name.
+    """Return the lines that define the probes, and the names of all events as group/name.
 
-    Raises: CliError.
+    `probes`: probes in the forms of USAGE. `group`: group of the events that the lines define.
+    Raises: CliError (an item is not a probe).
     """
     definitions: list[str] = []
     events: list[str] = []
@@ -70,16 +71,17 @@ class TraceSession:
         self.printer = RecordPrinter(output, as_json=as_json)
 
     def attached(self, directory: str, command: Sequence[str]) -> AttachedProbes:
-        """Return a context manager in which the probes are on a mount, while `command` runs."""
+        """Return a context manager that adds the probes to the mount at `directory` while `command` runs."""
         return AttachedProbes(self, directory, command)
 
 
 class AttachedProbes:
-    """Context manager that puts the probes of a session on a mount, in an instance of their own.
+    """Context manager that adds a session's probes to a mount, and removes them at its end.
 
-    It returns the directory in which the command must run. If the mount has scratch/, it returns scratch/,
-    because its files belong to the guest. Files that the command's arguments name are copied to scratch/
-    meanwhile.
+    The probes record into a trace instance of their own. Entering the context returns the directory in which
+    the command must run: scratch/ of the mount, whose files belong to the guest. If the mount has no
+    scratch/, the directory is the current one. Inside the context, scratch/ contains copies of the files that
+    the command's arguments name.
     """
 
     def __init__(self, session: TraceSession, directory: str, command: Sequence[str]) -> None:
@@ -157,8 +159,9 @@ class AttachedProbes:
         return [(event, event.removeprefix(prefix).replace("/", ":")) for event in self._session.events]
 
     def _apply(self, lines: Sequence[tuple[str, str, str]]) -> None:
-        """Apply lines of definitions: a place for messages, a text, and the text that the user typed.
+        """Apply lines to the mount's files.
 
+        An item of `lines` has the name that messages give to the line, the line, and the user's own text.
         Raises: CliError.
         """
         from kprobefs.definitions.loader import Loader
@@ -246,7 +249,10 @@ def own_name() -> str:
 
 
 def sweep(files: Files, tracefs: Path) -> None:
-    """Remove probes of killed `kprobefs trace` processes; other processes may sweep at the same time."""
+    """Remove probes and instances that killed `kprobefs trace` processes have left.
+
+    `files`: the mount's files. `tracefs`: path of its tracefs. Other processes may do the same meanwhile.
+    """
     with suppress(OSError):
         root = files.tracefs()
         groups = files.directories(f"{root}events")
@@ -257,7 +263,7 @@ def sweep(files: Files, tracefs: Path) -> None:
 
 
 def _is_dead(name: str) -> bool:
-    """Return True if the name belongs to a process of this pid namespace that has ended."""
+    """Return True if `name` is the name of a session whose process, in this pid namespace, has ended."""
     found = NAME.fullmatch(name)
     if found is None or int(found["namespace"], 16) != os.stat(PID_NAMESPACE).st_ino:
         return False
@@ -274,7 +280,7 @@ def _is_dead(name: str) -> bool:
 
 
 def _names_of(definitions: Sequence[str]) -> list[str]:
-    """Return the events that definitions define, as group/name."""
+    """Return the names, as group/name, of the events that the lines `definitions` define."""
     return [each.split()[0].partition(":")[2] for each in definitions]
 
 

@@ -83,7 +83,7 @@ def saved_in_steps(files: Files, probes: Iterable[ProbeState] | None = None) -> 
 
 
 def _pause(number: int) -> tuple[str, ...]:
-    """Return a PAUSE if an event with this index begins a step."""
+    """Return a tuple with PAUSE if the event with the index `number` begins a step, else an empty tuple."""
     return () if number % EVENTS_PER_STEP else (PAUSE,)
 
 
@@ -98,7 +98,10 @@ class _Array:
 
     files: Files
     directory: str
-    """Directory of the array: empty, or with a slash at its end."""
+    """Path of the array's directory, relative to the mount's root and with a slash at its end.
+
+    It is "" if the directory is the mount's root.
+    """
 
     def lines(self, name: str) -> list[str]:
         return _content(self.files, f"{self.directory}{name}")

@@ -110,14 +110,16 @@ _LOAD_SIGNED_64 = {
 
 @cache
 def _registers(opcode: X86Opcode, reg: int, rm: int) -> bytes:
-    """Encode an instruction on two registers, or on a register and an opcode extension."""
+    """Encode an instruction on two registers, or on the register `rm` and an opcode extension in `reg`."""
     return _head(opcode, reg, rm, rm) + bytes([0xC0 | (reg & 7) << 3 | rm & 7])
 
 
 def _head(opcode: X86Opcode, reg: int, rm: int, byte_register: int) -> bytes:
     """Encode the prefixes and the opcode of an instruction.
 
-    `byte_register` is the register operand, which may need a REX prefix if it is a byte register.
+    `reg`, `rm`: numbers of the registers in these fields of ModRM; REX holds their highest bits.
+    `byte_register`: number of the register that a byte instruction (X86Opcode.byte) accesses. Registers 4 to
+    7 then need a REX prefix, because without it their numbers mean ah, ch, dh and bh.
     """
     rex = opcode.wide << 3 | (reg >> 3) << 2 | rm >> 3
     forced = opcode.byte and byte_register in _NEEDS_REX
@@ -371,14 +373,20 @@ def _group1_memory(value: int, size: int) -> tuple[X86Opcode, bytes]:
 
 @lru_cache(1024)
 def _immediate(value: int, size: int) -> bytes:
-    """Encode the immediate operand of an instruction on `size` bytes; it has at most 4 bytes."""
+    """Encode the immediate operand of an instruction whose operands have `size` bytes.
+
+    The immediate has the same size, but at most 4 bytes.
+    """
     size = min(size, 4)
     return (value & (1 << 8 * size) - 1).to_bytes(size, "little")
 
 
 @cache
 def _absolute(opcode: X86Opcode, reg: int, bits: int) -> bytes:
-    """Encode an instruction with an absolute memory operand, without the address."""
+    """Encode an instruction with an absolute memory operand, without the address.
+
+    `reg`: content of this field of ModRM. `bits`: 64 for x86_64, 32 for i386.
+    """
     # In 64-bit mode, the short form is relative to the instruction pointer.
     modrm = bytes([(reg & 7) << 3 | 4, 0x25]) if bits == 64 else bytes([(reg & 7) << 3 | 5])
     return _head(opcode, reg, 0, reg) + modrm
@@ -402,5 +410,5 @@ def _lea_sum(lea: X86Opcode, dst: int, base: int, index: int) -> bytes:
 
 
 def branch(condition: int) -> bytes:
-    """Encode a jcc without its 32-bit displacement."""
+    """Encode a jcc with a condition code, such as BELOW, without its 32-bit displacement."""
     return bytes([0x0F, 0x80 | condition])

@@ -156,7 +156,10 @@ class AssembledHandlers:
 
 
 class FailureCount:
-    """Base class of the users' probes, whose handlers may raise in Python, or fault in assembly."""
+    """Base class of Kprobe and Fprobe that counts the failures of their handlers.
+
+    A handler in Python fails if it raises an exception, and a handler in assembly if it faults.
+    """
 
     __slots__ = ()
 

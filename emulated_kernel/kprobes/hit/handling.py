@@ -102,9 +102,11 @@ class HitHandling:
         in_frame: bool = False,
         on_return: Callable[[AggrKprobe, Regs], object],
     ) -> bool:
-        """Let the guest run the probe's handler in assembly, and then call `on_return` with `regs`.
+        """Let the guest run the probe's handler in assembly, and then call `on_return(head, regs)`.
 
-        Return False if there is no room for the handler's code; then `on_return` is not called.
+        `point`: selects the handler. `in_frame`: whether the probed code's registers are in a struct pt_regs
+        at sp, as in a hit by a call or a jump. Return True if the guest will run the handler. If there is no
+        room for the handler's code, count a missed hit and return False; `on_return` is not called.
         """
         machine = self._machine
 
@@ -232,9 +234,10 @@ class HitHandling:
         return insn is not None and insn.slot is not None and not head.has_python_post_handler
 
     def code_behind(self, head: AggrKprobe, next_ip: int) -> CompiledCode | None:
-        """Return the probe's post_code as guest code that continues at `next_ip`, or None.
+        """Return guest code that runs the probe's post_code and then jumps to `next_ip`.
 
-        If there is no room for the code, the hit is counted as missed.
+        Return None if the guest cannot continue there without Python. If there is no room for the code, count
+        a missed hit and return None.
         """
         if not self._continues_behind(head):
             return None
@@ -343,7 +346,11 @@ class HitHandling:
         return hit
 
     def on_call_of_several(self, head: AggrKprobe, frame: Regs, then: Callable[[], object]) -> None:
-        """Handle a hit by a call from a site with several users; `then` calls the older users afterwards."""
+        """Handle a probe's hit at a fentry site that other users of ftrace share.
+
+        `frame`: the saved registers. `then`: calls the users that were attached to the site before the probe.
+        It is called once: after the probe's handlers, or at once if the hit is missed.
+        """
         if not self._begin(head, frame, partial(self._called, then=then), False):
             then()
 

@@ -132,7 +132,10 @@ class RetStack(ShadowStack):
         return array
 
     def _get(self, hook: int, task: int) -> int:
-        """Return a node on the task's stack, or 0. Nothing is reserved, as only this task uses the stack."""
+        """Return the address of a node on the task's stack, or 0 if there is no space or memory for it.
+
+        The space is not reserved, because only this task uses the stack.
+        """
         if not self._array(task):
             try:
                 self._allocate(task)
@@ -323,7 +326,11 @@ class RetStackCode(StackCode[RetStack]):
         count_one_less(builder, hook, word)
 
     def put_back(self, builder: ProgramBuilder, hook: int, data: int) -> None:
-        """Emit code that removes the newest call, which belongs to `hook` and shall not be hooked."""
+        """Emit code that pops the running task's newest call, because it is not to be hooked after all.
+
+        `hook`: address of the hook for which enter() has pushed the call. The call's return address in the
+        guest must not have been replaced yet.
+        """
         used_at = self.stack.used_at
         builder.emit(
             self.current_task(TASK),
@@ -337,11 +344,11 @@ class RetStackCode(StackCode[RetStack]):
     def older(
         self, builder: ProgramBuilder, hook: int, call: int, spare: tuple[int, int, int], none: Label
     ) -> None:
-        """Emit code that moves `call`, a node of the running task, to the hook's next older call.
+        """Emit code that replaces a node of the running task by the node of the next older call of a hook.
 
-        If there is no older call, the code goes to `none`.
-
-        `spare`: virtual registers that the code may overwrite.
+        `hook`: address of the hook. `call`: number of the virtual register with the node. `spare`: numbers of
+        three virtual registers that the code may overwrite. If there is no older call, the code goes to
+        `none`.
         """
         word = self.word
         again = builder.label()

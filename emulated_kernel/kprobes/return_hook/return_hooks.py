@@ -105,7 +105,7 @@ class ReturnHooks:
         return self.stack.name
 
     def select_return_hook(self, name: str) -> None:
-        """Use another shadow stack from now on.
+        """Use the shadow stack called `name`, a key of SHADOW_STACKS, from now on.
 
         Raises: KernelError EINVAL (unknown), EBUSY (while a function is hooked or has yet to return).
         """
@@ -133,9 +133,11 @@ class ReturnHooks:
     def add(
         self, handler: ReturnHandler, nodes: int, data_size: int = 0, program: CompileHandler | None = None
     ) -> ReturnHook:
-        """Make a hook. `nodes`: limit of calls that can be pending at a time, if the shadow stack has one.
+        """Return a new hook, whose `handler` is called at the returns of the calls that it hooks.
 
-        `program` emits guest code that does the same as the handler, if possible.
+        `nodes`: maximum number of calls that can be pending at a time, if the shadow stack has such a limit.
+        `data_size`: size in bytes of the private data of a call. `program`: emits guest code that does the
+        same as the handler; None: only Python handles returns.
         Raises: KernelError ENOMEM.
         Mirrors: rethook_alloc, rethook_add_node (v6.1).
         """
@@ -187,9 +189,10 @@ class ReturnHooks:
         return bool(self.stack.hooks)
 
     def newest(self, hook: ReturnHook, before: int | None = None) -> RethookNode | None:
-        """Return the current task's newest pending call of this hook, or the next one older than `before`.
+        """Return the current task's newest pending call that `hook` has hooked.
 
-        Return None if there is no such call.
+        `before`: address of the node of a call. If it is given, return the newest such call that is older
+        than this one. Return None if there is no such call.
         """
         task = self._tasks.current()
         for call in self.stack.pending(task):
@@ -225,10 +228,11 @@ class ReturnHooks:
     def hook_call(
         self, hook: ReturnHook, regs: Any, wants: Callable[[RethookNode, Any], bool] | None = None
     ) -> bool:
-        """Let the function that the guest enters now return to the trampoline: hook this call.
+        """Replace the return address at the entry of a function by the trampoline: hook this call.
 
-        Return False if the call is missed. If `wants(instance, regs)` returns False, the call is not hooked,
-        and does not count as missed.
+        `regs`: the registers at the entry. `wants(instance, regs)`: returns False if the call must not be
+        hooked; None: every call is hooked. Return True, also if `wants` has returned False. If no instance is
+        free, or the return address cannot be replaced, count a missed call and return False.
         Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook (v6.1).
         """
         stack = self.stack
@@ -299,7 +303,7 @@ class ReturnHooks:
     def _returning(self, task: int) -> tuple[list[Pending], int]:
         """Return the task's newest calls up to the first one with a real return address, and this address.
 
-        If no call has a real return address, the address is 0.
+        A return address is real if it is not a trampoline's. If no call has a real one, the address is 0.
 
         Mirrors: kernel/trace/rethook.c:__rethook_find_ret_addr (v6.1).
         """
@@ -324,9 +328,10 @@ class ReturnHooks:
     # Tasks
 
     def real_return_address(self, task: int, slot: int, address: int) -> int:
-        """Return the content of a stack slot before its function was hooked; without a hook, `address`.
+        """Return the content that a task's stack slot had before its function was hooked.
 
-        `address` is the slot's present content.
+        `slot`: address of the stack slot. `address`: the slot's present content. It is returned if no hook
+        has replaced the content.
         Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
         """
         if not self.trampoline.is_one(address):
@@ -394,7 +399,10 @@ class ReturnHooks:
             self._abandon(self._tasks.current())
 
     def _abandon(self, task: int) -> None:
-        """Remove calls whose frame is neither on the task's stack nor the CPU's. Raises: MemoryFault."""
+        """Remove a task's newest calls, until a call's frame is on one of the guest's stacks.
+
+        These are the task's stack and the CPU's interrupt stack. Raises: MemoryFault.
+        """
         low = self._memory.read_word(task + self._abi["task_struct.stack"])
         area = self._machine.per_cpu_bases[self._machine.cpu]
         top = self._memory.read_word(area + self._abi["percpu.hardirq_stack_ptr"])

@@ -98,17 +98,19 @@ class StackCode(ABC, Generic[Stack]):
 
     @abstractmethod
     def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:
-        """Emit code that takes NODE and pushes it, with RET and SLOT, on the running task's shadow stack.
+        """Emit code that pushes a call on the running task's shadow stack, and sets NODE to the call's node.
 
-        RET is the return address, and SLOT the stack slot; both are preserved. If no node is left, the code
-        goes to `missed` with nothing changed.
+        `hook`: address of the hook that owns the node. Before the code, RET contains the return address and
+        SLOT the address of its stack slot; both are preserved. If no node is left, the code goes to `missed`
+        with nothing pushed.
         """
 
     @abstractmethod
     def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
-        """Emit code that pops the newest call, which is the hook's, and makes the trampoline return from it.
+        """Emit code that pops the running task's newest call, and makes the trampoline return from this call.
 
-        SLOT contains the stack pointer. The code sets SLOT to the first word of the node's data.
+        `hook`: address of the hook that owns the call's node. Before the code, SLOT contains the stack
+        pointer. If `data` is not 0, the code sets SLOT to the first word of the node's data.
         """
 
     def store_data(self, src: int, index: int = 0) -> Op:
@@ -116,7 +118,10 @@ class StackCode(ABC, Generic[Stack]):
         return self.store(NODE, (self.data_word + index) * self.word, src)
 
     def _give_back(self, builder: ProgramBuilder, data: int) -> None:
-        """Emit code that stores RET for the trampoline, and sets SLOT to the first word of NODE's data."""
+        """Emit code that stores RET, to which the trampoline returns, at the offset `_returned_at` from SLOT.
+
+        If `data` is not 0, the code then sets SLOT to the first word of NODE's data.
+        """
         builder.emit(self.store(SLOT, self._returned_at, RET))
         if data:
             builder.emit(self.load(SLOT, NODE, self.data_word * self.word))
@@ -149,7 +154,11 @@ def unless(register: int, label: Label) -> Op:
 
 
 def count_one_more(builder: ProgramBuilder, hook: int, word: int) -> None:
-    """Emit code that counts one more instance in use; FIRST, SECOND and TASK are overwritten."""
+    """Emit code that adds 1 to a hook's counter ACTIVE, and raises HIGH_WATER to it if it is greater.
+
+    `hook`: address of the hook. `word`: size of a word in bytes. The code overwrites the virtual registers
+    FIRST, SECOND and TASK.
+    """
     active, high = (counter_at(hook, number, word) - hook for number in (ACTIVE, HIGH_WATER))
     counted = builder.label()
     with builder.out_of_line() as higher:
@@ -168,6 +177,10 @@ def count_one_more(builder: ProgramBuilder, hook: int, word: int) -> None:
 
 
 def count_one_less(builder: ProgramBuilder, hook: int, word: int) -> None:
-    """Emit code that counts one instance less in use; FIRST and SECOND are overwritten."""
+    """Emit code that subtracts 1 from a hook's counter ACTIVE.
+
+    `hook`: address of the hook. `word`: size of a word in bytes. The code overwrites the virtual registers
+    FIRST and SECOND.
+    """
     active = counter_at(hook, ACTIVE, word) - hook
     builder.emit(set_to(FIRST, -1), set_to(SECOND, hook), FetchAdd(SECOND, active, FIRST))

@@ -41,9 +41,12 @@ class RecordMemory:
         abi: Mapping[str, int],
         bases: Callable[[], Sequence[int]],
     ) -> None:
-        """`memory` has extra_size(layout) bytes after its RAM; `bases` returns each per-CPU area's address.
+        """Map the window for pages, and prepare the allocation of pages and cells.
 
-        If the image reserves no memory in the per-CPU area, there are no cells.
+        `memory`: guest memory with extra_size(layout) bytes after its RAM. `bases`: returns the addresses of
+        the per-CPU areas, in the order of the CPUs. `abi`: offsets in the image. Its items `percpu.reserved`
+        and `percpu.reserved_size` are the offset and the size in bytes of the part of a per-CPU area that the
+        cells use. Without these items, no cell can be allocated.
         """
         self._memory = memory
         self._bases = bases
@@ -67,7 +70,10 @@ class RecordMemory:
         return self._pages.used
 
     def room_for(self, pages: int, cells: int) -> int:
-        """Return the number of further users that fit, with `pages` and `cells` bytes for each of them."""
+        """Return the number of further users for which there is memory.
+
+        `pages`, `cells`: number of bytes of pages, and of cells on each CPU, that each user needs.
+        """
         free_cells = self._cells.end - self._cells.base - self._cells.used
         return min((self.pages_size - self.pages_used) // pages, free_cells // cells)
 

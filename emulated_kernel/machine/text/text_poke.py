@@ -36,7 +36,11 @@ class TextPoker:
 
     @property
     def is_busy(self) -> bool:
-        """True while text is patched; a hit in between must not patch text. Linux: text_mutex is held."""
+        """Whether an instruction is being replaced.
+
+        The guest may run between two steps of a replacement and hit a probe. The handling of such a hit
+        checks this property before it changes text. Linux: text_mutex is held during a replacement.
+        """
         return bool(self._patched)
 
     def is_patching(self, va: int) -> bool:

@@ -117,8 +117,9 @@ def _is_clear(text: str) -> bool:
 
 
 def _error_text(text: str, failure: FilterParseError) -> str:
-    """Return the text of a filter file after a parse error: the filter, a caret below it, and the error.
+    """Return the content of a filter file after a parse error: the filter, a caret below it, and the error.
 
+    `text`: the filter. `failure`: the error and its column; if its `error` is None, no caret is shown.
     The caret is at most one column after the filter's end.
     """
     if failure.error is None:
@@ -129,8 +130,10 @@ def _error_text(text: str, failure: FilterParseError) -> str:
 
 
 def _within_page(parts: Iterable[str]) -> str:
-    """Join the first parts that fit into a page with a NUL at the end.
+    """Return the joined parts, up to the first part with which the text would exceed a page.
 
+    The text and its final NUL, which is not returned, take at most PAGE_SIZE bytes. The part that does not
+    fit and all later parts are dropped.
     Mirrors: kernel/trace/trace_seq.c (v6.1).
     """
     text = ""

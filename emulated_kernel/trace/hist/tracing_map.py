@@ -86,7 +86,11 @@ class TracingMap:
     """The map of a histogram: key -> element. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
 
     def __init__(self, bits: int, key_size: int, sums: int, memory: HistMemory | None = None) -> None:
-        """Create an empty map. `memory` is the budget to which the map and its elements are charged."""
+        """Create an empty map for at most 2**bits elements.
+
+        `key_size`: size of a key in bytes. `sums`: number of sums in each element. `memory`: the budget to
+        which the map and its elements are charged; None: a budget without other users.
+        """
         self._memory = memory or HistMemory(Limits())
         self._charged = 0
         """Number of bytes that the map has charged to the budget."""
@@ -167,10 +171,11 @@ class TracingMap:
         self._own_charge = 0
 
     def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
-        """Return all elements, sorted by `primary` and, where that is equal, by `secondary`.
+        """Sort all elements by the number that `primary` returns for each, and equal ones by `secondary`.
 
-        The generator yields after each SORT_STEP elements. Ranks are computed before each heap sort. Between
-        two steps, hits may add elements, which are not returned.
+        The generator yields after each SORT_STEP elements, and its return value is the sorted list. Hits may
+        add elements at a yield; the list does not contain them. A heap sort calls `primary` or `secondary`
+        only before it starts, so later changes of an element do not affect this sort.
         Linux: equal elements have the order that a heap sort gives to elements in the byte order of their
         keys.
         """
@@ -189,9 +194,10 @@ class TracingMap:
 def heap_sort(
     elements: Sequence[T], ranks: Sequence[int]
 ) -> Generator[None, None, tuple[list[T], list[int]]]:
-    """Return elements and ranks, sorted by a heap sort that orders equal elements as Linux's sort() does.
+    """Sort elements in ascending order of their ranks, and equal elements in the order of Linux's sort().
 
-    The generator yields after each SORT_STEP elements.
+    `ranks`: the rank of each element, in the order of `elements`. The generator yields after each SORT_STEP
+    elements. Its return value is the sorted elements and their ranks.
     Mirrors: lib/sort.c:sort (v6.1).
     """
     keys = [*ranks]
@@ -210,8 +216,10 @@ def heap_sort(
 
 
 def _sift_down(keys: list[int], order: list[int], start: int, end: int) -> None:
-    """Move the element at `start` down in the heap to its position.
+    """Move the element at the index `start` down in the heap to its position.
 
+    The heap consists of the items before the index `end`. `keys`: ranks in heap order. `order`: original
+    index of each rank's element, which moves together with the rank.
     Follow the greater child to a leaf, and then go back up to the position.
     """
     path = []

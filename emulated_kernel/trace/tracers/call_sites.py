@@ -59,12 +59,17 @@ class KernelFunctions:
                 yield TraceableFunction(site, name, where.module, is_dropped=True)
 
     def module_came(self, name: str, fentry: frozenset[int]) -> None:
-        """Add the functions of a new module, at its `fentry` sites. The module's symbols can be looked up."""
+        """Add the functions of the new module `name`, whose symbols can already be looked up.
+
+        `fentry`: addresses of the module's fentry sites.
+        """
         self.functions.add(name, self._at(fentry))
 
     def init_goes(self, name: str, fentry: frozenset[int]) -> None:
-        """Remove the functions in a module's init text, which is about to be freed, at its `fentry` sites.
+        """Remove the functions in the init text of the module `name`, because that text is about to be freed.
 
+        `fentry`: addresses of the functions' fentry sites. If any fentry site of the kernel has a user, the
+        functions' symbols are kept, so that existing trace entries still show names.
         Mirrors: kernel/trace/ftrace.c:ftrace_free_mem (v6.1).
         """
         if self._sites is not None and self._sites.is_used:
@@ -73,7 +78,10 @@ class KernelFunctions:
         self.functions.remove(fentry)
 
     def module_goes(self, name: str, fentry: frozenset[int]) -> None:
-        """Remove the functions of a module that is about to be freed, at its `fentry` sites."""
+        """Remove the functions of the module `name`, because the module is about to be freed.
+
+        `fentry`: addresses of the module's fentry sites.
+        """
         self._symbols.forget(name)
         self.functions.remove(fentry)
 
@@ -85,7 +93,10 @@ class KernelFunctions:
         return FtraceOps(partial(self._call, handler), symbol)
 
     def attach(self, user: FtraceOps, sites: Collection[int]) -> None:
-        """Call `user` from these fentry sites and no others, except disabled ones; see FtraceSites.attach."""
+        """Call `user` from the fentry sites at the addresses `sites`, and stop calling it from all others.
+
+        Sites of disabled functions (TraceableFunction.is_dropped) are ignored. See FtraceSites.attach.
+        """
         if self._sites is not None:
             # Linux: a number in a filter also selects disabled functions, whose calls are not traced.
             dropped = self.functions.dropped

@@ -81,8 +81,9 @@ class FunctionProfiler(GraphUser):
         self.is_enabled = bool(value)
 
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes:
-        """Count the call, and return its data with the current time.
+        """Count a call of `func` on the current CPU, and return the data that returned() needs.
 
+        The data is a _CALL: the function, the current time, and 0 as the time spent in the calls below it.
         Mirrors: profile_graph_entry, function_profile_call (v6.1).
         """
         del caller, regs

@@ -115,8 +115,9 @@ class ControlCommand(TriggerCommand):
     trigger: type[ControlTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Add the trigger to an event, or remove it.
+        """Add the trigger to the event `file`, or remove it if `removes` is True.
 
+        `rest`: the command after its name, `[COUNT] [if FILTER]`; None if nothing follows the name.
         Raises: KernelError EINVAL, ERANGE, EEXIST (the event has a trigger of this kind), errors of
         parse_filter().
         """
@@ -139,7 +140,11 @@ class ControlCommand(TriggerCommand):
 
 
 class SwitchTrigger(CountedTrigger):
-    """A trigger that acts on another event. While the trigger exists, that event exists in soft mode."""
+    """A trigger that switches the recording or the histograms of another event, its `target`.
+
+    `enable`: whether a hit switches them on or off. The `target` stays in soft mode (see EventFile), and its
+    event cannot be removed, until the trigger is released.
+    """
 
     def __init__(
         self, name: str, enable: bool, target: EventFile, count: int, filter_: EventFilter | None
@@ -186,9 +191,11 @@ class SwitchCommand(TriggerCommand):
     trigger: type[SwitchTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Add the trigger to an event, or remove it.
+        """Add the trigger to the event `file`, or remove it if `removes` is True.
 
-        Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST, errors of parse_filter().
+        `rest`: the command after its name, `GROUP:EVENT[:COUNT] [if FILTER]`; None if nothing follows.
+        Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST (a trigger of `file` switches that
+        event), errors of parse_filter().
         """
         param, condition = separate_filter(rest, required=True)
         group, colon, event_name = (param or "").partition(":")

@@ -93,9 +93,10 @@ class ClientCalls:
         return self._syscalls.of_client(task, call, walks, lookup, hostfs)
 
     def on_descriptor(self, client: Client, call: ClientCall, fd: int) -> None:
-        """Let the client's task repeat its call on a descriptor, which is `fd` in the guest.
+        """Let the client's task repeat the client's `call` on a descriptor.
 
-        Raises: as as_called().
+        `fd`: the guest's descriptor of the same file.
+        Raises: KernelError, as as_called().
         """
         task = self.task(client)
         with self._syscalls.numbered(task, call.fd, fd):
@@ -104,10 +105,11 @@ class ClientCalls:
     def open(
         self, client: Client, task: GuestTask, path: str, flags: int, serve: HostfsHandler
     ) -> tuple[int, int | None]:
-        """Open a control file in the guest; `serve` is the host's part of the open.
+        """Open the control file `path` in the guest for a client, whose task is `task`.
 
-        Return the guest's descriptor, and the number of the descriptor in the process or None if it is
-        unknown.
+        `flags`: flags of the client's open(2). `serve`: answers the guest's requests to the host during the
+        open. Return the guest's descriptor, and the number of the descriptor in the client's process. The
+        number is None if it is unknown.
         """
         call = facts_of(client).call
         if call is None or not call.opens_as(path, flags):
@@ -118,9 +120,10 @@ class ClientCalls:
             return (fd if number is None else self._syscalls.real_fd(task)), number
 
     def looked_up(self, client: Client, path: str, found: Stat | None, on_file: OnFile) -> None:
-        """Repeat a client's call if it ends with the lookup of `path`.
+        """Repeat a client's call in the guest if the call ends with the lookup of `path`.
 
-        The result of the guest's call is ignored, because the host has served the client already.
+        `found`: the attributes of `path`; None if it does not exist. `on_file`: repeats a call on a
+        descriptor. The result of the guest's call is ignored, because the host has served the client already.
         """
         call = facts_of(client).call
         if call is None:
@@ -146,7 +149,11 @@ class ClientCalls:
                 self._syscalls.with_path(self.task(client), "chdir", path)
 
     def listed(self, client: Client, fd: int | None) -> None:
-        """Repeat a client's getdents64(2) on a directory, which is `fd` in the guest if not None."""
+        """Repeat a client's getdents64(2) on a directory in the guest, and ignore the guest's errors.
+
+        `fd`: the guest's descriptor of the directory. If it is None, because the guest has not opened the
+        directory, do nothing. Also do nothing if the client's call is not known to be getdents64(2).
+        """
         call = facts_of(client).call
         if call is not None and call.name == "getdents64" and fd is not None:
             with suppress(KernelError):

@@ -61,7 +61,11 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
 
 
 def remember(reading: Reading, text: str) -> None:
-    """Write a note with the result `text`. If that is impossible, the file is read again next time."""
+    """Write a note with the result `text` of reading a file.
+
+    `reading`: what about_to_read() returned for the file. If no note can be written, do nothing; the file is
+    read again next time.
+    """
     directory = reading.note.parent
     if not reading.is_settled or not directory.is_dir():
         return
@@ -76,9 +80,9 @@ def remember(reading: Reading, text: str) -> None:
 
 
 def last_read(directory: Path, file: int) -> float:
-    """Return the time of the last use of a file's result, in seconds since 1970; 0 if it was never used.
+    """Return when the note on a file was last written or used, in seconds since 1970; 0 if it has no note.
 
-    Raises: OSError (of the file).
+    `directory`: contains the notes. `file`: descriptor of the file.
     """
     with suppress(OSError):
         return _note(directory, file).stat().st_mtime

@@ -102,7 +102,10 @@ def place(source: Path, seed: int) -> Path:
 
 @lru_cache(maxsize=1)
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
-    """Return the digest of a whole file. It is cached, because both the command and its daemon need it."""
+    """Return the SHA-256 of a whole file in hexadecimal, and the Reading with which to remember() it.
+
+    The digest is cached, because both the command and its daemon need it.
+    """
     with open(source, "rb") as file:
         reading = about_to_read(directory(), file.fileno(), _HASH)
         return reading, reading.told or hashlib.file_digest(file, "sha256").hexdigest()
@@ -345,9 +348,10 @@ def _header(file: int) -> dict[str, Any] | None:
 
 
 def _checksum(file: int, start: int, size: int) -> int:
-    """Return the checksum of `size` bytes of a file from `start`, without holes.
+    """Return the CRC-32 of `size` bytes of a file from the offset `start`, without holes and pieces of zeros.
 
-    Reading through the mapping would allocate memory for the holes.
+    `file`: descriptor of the file. Its mapping in memory is not used, because reading a hole through the
+    mapping would allocate memory for the hole.
     """
     zeros = bytes(_PIECE)
     checksum = 0

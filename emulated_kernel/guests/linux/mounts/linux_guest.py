@@ -131,7 +131,12 @@ class Request:
     __slots__ = ("_client", "_guest", "_opens")
 
     def __init__(self, guest: LinuxGuest, client: Client, opens: bool = False) -> None:
-        """Prepare a request. `opens`: its first call opens a file, and closes LinuxGuest.closes.taken."""
+        """Prepare a request.
+
+        `opens`: the client's call is an open. In that case, begin() may set LinuxGuest.closes.taken to a file
+        that the client has released. The code in the context must then set `taken` to None, and let the guest
+        close this file in the run that makes the open.
+        """
         self._guest = guest
         self._client = client
         self._opens = opens
@@ -228,7 +233,10 @@ class LinuxGuest:
     # Requests. Invariant: keep the order of the steps, because traces depend on it.
 
     def begin(self, client: Client, opens: bool) -> LinuxTask:
-        """Begin a request and return the client's task, after the deferred closes. Lock: needs."""
+        """Let the guest make the deferred closes, and return the client's task. Lock: needs.
+
+        `opens`: see Request. If it is True, one file may remain in `closes.taken`.
+        """
         if self.begins is not None:
             self.begins()
         if self.control_closes.deferred:
@@ -245,7 +253,11 @@ class LinuxGuest:
         return task
 
     def end(self, *, has_failed: bool) -> None:
-        """End a request: notify pollers and observers, and give freed memory back. Lock: needs."""
+        """End a request: notify pollers, give freed memory back, and call the functions in `ended`.
+
+        `has_failed`: the request has raised an exception, so only the functions in `ended` are called.
+        Lock: needs.
+        """
         try:
             if not has_failed:
                 self._requests += 1
