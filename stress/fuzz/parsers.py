@@ -134,15 +134,16 @@ class _Commands:
         event = kernel.kernel.events.find("base", "one")
         if event is None:
             raise Violation("the event is gone")
-        before = kernel.triggers.records(event)
+        before = list(kernel.triggers.records(event))
         try:
             kernel.triggers.write(event, data)
         except KernelError:
-            if kernel.triggers.records(event) != before:
-                raise Violation(f"refused, but the triggers are {kernel.triggers.records(event)}") from None
+            after = list(kernel.triggers.records(event))
+            if after != before:
+                raise Violation(f"refused, but the triggers are {after}") from None
             raise
         kernel.hit(Hit())
-        kernel.triggers.records(event)
+        list(kernel.triggers.records(event))
 
 
 def _filter(data: bytes) -> None:

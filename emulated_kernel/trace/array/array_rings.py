@@ -183,7 +183,7 @@ class ArrayRings(ABC):
         Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
         """
         if not self.system.is_expanded:
-            self._resize(DEFAULT_BUFFER_SIZE, None)
+            self._resize(DEFAULT_BUFFER_SIZE, None, errno.EBUSY)
 
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
         """Resize the buffer of one CPU, or of all if `cpu` is None: execute a write to buffer_size_kb.
@@ -193,15 +193,16 @@ class ArrayRings(ABC):
         """
         if not size_kb:
             raise KernelError(errno.EINVAL, "buffer_size_kb: the size is 0; write at least 1")
-        self._resize((size_kb << 10) & ((1 << 64) - 1), cpu)
+        self._resize((size_kb << 10) & ((1 << 64) - 1), cpu, errno.ENOMEM)
 
-    def _resize(self, size: int, cpu: int | None) -> None:
+    def _resize(self, size: int, cpu: int | None, while_read: int) -> None:
+        """Resize buffers; `while_read` is the errno if an open trace file reads one of them."""
         self.system.lock.assert_held()
         pages = pages_for(size)
         self.system.is_expanded = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
         # Linux: a resize of all CPUs fails if a file reads any CPU's buffer, even if its size is unchanged.
-        check_resizable(self.buffers if cpu is None else changed, errno.ENOMEM)
+        check_resizable(self.buffers if cpu is None else changed, while_read)
         try:
             memories = self.allocate([pages] * len(changed))
         except MemoryError as error:

@@ -571,4 +571,4 @@ class TraceArray(ArrayRings, Recorder):
         if self.options.flags & TraceOption.STOP_ON_FREE:
             self.set_tracing_on(False)
         with suppress(KernelError):
-            self._resize(0, None)
+            self._resize(0, None, errno.ENOMEM)

@@ -114,7 +114,7 @@ def test_host_without_its_file_says_where_it_would_be(monkeypatch: pytest.Monkey
         (made.around(b"\x89LZO" + bytes(20)), "it holds|LZO|comes? out"),
         (made.around(b"scrambled bytes" + struct.pack("<I", 1000)), "nothing known is compressed"),
         (made.around(b"tiny"), "empty"),
-        (made.vmlinuz(b"no ELF file at all" * 9), "no ELF file"),
+        (made.vmlinuz(b"no ELF file at all" * 9), "not an ELF file"),
         (VMLINUZ[:0x240], "setup header"),
         (VMLINUZ[:-300], "truncated"),
         (made.deb({"./usr/share/doc/copyright": b"words"}), "without a kernel"),

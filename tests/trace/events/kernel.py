@@ -83,6 +83,8 @@ class Symbols:
         symbol = Symbol(function.name, function.address, "t", function.size)
         return Location(symbol, address - function.address, function.module)
 
+    symbol_at = lookup
+
     def has_module(self, name: str) -> bool:
         return name in self.modules
 

@@ -49,6 +49,8 @@ class Symbols:
                 return Location(Symbol(name, start, "t", size), address - start, module)
         return None
 
+    symbol_at = lookup
+
     def is_return_trampoline(self, address: int) -> bool:
         return address == self.trampoline
 
