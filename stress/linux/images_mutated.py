@@ -38,7 +38,7 @@ from tests.image.linux import made
 SECONDS = 30.0
 """Greatest CPU time of a case in seconds."""
 MEMORY = 1 << 20
-"""Greatest resident memory of the process in KiB."""
+"""Maximum growth of the process's resident memory in KiB."""
 EDGES = (
     0,
     1,
@@ -70,6 +70,7 @@ class Mutated:
         self.outcomes: Counter[str] = Counter()
         self.failures: list[str] = []
         self.slowest = 0.0
+        self._before = self._peak()
 
     def check(self, name: str, data: bytes) -> None:
         """Read a kernel file with these bytes, and count the outcome."""
@@ -149,7 +150,11 @@ class Mutated:
 
     @property
     def memory(self) -> int:
-        """Greatest resident memory of the process so far, in KiB."""
+        """Growth of the process's greatest resident memory since the start, in KiB."""
+        return self._peak() - self._before
+
+    @staticmethod
+    def _peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
