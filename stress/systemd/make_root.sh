@@ -59,4 +59,4 @@ chmod +x /usr/lib/systemd/system-shutdown/left
 # Without what scripts/fresh-root has mounted in it.
 awk '$5 != "/" { print "." $5 "/*" }' /proc/self/mountinfo >/tmp/mounted
 tar -c -C / --exclude-from=/tmp/mounted --exclude=./srv/* --exclude=./var/cache/* --exclude=./tmp/* \
-    --exclude=./var/lib/apt/* --exclude=./root/.cache . >&3
+    --exclude=./var/lib/apt/* --exclude='*/.cache' . >&3

@@ -182,7 +182,11 @@ def test_the_path_of_a_program_in_memory_that_does_not_answer(
 
 
 def test_a_path_in_memory_of_the_mount_itself(files: Files) -> None:
-    """The daemon's look at it may need an answer of the daemon."""
+    """The daemon's read of the path may need an answer of the daemon.
+
+    The calls are only 60, because each waits the 0.1 s after which a read is given up: 300 calls exceed
+    TIMEOUT. Why each of the reads is given up is not known.
+    """
     path = files.path("scratch/path")
     path.write_bytes(os.fsencode(files.path("kprobes/list")).ljust(4096, b"\0"))
     files.probe("p:x vfs_read")

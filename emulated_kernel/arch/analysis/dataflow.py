@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Control(NamedTuple):
-    """Where control goes after an instruction that may not continue with the next one."""
+    """Successors of an instruction that jumps, calls, returns or ends the flow of control."""
 
     falls_through: bool
     targets: tuple[int, ...] = ()

@@ -42,7 +42,7 @@ class FetchOp(Enum):
     # Stage 2: replace the value by the word at the address value + `value`.
     DEREF = auto()
     UDEREF = auto()
-    """As DEREF, but the word is in user memory."""
+    """Replace the value by the word of user memory at the address value + `value`."""
     # Stage 3: store `size` bytes, either of the value itself or of the memory at value + `value`.
     ST_RAW = auto()
     ST_MEM = auto()

@@ -42,7 +42,7 @@ class Mounts:
         self._lock = lock
         self._limits = limits
         self._mounts: WeakKeyDictionary[Mount, None] = WeakKeyDictionary()
-        """The mounts that somebody still uses, oldest first."""
+        """Mounts that are still referenced, oldest first; a weak set."""
         text.before_first_change.append(self._open_in_guest)
 
     def add(self, files: NodeTree) -> Mount:
