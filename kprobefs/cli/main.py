@@ -354,6 +354,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _bench(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import bench
+    from kprobefs.measure.host_load import HostLoad
 
     _check_bench(parsed)
     parsed.arch = parsed.arch or bench.ARCHITECTURES[0]
@@ -361,6 +362,7 @@ def _bench(parsed: argparse.Namespace) -> int:
     parsed.rounds = parsed.rounds or 9
     parsed.count = parsed.count or 10000
     hits = parsed.arch, parsed.hits, parsed.rounds
+    host = HostLoad()
     if parsed.what == "hit" and parsed.cpus:
         from kprobefs.measure.bench_cpus import hits_on
 
@@ -385,6 +387,8 @@ def _bench(parsed: argparse.Namespace) -> int:
         from kprobefs.measure.bench_probes import probes
 
         probes(parsed.arch, parsed.count, parsed.rounds, parsed.profile, as_json=parsed.json)
+    if not (parsed.json or parsed.memory):
+        print(host.line())
     return ExitStatus.OK
 
 
