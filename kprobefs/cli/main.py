@@ -61,7 +61,8 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
     if words[:1] == ["trace"] and "--" in words:
         # argparse accepts no options between two lists of words.
         at = words.index("--")
-        words, behind = words[:at], words[at + 1 :]
+        behind = words[at + 1 :]
+        words = words[:at]
     known = argparse.Namespace(behind=behind, build=build, words=words)
     try:
         parsed, further = parser.parse_known_args(words, known)
