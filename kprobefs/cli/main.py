@@ -61,7 +61,8 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
     if words[:1] == ["trace"] and "--" in words:
         # argparse accepts no options between two lists of words.
         at = words.index("--")
-        words, behind = words[:at], words[at + 1 :]
+        behind = words[at + 1 :]
+        words = words[:at]
     known = argparse.Namespace(behind=behind, build=build, words=words)
     try:
         parsed, further = parser.parse_known_args(words, known)
@@ -431,7 +432,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     """Return the mount's options, from the parsed command line. Raises: CliError (they are contradictory)."""
     from pathlib import Path
 
-    from emulated_kernel.util.config import HOST, MachineConfig
+    from emulated_kernel.util.config import DEFAULT_SEED, HOST, MachineConfig
     from kprobefs.mount_options import MountOptions, check_kprobes, parsed_limits
 
     image = None
@@ -443,7 +444,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         cpus=parsed.cpus,
         clock=parsed.clock,
         pauses=not parsed.isolate,
-        seed=parsed.seed,
+        seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
         profile=parsed.profile,
         image=image,
         return_hook=parsed.return_hook,
@@ -457,6 +458,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         parsed.layout,
         parsed.allow_other,
         isolate=parsed.isolate,
+        is_ordered=parsed.isolate or parsed.seed is not None,
         kprobes=parsed.kprobes,
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
     )

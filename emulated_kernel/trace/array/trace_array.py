@@ -48,7 +48,7 @@ RAW_MARKER_LIMIT = 3072
 """Maximum size of a write(2) to trace_marker_raw in bytes."""
 _STACKS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE
 
-REBOOT_MARK = b"kprobefs: the kernel was booted anew\n"
+REBOOT_MARK = b"kprobefs: the kernel was rebooted\n"
 """Text of the marker after the records of a kernel that was replaced by a reboot."""
 
 
