@@ -174,23 +174,25 @@ class _FrameReader:
         self._pop("bp", frame)
 
     def _move_low_half(self, insn: Any) -> Effect | None:
-        """Return the effect of a 32-bit move between registers of 64 bits; None for other operands."""
-        from iced_x86 import OpKind
+        """Return the effect of a 32-bit move between registers of 64 bits; None for another instruction."""
+        from iced_x86 import OpKind, RegisterExt
 
-        if self._word != 8 or OpKind.MEMORY in (insn.op0_kind, insn.op1_kind):
+        if self._word != 8 or insn.op0_kind != OpKind.REGISTER or insn.op1_kind != OpKind.REGISTER:
             return None
-        to, source = (REGISTER_NAMES[self._numbers[self._whole(insn.op_register(each))]] for each in (0, 1))
-        return copy_low_half(to, source)
+        to, source = (insn.op_register(operand) for operand in (0, 1))
+        if RegisterExt.size(to) != 4 or not {self._whole(to), self._whole(source)} <= self._numbers.keys():
+            return None
+        return copy_low_half(*(REGISTER_NAMES[self._numbers[self._whole(each)]] for each in (to, source)))
 
     def _move(self, insn: Any) -> Effect | None:
-        from iced_x86 import Code, OpKind
+        from iced_x86 import OpKind
 
         to = self._register(insn, 0)
         source = self._register(insn, 1)
         if to is not None and source is not None:
             return add_to_register(to, source)
-        if insn.code in (Code.MOV_RM32_R32, Code.MOV_R32_RM32):
-            return self._move_low_half(insn)
+        if (low_half := self._move_low_half(insn)) is not None:
+            return low_half
         place = self._place(insn) if OpKind.MEMORY in (insn.op0_kind, insn.op1_kind) else None
         if to is not None and insn.op1_kind == OpKind.MEMORY:
             if to == "sp" and self._switches_stack:
