@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from enum import IntEnum
 from pathlib import Path
 
-from emulated_kernel.util.fast_dataclass import dataclass, immutable
+from emulated_kernel.util.fast_dataclass import dataclass, field, immutable
 from emulated_kernel.util.limits import Limits
 
 DEFAULT_RUN_BUDGET = 1.0

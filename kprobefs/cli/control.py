@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import asdict
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import Daemon, Running, forget, known, running
 from kprobefs.common.errors import CliError, ExitStatus

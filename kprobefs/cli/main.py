@@ -8,9 +8,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
+from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.cli.parser import BENCH_OPTIONS, machine_options, program_parser
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
 

@@ -12,12 +12,11 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from select import POLLIN, poll
 from typing import TextIO
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import open_regular
 from kprobefs.common.errors import CliError
 

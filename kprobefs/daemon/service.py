@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.threads import start_thread
 from kprobefs import __version__
 from kprobefs.common import mountpoints

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kprobes.profile import Profile, profile_named
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.progress import Progress
 from kprobefs.common.terminal import wrap

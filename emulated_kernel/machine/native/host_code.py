@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import platform
 import sys
 from functools import cache
 
@@ -18,7 +17,7 @@ def routine_address(family: str) -> int | None:
     """Return the address of the routine for a family of guests, or None if the host cannot run a routine."""
     if sys.platform != "linux":
         return None
-    code = ROUTINES.get((platform.machine(), family))
+    code = ROUTINES.get((os.uname().machine, family))
     return None if code is None else _mapped(code)
 
 

@@ -12,7 +12,6 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from typing import BinaryIO
@@ -24,6 +23,7 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventIds, EventWatcher
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import asdict
 from emulated_kernel.util.safe_read import open_regular
 from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.client import Client
