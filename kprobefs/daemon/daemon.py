@@ -113,7 +113,7 @@ class DaemonStart:
         """
         os.close(self._writer)
         with os.fdopen(self._reader, "rb") as pipe:
-            # The end of the pipe comes later: the daemon's thread that watches this process polls its other end.
+            # The pipe's end comes later, because a thread of the daemon still polls the closed descriptor.
             answer = pipe.read(len(READY))
             if answer != READY:
                 answer += pipe.read()
