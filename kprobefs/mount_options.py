@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from emulated_kernel.kprobes import profile
 from emulated_kernel.util import config
@@ -14,6 +13,8 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limit, Limits, parse_limit
 from kprobefs.common.errors import CliError, ExitStatus
 
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
 

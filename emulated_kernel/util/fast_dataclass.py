@@ -8,12 +8,15 @@ public value objects.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, TypeVar
+
+    _T = TypeVar("_T")
 
 __all__ = ["ADDRESS", "asdict", "dataclass", "field", "fields", "immutable", "replace"]
-
-
-_T = TypeVar("_T")
 
 
 def show_address(value: object) -> str:

@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TextIO
 
 from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.cli.parser import BENCH_OPTIONS, machine_options, program_parser
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
 
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from kprobefs.mount_options import Builder, MountOptions
 
 IMAGE = ("release", "source", "size")

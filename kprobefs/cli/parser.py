@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from typing import TYPE_CHECKING, NoReturn
 
 from emulated_kernel.util.config import MOST_SEED
 from kprobefs import __version__
 from kprobefs.common.errors import CliError, ExitStatus
 
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any, NoReturn
 
     from _typeshed import SupportsWrite
 
@@ -25,6 +28,8 @@ can't be executed, 127 if it doesn't exist.
 """
 MAX_CPUS = 64
 """Maximum number of CPUs of an emulated machine."""
+_MARGIN = 2
+"""Number of columns that help texts leave free, as those of argparse do."""
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
 """Options of mount(8) that are passed to FUSE."""
 BENCH_OPTIONS = {
@@ -41,8 +46,18 @@ BENCHES = (
 """Help text of the benchmarks."""
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Formatter of help texts that finds the terminal's width without shutil, which imports decompressors."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=terminal_columns() - _MARGIN)
+
+
 class _ArgumentParser(argparse.ArgumentParser):
     """Argument parser that reports wrong usage on one line, as a CliError."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_HelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         raise CliError(f"{message} ({self.prog} --help)", ExitStatus.USAGE)
@@ -50,6 +65,20 @@ class _ArgumentParser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         # argparse's own method hides errors of the write.
         (file or sys.stderr).write(message)
+
+
+def terminal_columns() -> int:
+    """Return the width of the terminal as shutil does: $COLUMNS, that of standard output, or 80."""
+    try:
+        columns = int(os.environ["COLUMNS"])
+    except (KeyError, ValueError):
+        columns = 0
+    if columns <= 0:
+        try:
+            columns = os.get_terminal_size(1).columns
+        except OSError:
+            columns = 0
+    return columns or 80
 
 
 def program_parser() -> argparse.ArgumentParser:
