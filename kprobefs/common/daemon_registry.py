@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from select import POLLIN, poll
-from typing import TextIO
 
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
-from emulated_kernel.util.safe_read import open_regular
 from kprobefs.common.errors import CliError
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TextIO
 
 LOCK_ATTEMPTS = 5
 LOCK_PAUSE = 0.02
@@ -233,6 +236,8 @@ def _find(directory: str) -> Running | None:
 
 def sweep() -> None:
     """Remove the records of killed daemons, and their logs except the newest KEPT_LOGS."""
+    from emulated_kernel.util.safe_read import open_regular
+
     directory = runtime_directory()
     for path in directory.glob("*.json"):
         with suppress(OSError), open_regular(path, os.O_NOFOLLOW) as file:

@@ -10,10 +10,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from select import POLLIN, poll
-from typing import NoReturn
 
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, fork
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
