@@ -63,6 +63,16 @@ class MountOptions:
         """First field of the mount's line in /proc/mounts, by which tools recognize the file system."""
         return "tracefs" if self.layout == "tracefs" else "debugfs"
 
+    @property
+    def kernel_name(self) -> str:
+        """Path of the kernel's image or vmcore, or `built-in`, for `status`."""
+        return self.vmcore or str(self.machine.image or "built-in")
+
+    @property
+    def profile_name(self) -> str:
+        """Name of the profile, or `kernel` if the mounted kernel's own kprobes are used, for `status`."""
+        return KERNEL_KPROBES if self.kprobes == KERNEL_KPROBES else self.machine.profile
+
 
 Builder = Callable[[MountOptions], "Mount"]
 """Function that builds the served mount from options. Tests use smaller mounts."""

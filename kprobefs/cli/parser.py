@@ -99,14 +99,14 @@ def program_parser() -> argparse.ArgumentParser:
     _add_mount_arguments(command)
 
     command = commands.add_parser("umount", help="end the daemon of a mount, and unmount")
-    command.add_argument("directory", metavar="DIR", help="directory of the mount")
+    _add_directory(command, "directory of the mount")
     command.add_argument("--force", action="store_true", help="kill a daemon that does not end")
     command.add_argument(
         "--stale", action="store_true", help="remove only a stale mount whose daemon is gone"
     )
 
     command = commands.add_parser("status", help="show the mounts and their conditions")
-    command.add_argument("directory", metavar="DIR", nargs="?", help="only this mount (default: all)")
+    _add_directory(command, "only this mount (default: all)")
     command.add_argument("--json", action="store_true", help="print a JSON array")
 
     command = commands.add_parser(
@@ -139,12 +139,7 @@ def program_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "top", help="watch the probes of a mount: mode, hits per second, cost, reason"
     )
-    command.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        help="mount to use (default: $KPROBEFS, or the only mount)",
-    )
+    _add_directory(command, "mount to use (default: $KPROBEFS, or the only mount)")
     command.add_argument(
         "-d", "--delay", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default: 1)"
     )
@@ -154,7 +149,7 @@ def program_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "reboot", help="boot the kernel of a mount again, keeping definitions and records"
     )
-    command.add_argument("directory", metavar="DIR", help="directory of the mount")
+    _add_directory(command, "directory of the mount")
 
     command = commands.add_parser("run", help="mount, run a command with the path in $KPROBEFS, and unmount")
     command.add_argument(
@@ -274,6 +269,12 @@ def _add_mount_arguments(command: argparse.ArgumentParser) -> None:
         "shows the records in instances/last",
     )
     _add_machine_options(command)
+
+
+def _add_directory(command: argparse.ArgumentParser, about: str) -> None:
+    """Let a command take a mount as its argument or by option -m."""
+    command.add_argument("directory", metavar="DIR", nargs="?", help=about)
+    command.add_argument("-m", "--mount", metavar="DIR", dest="mount", help="the same as DIR")
 
 
 def _add_mount_option(command: argparse.ArgumentParser) -> None:

@@ -64,6 +64,12 @@ class Daemon:
     """Time of the daemon's start, in ISO 8601 with the offset from UTC."""
     traps: str = ""
     """`native` if hits of handlers in guest code need no Python, else `python`; empty before the boot."""
+    kernel: str = ""
+    """Path of the kernel's image or vmcore, or `built-in`."""
+    profile: str = ""
+    """Name of the profile of the kprobes, or `kernel` if the mounted kernel's own ones are used."""
+    state: str = ""
+    """Directory that keeps the state, or "" if nothing keeps it."""
 
 
 def process_of(pid: int) -> Process:

@@ -313,4 +313,7 @@ class Service:
             layout=self._options.layout,
             version=__version__,
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            kernel=self._options.kernel_name,
+            profile=self._options.profile_name,
+            state=self._options.state or "",
         )
