@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
-from dataclasses import field
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,7 +17,7 @@ from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 KRETPROBE_MAX_DATA_SIZE = 4096
 _MIN_MAXACTIVE = 10
@@ -98,6 +97,16 @@ class Kretprobe(Kprobe[RegsT]):
         self._missed = value - self.instances_missed
 
 
+def check_returns(address: int, blacklist: Container[int]) -> None:
+    """Check that the return of a function can be hooked.
+
+    `blacklist`: addresses of functions whose returns cannot be hooked.
+    Raises: KernelError EINVAL.
+    """
+    if address in blacklist:
+        raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
+
+
 class Kretprobes:
     """All kretprobes of one kernel.
 
@@ -121,11 +130,10 @@ class Kretprobes:
         traceable), ENOMEM, as `register_kprobe`.
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
-        address = self._kprobes.function_entry(rp)
+        address = self._kprobes.places.function_entry(rp)
         if self._kprobes.table.valid(rp) is not None:
             raise KernelError(errno.EINVAL, "the probe is registered already")
-        if address in self._blacklist:
-            raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
+        check_returns(address, self._blacklist)
         if self.hooks.stack.needs_fentry and address not in self._kprobes.probe_checker.fentry:
             raise KernelError(errno.EOPNOTSUPP, f"{address:#x} can't be traced, so its return isn't hooked")
         if rp.post_code is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
@@ -15,6 +14,7 @@ from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 
 FPROBE_EVENT_SYSTEM = "fprobes"
 
@@ -25,7 +25,7 @@ class TraceFprobe(TraceKprobe):
     Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.5).
     """
 
-    __slots__ = ("_fprobe", "_is_hooked", "_missed_before")
+    __slots__ = ("_fprobe", "_fprobes", "_is_hooked", "_missed_before")
 
     def __init__(self, kind: FprobeEvents, definition: ProbeDefinition, engine: ProbeEngine) -> None:
         super().__init__(kind, definition, engine)
@@ -39,6 +39,8 @@ class TraceFprobe(TraceKprobe):
             exit_program=program if self.place.is_return else None,
             nr_maxactive=self.maxactive,
         )
+        assert engine.fprobes is not None, "there are fprobe events only with a registry of fprobes"
+        self._fprobes = engine.fprobes
         self._is_hooked = False
         self._missed_before = 0
         """Number of missed hits before the last registration of the fprobe."""
@@ -49,7 +51,7 @@ class TraceFprobe(TraceKprobe):
         Raises: KernelError EINVAL (the function cannot be traced).
         """
         del address
-        site = self.engine.fprobes.functions.get(self.symbol)
+        site = self._fprobes.functions.get(self.symbol)
         if site is None:
             raise KernelError(errno.EINVAL, f"{self.symbol} can't be traced")
         self.address = site
@@ -66,17 +68,17 @@ class TraceFprobe(TraceKprobe):
         """
         if self.address and not self._is_hooked:
             self._missed_before += self._fprobe.nmissed
-            self.engine.fprobes.register_fprobe(self._fprobe)
+            self._fprobes.register_fprobe(self._fprobe)
             self._is_hooked = True
 
     def disable(self) -> None:
         if self._is_hooked:
-            self.engine.fprobes.unregister_fprobe(self._fprobe)
+            self._fprobes.unregister_fprobe(self._fprobe)
             self._is_hooked = False
 
     def handler_changed(self) -> None:
         if self.address:
-            self.engine.fprobes.handler_changed(self._fprobe)
+            self._fprobes.handler_changed(self._fprobe)
 
     @property
     def nmissed(self) -> int:
