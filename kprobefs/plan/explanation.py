@@ -77,12 +77,12 @@ class OtherVerdict:
 class Explanation:
     """What happens to a probe at a place of a kernel. All parts are computed when they are first used."""
 
-    def __init__(self, kernel: PlannedKernel, place: Place) -> None:
+    def __init__(self, kernel: PlannedKernel, place: Place, variant: Variant | None = None) -> None:
+        """Explain a place. `variant`: the kernel with its returns rewritten; None: around the place only."""
         self.kernel = kernel
         self.place = place
         self.symbol: Symbol = place.where.symbol
-        self._variant: Variant = kernel.variant(self.symbol)
-        self.judge: Judge = self._variant.judge
+        self.judge: Judge = (variant or kernel.variant(self.symbol)).judge
         self._name = address_names(kernel.tables.kallsyms.lookup)
 
     @property
@@ -238,9 +238,7 @@ class Explanation:
         count = self.kernel.argument_count(self.symbol.name)
         if count is not None:
             return f"no prototype: this kernel has no BTF; {count} parameter{'s' * (count != 1)}"
-        tables = self.kernel.tables
-        has_btf = isinstance(tables, LinuxKernel) and tables.has_btf
-        return f"no prototype: {'it is not in the BTF' if has_btf else 'this kernel has no BTF'}"
+        return f"no prototype: {'it is not in the BTF' if self.kernel.has_btf else 'this kernel has no BTF'}"
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:

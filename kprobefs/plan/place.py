@@ -61,14 +61,14 @@ def _named(text: str, kallsyms: Kallsyms) -> tuple[Symbol, int, tuple[Symbol, ..
         )
     found = kallsyms.by_name(name)
     if not found:
-        near = _nearest(name, kallsyms)
+        near = nearest_symbols(name, kallsyms)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise CliError(f"{_shown(name)}: this kernel has no such symbol{hint}", ExitStatus.USAGE)
     offset = int(number, 0) if plus else 0
     return found[0], offset, found[1:]
 
 
-def _nearest(name: str, kallsyms: Kallsyms) -> list[str]:
+def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
     """Return the names of code that are most similar to a name that does not exist.
 
     The parts that the compiler split off from the function come first.
@@ -86,7 +86,8 @@ def _nearest(name: str, kallsyms: Kallsyms) -> list[str]:
 
 def _starting(head: bytes, kallsyms: Kallsyms) -> list[str]:
     pattern = rb"\0(" + re.escape(head) + rb"[^\0]*)"
-    return [found[1].decode("utf-8", "replace") for found in re.finditer(pattern, kallsyms.table.names)]
+    names = (found[1].decode("utf-8", "replace") for found in re.finditer(pattern, kallsyms.table.names))
+    return list(dict.fromkeys(names))
 
 
 def _suffixes(name: str, kallsyms: Kallsyms) -> Iterable[str]:

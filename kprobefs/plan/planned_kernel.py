@@ -10,7 +10,11 @@ from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, ReturnThunks
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.image.text_tables import ProbedTables, Range
+from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
 from emulated_kernel.kprobes.profile import Profile, profile_named
+from emulated_kernel.trace.events import syscall_events
+from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
+from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, explained
@@ -61,6 +65,17 @@ class PlannedKernel:
             return None
         return self.tables.read(address, 1) != b"\0"
 
+    @cached_property
+    def whole(self) -> Variant:
+        """The whole kernel with its returns as on the CPU for which the answers hold."""
+        tables = self.tables
+        if not isinstance(tables, LinuxKernel) or not self._returns:
+            return Variant("", self.judge)
+        returns = self._returns[0]
+        return Variant(
+            returns.value, Judge(Subject(self.title, self.arch, tables.booted(returns)), self.profile)
+        )
+
     def variant(self, symbol: Symbol) -> Variant:
         """Return the kernel with its returns as on the CPU for which the answers hold, around a function."""
         return self._as_booted(symbol, self._returns[0] if self._returns else None)
@@ -91,6 +106,25 @@ class PlannedKernel:
         for insn, fixup in self.tables.ex_table:
             ways.setdefault(insn, []).append(fixup)
         return ways
+
+    @property
+    def has_btf(self) -> bool:
+        """Whether the kernel has descriptions of its types."""
+        return isinstance(self.tables, LinuxKernel) and self.tables.has_btf
+
+    @property
+    def static_events(self) -> Iterator[tuple[str, str]]:
+        """Group and name of each event that the kernel has itself; only those of ftrace if it has no BTF."""
+        tables = self.tables
+        word = self.judge.arch.word_size
+        for own in (PrintEvent(word, 0), *ftrace_entry_events(word)):
+            yield own.group, own.name
+        if isinstance(tables, KernelImage):
+            yield from ((event.system, event.name) for event in event_definitions(tables))
+            for call in syscall_definitions(tables):
+                yield from ((syscall_events.GROUP, name) for name in syscall_events.event_names(call.name))
+        elif isinstance(tables, LinuxKernel) and self.has_btf:
+            yield from ((event.system, event.name) for event in tables.events)
 
     def argument_count(self, function: str) -> int | None:
         """Return the number of a function's parameters in the built-in kernel; None if it isn't known."""
