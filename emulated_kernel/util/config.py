@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from enum import IntEnum
-from pathlib import Path
 
-from emulated_kernel.util.fast_dataclass import dataclass, immutable
+from emulated_kernel.util.fast_dataclass import dataclass, field, immutable
 from emulated_kernel.util.limits import Limits
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DEFAULT_RUN_BUDGET = 1.0
 """Default of MachineConfig.run_budget in seconds."""
@@ -16,6 +19,7 @@ HOST = "host"
 """Value of option --image that selects the kernel that the host runs, in place of a path."""
 MOST_SEED = (1 << 63) - 1
 """Largest seed of the virtual clock; the smallest is 0."""
+DEFAULT_SEED = 1
 IMAGE_LIMIT = 1 << 30
 """Maximum size of a kernel file in bytes. A kernel with debug information has a few hundred MiB."""
 
@@ -57,7 +61,7 @@ class MachineConfig:
 
     The guest's clock does not advance. With the real clock, the value has no effect.
     """
-    seed: int = 1
+    seed: int = DEFAULT_SEED
     """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""
     quantum: int = 0
     """Mean number of instructions after which another CPU runs; 0 switches only when a CPU has to wait.

@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TextIO
 
+from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.cli.parser import BENCH_OPTIONS, machine_options, program_parser
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
 
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from kprobefs.mount_options import Builder, MountOptions
 
 IMAGE = ("release", "source", "size")
@@ -61,7 +64,8 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
     if words[:1] == ["trace"] and "--" in words:
         # argparse accepts no options between two lists of words.
         at = words.index("--")
-        words, behind = words[:at], words[at + 1 :]
+        behind = words[at + 1 :]
+        words = words[:at]
     known = argparse.Namespace(behind=behind, build=build, words=words)
     try:
         parsed, further = parser.parse_known_args(words, known)
@@ -240,11 +244,27 @@ def _completion(parsed: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
+def _directory(parsed: argparse.Namespace) -> str | None:
+    """Return the mount that DIR or --mount names, or None. Raises: CliError (both are given)."""
+    if parsed.directory is not None and parsed.mount is not None:
+        raise CliError(f"{parsed.chosen}: DIR and --mount select two mounts; give one", ExitStatus.USAGE)
+    return parsed.directory if parsed.mount is None else str(parsed.mount)
+
+
+def _needed_directory(parsed: argparse.Namespace) -> str:
+    """Return _directory(). Raises: CliError (none is given)."""
+    directory = _directory(parsed)
+    if directory is None:
+        message = f"the following arguments are required: DIR ({parsed.prog} --help)"
+        raise CliError(message, ExitStatus.USAGE)
+    return directory
+
+
 def _umount(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import control
     from kprobefs.common import mountpoints
 
-    directory = mountpoints.resolve(parsed.directory)
+    directory = mountpoints.resolve(_needed_directory(parsed))
     if parsed.stale:
         control.unmount_stale(directory)
     else:
@@ -256,7 +276,8 @@ def _status(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import control
     from kprobefs.common import mountpoints
 
-    states = control.states(mountpoints.resolve(parsed.directory) if parsed.directory else None)
+    chosen = _directory(parsed)
+    states = control.states(mountpoints.resolve(chosen) if chosen else None)
     if parsed.json:
         import json
 
@@ -273,8 +294,8 @@ def _status(parsed: argparse.Namespace) -> int:
                 escape_for_terminal(state.directory),
                 *map(escape_for_terminal, state.details),
             )
-    if parsed.directory and not states:
-        raise CliError(f"{parsed.directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+    if chosen and not states:
+        raise CliError(f"{chosen}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
     return max((state.condition.status for state in states), default=ExitStatus.OK)
 
 
@@ -302,7 +323,7 @@ def _trace(parsed: argparse.Namespace) -> int:
         if parsed.mount:
             return run_traced(apply.which_mount(parsed.mount), parsed.behind, tracing)
         options = _options(parsed, "")
-        return run(options, parsed.build or _builder(options), parsed.behind, tracing=tracing)
+        return run(options, parsed.build or _builder_for_run(options), parsed.behind, tracing=tracing)
 
 
 def _tour(parsed: argparse.Namespace) -> int:
@@ -322,7 +343,7 @@ def _top(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import apply
     from kprobefs.cli.top import top
 
-    top(apply.which_mount(parsed.directory, "DIR"), parsed.delay, parsed.count, as_json=parsed.json)
+    top(apply.which_mount(_directory(parsed)), parsed.delay, parsed.count, as_json=parsed.json)
     return ExitStatus.OK
 
 
@@ -330,7 +351,7 @@ def _reboot(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import control
     from kprobefs.common import mountpoints
 
-    control.reboot(mountpoints.resolve(parsed.directory))
+    control.reboot(mountpoints.resolve(_needed_directory(parsed)))
     return ExitStatus.OK
 
 
@@ -345,7 +366,7 @@ def _run(parsed: argparse.Namespace) -> int:
     options = _options(parsed, "")
     return run(
         options,
-        parsed.build or _builder(options),
+        parsed.build or _builder_for_run(options),
         command,
         as_system=parsed.as_system,
         real_root=parsed.real_root,
@@ -354,6 +375,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _bench(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import bench
+    from kprobefs.measure.host_load import HostLoad
 
     _check_bench(parsed)
     parsed.arch = parsed.arch or bench.ARCHITECTURES[0]
@@ -361,6 +383,7 @@ def _bench(parsed: argparse.Namespace) -> int:
     parsed.rounds = parsed.rounds or 9
     parsed.count = parsed.count or 10000
     hits = parsed.arch, parsed.hits, parsed.rounds
+    host = HostLoad()
     if parsed.what == "hit" and parsed.cpus:
         from kprobefs.measure.bench_cpus import hits_on
 
@@ -385,6 +408,8 @@ def _bench(parsed: argparse.Namespace) -> int:
         from kprobefs.measure.bench_probes import probes
 
         probes(parsed.arch, parsed.count, parsed.rounds, parsed.profile, as_json=parsed.json)
+    if not (parsed.json or parsed.memory):
+        print(host.line())
     return ExitStatus.OK
 
 
@@ -402,6 +427,23 @@ def _coverage(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import coverage
 
     coverage.run(parsed.arch, parsed.image, parsed.functions, parsed.profile, as_json=parsed.json)
+    return ExitStatus.OK
+
+
+def _explain(parsed: argparse.Namespace) -> int:
+    from kprobefs.plan import explain
+
+    explain.run(
+        parsed.places,
+        arch=parsed.arch,
+        image=parsed.image,
+        vmcore=parsed.vmcore,
+        profile=parsed.profile,
+        whole=parsed.function,
+        as_json=parsed.json,
+        svg=parsed.svg,
+        html=parsed.html,
+    )
     return ExitStatus.OK
 
 
@@ -431,7 +473,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     """Return the mount's options, from the parsed command line. Raises: CliError (they are contradictory)."""
     from pathlib import Path
 
-    from emulated_kernel.util.config import HOST, MachineConfig
+    from emulated_kernel.util.config import DEFAULT_SEED, HOST, MachineConfig
     from kprobefs.mount_options import MountOptions, check_kprobes, parsed_limits
 
     image = None
@@ -443,7 +485,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         cpus=parsed.cpus,
         clock=parsed.clock,
         pauses=not parsed.isolate,
-        seed=parsed.seed,
+        seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
         profile=parsed.profile,
         image=image,
         return_hook=parsed.return_hook,
@@ -457,6 +499,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         parsed.layout,
         parsed.allow_other,
         isolate=parsed.isolate,
+        is_ordered=parsed.isolate or parsed.seed is not None,
         kprobes=parsed.kprobes,
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
     )
@@ -470,6 +513,14 @@ def _builder(options: MountOptions) -> Builder:
 
     prepare(options)
     return build_kernel
+
+
+def _builder_for_run(options: MountOptions) -> Builder:
+    """Return _builder(), with the exit status of `run` for a kernel that cannot be used. Raises: CliError."""
+    try:
+        return _builder(options)
+    except CliError as failure:
+        raise CliError(str(failure), ExitStatus.RUN_FAILED) from failure
 
 
 def _coloured(text: str, code: str, stream: TextIO) -> str:
@@ -497,5 +548,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "djprobe-analyze": _djprobe_analyze,
     "bench": _bench,
     "coverage": _coverage,
+    "explain": _explain,
 }
 """Name of a command -> the function that runs it with the parsed options and returns the exit status."""

@@ -230,9 +230,16 @@ class TestMount:
 
     def test_status_for_people(self, mounted: Daemon) -> None:
         result = kprobefs("status")
-        daemon = f"pid {mounted.process.pid}, x86_64, full, native traps, "
+        daemon = (
+            f"pid {mounted.process.pid}, x86_64, full, kernel built-in, kprobes of linux-6.1, native traps, "
+        )
         assert f"serving {mounted.directory} {daemon}" in result.stdout
         assert "\033" not in result.stdout
+
+    def test_python_traps_are_a_choice(self) -> None:
+        for value, shown in (("1", "python traps"), ("", "native traps")):
+            result = kprobefs("run", "--", *PROGRAM, "status", KPROBEFS_PYTHON_TRAPS=value)
+            assert shown in result.stdout
 
     def test_layout_tracefs(self, directory: Path) -> None:
         with daemon(directory, "--layout", "tracefs") as mounted:

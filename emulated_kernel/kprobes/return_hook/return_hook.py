@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
@@ -11,7 +10,7 @@ from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, Asse
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.return_hook.shadow_stack import MISSED, RETURNED, ShadowStack, count
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 @dataclass(eq=False, slots=True)
@@ -44,16 +43,9 @@ class RethookNode:
         """Guest address of `data`."""
         return self.hook.stack.data_address(self.node)
 
-    @property
-    def rp(self) -> Kprobe | None:
-        """The return probe of this call, or None for other return hooks.
 
-        Mirrors: include/linux/kprobes.h:get_kretprobe (v6.1).
-        """
-        return self.hook.probe
-
-
-ReturnHandler = Callable[[RethookNode, Any], None]
+ReturnHandler = Callable[[Any, Any], None]
+"""Function that takes the call, an object of the hook's `node_type`, and the registers at the return."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +62,8 @@ class ReturnHook(AssemblyOwner):
     """The handler compiled to guest code, or None."""
     follows_convention: bool = False
     """Whether callers expect only the registers that the calling convention preserves."""
+    node_type: type[RethookNode] = RethookNode
+    """Class of the objects that handlers get for a call."""
     probe: Kprobe | None = None
     """The return probe that owns the hook, or None."""
     place: int = field(default=0, metadata=ADDRESS)
