@@ -189,16 +189,15 @@ def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Raises: KeyError, TypeError, ValueError (they are not).
     """
-    numbers = [value for name, value in kept.items() if name != "release"]
-    words = (word for each in numbers for word in (each.values() if isinstance(each, dict) else (each,)))
-    if not isinstance(kept["release"], str) or not all(map(_is_number, words)):
-        raise ValueError("facts: not a release and numbers")
+    if not isinstance(kept["release"], str):
+        raise ValueError("facts: the release is no text")
+    # Offsets of variables that are linked at addresses of the kernel are negative.
+    distances = [abs(offset) for offset in kept["per_cpu"].values()]
+    others = [value for name, value in kept.items() if name not in ("release", "per_cpu")]
+    words = (word for each in others for word in (each.values() if isinstance(each, dict) else (each,)))
+    if not all(map(is_word, (*distances, *words))):
+        raise ValueError("facts: not numbers of 64 bits")
     return kept
-
-
-def _is_number(value: object) -> bool:
-    """Return True if a value is a u64, or an offset, which can be negative."""
-    return is_word(value) or (isinstance(value, int) and is_word(-value))
 
 
 def dentry_slow_path_flags(btf: Btf) -> int:
