@@ -15,12 +15,14 @@ from contextlib import chdir
 from pathlib import Path
 
 from c_program import passthrough
-from common import Distribution, arguments, mounted, report
+from common import Distribution, arguments, mounted, report, steady
 
 BELOW = Path("kprobes/stats/kprobes/reads")
 """Directory of `hits` in a mount, and in the C program, which has it, too."""
 WARM_UP = 20
 """Number of rounds before a batch, since other servers have used the CPU's caches meanwhile."""
+Row = tuple[str, Path, str]
+"""Name of a row, working directory, and path of the file."""
 GOALS = {"from its directory": 1.4, "by absolute path": 1.6, "with vfs_read probed": 2.5}
 
 
@@ -49,37 +51,37 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=200, help="rounds a batch")
     options = parser.parse_args()
     cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
-    samples: dict[str, list[float]] = {}
-    base, bare = "passthrough in C", "passthrough in C, no FLUSH"
     with passthrough(cpu) as other, passthrough(cpu, "noflush") as without, mounted(options) as mount:
         (mount.path / "kprobe_events").write_text("p:reads vfs_read\n")
-        enable = mount.path / "tracing/events/kprobes/reads/enable"
         ours = mount.path / BELOW
+        base: Row = ("passthrough in C", other / BELOW, "hits")
+        bare: Row = ("passthrough in C, no FLUSH", without / BELOW, "hits")
 
-        def run(name: str, directory: Path, path: str = "hits") -> None:
-            samples.setdefault(name, []).append(batch(directory, path, options.size))
-
-        def turns(*more: tuple[str, Path, str]) -> None:
+        def turns(*rows: Row) -> list[Distribution]:
+            samples: dict[str, list[float]] = {}
             for _ in range(options.batches):
-                run(bare, without / BELOW)
-                run(base, other / BELOW)
-                for one in more:
-                    run(*one)
+                for name, directory, path in (base, bare, *rows):
+                    samples.setdefault(name, []).append(batch(directory, path, options.size))
+            figures = [Distribution(name, "us", tuple(each)) for name, each in samples.items()]
+            for name, goal in GOALS.items():
+                if name in samples:
+                    pairs = zip(samples[name], samples[base[0]], strict=True)
+                    ratios = tuple(time_ / of_base for time_, of_base in pairs)
+                    figures.append(Distribution(f"{name} : C", "ratio", ratios, target=goal))
+            return figures
 
-        turns(
+        figures = steady(
+            options,
+            turns,
             ("procfs, /proc/version", Path("/proc"), "version"),
             ("from its directory", ours, "hits"),
             ("by absolute path", ours, str(ours / "hits")),
-            (f"{base}, by absolute path", other, str(other / BELOW / "hits")),
+            ("passthrough in C, by absolute path", other, str(other / BELOW / "hits")),
         )
-        enable.write_text("1")
-        turns(("with vfs_read probed", ours, "hits"))
-    figures = [Distribution(name, "us", tuple(each)) for name, each in samples.items()]
-    for name, goal in GOALS.items():
-        of_base = samples[base][options.batches :] if "probed" in name else samples[base][: options.batches]
-        ratios = tuple(time_ / base_time for time_, base_time in zip(samples[name], of_base, strict=True))
-        figures.append(Distribution(f"{name} : C", "ratio", ratios, target=goal))
-    report(figures, options.json)
+        (mount.path / "tracing/events/kprobes/reads/enable").write_text("1")
+        # The rows of the C program are shown once.
+        figures += steady(options, turns, ("with vfs_read probed", ours, "hits"))[2:]
+    report(figures, options)
 
 
 if __name__ == "__main__":

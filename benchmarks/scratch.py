@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from c_program import passthrough
-from common import Distribution, arguments, mounted, report
+from common import Distribution, arguments, mounted, report, steady
 
 BLOCK = 128 << 10
 
@@ -41,6 +41,16 @@ def read(file: Path, size: int) -> float:
     return size / took / 1e6
 
 
+def measure(theirs: Path, ours: Path, size: int, rounds: int) -> list[Distribution]:
+    """Write and read both files in turns."""
+    samples: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for what, action in (("write", write), ("read", read)):
+            for whose, file in (("passthrough in C", theirs), ("scratch/", ours)):
+                samples.setdefault(f"{what}, {whose}", []).append(action(file, size))
+    return [Distribution(name, "MB/s", tuple(each)) for name, each in samples.items()]
+
+
 def main() -> None:
     """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
@@ -48,22 +58,27 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=8, help="size of the file (default: 8)")
     options = parser.parse_args()
     size = options.mib << 20
-    samples: dict[str, list[float]] = {}
     cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
     with passthrough(cpu) as other, mounted(options) as mount:
         theirs = other / "file"
         ours = mount.path / "scratch/file"
         ours.touch()
-        for _ in range(options.rounds):
-            for what, action in (("write", write), ("read", read)):
-                for whose, file in (("passthrough in C", theirs), ("scratch/", ours)):
-                    samples.setdefault(f"{what}, {whose}", []).append(action(file, size))
-    figures = [Distribution(name, "MB/s", tuple(each)) for name, each in samples.items()]
-    for what in ("write", "read"):
-        pairs = zip(samples[f"{what}, scratch/"], samples[f"{what}, passthrough in C"], strict=True)
-        ratios = tuple(ours / theirs for ours, theirs in pairs)
-        figures.append(Distribution(f"{what}, ours : C", "ratio", ratios))
-    report(figures, options.json)
+
+        def turns() -> list[Distribution]:
+            samples: dict[str, list[float]] = {}
+            for _ in range(options.rounds):
+                for what, action in (("write", write), ("read", read)):
+                    for whose, file in (("passthrough in C", theirs), ("scratch/", ours)):
+                        samples.setdefault(f"{what}, {whose}", []).append(action(file, size))
+            figures = [Distribution(name, "MB/s", tuple(each)) for name, each in samples.items()]
+            for what in ("write", "read"):
+                pairs = zip(samples[f"{what}, scratch/"], samples[f"{what}, passthrough in C"], strict=True)
+                ratios = tuple(of_ours / of_theirs for of_ours, of_theirs in pairs)
+                figures.append(Distribution(f"{what}, scratch/ : C", "ratio", ratios))
+            return figures
+
+        figures = steady(options, turns)
+    report(figures, options)
 
 
 if __name__ == "__main__":
