@@ -309,7 +309,10 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         "explain", help="explain what a probe at a place of a kernel would do, without running the kernel"
     )
     command.add_argument(
-        "places", metavar="PLACE", nargs="+", help="SYMBOL, SYMBOL+OFFSET or an address (0x...)"
+        "places",
+        metavar="PLACE",
+        nargs="+",
+        help="SYMBOL, SYMBOL+OFFSET, MODULE:SYMBOL[+OFFSET] or an address (0x...)",
     )
     what = command.add_mutually_exclusive_group()
     what.add_argument(

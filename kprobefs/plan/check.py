@@ -207,8 +207,8 @@ def _types(
         column = _word_column(line.text, number + 2)
         if found["offset"] is None:
             yield from _scalar(arg, parameter, found["type"], column)
-        elif isinstance(kernel.tables, LinuxKernel):
-            yield from _member(kernel.tables, arg, parameter, int(found["offset"], 0), column)
+        elif isinstance(kernel.core, LinuxKernel):
+            yield from _member(kernel.core, arg, parameter, int(found["offset"], 0), column)
 
 
 def _scalar(arg: ProbeArg, parameter: Parameter, kind: str | None, column: int) -> Iterator[Finding]:

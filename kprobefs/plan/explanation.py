@@ -89,7 +89,8 @@ class Explanation:
     def title(self) -> str:
         """The place as symbol and offset."""
         where = self.place.where
-        return f"{where.name}+{where.offset:#x}" if where.offset else where.name
+        module = "" if where.module is None else f"{where.module}:"
+        return f"{module}{where.name}+{where.offset:#x}" if where.offset else f"{module}{where.name}"
 
     @property
     def address(self) -> int:
@@ -198,7 +199,7 @@ class Explanation:
 
     def _detour_insns(self, region: Region) -> Iterator[DetourInsn]:
         arch = self.judge.arch
-        end = self.kernel.tables.kallsyms.end
+        end = max(end for _, end in self.kernel.tables.text_ranges)
         buffer = (end + _DETOUR_DISTANCE) & -_PAGE
         made = arch.detour(region, buffer)
         parts = arch.detour_parts(0, made.trap, made.copied, region)
@@ -218,11 +219,11 @@ class Explanation:
     @cached_property
     def prototype(self) -> Prototype | None:
         """The function's prototype; None if the kernel's types do not have it."""
-        tables = self.kernel.tables
-        if not isinstance(tables, LinuxKernel):
+        core = self.kernel.core
+        if not isinstance(core, LinuxKernel) or self.place.where.module is not None:
             return None
         try:
-            return prototype(tables.btf, self.symbol.name)
+            return prototype(core.btf, self.symbol.name)
         except KernelError as error:
             if error.errno not in (ENOENT, ENODATA):
                 raise
@@ -238,6 +239,8 @@ class Explanation:
         count = self.kernel.argument_count(self.symbol.name)
         if count is not None:
             return f"no prototype: this kernel has no BTF; {count} parameter{'s' * (count != 1)}"
+        if self.place.where.module is not None:
+            return f"no prototype: types of modules are not read ({self.place.where.module})"
         return f"no prototype: {'it is not in the BTF' if self.kernel.has_btf else 'this kernel has no BTF'}"
 
     @cached_property

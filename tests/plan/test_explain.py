@@ -382,6 +382,20 @@ def test_debian_tcp_sendmsg(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert outcomes["return thunks"] == "breakpoint"
 
 
+def test_a_module_of_debians_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    package = str(debian.package("linux-image-cloud-amd64"))
+    (found,) = explained(capsys, "--image", package, "nls_cp437:uni2char+0x5")
+    assert (found["symbol"], found["module"], found["offset"]) == ("uni2char", "nls_cp437", 5)
+    assert found["instructions"][0]["verdict"] == "ftrace"
+    assert main(["explain", "--image", package, "nls_cp437:uni2char+0x5"]) == 0
+    assert found["address"] not in capsys.readouterr().out
+    assert "nls_cp437:uni2char" in refused(capsys, "--image", package, "nls_cp437:uni2chra")
+    assert "no module nls_none" in refused(capsys, "--image", package, "nls_none:f")
+
+
 def test_all_profiles_answer(capsys: pytest.CaptureFixture[str]) -> None:
     for profile in PROFILES:
         (found,) = explained(capsys, "vfs_read+0x5", "--profile", profile)
