@@ -126,7 +126,10 @@ class ControlFile(FileDescription):
             inner = self.inner
             prepared = inner.prepare(client, data) if inner.node.reads_host else None
             try:
-                with PendingWrite(client, self, inner, data, offset, prepared) as write:
+                with (
+                    self.fs.settled(),
+                    PendingWrite(client, self, inner, data, offset, prepared) as write,
+                ):
                     check = partial(self._check_writer, client)
                     return retry_yielding_lock(self.fs.lock, write.step, check)
             except _Gated as wait:
@@ -333,6 +336,14 @@ class PendingWrite:
         return taken
 
 
+@contextmanager
+def _settled(watcher: ChangeWatcher) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        watcher.settle()
+
+
 class GuestCalls:
     """The guest's part in clients' use of control files. In this base class, the guest has no part.
 
@@ -464,10 +475,20 @@ class ControlFs(FileSystem):
     ) -> None:
         """Create a file system that shows `tree`. `calls` is the guest's part; by default there is none."""
         super().__init__(lock)
-        self.tree = tree
-        self.calls = calls or GuestCalls()
-        self.calls.fs = self
+        self._show(tree, calls or GuestCalls())
         self.watcher: ChangeWatcher | None = None
+
+    def _show(self, tree: NodeTree, calls: GuestCalls) -> None:
+        """Show a tree of control files, with `calls` as the guest's part."""
+        self.tree = tree
+        self.calls = calls
+        calls.fs = self
+        tree.on_removal = self._end_names
+
+    def _end_names(self, removed: str | None) -> None:
+        """Report that names no longer last; see FileSystem.on_names_end."""
+        if self.on_names_end is not None:
+            self.on_names_end(removed)
 
     def check_gate(self) -> None:
         """Check that no other kernel is being built to replace this one. Raises: _Gated."""
@@ -527,7 +548,7 @@ class ControlFs(FileSystem):
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
         """Implement FileSystem.open, by GuestCalls.open(), and report O_TRUNC to the watcher."""
-        with self._changing(is_change=bool(flags & os.O_TRUNC)):
+        with self.settled(), self._changing(is_change=bool(flags & os.O_TRUNC)):
             file = ControlFile(self, path, flags, client)
             self.calls.open(client, file)
             self.opened[file] = None
@@ -558,7 +579,7 @@ class ControlFs(FileSystem):
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """Implement FileSystem.mkdir, and report to the watcher. In instances/, create a trace array."""
-        with self._changing():
+        with self.settled(), self._changing():
             tree = self.tree
             self.calls.change(
                 client, ("mkdir", "mkdirat"), path, lambda: tree.mkdir(client, path, mode), mode
@@ -568,7 +589,7 @@ class ControlFs(FileSystem):
 
     def rmdir(self, client: Client, path: str) -> None:
         """Implement FileSystem.rmdir, and report to the watcher."""
-        with self._changing():
+        with self.settled(), self._changing():
             tree = self.tree
             self.calls.change(client, ("rmdir", "unlinkat"), path, lambda: tree.rmdir(client, path))
             self._moved(path, GONE)
@@ -637,6 +658,15 @@ class ControlFs(FileSystem):
 
     # Policy
 
+    is_control = True
+
+    def name_lasts(self, path: str) -> bool:
+        """Implement FileSystem.name_lasts, for names of the kernel while the guest sees no lookups."""
+        if self.calls.sees_lookups:
+            return False
+        with self.lock:
+            return self.tree.is_kernels_name(path)
+
     def needs_closes(self, path: str) -> bool:
         """Implement FileSystem.needs_closes: return True for directories of instances/."""
         with self.lock:
@@ -655,6 +685,7 @@ class ControlFs(FileSystem):
     def open_in_guest(self) -> None:
         """Implement FileSystem.open_in_guest, by GuestCalls.open_unseen()."""
         self.lock.assert_held()
+        self._end_names(None)
         self.calls.open_unseen(self.files())
 
     def become(self, new: FileSystem) -> None:
@@ -663,9 +694,8 @@ class ControlFs(FileSystem):
         The old kernel's objects of the open files are not released, because they end with the old kernel.
         """
         assert isinstance(new, ControlFs)
-        self.tree = new.tree
-        self.calls = new.calls
-        self.calls.fs = self
+        self._show(new.tree, new.calls)
+        self._end_names("")
         for opened in list(self.opened):
             if isinstance(opened, ControlFile):
                 self._reopen(opened)
@@ -698,9 +728,13 @@ class ControlFs(FileSystem):
         with self.lock:
             return self.calls.is_dead
 
+    def settled(self) -> AbstractContextManager[object]:
+        """Return a context manager that ends when the changes of its block are saved. Lock: leaves."""
+        return nullcontext() if self.watcher is None else _settled(self.watcher)
+
     def close(self) -> None:
         """Implement FileSystem.close. Releasing an open file wakes the threads that wait for the file."""
-        with self.lock:
+        with self.settled(), self.lock:
             files = self.files()
             super().close()
             for file in files:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import field
 from itertools import count
 from typing import BinaryIO
 
@@ -18,7 +17,7 @@ from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, MIN_PAGES, Ring
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE, SavedCmdlines
 from emulated_kernel.trace.trace_arrays import Tracing
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 LAST = "last"
 """Name of the instance with the earlier records of the top directory.
@@ -187,8 +186,8 @@ def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str
         is_new = kernel.trace_arrays.find(name) is None
         try:
             _show(_instance(kernel, name).array, place, named)
-        except (KernelError, MemoryError) as error:
-            refused[name] = str(getattr(error, "strerror", None) or error)
+        except KernelError as error:
+            refused[name] = error.strerror or str(error)
             del last.arrays[name]
             if is_new and kernel.trace_arrays.find(name) is not None:
                 kernel.trace_arrays.remove(name)
