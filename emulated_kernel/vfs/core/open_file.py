@@ -38,7 +38,9 @@ class Moves(Enum):
 
     def after(self, count: int) -> int:
         """Return the distance in bytes for a write that took `count` bytes."""
-        return {Moves.NOT: 0, Moves.BY_ONE: 1, Moves.BY_BYTES: count}[self]
+        if self is Moves.BY_BYTES:
+            return count
+        return 1 if self is Moves.BY_ONE else 0
 
 
 class File(Node):

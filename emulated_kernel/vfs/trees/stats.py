@@ -82,21 +82,24 @@ ProbeState = Mapping[str, str | int | bool]
 """Name of a file in an event's directory of stats/, such as hits or mode -> value."""
 
 
-def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Return the states of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
+def probe_switches(kernel: KernelComponents) -> Iterator[ProbeState]:
+    """Return mode and switches of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
     events = sorted(kernel.tracing.kprobe_events.events(), key=lambda event: f"{event.group}/{event.name}")
-    return (_probe_state(kernel, event) for event in events)
+    return (_named(event, _EventStats(event, kernel).switches()) for event in events)
 
 
-def _probe_state(kernel: KernelComponents, event: KprobeTraceEvent) -> ProbeState:
-    return {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
+def _named(event: KprobeTraceEvent, state: ProbeState) -> ProbeState:
+    return {"event": f"{event.group}/{event.name}", **state}
 
 
 def probes_file(kernel: KernelComponents) -> SeqFile:
     """Return the file machine/probes, which has the state of each kprobe event as a line of JSON."""
     events = kernel.tracing.kprobe_events
     return SeqFile(
-        0o400, listing_of(events.events, lambda event: f"{json.dumps(_probe_state(kernel, event))}\n")
+        0o400,
+        listing_of(
+            events.events, lambda event: f"{json.dumps(_named(event, _EventStats(event, kernel).state()))}\n"
+        ),
     )
 
 
@@ -134,11 +137,12 @@ class _EventStats:
             files["memory"] = _text(self._memory)
         return Directory(_DIRECTORY, files)
 
+    def switches(self) -> ProbeState:
+        return {"mode": self._mode(), "asked": self._asked(), "enabled": self._is_enabled()}
+
     def state(self) -> ProbeState:
         return {
-            "mode": self._mode(),
-            "asked": self._asked(),
-            "enabled": self._is_enabled(),
+            **self.switches(),
             "optimized": self._is_optimized(),
             "hits": self._hits(),
             "nmissed": self._nmissed(),
