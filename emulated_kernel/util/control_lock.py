@@ -29,7 +29,17 @@ class ControlLock:
     check, because the guest only runs while its runner holds the lock.
     """
 
-    __slots__ = ("_acquire", "_depth", "_owner", "_release", "_waiters", "is_abandoned", "turn", "waiting")
+    __slots__ = (
+        "_acquire",
+        "_depth",
+        "_owner",
+        "_release",
+        "_waiters",
+        "is_abandoned",
+        "turn",
+        "user",
+        "waiting",
+    )
 
     def __init__(self) -> None:
         # An RLock is acquired and gets its owner in one C call, which a KeyboardInterrupt can't split.
@@ -43,6 +53,11 @@ class ControlLock:
         """One token for each thread that waits for the lock; each wait has a new token."""
         self.turn = 0
         """Count of the entries from outside so far. Quotas for one entry restart when it changes."""
+        self.user = 0
+        """User id of the client whose change is made under the lock; 0 for root and the owner of the mount.
+
+        Each entry from outside sets it to 0.
+        """
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Returns a context manager, which a thread enters while it waits longer than PATIENCE.
 
@@ -60,6 +75,7 @@ class ControlLock:
         if not self._depth:
             self._owner = threading.get_ident()
             self.turn += 1
+            self.user = 0
         self._depth += 1
         return self
 
