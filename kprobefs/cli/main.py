@@ -355,6 +355,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _bench(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import bench
+    from kprobefs.measure.host_load import HostLoad
 
     _check_bench(parsed)
     parsed.arch = parsed.arch or bench.ARCHITECTURES[0]
@@ -362,6 +363,7 @@ def _bench(parsed: argparse.Namespace) -> int:
     parsed.rounds = parsed.rounds or 9
     parsed.count = parsed.count or 10000
     hits = parsed.arch, parsed.hits, parsed.rounds
+    host = HostLoad()
     if parsed.what == "hit" and parsed.cpus:
         from kprobefs.measure.bench_cpus import hits_on
 
@@ -386,6 +388,8 @@ def _bench(parsed: argparse.Namespace) -> int:
         from kprobefs.measure.bench_probes import probes
 
         probes(parsed.arch, parsed.count, parsed.rounds, parsed.profile, as_json=parsed.json)
+    if not (parsed.json or parsed.memory):
+        print(host.line())
     return ExitStatus.OK
 
 
@@ -403,6 +407,23 @@ def _coverage(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import coverage
 
     coverage.run(parsed.arch, parsed.image, parsed.functions, parsed.profile, as_json=parsed.json)
+    return ExitStatus.OK
+
+
+def _explain(parsed: argparse.Namespace) -> int:
+    from kprobefs.plan import explain
+
+    explain.run(
+        parsed.places,
+        arch=parsed.arch,
+        image=parsed.image,
+        vmcore=parsed.vmcore,
+        profile=parsed.profile,
+        whole=parsed.function,
+        as_json=parsed.json,
+        svg=parsed.svg,
+        html=parsed.html,
+    )
     return ExitStatus.OK
 
 
@@ -499,5 +520,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "djprobe-analyze": _djprobe_analyze,
     "bench": _bench,
     "coverage": _coverage,
+    "explain": _explain,
 }
 """Name of a command -> the function that runs it with the parsed options and returns the exit status."""
