@@ -74,7 +74,7 @@ class ControlFile(FileDescription):
     @property
     def stream(self) -> bool:
         """Implement FileDescription.stream: whether lseek(2) fails with ESPIPE."""
-        return self.inner.stream
+        return not self.inner.node.has_position
 
     @property
     def acts_on_close(self) -> bool:

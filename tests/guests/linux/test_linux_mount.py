@@ -486,3 +486,20 @@ def test_entries_of_a_directory_that_are_none() -> None:
     with pytest.raises(KernelError, match="entries of a directory that are none"):
         list(syscalls._entries(bytes(64), 0))
     assert list(syscalls._entries(bytes(10), 0)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "flags"), [("/scratch/appended", os.O_CREAT), ("/tracing/set_event_pid", 0)]
+)
+def test_a_seek_after_an_appending_write(shell: Files, path: str, flags: int) -> None:
+    """The offset of the next request decides, whatever the end of the file was."""
+    mount = shell.mount
+    if flags:
+        mount.release(mount.create(SHELL, path, 0o600, os.O_WRONLY))
+    handle = mount.open(SHELL, path, os.O_RDWR | os.O_APPEND)
+    text = b"4711\n"
+    assert mount.write(SHELL, handle, text, 0) == len(text)
+    assert mount.read(SHELL, handle, 100, len(text)) == b""
+    assert mount.read(SHELL, handle, 100, 0) == text
+    mount.release(handle)
+    mount.release(mount.open(SHELL, "/tracing/set_event_pid", os.O_WRONLY | os.O_TRUNC))
