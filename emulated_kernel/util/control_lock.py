@@ -35,6 +35,7 @@ class ControlLock:
         "_owner",
         "_release",
         "_waiters",
+        "at_release",
         "is_abandoned",
         "turn",
         "user",
@@ -63,6 +64,8 @@ class ControlLock:
 
         A thread that serves requests uses it to let another thread serve them while it waits.
         """
+        self.at_release: Callable[[], object] | None = None
+        """Function to call once, without the lock, when the thread that holds the lock releases it."""
         self.is_abandoned: Callable[[], bool] = lambda: False
         """Function that returns True if the calling thread serves a write(2) of a process that was killed.
 
@@ -83,7 +86,15 @@ class ControlLock:
         self._depth -= 1
         if not self._depth:
             self._owner = 0
+            if self.at_release is not None:
+                self._release_and_call(self.at_release)
+                return
         self._release()
+
+    def _release_and_call(self, action: Callable[[], object]) -> None:
+        self.at_release = None
+        self._release()
+        action()
 
     def _wait(self) -> None:
         """Acquire the lock after a failed first attempt."""
