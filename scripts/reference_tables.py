@@ -24,6 +24,7 @@ from emulated_kernel.arch.analysis.reject_reason import RejectReason  # noqa: E4
 from emulated_kernel.kernel.api import Kernel  # noqa: E402
 from emulated_kernel.trace.filter.filter_errors import FilterError  # noqa: E402
 from emulated_kernel.trace.hist.hist_errors import HistError  # noqa: E402
+from emulated_kernel.trace.text.error_log import CommandError  # noqa: E402
 from emulated_kernel.trace.text.probe_errors import ProbeError  # noqa: E402
 from emulated_kernel.util.config import MachineConfig  # noqa: E402
 from emulated_kernel.vfs.core.node import Directory, Node  # noqa: E402
@@ -266,7 +267,8 @@ def _answer(kind: str, name: str) -> tuple[str, str]:
     """Return the errno, if the reason has only one, and the text of a reason."""
     reason = ERRORS[kind][name]
     number = reason.errno if isinstance(reason, RejectReason) else 0
-    return f"`{errno.errorcode[number]}`" if number else "", str(reason.value)
+    text = reason.texts[0] if isinstance(reason, CommandError) else reason.value
+    return f"`{errno.errorcode[number]}`" if number else "", str(text)
 
 
 def _lines(places: set[str]) -> str:

@@ -10,7 +10,7 @@ from emulated_kernel.components.records import ProbeRegistries, TracingComponent
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.trace.array.services import RELEASE, TracingServices
+from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, NeedResched
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.context.call_stack import CallStack
@@ -25,6 +25,7 @@ from emulated_kernel.trace.events.static_event import Tracepoint
 from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.hist.trigger import HistCommand
+from emulated_kernel.trace.interface import Interface, InterfaceRule, interface_named
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
 from emulated_kernel.trace.probes.eprobe import EventProbes
@@ -72,8 +73,10 @@ class TracedKernel:
     limits: Limits
     log: Callable[[str], None]
     """Writes a line to the kernel log."""
-    release: str = RELEASE
-    """Release of the kernel, as uname -r prints it."""
+    release: str = ""
+    """Release of the kernel, as uname -r prints it; "" selects that of the interface."""
+    interface: Interface | None = None
+    """The kernel's version of tracefs; None selects that of the profile."""
     printk_formats: Callable[[], Iterable[str]] = tuple
     """Returns the lines of the file printk_formats."""
     has_graph: bool = True
@@ -88,6 +91,7 @@ class TracedKernel:
 
 def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> TracingComponents:
     """Build tracing, with nothing enabled, over a kernel whose probes are registered with `engine`."""
+    interface = kernel.interface or interface_named(engine.kprobes.profile.interface)
     registry = EventRegistry()
     cmdlines = SavedCmdlines()
     records = GuestRecords(
@@ -95,17 +99,17 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     )
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch)
-    system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines)
+    system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines, interface)
     functions = _build_functions(kernel, engine, arch)
     arrays = _build_arrays(kernel, engine, system, functions)
     addresses = records.places(
         kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched
     )
     graph, profiler = _build_graphs(kernel, engine, arrays, functions, addresses)
-    commands = EventCommands(registry, arrays.top.errors, kernel.log, kernel.limits)
+    commands = EventCommands(registry, arrays.top.errors, kernel.log, kernel.limits, interface)
     probes = _build_probes(kernel, engine, arch, addresses)
     kprobe_events = KprobeEvents(probes, commands)
-    fprobe_events = FprobeEvents(probes, commands) if engine.kprobes.profile.fprobe_events else None
+    fprobe_events = FprobeEvents(probes, commands) if InterfaceRule.FPROBE_EVENTS in interface else None
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)
     # A command is offered to each kind in this order.
@@ -149,6 +153,7 @@ def _build_services(
     records: GuestRecords,
     markers: PrintEvent,
     cmdlines: SavedCmdlines,
+    interface: Interface,
 ) -> TracingServices:
     """Build the services that all trace arrays share."""
     machine = kernel.machine
@@ -171,7 +176,8 @@ def _build_services(
         printk=kernel.log,
         clocks=ClockSource(machine.clock),
         tracer_options=TracerOptions(kernel.other_tracers),
-        release=kernel.release,
+        interface=interface,
+        release=kernel.release or interface.release,
     )
 
 

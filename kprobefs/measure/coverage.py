@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Symbol
@@ -85,7 +86,9 @@ class FunctionCoverage:
         arch = arch_named(subject.arch)
         names = (_LINUX_RULES.get(name, name) for name in profile.strategies)
         strategy = arch.strategy(names) if profile.optimizer else None
-        self._verdict = arch.probe_checker(subject.tables, strategy, ftrace=profile.ftrace)
+        self._verdict = arch.probe_checker(
+            subject.tables, strategy, ftrace=profile.ftrace, rules=probe_rules_named(profile.probe_rules)
+        )
         self._is_x86 = not subject.arch.startswith("riscv")
         self.pairs: int | None = 0 if strategy and strategy.pairs else None
         """Sum of the counts for Coverage.pairs up to now; None if the policy has no count of its own."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.fetch_types import FetchType, bitfield_of, find_fetch_type
+from emulated_kernel.trace.interface import Interface
 from emulated_kernel.trace.text.chars import is_good_name
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
@@ -77,6 +78,7 @@ class FetchContext:
 
     arch: Arch
     log: TraceProbeLog
+    interface: Interface
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
@@ -223,7 +225,7 @@ class _ArgParser:
             if count or type_name not in (None, "string"):
                 raise KernelError(errno.EINVAL, "the command's name and literal strings are strings")
             type_name = "string"
-        fetch_type = find_fetch_type(type_name, self._arch.word_size)
+        fetch_type = find_fetch_type(type_name, self._arch.word_size, self._context.interface)
         if fetch_type is None:
             raise self._error(self._type_column(expression, type_name), ProbeError.BAD_TYPE)
         return fetch_type

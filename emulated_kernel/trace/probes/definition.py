@@ -12,6 +12,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.interface import Interface
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import is_good_name, is_good_system_name
 from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul
@@ -78,7 +79,12 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
 
 
 def parse_definition(
-    argv: Sequence[str], arch: Arch, symbols: KernelSymbols, log: TraceProbeLog, letters: str = "pr"
+    argv: Sequence[str],
+    arch: Arch,
+    symbols: KernelSymbols,
+    log: TraceProbeLog,
+    interface: Interface,
+    letters: str = "pr",
 ) -> ProbeDefinition | None:
     """Parse a command of at least one word. Return None if it may be for another kind of event.
 
@@ -105,7 +111,9 @@ def parse_definition(
         group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log)
     is_symbolic = place.symbol is not None
     on_entry = is_symbolic and found is not None and not found.offset and not place.is_return
-    args = parse_args(arg_words, FetchContext(arch, log, place.is_return and is_symbolic, on_entry))
+    args = parse_args(
+        arg_words, FetchContext(arch, log, interface, place.is_return and is_symbolic, on_entry)
+    )
     event = event or place.default_event(arch.word_size)
     return ProbeDefinition(group, event, place, found, maxactive, args)
 

@@ -192,7 +192,9 @@ class EventProbes(ProbeKind[Eprobe]):
             log.index = at + 3
             condition = self._parse_filter(target, words[at + 1 :], log)
             words = words[:at]
-        args = parse_args(words, FetchContext(self._arch, log, finish=partial(self._finish, target, log)))
+        args = parse_args(
+            words, FetchContext(self._arch, log, self.interface, finish=partial(self._finish, target, log))
+        )
         name = to_text(event or target_name)
         made = EprobeEvent(to_text(group), name, target, args, self._arch.word_size)
         return Eprobe(self, made, condition, self._arch)

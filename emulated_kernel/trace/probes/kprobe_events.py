@@ -65,7 +65,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         engine = self._engine
         letters = "prj" if engine.has_jprobes else "pr"
-        return parse_definition(argv, engine.arch, engine.symbols, log, letters)
+        return parse_definition(argv, engine.arch, engine.symbols, log, self.interface, letters)
 
     @staticmethod
     def _log_failure(failure: KernelError, log: TraceProbeLog) -> None:

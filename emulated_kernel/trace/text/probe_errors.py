@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from enum import Enum
 
-from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.trace.text.error_log import CommandError, ErrorLog
 from emulated_kernel.util.errors import KernelError
 
 
-class ProbeError(Enum):
-    """Errors of probe definitions. The texts are an interface, since tools match them.
+class ProbeError(CommandError):
+    """Errors of probe definitions.
 
     Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1).
     """
@@ -101,5 +100,5 @@ class TraceProbeLog:
         column = sum(len(word) + 1 for word in self._argv[: self.index])
         if self.index < len(self._argv):
             column += offset
-        self._error_log.add(self._subsystem, " ".join(self._argv), error.value, column)
-        return KernelError(code, error.value)
+        self._error_log.add(self._subsystem, " ".join(self._argv), error, column)
+        return KernelError(code, self._error_log.text_of(error))

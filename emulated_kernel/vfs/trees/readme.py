@@ -6,18 +6,19 @@ import re
 from textwrap import fill
 
 from emulated_kernel.trace.fetch.fetch_types import fetch_types
+from emulated_kernel.trace.interface import Interface
 
 _BIT_FIELD = "b<bit-width>@<bit-offset>/<container-size>"
 _ARRAY = "<type>\\[<array-size>\\]"
 
 
-def _types() -> str:
+def _types(interface: Interface) -> str:
     """Return the lines with the types of fetch arguments.
 
     perf expects integer types with the same letter as one word, such as `u8/u16/u32/u64`.
     """
     words: dict[str, str] = {}
-    for name in fetch_types(8):
+    for name in fetch_types(8, interface):
         number = re.fullmatch(r"([a-z])(\d+)", name)
         before = words.get(number[1]) if number else None
         words[number[1] if number else name] = f"{before}/{number[2]}" if number and before else name
@@ -29,7 +30,9 @@ def _types() -> str:
     return f"{fill(text, 79, initial_indent=head, subsequent_indent=' ' * len(head))}\n"
 
 
-README = f"""\
+def readme_text(interface: Interface) -> str:
+    """Return the text of README for an interface."""
+    return f"""\
 tracing: what the files of this directory do.
 
   Switch recording off with "echo 0 > tracing_on" and on again with "echo 1 > tracing_on".
@@ -95,7 +98,7 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
                    $stack<index>, $stack, $comm, $arg<N>,
                    $retval,
                    +|-[u]<offset>(<fetcharg>), \\imm-value, \\"imm-string"
-{_types()}                   s:[synthetic/]<event> <field> [<field>]
+{_types(interface)}                   s:[synthetic/]<event> <field> [<field>]
                    e[:[<group>/][<event>]] <attached-group>.<attached-event> [<args>] [if <filter>]
             field: <stype> <name>;
             stype: u8/u16/u32/u64, s8/s16/s32/s64, pid_t, bool, gfp_t,
