@@ -7,6 +7,7 @@ from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
+from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
@@ -22,6 +23,7 @@ from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
+from emulated_kernel.trace.fetch.fetchargs import no_types
 from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.hist.trigger import HistCommand
@@ -75,6 +77,8 @@ class TracedKernel:
     """Writes a line to the kernel log."""
     release: str = ""
     """Release of the kernel, as uname -r prints it; "" selects that of the interface."""
+    types: Callable[[], Btf | None] = no_types
+    """Returns the kernel's BTF, or None if it has none."""
     interface: Interface | None = None
     """The kernel's version of tracefs; None selects that of the profile."""
     printk_formats: Callable[[], Iterable[str]] = tuple
@@ -235,6 +239,7 @@ def _build_probes(
         hit,
         addresses,
         kprobes.profile.jprobes,
+        kernel.types,
     )
 
 

@@ -25,11 +25,91 @@ class InterfaceRule(LinuxRule):
         f"{_PROBE}:probe_fetch_types",
         "char, string",
     )
+    BTF_ARGS = (
+        "6.12",
+        "arguments can be parameters by name, and fields of structures; `$retval` has the function's type",
+        f"{_PROBE}:parse_btf_arg",
+        "<argname>[->field",
+    )
+    ENTRY_ARGS = (
+        "6.12",
+        "events at a function's return can have its arguments, which its entry keeps",
+        f"{_PROBE}:store_trace_entry_data",
+        "kernel return probes support: $retval, $arg<N>, $comm",
+    )
+    META_ARGS = (
+        "6.12",
+        "`$arg*` becomes all parameters of a function, and `$argN` alone the parameter's name",
+        f"{_PROBE}:traceprobe_expand_meta_args",
+        "$arg* can be used only once in the parameters",
+    )
+    DENTRY_TYPES = (
+        "6.12",
+        "the types `%pd` and `%pD` show the name of a dentry and of a file",
+        f"{_PROBE}:traceprobe_expand_dentry_args",
+        "%pd/%pD",
+    )
+    ARGS_LIMITED = (
+        "6.12",
+        "more than 128 arguments are refused with E2BIG; earlier versions ignore the further ones",
+        f"{_KPROBE}:trace_kprobe_create",
+    )
+    ARGS_LIMIT_LOGGED = (
+        "7.2",
+        "the refusal of more than 128 arguments is in error_log",
+        f"{_KPROBE}:trace_kprobe_create_internal",
+        "Too many arguments are specified",
+    )
+    LATE_CHECKS = (
+        "6.12",
+        "size and type of an argument are checked after its expression, with the column of the innermost one",
+        f"{_PROBE}:traceprobe_parse_probe_arg_body",
+        "$arg* can be used only on function entry or exit",
+    )
+    STRING_TYPE_LOGGED = (
+        "6.12",
+        "a wrong type of `$comm` or of a literal string is in error_log",
+        f"{_PROBE}:parse_probe_arg_type",
+        "$comm and immediate-string only accepts string type",
+    )
+    UPROBE_SYMBOLS_REFUSED = (
+        "6.12",
+        "arguments of uprobe events cannot have the types `symbol` and `symstr`",
+        f"{_PROBE}:find_fetch_type",
+    )
+    SYMBOL_EINVAL = (
+        "6.12",
+        "an unknown or ambiguous symbol is refused with EINVAL instead of ENOENT and EADDRNOTAVAIL",
+        f"{_KPROBE}:trace_kprobe_create",
+    )
+    MODULE_SYMBOLS_CHECKED = (
+        "6.12",
+        "`MODULE:SYMBOL` is looked up at once if the module is loaded",
+        f"{_KPROBE}:validate_probe_symbol",
+    )
+    MAXACT_AT_EXIT = (
+        "6.12",
+        "maxactive of a probe on an entry is refused with `Maxactive is only for function exit`",
+        f"{_KPROBE}:trace_kprobe_create",
+        "Maxactive is only for function exit",
+    )
     FPROBE_EVENTS = (
         "6.12",
         "dynamic_events takes `f` lines: events at entries and returns of functions",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "f[:[<group>/][<event>]]",
+    )
+    FPROBES_STAY = (
+        "6.12",
+        "the functions of an `f` event are hooked from its definition on; later, while it is enabled",
+        "kernel/trace/trace_fprobe.c:__register_trace_fprobe",
+        "",
+        "7.2",
+    )
+    FPROBE_WITHOUT_MAXACTIVE = (
+        "7.2",
+        "`f` lines have no maxactive",
+        "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
     )
 
 
@@ -57,6 +137,7 @@ INTERFACES: Mapping[str, Interface] = MappingProxyType(
         each.name: each
         for each in (
             LINUX_6_1,
+            Interface("linux-6.12", "6.12.0", InterfaceRule.of("6.12")),
             Interface("linux-6.1-fprobe", LINUX_6_1.release, LINUX_6_1.rules | {InterfaceRule.FPROBE_EVENTS}),
         )
     }

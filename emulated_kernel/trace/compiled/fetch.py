@@ -70,6 +70,7 @@ def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
         return False
     return all(
         type(arg.type) in _EMITTERS
+        and arg.stages.load.op is not FetchOp.EDATA
         and (arg.stages.load.op is not FetchOp.REG or arg.stages.load.name in registers)
         for arg in args
     )

@@ -146,10 +146,11 @@ class Number(FetchType):
         shift = stages.bitfield
         if shift is None:
             return raw
+        whole = (1 << 8 * shift.size) - 1
         mask = (1 << 8 * size) - 1
         left = shift.lshift
         right = shift.rshift
-        numbers = [(int.from_bytes(data, "little") << left & mask) >> right for data in raw]
+        numbers = [(int.from_bytes(data, "little") << left & whole) >> right & mask for data in raw]
         return [number.to_bytes(size, "little") for number in numbers]
 
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
