@@ -171,7 +171,7 @@ def _find_member(btf: Btf, structure: int, name: str, column: int) -> tuple[int,
     while waiting:
         start, owner = waiting.pop()
         for member in btf.members(owner):
-            if member.name == name:
+            if name and member.name == name:
                 return start, member
             if not member.name and len(waiting) < _ANONYMOUS_MAX:
                 inner = btf.resolve(member.type)

@@ -169,6 +169,7 @@ def expand_args(words: Sequence[str], context: ExpansionContext, limit: int) -> 
     """
     interface = context.interface
     on_function = context.in_kernel and not context.on_event
+    given = words
     if on_function and InterfaceRule.META_ARGS in interface:
         words = expand_meta_args(words, context)
     if len(words) > limit and InterfaceRule.ARGS_LIMITED in interface:
@@ -176,6 +177,10 @@ def expand_args(words: Sequence[str], context: ExpansionContext, limit: int) -> 
         if InterfaceRule.ARGS_LIMIT_LOGGED in interface:
             raise context.log.error(0, ProbeError.TOO_MANY_ARGS, errno.E2BIG)
         raise KernelError(errno.E2BIG, f"more than {limit} arguments")
-    if context.in_kernel and InterfaceRule.DENTRY_TYPES in interface:
+    if on_function and InterfaceRule.DENTRY_TYPES in interface:
+        is_given = words is given
         words = expand_dentry_args(words, context.btf)
+        if is_given:
+            # Linux: these words are replaced in the command itself, which error_log shows.
+            context.log.replace_arguments(words)
     return words

@@ -111,6 +111,10 @@ class TraceProbeLog:
         self._argv = argv
         self.index = 0
 
+    def replace_arguments(self, words: Sequence[str]) -> None:
+        """Replace the words of the command from the third word on, as error_log shows it."""
+        self._argv = [*self._argv[:2], *words]
+
     def error(self, offset: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
         """Log `error` at byte `offset` of the current word, and return the exception that the caller raises.
 
