@@ -51,14 +51,27 @@ RECORDED = (
     "p:k/created shmem_create mode=%cx:x16",
     "p:k/written shmem_write_begin at=%dx size=%cx:u32 c=$comm",
     "r:k/begun shmem_write_begin result=$retval:s32",
-    "p:k/inside shmem_write_end+5 at=%dx copied=%r8:u32 at8=+8(%si):x64",
-    "p:k/later shmem_write_end+21 copied=%r8:u32",
+    "p:k/inside shmem_write_end+{first} at=%dx copied=%r8:u32 at8=+8(%si):x64",
+    "p:k/later shmem_write_end+{second} copied=%r8:u32",
     "r:k/read shmem_file_read_iter size=$retval:s64",
     "p:k/ends shmem_evict_inode bytes=+0(%di):x8[4]",
     "p:k/opened shmem_file_llseek to=%si",
     "r:k/made shmem_get_inode",
 )
 """On what requests for scratch/ run through, and for nothing else."""
+OFFSETS = {"first": 5, "second": 21}
+"""Least offsets of instructions in shmem_write_end."""
+RECORDED_BY_NAME = (
+    "p:k/n1 shmem_create dentry:%pd mode=mode dir->i_ino dentry->d_name.len",
+    "p:k/n2 shmem_file_llseek $arg*",
+    "r:k/n3 shmem_file_read_iter $retval iocb->ki_pos $arg2 iocb->ki_filp:%pD",
+    "p:k/n4 shmem_file_llseek file->f_flags whence c=whence:char file->f_inode->i_opflags",
+    "f:k/n5 shmem_create name=dentry->d_name.name:string $arg4:x16 c=$comm",
+    "f:k/n6 shmem_file_read_iter%return ret=$retval iocb->ki_flags s=$stack0:x8",
+    "f:k/n7 shmem_write_b*",
+    "f:k/n8 __shmem_get_inode $retval->i_ino mode $retval->i_sb->s_id:string",
+)
+"""The same with arguments by name, for kernels since 6.12."""
 STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
 """Whose, which Linux knows from the next switch of tasks on; when; and in which context: a probe is a jump
 from when its optimizer has come to it."""
@@ -315,11 +328,11 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int, rul
     return whole
 
 
-def recorded(mount: Mount | Mount) -> tuple[list[str], list[str]]:
+def recorded(mount: Mount | Mount, lines: Sequence[str]) -> tuple[list[str], list[str]]:
     """What a workload in scratch/ leaves in the trace and in kprobe_profile; without times."""
-    write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
-    for definition in RECORDED:
-        assert not write(mount, "/tracing/kprobe_events", definition, os.O_APPEND), definition
+    write(mount, "/tracing/dynamic_events", "", os.O_TRUNC)
+    for definition in lines:
+        assert not write(mount, "/tracing/dynamic_events", definition, os.O_APPEND), definition
     assert not write(mount, "/tracing/events/k/enable", "1")
     for turn in range(8):
         handle = mount.create(CLIENT, f"/scratch/file{turn % 3}", 0o640, os.O_RDWR)
@@ -330,14 +343,32 @@ def recorded(mount: Mount | Mount) -> tuple[list[str], list[str]]:
     assert not write(mount, "/tracing/events/k/enable", "0")
     lines = read(mount, "/tracing/trace").splitlines()
     profile = read(mount, "/kprobe_profile").splitlines()
-    write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
+    write(mount, "/tracing/dynamic_events", "", os.O_TRUNC)
     return [STAMP.sub(" ", line) for line in lines if not line.startswith("#")], profile
 
 
-def compare_records(linux: Mount, ours: Mount) -> Tally:
+def recorded_definitions(engine: LinuxEngine, interface: Interface) -> list[str]:
+    """The probes of compare_records()."""
+    kallsyms = engine.kernel.kallsyms
+    start = kallsyms.lookup_name("shmem_write_end") or 0
+    where = kallsyms.lookup(start)
+    assert where is not None
+    starts = [at - start for at in engine.kprobes.probe_checker.boundaries(where.symbol)]
+    offsets = {name: min(at for at in starts if at >= least) for name, least in OFFSETS.items()}
+    by_name = RECORDED_BY_NAME if InterfaceRule.BTF_ARGS in interface else ()
+    lines = [*(line.format(**offsets) for line in RECORDED), *by_name]
+    return [line for line in lines if "*" in line.split()[1] or kallsyms.count_name(_symbol(line)) == 1]
+
+
+def _symbol(line: str) -> str:
+    return re.split(r"[+%]", line.split()[1])[0]
+
+
+def compare_records(linux: Mount, ours: Mount, lines: Sequence[str]) -> Tally:
     """Of the same kernel, probed by itself and by ours: hits, misses, and each record."""
     tally = Tally()
-    (their_lines, their_profile), (our_lines, our_profile) = recorded(linux), recorded(ours)
+    their_lines, their_profile = recorded(linux, lines)
+    our_lines, our_profile = recorded(ours, lines)
     tally.add("kprobe_profile", their_profile, our_profile, is_refused=False)
     tally.add("records", len(their_lines), len(our_lines), is_refused=False)
     for theirs, mine in zip(their_lines, our_lines, strict=False):
@@ -377,7 +408,7 @@ def main() -> int:
             linux, Kernel(profile=profile).mount(), count, seed, LINUX_6_1
         ),
         "definitions over it": lambda: compare_definitions(linux, ours, count, seed + 1, interface),
-        "records over it": lambda: compare_records(linux, ours),
+        "records over it": lambda: compare_records(linux, ours, recorded_definitions(engine, interface)),
     }
     for what, compare in compared.items():
         if not what.startswith(options.only or ""):
