@@ -107,7 +107,6 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         profile.name: profile
         for profile in (
             Profile(DEFAULT),
-            Profile("linux-6.12", interface="linux-6.12", probe_rules="linux-6.12", return_hook="objpool"),
             Profile("linux-6.1-nopreempt", preemption=False),
             Profile("linux-6.1-fprobe", interface="linux-6.1-fprobe"),
             Profile("kprobes-2010", False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT, **_OLD),

@@ -41,6 +41,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.parts import guest_of
+from tests.profiles import LINUX_6_12
 
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
@@ -106,7 +107,8 @@ BY_NAME = (
     "file", "count", "buf", "pos", "count:u8", "file:x32", "x=file", "x=count", "nothing", "_x", "$arg*",
     "$arg*", "$arg1", "$arg2:u8", "$arg4", "$arg5", "$arg0", "$argx", "$arg*:u8", "$arg1x", "x=$arg1",
     "x=$arg*", "file->f_flags", "file->f_inode->i_ino", "file->f_path.dentry->d_name.name:string",
-    "file->f_path.dentry->d_iname:string", "file->nothing", "file->f_path.nothing", "file.f_path", "file-f_path",
+    "file->f_path.dentry->d_iname:string", "file->nothing", "file->f_path.nothing", "file.f_path",
+    "file-f_path",
     "file->", "file->.", "count->x", "buf:string", "buf:ustring", "file:string", "file->f_inode:%pd",
     "file->f_path.dentry:%pd", "file:%pD", "x=file:%pD", "$arg1:%pD", "$retval", "$retval:u8", "$retval->x",
     "$retvalx", "$retval.x", "r=$retval", "+8(file)", "+0(file->f_inode)", "+0(file):x8[4]", "buf:char",
@@ -391,7 +393,7 @@ def main() -> int:
     parser.add_argument("--profile", default=DEFAULT, metavar="NAME", help="the profile of our engine")
     parser.add_argument("--only", metavar="WHAT", help="compare only what begins with this")
     options = parser.parse_args()
-    profile = profile_named(options.profile)
+    profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
     rules = probe_rules_named(profile.probe_rules)
     interface = interface_named(profile.interface)
     tasks, kernel = started_with_kernel(options.image, options.seed)
