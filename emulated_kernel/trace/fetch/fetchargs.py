@@ -365,7 +365,8 @@ class _ArgParser:
         if not self._context.on_return:
             raise self._error(at, ProbeError.RETVAL_ON_PROBE)
         load = FetchInsn(FetchOp.RETVAL, name=self._arch.registers.return_value)
-        if not self._context.in_kernel or self._context.btf is None:
+        is_typed = InterfaceRule.BTF_ARGS in self._rules and self._context.in_kernel
+        if not is_typed or self._context.btf is None:
             return [load]
         name, fields, column = self._root(text, at)
         if name != "$retval":
