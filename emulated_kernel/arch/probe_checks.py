@@ -174,6 +174,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return the registers that the function may still read from `addr` on."""
 
     @abstractmethod
+    def has_jump_table(self, symbol: Symbol) -> bool:
+        """Return True if an indirect jump of a function may lead to another place in the function."""
+
+    @abstractmethod
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
         """Iterate over (target, source) of all bit patterns in `code` that look like direct branches.
 
@@ -183,6 +187,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
     @abstractmethod
     def label_size(self, code: bytes) -> int:
         """Return the size in bytes of the jump label whose first bytes are `code`."""
+
+    def fentry_nop(self, code: bytes) -> bytes:
+        """Return what boot writes to an fentry site that is linked as `code`."""
+        return code
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
         """Return the address ranges that the image's symbols define."""
@@ -398,6 +406,15 @@ class ProbeChecker(ABC, Generic[Analysis]):
             finding = refused or outcome
             found[addr] = finding.reason if isinstance(finding, Rejection) else None
         return found
+
+    def unpatched_code(self, symbol: Symbol) -> bytes:
+        """Return a function's machine code, with nops at all fentry sites."""
+        code = bytearray(self._function(symbol).function.code)
+        for site in _inside(self._mcount, symbol):
+            at = site - symbol.address
+            nop = self.fentry_nop(bytes(code[at : at + self.fentry_size]))
+            code[at : at + len(nop)] = nop
+        return bytes(code)
 
     def pairs(self, symbol: Symbol) -> int | None:
         """Return the policy's count of optimizable instructions in a function (`OptimizationPolicy.pairs`).

@@ -410,6 +410,23 @@ def _coverage(parsed: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
+def _explain(parsed: argparse.Namespace) -> int:
+    from kprobefs.plan import explain
+
+    explain.run(
+        parsed.places,
+        arch=parsed.arch,
+        image=parsed.image,
+        vmcore=parsed.vmcore,
+        profile=parsed.profile,
+        whole=parsed.function,
+        as_json=parsed.json,
+        svg=parsed.svg,
+        html=parsed.html,
+    )
+    return ExitStatus.OK
+
+
 def _djprobe_analyze(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
@@ -503,5 +520,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "djprobe-analyze": _djprobe_analyze,
     "bench": _bench,
     "coverage": _coverage,
+    "explain": _explain,
 }
 """Name of a command -> the function that runs it with the parsed options and returns the exit status."""

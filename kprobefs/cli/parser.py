@@ -199,6 +199,7 @@ def program_parser() -> argparse.ArgumentParser:
 
     _add_bench(commands)
     _add_coverage(commands)
+    _add_explain(commands)
     for action in commands._get_subactions():
         commands.choices[action.dest].description = f"{str(action.help)[:1].upper()}{str(action.help)[1:]}."
     for command in commands.choices.values():
@@ -270,6 +271,34 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
         help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
     )
     command.add_argument("--json", action="store_true", help="print all counts as JSON, also by function")
+
+
+def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "explain", help="explain what a probe at a place of a kernel would do, without running the kernel"
+    )
+    command.add_argument(
+        "places", metavar="PLACE", nargs="+", help="SYMBOL, SYMBOL+OFFSET or an address (0x...)"
+    )
+    what = command.add_mutually_exclusive_group()
+    what.add_argument(
+        "--arch", metavar="A", help="the built-in kernel of this architecture (default: x86_64)"
+    )
+    what.add_argument(
+        "--image", metavar="F", help="a vmlinuz, a vmlinux, a Debian package, or host (the running kernel)"
+    )
+    what.add_argument("--vmcore", metavar="F", help="the kernel in this ELF vmcore, as it was running")
+    command.add_argument(
+        "--profile",
+        metavar="P",
+        help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
+    )
+    command.add_argument(
+        "--function", action="store_true", help="list all instructions of the function, not only those nearby"
+    )
+    command.add_argument("--json", action="store_true", help="print a JSON array")
+    command.add_argument("--svg", metavar="FILE", help="write the listing as a picture to FILE")
+    command.add_argument("--html", metavar="FILE", help="write a page without external parts to FILE")
 
 
 def _add_bench(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
