@@ -26,8 +26,6 @@ _DEPTH = 64
 _LONGEST = 1 << 10
 """Maximum length of a name in bytes, including its zero byte."""
 _BIG = 1 << 31
-_SIGNED = 1
-"""Flag of an integer's encoding."""
 
 
 class Kind(IntEnum):
@@ -290,36 +288,20 @@ class Btf:
         word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
         return bool(word >> 24 & 1), word & 0xFF
 
-    def prototype(self, function: str) -> tuple[int, tuple[tuple[str, int], ...]]:
-        """Return the type id of a function's result, and name and type id of each parameter without "...".
-
-        Raises: KernelError ENOENT.
-        """
-        count = self.parameters(function)
-        proto = self._type(self._type(self.find(Kind.FUNC, function)).size_or_type)
-        places = range(proto.tail, proto.tail + 8 * count, 8)
-        entries = (struct.unpack_from("<II", self._types, at) for at in places)
-        return proto.size_or_type, tuple((self.text(name), number) for name, number in entries)
-
     def kind(self, number: int) -> Kind:
         """Return the kind of the type with an id."""
-        return self._type(number).kind
+        return self.type(number).kind
 
     def name(self, number: int) -> str:
         """Return the name of the type with an id, or "" if it has none."""
-        return self.text(self._type(number).name)
+        return self.text(self.type(number).name)
 
     def referred(self, number: int) -> int:
         """Return the id of the type that a pointer points to, or of which an array consists, resolved."""
-        kind = self._type(number)
+        kind = self.type(number)
         if kind.kind is Kind.ARRAY:
-            return self.resolve(int(_WORDS3.unpack_from(self._types, kind.tail)[0]))
+            return self.resolve(self.array_of(number)[0])
         return self.resolve(kind.size_or_type)
-
-    def integer(self, number: int) -> tuple[int, bool]:
-        """Return the number of bits of an integer type, and whether it is signed."""
-        (word,) = struct.unpack_from("<I", self._types, self._type(number).tail)
-        return word & 0xFF, bool(word >> 24 & _SIGNED)
 
     def text(self, offset: int) -> str:
         """Return the string at an offset of the string table."""

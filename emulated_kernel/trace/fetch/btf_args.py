@@ -42,7 +42,8 @@ def find_function(btf: Btf | None, name: str | None, hidden: int = 0) -> ProbedF
         if error.errno == errno.ENOENT:
             return None
         raise
-    return ProbedFunction(btf, returns, parameters[hidden:])
+    named = tuple((each.name, each.type) for each in parameters if each.type)
+    return ProbedFunction(btf, returns, named[hidden:])
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class TypedValue:
         referred = self.btf.referred(self.type)
         if self.btf.kind(referred) is not Kind.INT:
             return False
-        bits, signed = self.btf.integer(referred)
+        signed, bits = self.btf.int_encoding(referred)
         return bits == _CHAR_BITS and (not signed or self.btf.name(referred) == "char")
 
     @property
@@ -95,7 +96,7 @@ class TypedValue:
             case Kind.PTR:
                 return f"x{word_bits}"
             case Kind.INT:
-                bits, signed = self.btf.integer(self.type)
+                signed, bits = self.btf.int_encoding(self.type)
                 if bits in (8, 16, 32, 64):
                     return f"{'s' if signed else 'u'}{bits}"
                 return None if signed else "u64"
