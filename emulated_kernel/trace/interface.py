@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
-from dataclasses import field
 from types import MappingProxyType
 
 from emulated_kernel.trace.text.error_log import ErrorTexts
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.linux_rule import LinuxRule
 
 _PROBE = "kernel/trace/trace_probe.c"

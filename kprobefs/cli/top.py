@@ -9,11 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import asdict, dataclass, field, replace
 from kprobefs.common import mountpoints, terminal
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.mountpoints import MountState

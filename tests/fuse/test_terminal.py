@@ -298,6 +298,37 @@ def test_status_table_cuts_no_directory(width: int, monkeypatch: pytest.MonkeyPa
     assert ("2026-01-02 03:04" in lines[1]) == (width == 100)
 
 
+@pytest.mark.parametrize("command", ["umount", "status", "top", "reboot"])
+def test_a_mount_is_named_in_one_way(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "-m", "/nowhere"]) == ExitStatus.NOT_MOUNTED
+    assert main([command, "/nowhere"]) == ExitStatus.NOT_MOUNTED
+    one, other = capsys.readouterr().err.splitlines()
+    assert one == other == "kprobefs: /nowhere: kprobefs isn't mounted there"
+    assert main([command, "-m", "/nowhere", "/elsewhere"]) == ExitStatus.USAGE
+
+
+@pytest.mark.parametrize("option", ["--image", "--vmcore"])
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (("mount", "OPTION", "FILE", "DIRECTORY"), ExitStatus.USAGE),
+        (("run", "OPTION", "FILE", "--", "true"), ExitStatus.RUN_FAILED),
+        (("trace", "OPTION", "FILE", "p:vfs_read", "--", "true"), ExitStatus.RUN_FAILED),
+    ],
+)
+def test_a_kernel_that_cannot_be_used_has_one_status(
+    words: tuple[str, ...],
+    status: ExitStatus,
+    option: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mnt").mkdir()
+    values = {"OPTION": option, "FILE": "/etc/passwd", "DIRECTORY": str(tmp_path / "mnt")}
+    assert main([values.get(word, word) for word in words]) == status
+    assert capfd.readouterr().err.startswith("kprobefs: /etc/passwd: not a usable ")
+
+
 def test_probes_of_a_one_liner() -> None:
     definitions, events = tracing.named(
         ["p:vfs_read n=$arg3", "r8:vfs_read", "t:sched:sched_switch", "p:m:f+4"], "g"
@@ -309,9 +340,9 @@ def test_probes_of_a_one_liner() -> None:
             tracing.named([wrong], "g")
 
 
-@pytest.mark.parametrize(("words", "way"), [("top", "DIR"), ("save", "--mount DIR")])
-def test_of_several_mounts_one_is_asked_for_as_the_command_takes_it(
-    words: str, way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("words", ["top", "save"])
+def test_an_ambiguous_command_lists_the_mounts(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KPROBEFS", raising=False)
     points = [
@@ -319,7 +350,9 @@ def test_of_several_mounts_one_is_asked_for_as_the_command_takes_it(
     ]
     monkeypatch.setattr(mountpoints, "our_mounts", lambda: points)
     assert main(words.split()) == ExitStatus.NOT_MOUNTED
-    assert capsys.readouterr().err == f"kprobefs: several mounts are active; select one with {way}\n"
+    assert capsys.readouterr().err == (
+        "kprobefs: several mounts are active (/mnt/a, /mnt/b); select one with --mount DIR\n"
+    )
 
 
 @pytest.mark.parametrize("words", ["p:vfs_read", "p:vfs_read --", "nonsense -- true"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from functools import cached_property
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
@@ -21,6 +20,7 @@ from emulated_kernel.arch.x86.insn_attributes import ControlTransfer, DecodeCach
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.util.fast_dataclass import replace
 
 
 def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import field
 from enum import Enum, auto
 from time import perf_counter_ns
 from typing import TypeAlias
 
 from emulated_kernel.kprobes.aggr_kprobe import COSTS_KEPT, AggrKprobe
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 
 class HitStatus(Enum):
