@@ -7,7 +7,6 @@ from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
-from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
@@ -49,6 +48,10 @@ from emulated_kernel.trace.tracers.graphs import build_graphs
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limits
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
 
 
 @dataclass(frozen=True, eq=False)

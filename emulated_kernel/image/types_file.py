@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.util.safe_read import read_regular
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
 
 FILE_NAME = "types.btf"
 _LIMIT = 16 << 20
@@ -21,4 +24,7 @@ def load_types(image: Path) -> Btf | None:
         data = read_regular(image.with_name(FILE_NAME), _LIMIT)
     except OSError:
         return None
+    # A mount without arguments by name does not need the parser.
+    from emulated_kernel.image.linux.btf import Btf
+
     return Btf(data)

@@ -7,12 +7,15 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.trace.fetch.btf_args import ProbedFunction
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.text.numbers import is_digit
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
+    from emulated_kernel.trace.fetch.btf_args import ProbedFunction
 
 MAX_BTF_ARGS_LEN = 128
 """Size in bytes of the buffer for the names that replace `$arg*` and `$argN`, each with a NUL."""

@@ -7,15 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.trace.fetch.btf_args import (
-    FieldError,
-    ProbedFunction,
-    TypedValue,
-    find_function,
-    follow_fields,
-    split_field,
-)
 from emulated_kernel.trace.fetch.expand_args import expand_args
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.fetch_types import FetchType, bitfield_of, find_fetch_type
@@ -25,6 +16,12 @@ from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
+    from emulated_kernel.trace.fetch.btf_args import ProbedFunction
+    from emulated_kernel.trace.fetch.named_args import NamedArgs
 
 MAX_TRACE_ARGS = 128
 """Maximum number of arguments of an event."""
@@ -123,6 +120,8 @@ class FetchContext:
     @cached_property
     def prototype(self) -> ProbedFunction | None:
         """The prototype of the probed function, or None if BTF does not have it."""
+        from emulated_kernel.trace.fetch.btf_args import find_function
+
         return find_function(self.btf, self.function, self.first_parameter)
 
     @property
@@ -224,8 +223,8 @@ class _ArgParser:
         self._offset = offset
         self._bits = 8 * context.arch.word_size
         self._rules = context.interface.rules
-        self._typed: TypedValue | None = None
-        """The BTF type of the value, or None."""
+        self._named: NamedArgs | None = None
+        """The compiler of the name whose BTF type is that of the value, or None."""
         self._end = 0
         """Column of the innermost expression that was parsed last."""
 
@@ -245,8 +244,8 @@ class _ArgParser:
         if not is_late:
             self._check_size(size, fetch_type, count)
         code = self._expression(expression, 0)
-        if self._typed is not None:
-            fetch_type = self._btf_type(self._typed, fetch_type, type_name, code)
+        if self._named is not None:
+            fetch_type = self._typed(self._named, fetch_type, type_name, code)
         if is_late:
             self._check_size(size, fetch_type, count)
         else:
@@ -332,82 +331,37 @@ class _ArgParser:
             case "\\":
                 return [self._immediate(text[1:], at)]
         if InterfaceRule.BTF_ARGS in self._rules and is_good_name(text[:1]):
-            return self._named(text, at)
+            return self._by_name(text, at)
         raise self._error(at, ProbeError.BAD_FETCH_ARG)
 
-    def _named(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile `NAME->FIELD.FIELD`, with a parameter of the probed function.
+    def _names(self) -> NamedArgs:
+        """Return the compiler of names, and remember it for the type of the value."""
+        from emulated_kernel.trace.fetch.named_args import NamedArgs
 
-        Mirrors: kernel/trace/trace_probe.c:parse_btf_arg (v6.12).
-        """
+        context = self._context
+        first = context.first_parameter
+        self._named = NamedArgs(
+            context.prototype, lambda index: self._parameter(index + first), self._error, FETCH_INSN_MAX - 1
+        )
+        return self._named
+
+    def _by_name(self, text: str, at: int) -> list[FetchInsn]:
         context = self._context
         if not context.has_parameters:
             raise self._error(at, ProbeError.NOSUP_BTFARG)
         if context.btf is None:
             raise self._error(at, ProbeError.NOSUP_BTFARG, errno.EOPNOTSUPP)
-        name, fields, column = self._root(text, at)
-        function = context.prototype
-        if function is None or not function.parameters:
-            raise self._error(at, ProbeError.NO_BTF_ENTRY, errno.ENOENT)
-        index = function.index(name)
-        if index is None:
-            raise self._error(at, ProbeError.NO_BTFARG, errno.ENOENT)
-        _, number = function.parameters[index]
-        root = self._parameter(index + context.first_parameter)
-        return self._fields(root, function, number, fields, column)
+        return self._names().named(text, at)
 
     def _return_value(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile `$retval->FIELD.FIELD`, whose type is that of the probed function.
-
-        `text` is the whole expression.
-        """
+        """Compile `$retval`, with its type and fields if the interface has them. `text` begins with `$`."""
         if not self._context.on_return:
             raise self._error(at, ProbeError.RETVAL_ON_PROBE)
         load = FetchInsn(FetchOp.RETVAL, name=self._arch.registers.return_value)
         is_typed = InterfaceRule.BTF_ARGS in self._rules and self._context.in_kernel
         if not is_typed or self._context.btf is None:
             return [load]
-        name, fields, column = self._root(text, at)
-        if name != "$retval":
-            return self._named(text, at)
-        function = self._context.prototype
-        if function is None:
-            if fields is not None:
-                raise self._error(column, ProbeError.NO_BTF_ENTRY, errno.ENOENT)
-            return [load]
-        if not function.returns:
-            raise self._error(at, ProbeError.NO_RETVAL, errno.ENOENT)
-        return self._fields(load, function, function.returns, fields, column)
-
-    def _root(self, text: str, at: int) -> tuple[str, str | None, int]:
-        """Split `NAME->FIELDS`. Return the name, the fields or None, and the column of the fields."""
-        try:
-            name, fields, is_arrow = split_field(text)
-        except FieldError as failure:
-            raise self._error(at + failure.column, failure.error, failure.code) from None
-        column = at + len(text) - len(fields or "")
-        if fields is not None and not is_arrow:
-            raise self._error(column, ProbeError.NOSUP_DAT_ARG, errno.EOPNOTSUPP)
-        return name, fields, column
-
-    def _fields(
-        self, root: FetchInsn, function: ProbedFunction, number: int, fields: str | None, column: int
-    ) -> list[FetchInsn]:
-        """Return the operations that load `root`, whose type has the id `number`, and follow its fields."""
-        code = [root]
-        self._typed = TypedValue(function.btf, function.btf.resolve(number))
-        if fields is None:
-            return code
-        try:
-            for offset, typed, last in follow_fields(self._typed, fields):
-                self._typed = typed
-                if len(code) == FETCH_INSN_MAX - 1:
-                    raise self._error(column + last, ProbeError.TOO_MANY_OPS)
-                code.append(FetchInsn(FetchOp.DEREF, value=offset))
-                self._end = column + last
-        except FieldError as failure:
-            raise self._error(column + failure.column, failure.error, failure.code) from None
-        return code
+        return self._names().return_value(load, text, at)
 
     def _parameter(self, number: int) -> FetchInsn:
         """Return the operation that loads function argument `number`, counted from 0.
@@ -421,24 +375,17 @@ class _ArgParser:
             captured.append(number)
         return FetchInsn(FetchOp.EDATA, value=captured.index(number))
 
-    def _btf_type(
-        self, typed: TypedValue, default: FetchType, type_name: str | None, code: list[FetchInsn]
+    def _typed(
+        self, named: NamedArgs, default: FetchType, type_name: str | None, code: list[FetchInsn]
     ) -> FetchType:
-        """Return the type of a value with a BTF type, and add the dereference that a string needs to `code`.
-
-        Raises: KernelError EINVAL, E2BIG (logged).
-        Mirrors: kernel/trace/trace_probe.c:check_prepare_btf_string_fetch (v6.12).
-        """
-        if type_name is None:
-            name = typed.fetch_type(self._bits)
+        """Return the type of a value with a BTF type, and make `code` load a string's address."""
+        if named.end is not None:
+            self._end = named.end
+        if type_name is None and named.typed is not None:
+            name = named.typed.fetch_type(self._bits)
             return find_fetch_type(name, self._arch.word_size, self._context.interface) or default
-        if "string" not in type_name or typed.is_char_array:
-            return default
-        if not typed.is_char_pointer:
-            raise self._error(self._end, ProbeError.BAD_TYPE4STR)
-        if len(code) == FETCH_INSN_MAX - 1:
-            raise self._error(self._end, ProbeError.TOO_MANY_OPS, errno.E2BIG)
-        code.append(FetchInsn(FetchOp.UDEREF if type_name.startswith("u") else FetchOp.DEREF))
+        if "string" in (type_name or ""):
+            named.prepare_string(type_name or "", code, self._end)
         return default
 
     def _variable(self, name: str, at: int) -> list[FetchInsn]:
@@ -538,7 +485,7 @@ class _ArgParser:
         if code[-1].op in (FetchOp.COMM, FetchOp.DATA):
             raise self._error(at, ProbeError.COMM_CANT_DEREF)
         self._end = at
-        self._typed = None
+        self._named = None
         if len(code) == FETCH_INSN_MAX - 1:
             raise self._error(at, ProbeError.TOO_MANY_OPS)
         return [*code, FetchInsn(op, value=_as_int(offset))]
@@ -578,10 +525,10 @@ class _ArgParser:
         if bitfield is not None:
             length += 1
             self._need_room(length, column, ProbeError.BAD_BITFIELD)
-        elif type_name is None and self._typed is not None and self._typed.has_bit_field:
+        elif type_name is None and self._named is not None and (field := self._named.bit_field()):
+            bitfield = field
             length += 1
             self._need_room(length, self._end)
-            bitfield = _bits_of_word(self._typed)
         if count:
             if store.op not in _ARRAY_STORES:
                 raise self._error(column, ProbeError.BAD_STRING)
@@ -599,15 +546,6 @@ class _ArgParser:
     ) -> None:
         if length >= FETCH_INSN_MAX:
             raise self._error(column, error, code)
-
-
-def _bits_of_word(typed: TypedValue) -> FetchInsn:
-    """Return the shifts that extract a bit field from a word of 64 bits.
-
-    Mirrors: kernel/trace/trace_probe.c:parse_btf_bitfield (v6.12).
-    """
-    rshift = 64 - typed.bit_size
-    return FetchInsn(FetchOp.MOD_BF, size=8, lshift=rshift - typed.bit_offset, rshift=rshift)
 
 
 def _str_to_immediate(text: str, base: int, bits: int) -> int:

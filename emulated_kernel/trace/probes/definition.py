@@ -9,7 +9,6 @@ from sys import intern
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
-from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.interface import Interface, InterfaceRule
@@ -19,6 +18,10 @@ from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, replace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
 
 KPROBE_EVENT_SYSTEM = "kprobes"
 MAX_EVENT_NAME_LEN = 64

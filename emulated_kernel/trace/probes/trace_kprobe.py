@@ -10,7 +10,6 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir import AddToPerCpu
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.kallsyms import Location
-from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.kprobes.aggr_kprobe import JPROBE, KPROBE
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
@@ -36,6 +35,10 @@ from emulated_kernel.trace.symbols import ADDED_TEXT, KernelSymbols, print_ip
 from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field, replace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
 
 _PROFILE_LINE = "  %-44s %15d %15d\n"
 """Format of a line of kprobe_profile: event, hits and misses.
