@@ -12,7 +12,7 @@ from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.kprobes.hit.handling import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.probe_text import GONE, ProbeText
+from emulated_kernel.kprobes.probe_text import ProbeText
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
@@ -126,7 +126,7 @@ class _EventStats:
             "asked": _text(lambda: self._asked(self._registered())),
             "reason": _addressed(lambda: self._reason(self._registered()), owner),
             "address": _addressed(lambda: self._lines(self._address), owner),
-            "bytes": _text(lambda: self._lines(self._bytes)),
+            "bytes": _addressed(lambda: self._lines(self._probe_text.replaced_text), owner),
             "detour": _addressed(lambda: self._lines(self._probe_text.out_of_line), owner),
             "cost": _text(self._cost),
         }
@@ -226,13 +226,6 @@ class _EventStats:
 
     def _address(self, kprobe: Kprobe) -> str:
         return f"0x{kprobe.address:x} {sprint_symbol(self._kernel.tracing.symbols, kprobe.address)}"
-
-    def _bytes(self, kprobe: Kprobe) -> str:
-        """Return two lines with the original and the current bytes of the text that the probe may replace."""
-        if kprobe.is_gone:
-            return GONE
-        original, current = self._probe_text.replaced(kprobe)
-        return f"original {original.hex(' ')}\ncurrent  {current.hex(' ')}"
 
     def _cost(self) -> str:
         pairs = [(probe, probe.handle) for probe in self._event.probes]
