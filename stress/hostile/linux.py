@@ -11,8 +11,8 @@ from typing import Any
 from emulated_kernel.guests.linux.guest.page_reporting import PageReporting
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.task_table import TaskTable
-from emulated_kernel.guests.linux.kernel_offsets import STACK_TOP
 from emulated_kernel.guests.linux.initramfs import ROOTS
+from emulated_kernel.guests.linux.kernel_offsets import STACK_TOP
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
 from stress.hostile.corruption import Readers, Watched
