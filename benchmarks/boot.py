@@ -7,8 +7,9 @@ time of a daemon without the interpreter's own start.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
-from common import Distribution, arguments, report
+from common import Distribution, arguments, report, steady
 
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel.api import Kernel
@@ -26,6 +27,15 @@ def boot(arch: str) -> float:
         return time.perf_counter() - start
 
 
+def measure(archs: Sequence[str], runs: int) -> list[Distribution]:
+    """Measure the boots of all architectures in turns, so that a slow minute of the host affects all."""
+    samples = [[boot(arch) for arch in archs] for _ in range(runs)]
+    return [
+        Distribution(f"boot to first system call, {arch}", "s", tuple(run[index] for run in samples), TARGET)
+        for index, arch in enumerate(archs)
+    ]
+
+
 def main() -> None:
     """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
@@ -34,13 +44,7 @@ def main() -> None:
     present = [arch for arch in ARCHITECTURES if (PREBUILT / arch / "vmlinux").exists()]
     for arch in present:
         boot(arch)
-    # The architectures alternate, so that a slow minute of the host affects all of them.
-    samples = [[boot(arch) for arch in present] for _ in range(options.runs)]
-    figures = [
-        Distribution(f"boot to first system call, {arch}", "s", tuple(run[index] for run in samples), TARGET)
-        for index, arch in enumerate(present)
-    ]
-    report(figures, options.json)
+    report(steady(options, measure, present, options.runs), options)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,19 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from kprobefs.measure.host_load import HostLoad
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
 """The kprobefs program in the directory of the interpreter that runs the benchmark."""
+WIDE = 0.2
+"""Greatest spread of a row that is not measured again."""
+_KEPT_OF_PYTHON = ("PYTHONPATH", "PYTHONHOME")
+"""Python's environment variables that say where its modules are."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +32,24 @@ class Distribution:
     samples: tuple[float, ...]
     target: float | None = None
     """The greatest median that meets the project's goal."""
+    runs: int = 1
+    """Number of times that the row was measured; the samples are those of the least spread."""
 
     @property
     def median(self) -> float:
         return statistics.median(self.samples)
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the samples differ by more than what is measured."""
+        low = self.quantile(1)
+        return low < 0 or low == 0 < max(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """The distance of the 10th and the 90th percentile, as a share of the median; noise has none."""
+        width = self.quantile(9) - self.quantile(1)
+        return width / self.median if width and not self.is_noise else 0.0
 
     def quantile(self, tenth: int) -> float:
         """Return the decile number `tenth`, 1 to 9, interpolated between the two nearest samples.
@@ -51,6 +71,7 @@ class Distribution:
             "min": min(self.samples),
             "samples": len(self.samples),
             "target": self.target,
+            "runs": self.runs,
         }
 
 
@@ -63,35 +84,69 @@ class Mount:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks take."""
+    """Return a parser with the options that all benchmarks take.
+
+    Python's variables that change the speed of its programs leave the environment. With
+    PYTHONDONTWRITEBYTECODE, for example, no program that the benchmark starts would have a bytecode cache.
+    """
+    for name in list(os.environ):
+        if name.startswith("PYTHON") and name not in _KEPT_OF_PYTHON:
+            del os.environ[name]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--client-cpu", type=int, metavar="N", help="pin this process to CPU N")
     parser.add_argument("--daemon-cpu", type=int, metavar="N", help="pin the daemon (default: as the client)")
+    parser.add_argument(
+        "--repeats", type=int, default=2, metavar="N", help="measure a row of wide spread again, N times"
+    )
+    parser.set_defaults(host=HostLoad())
     return parser
 
 
-def report(figures: Sequence[Distribution], as_json: bool) -> None:
-    """Print the figures; a figure's ratio is its median divided by that of the first figure of its unit."""
-    if as_json:
+def steady(
+    options: argparse.Namespace, measure: Callable[..., Sequence[Distribution]], *given: object
+) -> list[Distribution]:
+    """Call `measure` with `given`, and call it again while one of its rows has a wide spread.
+
+    `options.repeats` limits the repetitions. A wide row takes the samples of the least spread. The other
+    rows keep their samples.
+    """
+    figures = list(measure(*given))
+    for run in range(options.repeats):
+        if not any(figure.spread > WIDE for figure in figures):
+            break
+        figures = [
+            replace(min(old, new, key=lambda each: each.spread), runs=run + 2) if old.spread > WIDE else old
+            for old, new in zip(figures, measure(*given), strict=True)
+        ]
+    return figures
+
+
+def report(figures: Sequence[Distribution], options: argparse.Namespace) -> None:
+    """Print the figures and the load of the host; with JSON, the load goes to standard error.
+
+    A figure's ratio is its median divided by that of the first figure of its unit.
+    """
+    if options.json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
+        print(options.host.line(), file=sys.stderr)
         return
-    print(f"{'':34} {'median':>9} {'p10':>9} {'p90':>9} {'ratio':>7}  target")
+    print(f"{'':34} {'median':>9} {'p10':>9} {'p90':>9} {'ratio':>7}  goal")
     for figure in figures:
         base = next(other for other in figures if other.unit == figure.unit)
         ratio = f"{figure.median / base.median:.2f}" if base.median else "-"
         print(
             f"{figure.name + ', ' + figure.unit:34} {figure.median:9.3f} {figure.quantile(1):9.3f} "
-            f"{figure.quantile(9):9.3f} {ratio:>7}  {_verdict(figure)}"
+            f"{figure.quantile(9):9.3f} {ratio:>7}  {_remark(figure)}"
         )
+    print(options.host.line())
 
 
-def _verdict(figure: Distribution) -> str:
-    if figure.quantile(1) <= 0:
+def _remark(figure: Distribution) -> str:
+    if figure.is_noise:
         return "noise"
-    if figure.target is None:
-        return "-"
-    return f"{figure.target:g} {'met' if figure.median <= figure.target else 'missed'}"
+    goal = "-" if figure.target is None else f"{figure.target:g}"
+    return goal if figure.spread <= WIDE else f"{goal}  wide, the best of {figure.runs} runs"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import Distribution, arguments, report
+from common import Distribution, arguments, report, steady
 from elftools.elf.elffile import ELFFile
 
 from emulated_kernel.image.builtin_image import PREBUILT
@@ -40,19 +40,22 @@ def seconds(read: Callable[[bytes], int], data: bytes) -> float:
     return time.process_time() - start
 
 
+def measure(name: str, runs: int) -> list[Distribution]:
+    """Measure both readers with a file of the prebuilt image."""
+    data = (PREBUILT / "x86_64" / name).read_bytes()
+    assert ours(data) == theirs(data)
+    return [
+        Distribution(f"{name}, {title}", "s", tuple(seconds(read, data) for _ in range(runs)))
+        for title, read in (("ours", ours), ("pyelftools", theirs))
+    ]
+
+
 def main() -> None:
     """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=20)
     options = parser.parse_args()
-    figures = []
-    for name in FILES:
-        data = (PREBUILT / "x86_64" / name).read_bytes()
-        assert ours(data) == theirs(data)
-        for title, read in (("ours", ours), ("pyelftools", theirs)):
-            samples = tuple(seconds(read, data) for _ in range(options.runs))
-            figures.append(Distribution(f"{name}, {title}", "s", samples))
-    report(figures, options.json)
+    report([figure for name in FILES for figure in steady(options, measure, name, options.runs)], options)
 
 
 if __name__ == "__main__":

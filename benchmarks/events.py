@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common import Distribution, Mount, arguments, mounted, report
+from common import Distribution, Mount, arguments, mounted, report, steady
 
 MEMORY = "memory an event"
 TARGETS = {
@@ -147,10 +147,12 @@ def main() -> None:
     with mounted(options) as mount:
         found = places(mount, max(options.counts))
         figures = [
-            figure for count in options.counts for figure in measure(mount, found, count, options.rounds)
+            figure
+            for count in options.counts
+            for figure in steady(options, measure, mount, found, count, options.rounds)
         ]
     figures += [measure_memory(options, definitions(found, count)) for count in options.counts]
-    report(figures, options.json)
+    report(figures, options)
 
 
 if __name__ == "__main__":

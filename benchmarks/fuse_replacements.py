@@ -31,6 +31,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from kprobefs.fuse import libfuse, operations
 from kprobefs.fuse.protocol import FUSE_READ, FUSE_RELEASE
+from kprobefs.measure.host_load import HostLoad
 
 _PR_SET_PDEATHSIG = 1
 _PROBE = b"p:reads vfs_read\n"
@@ -319,10 +320,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("work", nargs="*", choices=[[], *WORK], help="default: all")
     options = parser.parse_args()
+    host = HostLoad()
     affinity = os.sched_getaffinity(0)
     for name in options.work or WORK:
         os.sched_setaffinity(0, affinity)
         measure(name, options.turns)
+    print(host.line())
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def main() -> None:
         before = cpu_ticks(mount.daemon)
         time.sleep(options.seconds)
         ticks = cpu_ticks(mount.daemon) - before
-    report([Distribution(f"idle for {options.seconds:g} s", "ticks", (ticks,), target=0)], options.json)
+    report([Distribution(f"idle for {options.seconds:g} s", "ticks", (ticks,), target=0)], options)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from common import Distribution, arguments, report
+from common import Distribution, arguments, report, steady
 from unicorn import UC_ARCH_X86, UC_HOOK_CODE, UC_MODE_64
 from unicorn.x86_const import (
     UC_X86_REG_CR0,
@@ -153,8 +153,8 @@ def main() -> None:
     with Kernel() as kernel:
         machines = Machines(kernel)
         for work in works(options.kib):
-            figures += measure(work, machines, options.rounds)
-    report(figures, options.json)
+            figures += steady(options, measure, work, machines, options.rounds)
+    report(figures, options)
 
 
 if __name__ == "__main__":

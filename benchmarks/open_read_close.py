@@ -12,7 +12,7 @@ import os
 import time
 from pathlib import Path
 
-from common import Distribution, arguments, mounted, report
+from common import Distribution, arguments, mounted, report, steady
 
 
 def rounds(path: Path, batches: int, size: int) -> tuple[float, ...]:
@@ -40,18 +40,20 @@ def main() -> None:
         (mount.path / "kprobe_events").write_text("p:reads vfs_read\n")
         hits = mount.path / "kprobes/stats/kprobes/reads/hits"
         rounds(hits, 2, options.size)
-        by_path = rounds(hits, options.batches, options.size)
+
+        def row(name: str, file: Path, target: float | None = None) -> list[Distribution]:
+            def measure() -> list[Distribution]:
+                return [Distribution(name, "us", rounds(file, options.batches, options.size), target)]
+
+            return steady(options, measure)
+
+        figures = row("procfs, /proc/version", Path("/proc/version"))
         with contextlib.chdir(hits.parent):
-            in_place = rounds(Path("hits"), options.batches, options.size)
+            figures += row("hits, from its directory", Path("hits"), target=60)
+            figures += row("hits, by absolute path", hits)
             (mount.path / "tracing/events/kprobes/reads/enable").write_text("1")
-            armed = rounds(Path("hits"), options.batches, options.size)
-        figures = [
-            Distribution("procfs, /proc/version", "us", rounds(Path("/proc/version"), 10, options.size)),
-            Distribution("hits, from its directory", "us", in_place, target=60),
-            Distribution("hits, by absolute path", "us", by_path),
-            Distribution("hits, with vfs_read probed", "us", armed),
-        ]
-    report(figures, options.json)
+            figures += row("hits, with vfs_read probed", Path("hits"))
+    report(figures, options)
 
 
 if __name__ == "__main__":

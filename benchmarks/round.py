@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 
-from common import Distribution, arguments, mounted, report
+from common import Distribution, arguments, mounted, report, steady
 
 from emulated_kernel.guests.common.host_processes import HostProcesses
 from emulated_kernel.guests.linux.boot_cache import started_with_kernel
@@ -188,10 +188,14 @@ def main() -> None:
         "all, by absolute path", "all, from its directory", "FUSE alone, by path", "FUSE alone, by name",
         "below FUSE", "of that the emulator's runs",
     )  # fmt: skip
-    found = whole(options)
-    found += nothing_served(options.batches, options.size)
-    found += below_fuse(options.image, options.batches, options.size)
-    report([Distribution(name, "us", each) for name, each in zip(names, found, strict=True)], options.json)
+
+    def measure() -> list[Distribution]:
+        found = whole(options)
+        found += nothing_served(options.batches, options.size)
+        found += below_fuse(options.image, options.batches, options.size)
+        return [Distribution(name, "us", each) for name, each in zip(names, found, strict=True)]
+
+    report(steady(options, measure), options)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common import Distribution, arguments, mounted, report
+from common import Distribution, arguments, mounted, report, steady
 
 SOURCE = Path(__file__).with_name("passthrough.c")
 BLOCK = 128 << 10
@@ -64,6 +64,16 @@ def read(file: Path, size: int) -> float:
     return size / took / 1e6
 
 
+def measure(theirs: Path, ours: Path, size: int, rounds: int) -> list[Distribution]:
+    """Write and read both files in turns."""
+    samples: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for what, action in (("write", write), ("read", read)):
+            for whose, file in (("passthrough in C", theirs), ("scratch/", ours)):
+                samples.setdefault(f"{what}, {whose}", []).append(action(file, size))
+    return [Distribution(name, "MB/s", tuple(each)) for name, each in samples.items()]
+
+
 def main() -> None:
     """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
@@ -71,16 +81,12 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=8, help="size of the file (default: 8)")
     options = parser.parse_args()
     size = options.mib << 20
-    samples: dict[str, list[float]] = {}
     cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
     with passthrough(cpu) as theirs, mounted(options) as mount:
         ours = mount.path / "scratch/file"
         ours.touch()
-        for _ in range(options.rounds):
-            for what, action in (("write", write), ("read", read)):
-                for whose, file in (("passthrough in C", theirs), ("scratch/", ours)):
-                    samples.setdefault(f"{what}, {whose}", []).append(action(file, size))
-    report([Distribution(name, "MB/s", tuple(each)) for name, each in samples.items()], options.json)
+        figures = steady(options, measure, theirs, ours, size, options.rounds)
+    report(figures, options)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """kprobefs's own rows of the tables in docs/reference/sources/.
 
-The times are measured as by `kprobefs bench hit` and `kinds`, less the time of the unprobed call.
-`--write` puts the medians into the pages. Run it on an otherwise idle machine.
+The times are measured as by `kprobefs bench hit` and `kinds`, less the time of the unprobed call. Traps
+and guest instructions of a hit are counted. `--write` puts the medians, their ratios and the counts into
+the pages. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import Distribution, arguments, report
+from common import Distribution, arguments, report, steady
 
 from emulated_kernel.kprobes.profile import RETURN_HOOKS
 from kprobefs.measure import bench, bench_cpus, bench_kinds, bench_return
@@ -23,7 +25,9 @@ BY_MODE = [
 ]
 """The columns of the tables of 2007 and 2009."""
 Measure = Callable[[int, int], tuple[float, ...]]
-"""Function from hits a round and number of rounds to the nanoseconds of a hit in each round."""
+"""Function from hits a round and number of rounds to the nanoseconds of a hit, or its count, by round."""
+COUNTS = {"traps": "traps a hit here", "instructions": "guest instructions a hit here"}
+"""What is counted -> start of the labels of its rows."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +37,27 @@ class Row:
     label: str
     unit: str
     cells: dict[str, Measure]
-    has_ratio: bool = False
-    """True if a last cell gives the ratio of the first cell to the second."""
+    compared: int = 0
+    """Number of cells in a group whose ratio a cell at the end gives; 0 for a row without ratios."""
 
     def line(self, medians: list[float]) -> str:
-        """Return the line of the page, from medians in nanoseconds."""
-        scale = 1000 if self.unit == "us" else 1
-        cells = [_shown(median / scale) for median in medians]
-        if self.has_ratio:
-            cells.append(f"{medians[0] / medians[1]:.0f}" if medians[1] > 0 else "")
+        """Return the line of the page, from medians in nanoseconds or counts."""
+        if self.unit in COUNTS:
+            cells = [f"{median:.1f}".removesuffix(".0") for median in medians]
+        else:
+            cells = [_shown(median / (1000 if self.unit == "us" else 1)) for median in medians]
+        if self.compared:
+            groups = range(0, len(medians), self.compared)
+            cells += [_ratio(medians[start : start + self.compared]) for start in groups]
         return f"| {self.label} | {' | '.join(cells)} |"
+
+
+def _ratio(times: list[float]) -> str:
+    """Return the ratio of times to the last one, or nothing if one of them is noise."""
+    if min(times) <= 0:
+        return ""
+    ratios = [time / times[-1] for time in times[:-1]]
+    return " : ".join([*(f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" for ratio in ratios), "1"])
 
 
 def _shown(value: float) -> str:
@@ -51,6 +66,10 @@ def _shown(value: float) -> str:
 
 def _hit(probe: str, mode: str, arch: str) -> Measure:
     return lambda hits, rounds: bench.measure(bench.HitCase(probe, mode, arch), hits, rounds).net
+
+
+def _counted(probe: str, mode: str, arch: str, what: str) -> Measure:
+    return lambda _hits, _rounds: (getattr(bench.measure(bench.HitCase(probe, mode, arch), 20, 1), what),)
 
 
 def _on_two(probe: str, mode: str) -> Measure:
@@ -69,7 +88,14 @@ def _return(backend: str, arch: str) -> Measure:
 
 
 def _by_mode(label: str, unit: str, arch: str) -> Row:
-    return Row(label, unit, {f"{probe}, {mode}": _hit(probe, mode, arch) for probe, mode in BY_MODE})
+    cells = {f"{probe}, {mode}": _hit(probe, mode, arch) for probe, mode in BY_MODE}
+    return Row(label, unit, cells, compared=3)
+
+
+def _counts(place: str, arch: str, by_mode: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    for what, title in COUNTS.items():
+        cells = {f"{probe}, {mode}": _counted(probe, mode, arch, what) for probe, mode in by_mode}
+        yield Row(f"{title}, {place}", what, cells)
 
 
 ROWS = (
@@ -86,15 +112,24 @@ ROWS = (
         for arch in ("i386", "x86_64")
     ),
     _by_mode("here, one CPU", "ns", "x86_64"),
-    Row("here, two CPUs", "ns", {f"{probe}, {mode}": _on_two(probe, mode) for probe, mode in BY_MODE}),
+    Row(
+        "here, two CPUs",
+        "ns",
+        {f"{probe}, {mode}": _on_two(probe, mode) for probe, mode in BY_MODE},
+        compared=3,
+    ),
+    *_counts("one CPU", "x86_64", BY_MODE),
     _by_mode("here, i386", "us", "i386"),
     _by_mode("here, x86_64", "us", "x86_64"),
+    *_counts("i386", "i386", BY_MODE),
+    *_counts("x86_64", "x86_64", BY_MODE),
     Row(
         "here, riscv64",
         "ns",
         {mode: _hit(bench.RECORDING, mode, "riscv64") for mode in (bench.STEPPED, bench.OPTIMIZED)},
-        has_ratio=True,
+        compared=2,
     ),
+    *_counts("riscv64", "riscv64", [(bench.RECORDING, mode) for mode in (bench.STEPPED, bench.OPTIMIZED)]),
     *(
         Row(f"a return here, {arch}", "ns", {name: _return(name, arch) for name in RETURN_HOOKS})
         for arch in ("x86_64", "riscv64")
@@ -137,17 +172,22 @@ def main() -> None:
     lines = {}
     for row in ROWS:
         if options.only in (None, row.label):
-            measured = list(_measured(row, options.hits, options.rounds))
+            measured = list(_measured(row, options))
             figures += measured
             lines[row.label] = row.line([figure.median for figure in measured])
-    report(figures, options.json)
+    report(figures, options)
     if options.write:
         fill(options.pages, lines)
 
 
-def _measured(row: Row, hits: int, rounds: int) -> Iterator[Distribution]:
+def _measured(row: Row, options: argparse.Namespace) -> Iterator[Distribution]:
     for name, measure in row.cells.items():
-        yield Distribution(f"{row.label}: {name}", "ns", measure(hits, rounds))
+        yield from steady(options, _cell, row, name, measure, options.hits, options.rounds)
+
+
+def _cell(row: Row, name: str, measure: Measure, hits: int, rounds: int) -> list[Distribution]:
+    unit = row.unit if row.unit in COUNTS else "ns"
+    return [Distribution(f"{row.label}: {name}", unit, measure(hits, rounds))]
 
 
 if __name__ == "__main__":

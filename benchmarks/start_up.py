@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import Distribution, arguments, report
+from common import Distribution, arguments, report, steady
 
 PROGRAM = (sys.executable, "-m", "kprobefs")
 COMMANDS = ("--help", "status", "mount")
@@ -49,21 +49,25 @@ def main() -> None:
         kinds = [(command, cached) for command in COMMANDS] + [(command, uncached) for command in COMMANDS]
         for command in COMMANDS:
             seconds(command, base / "mnt", cached)
-        # The commands alternate, so that a slow minute of the host affects all of them.
-        samples = [
-            [seconds(command, base / "mnt", environment) for command, environment in kinds]
-            for _ in range(options.runs)
-        ]
-    figures = [
-        Distribution(
-            f"{command}, {'cached' if environment is cached else 'uncached'}",
-            "s",
-            tuple(run[index] for run in samples),
-            CACHED_TARGET if environment is cached else UNCACHED_TARGET,
-        )
-        for index, (command, environment) in enumerate(kinds)
-    ]
-    report(figures, options.json)
+
+        def measure() -> list[Distribution]:
+            # The commands alternate, so that a slow minute of the host affects all of them.
+            samples = [
+                [seconds(command, base / "mnt", environment) for command, environment in kinds]
+                for _ in range(options.runs)
+            ]
+            return [
+                Distribution(
+                    f"{command}, {'cached' if environment is cached else 'uncached'}",
+                    "s",
+                    tuple(run[index] for run in samples),
+                    CACHED_TARGET if environment is cached else UNCACHED_TARGET,
+                )
+                for index, (command, environment) in enumerate(kinds)
+            ]
+
+        figures = steady(options, measure)
+    report(figures, options)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from common import Distribution, arguments, report
+from common import Distribution, arguments, report, steady
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
@@ -37,11 +38,29 @@ def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
     return kernel
 
 
-def main() -> None:
-    """Run the benchmark with all directories in turn, and print its figures.
+def measure(places: Sequence[str], runs: Sequence[Callable[[], float]], rounds: int) -> list[Distribution]:
+    """Measure the hits with all directories in turns; the first of `runs` has its buffers in memory.
 
     The differences are those to the ring buffers in memory, in the same round.
     """
+    samples: list[list[float]] = [[] for _ in runs]
+    for number in range(WARM_UP + rounds):
+        for run, found in zip(runs, samples, strict=True):
+            cost = run()
+            if number >= WARM_UP:
+                found.append(cost)
+    figures = [
+        Distribution(f"a hit, {place}", "ns", tuple(found))
+        for place, found in zip(("memory", *places), samples, strict=True)
+    ]
+    for place, found in zip(places, samples[1:], strict=True):
+        more = tuple(mine - base for mine, base in zip(found, samples[0], strict=True))
+        figures.append(Distribution(f"against memory, {place}", "ns more", more))
+    return figures
+
+
+def main() -> None:
+    """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
     parser.add_argument("places", metavar="DIR", nargs="*", default=[tempfile.gettempdir(), "/dev/shm"])
     parser.add_argument("--hits", type=int, default=20_000, help="hits a round")
@@ -50,20 +69,8 @@ def main() -> None:
     places: list[str | None] = [None, *options.places]
     with ExitStack() as stack:
         rounds = [caller(kernel_in(place, stack), options.hits) for place in places]
-        samples: list[list[float]] = [[] for _ in places]
-        for number in range(WARM_UP + options.rounds):
-            for run, found in zip(rounds, samples, strict=True):
-                cost = run()
-                if number >= WARM_UP:
-                    found.append(cost)
-    figures = [
-        Distribution(f"a hit, {place or 'memory'}", "ns", tuple(found))
-        for place, found in zip(places, samples, strict=True)
-    ]
-    for place, found in zip(options.places, samples[1:], strict=True):
-        more = tuple(mine - base for mine, base in zip(found, samples[0], strict=True))
-        figures.append(Distribution(f"against memory, {place}", "ns more", more))
-    report(figures, options.json)
+        figures = steady(options, measure, options.places, rounds, options.rounds)
+    report(figures, options)
 
 
 if __name__ == "__main__":

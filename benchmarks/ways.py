@@ -274,7 +274,7 @@ def main() -> None:
     options = parser.parse_args()
     ways = count_ways(Layers(PYPROJECT))
     if options.json:
-        report(figures(ways), as_json=True)
+        report(figures(ways), options)
     else:
         print(*table(ways, options.crossings), sep="\n")
 

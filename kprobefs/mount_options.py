@@ -46,6 +46,8 @@ class MountOptions:
     """Further mount options of libfuse, such as noexec."""
     isolate: bool = False
     """Ignore host processes that do not use the mount, and number clients from pid 1000 on."""
+    is_ordered: bool = False
+    """Answer requests in their order with one thread, so that traces do not depend on timing."""
     make_directory: bool = False
     """Create the mount point if it does not exist."""
     kprobes: str = KPROBES[0]

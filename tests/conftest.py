@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 from emulated_kernel.image import builtin_image, trace_events
-from emulated_kernel.machine.native.routines import ROUTINES
+from emulated_kernel.machine.native.host_code import PYTHON_TRAPS
 from emulated_kernel.util.control_lock import ControlLock
 from tests import own_thread
 from tests.sample import WHOLE, fewer
@@ -124,7 +124,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Commands that list all mounts or daemons then see only those of the test.
     """
     if config.getoption("--python-traps"):
-        ROUTINES.clear()
+        os.environ[PYTHON_TRAPS] = "1"
     libc = ctypes.CDLL(None)
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():

@@ -780,7 +780,7 @@ class Kernel:
         get the ids that events of the same names had, so that the old records can still be printed. A mark
         follows the old records.
 
-        Raises: MemoryError, as `define`.
+        Raises: KernelError ENOMEM, as `define`.
         """
         self._check_open()
         return self.components.replace_kernel(old.components, define)

@@ -144,7 +144,8 @@ class MachineClock(GuestClock):
         self.seed = seed
         self.is_virtual = kind == "virtual"
         self._source = RealClock(self._cells) if kind == "real" else VirtualClock(self._cells, seed)
-        self._cells[_STEP] = self.step_ns = self._source.step_ns
+        self.step_ns = self._source.step_ns
+        self._cells[_STEP] = self.step_ns
         self.tick = self._source.tick
 
     def now_ns(self) -> int:

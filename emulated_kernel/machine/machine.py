@@ -14,6 +14,7 @@ from emulated_kernel.machine.cpu.vcpu import VCpu
 from emulated_kernel.machine.cpu_parts import cpu_parts
 from emulated_kernel.machine.guest_calls import HostCalls, map_stack
 from emulated_kernel.machine.guest_clock import MachineClock, compare_loops
+from emulated_kernel.machine.instruction_count import InstructionCount
 from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
 from emulated_kernel.machine.memory.guest_memory import GuestPool
 from emulated_kernel.machine.memory.memory import Memory
@@ -181,6 +182,10 @@ class Machine(ProbedMachine):
     def is_running(self) -> bool:
         """True while the guest runs, also inside breakpoint handlers and fault hooks."""
         return self._runner.is_running
+
+    def count_instructions(self) -> InstructionCount:
+        """Count the instructions of all later runs, for benchmarks."""
+        return InstructionCount(self._engine)
 
     @property
     def run_budget(self) -> float:

@@ -117,10 +117,7 @@ class TraceArrays(TaskObserver):
             raise KernelError(errno.EEXIST, f"instances/{name}: it exists already; choose another name")
         if is_limited:
             self._limits.check(Limit.INSTANCES, self.limited)
-        try:
-            array = TraceArray(self._system, expanded=True)
-        except MemoryError as error:
-            raise KernelError(errno.ENOMEM, str(error)) from error
+        array = TraceArray(self._system, expanded=True)
         array.take_over(self.top.array.options.flags & INHERITED_OPTIONS)
         tracing = self._tracing(array, self.top.array)
         self._instances[name] = tracing
@@ -165,7 +162,7 @@ class TraceArrays(TaskObserver):
     def take_records(self, former: TraceArrays) -> None:
         """Move the records of a replaced kernel's trace arrays to the trace arrays with the same names here.
 
-        Raises: MemoryError (no record was moved).
+        Raises: KernelError ENOMEM (no record was moved).
         """
         pairs = [(self.top.array, former.top.array)]
         for name, tracing in self._instances.items():

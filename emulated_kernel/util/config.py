@@ -16,6 +16,7 @@ HOST = "host"
 """Value of option --image that selects the kernel that the host runs, in place of a path."""
 MOST_SEED = (1 << 63) - 1
 """Largest seed of the virtual clock; the smallest is 0."""
+DEFAULT_SEED = 1
 IMAGE_LIMIT = 1 << 30
 """Maximum size of a kernel file in bytes. A kernel with debug information has a few hundred MiB."""
 
@@ -57,7 +58,7 @@ class MachineConfig:
 
     The guest's clock does not advance. With the real clock, the value has no effect.
     """
-    seed: int = 1
+    seed: int = DEFAULT_SEED
     """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""
     quantum: int = 0
     """Mean number of instructions after which another CPU runs; 0 switches only when a CPU has to wait.

@@ -126,7 +126,10 @@ class ControlFile(FileDescription):
             inner = self.inner
             prepared = inner.prepare(client, data) if inner.node.reads_host else None
             try:
-                with PendingWrite(client, self, inner, data, offset, prepared) as write:
+                with (
+                    self.fs.settled(),
+                    PendingWrite(client, self, inner, data, offset, prepared) as write,
+                ):
                     check = partial(self._check_writer, client)
                     return retry_yielding_lock(self.fs.lock, write.step, check)
             except _Gated as wait:
@@ -333,6 +336,14 @@ class PendingWrite:
         return taken
 
 
+@contextmanager
+def _settled(watcher: ChangeWatcher) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        watcher.settle()
+
+
 class GuestCalls:
     """The guest's part in clients' use of control files. In this base class, the guest has no part.
 
@@ -527,7 +538,7 @@ class ControlFs(FileSystem):
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
         """Implement FileSystem.open, by GuestCalls.open(), and report O_TRUNC to the watcher."""
-        with self._changing(is_change=bool(flags & os.O_TRUNC)):
+        with self.settled(), self._changing(is_change=bool(flags & os.O_TRUNC)):
             file = ControlFile(self, path, flags, client)
             self.calls.open(client, file)
             self.opened[file] = None
@@ -558,7 +569,7 @@ class ControlFs(FileSystem):
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """Implement FileSystem.mkdir, and report to the watcher. In instances/, create a trace array."""
-        with self._changing():
+        with self.settled(), self._changing():
             tree = self.tree
             self.calls.change(
                 client, ("mkdir", "mkdirat"), path, lambda: tree.mkdir(client, path, mode), mode
@@ -568,7 +579,7 @@ class ControlFs(FileSystem):
 
     def rmdir(self, client: Client, path: str) -> None:
         """Implement FileSystem.rmdir, and report to the watcher."""
-        with self._changing():
+        with self.settled(), self._changing():
             tree = self.tree
             self.calls.change(client, ("rmdir", "unlinkat"), path, lambda: tree.rmdir(client, path))
             self._moved(path, GONE)
@@ -698,9 +709,13 @@ class ControlFs(FileSystem):
         with self.lock:
             return self.calls.is_dead
 
+    def settled(self) -> AbstractContextManager[object]:
+        """Return a context manager that ends when the changes of its block are saved. Lock: leaves."""
+        return nullcontext() if self.watcher is None else _settled(self.watcher)
+
     def close(self) -> None:
         """Implement FileSystem.close. Releasing an open file wakes the threads that wait for the file."""
-        with self.lock:
+        with self.settled(), self.lock:
             files = self.files()
             super().close()
             for file in files:

@@ -361,6 +361,7 @@ class Mount:
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """Forward to the description of `handle`; see FileDescription.read_page."""
         opened = self._opened(handle)
+        client = client._replace(is_calling=False)
         return opened.read_page(opened.fs.informed(client), size, offset)
 
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:

@@ -109,7 +109,8 @@ class Credentials:
             return False
         if self.effective & CAP_SYS_PTRACE:
             return True
-        uid, gid = self.uids[3], self.gids[3]
+        uid = self.uids[3]
+        gid = self.gids[3]
         return (
             set(other.uids[:3]) == {uid}
             and set(other.gids[:3]) == {gid}
@@ -214,7 +215,8 @@ class Lookup:
             if links > MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             if name in (b"self", b"thread-self") and _is_root_of_proc(here):
-                here = process = self._open_own(name)
+                process = self._open_own(name)
+                here = process
             elif process is not None and self._is_magic(name, here, process):
                 here = self._follow(name, here, process)
                 process = None

@@ -138,7 +138,8 @@ class _Helper:
             message, descriptors, _, _ = socket.recv_fds(self._connection, MESSAGE_SIZE, 1)
         except ConnectionResetError:
             # The other side was closed with an answer in it.
-            message, descriptors = b"", []
+            message = b""
+            descriptors = []
         if not message:
             self._selector.unregister(self._connection)
             return

@@ -61,7 +61,8 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
     if words[:1] == ["trace"] and "--" in words:
         # argparse accepts no options between two lists of words.
         at = words.index("--")
-        words, behind = words[:at], words[at + 1 :]
+        behind = words[at + 1 :]
+        words = words[:at]
     known = argparse.Namespace(behind=behind, build=build, words=words)
     try:
         parsed, further = parser.parse_known_args(words, known)
@@ -354,6 +355,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _bench(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import bench
+    from kprobefs.measure.host_load import HostLoad
 
     _check_bench(parsed)
     parsed.arch = parsed.arch or bench.ARCHITECTURES[0]
@@ -361,6 +363,7 @@ def _bench(parsed: argparse.Namespace) -> int:
     parsed.rounds = parsed.rounds or 9
     parsed.count = parsed.count or 10000
     hits = parsed.arch, parsed.hits, parsed.rounds
+    host = HostLoad()
     if parsed.what == "hit" and parsed.cpus:
         from kprobefs.measure.bench_cpus import hits_on
 
@@ -385,6 +388,8 @@ def _bench(parsed: argparse.Namespace) -> int:
         from kprobefs.measure.bench_probes import probes
 
         probes(parsed.arch, parsed.count, parsed.rounds, parsed.profile, as_json=parsed.json)
+    if not (parsed.json or parsed.memory):
+        print(host.line())
     return ExitStatus.OK
 
 
@@ -431,7 +436,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     """Return the mount's options, from the parsed command line. Raises: CliError (they are contradictory)."""
     from pathlib import Path
 
-    from emulated_kernel.util.config import HOST, MachineConfig
+    from emulated_kernel.util.config import DEFAULT_SEED, HOST, MachineConfig
     from kprobefs.mount_options import MountOptions, check_kprobes, parsed_limits
 
     image = None
@@ -443,7 +448,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         cpus=parsed.cpus,
         clock=parsed.clock,
         pauses=not parsed.isolate,
-        seed=parsed.seed,
+        seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
         profile=parsed.profile,
         image=image,
         return_hook=parsed.return_hook,
@@ -457,6 +462,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         parsed.layout,
         parsed.allow_other,
         isolate=parsed.isolate,
+        is_ordered=parsed.isolate or parsed.seed is not None,
         kprobes=parsed.kprobes,
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
     )

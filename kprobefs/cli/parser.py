@@ -367,9 +367,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seed",
         type=_seed,
-        default=1,
         metavar="N",
-        help="seed of the virtual clock; the same seed gives the same trace (default: 1)",
+        help="seed of the virtual clock; with it, requests are answered in their order, so that the same "
+        "requests give the same trace (default: 1)",
     )
     group.add_argument(
         "--clock",

@@ -210,7 +210,7 @@ class Service:
         fuse = FuseOptions(
             self._options.source,
             allow_other=self._options.allow_other,
-            is_ordered=self._options.isolate,
+            is_ordered=self._options.is_ordered,
             flags=self._options.flags,
         )
         server = Server(served, fuse)

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
@@ -22,6 +21,7 @@ from kprobefs.measure.bench import (
     FTRACE,
     FUNCTION,
     MODES,
+    NOISE,
     OPTIMIZED,
     RETURNS_ELSEWHERE,
     SAVE_ALL,
@@ -40,7 +40,7 @@ from kprobefs.measure.bench import (
     quantile,
     settle,
     subject,
-    verdict,
+    traps_of,
 )
 from kprobefs.measure.contention import instructions_a_call
 
@@ -54,8 +54,6 @@ The hooks are a kretprobe in each of its modes, and an fprobe's exit handler wit
 """
 BY_FENTRY = (FTRACE, *FPROBES)
 SLOW = {STEPPED, TRAP_FLAG, BOOSTED}
-TARGETS = {OPTIMIZED: 60.0, FTRACE: 60.0, FPROBE: 60.0, SAVE_ALL: 250.0}
-"""Mode -> target for the net nanoseconds of a hooked call, on x86_64."""
 NEEDS_FENTRY = "unified"
 _QUICKEST = (OPTIMIZED, SAVE_ALL, FTRACE, BOOSTED, STEPPED, TRAP_FLAG)
 TASKS = (1, 100, 500)
@@ -182,7 +180,7 @@ def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
             switch(False)
         switch(True)
         run()
-        traps = _traps(kernel, run) / hits
+        traps = traps_of(kernel, run) / hits
         if hook().missed or hook().returned % hits or ring.hits != (2 * rounds + 4) * hits:
             raise AssertionError("a return was lost, or counted twice")
         if probe is not None:
@@ -192,28 +190,6 @@ def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
             return ReturnFigure(case, tuple(net[1:]), traps, None, None, detour)
         taken = instructions_a_call(kernel, FUNCTION, case.cpus)
     return ReturnFigure(case, tuple(net[1:]), traps, taken.all - bare.all, taken.locked, detour)
-
-
-def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
-    """Call `run`, and return the number of breakpoints and debug traps that it takes."""
-    met = 0
-    ways = kernel.machine.breakpoints, kernel.machine.debug_traps
-
-    def counted(handler: Callable[[Any], object]) -> Callable[[Any], None]:
-        def count(regs: Any) -> None:
-            nonlocal met
-            met += 1
-            handler(regs)
-
-        return count
-
-    before = [dict(handlers) for handlers in ways]
-    for handlers in ways:
-        handlers.update({address: counted(handler) for address, handler in handlers.items()})
-    run()
-    for handlers, usual in zip(ways, before, strict=True):
-        handlers.update(usual)
-    return met
 
 
 def _hooked(
@@ -289,11 +265,10 @@ def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
     first = figures[0].case
     yield from subject(first.arch, first.profile, title)
     yield "traps, guest instructions and those that are locked are of one call;"
-    yield "target: net nanoseconds that the project wants to stay under, and whether it did"
     head = ("tasks", "cpus", "net ns", "p10", "p90", "traps", "instr", "locked")
     for backend in dict.fromkeys(figure.case.backend for figure in figures):
         yield ""
-        yield "{:19}{:>5}{:>5}{:>7}{:>7}{:>7}{:>6}{:>6}{:>7} target".format(backend, *head)
+        yield "{:19}{:>5}{:>5}{:>7}{:>7}{:>7}{:>6}{:>6}{:>7}".format(backend, *head)
         rows = [figure for figure in figures if figure.case.backend == backend]
         yield from map(_row, rows)
         yield from detours({figure.case.mode: figure.detour for figure in rows})
@@ -305,9 +280,9 @@ def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
 def _row(figure: ReturnFigure) -> str:
     case = figure.case
     net = figure.net
-    target = TARGETS.get(case.mode) if case.arch == "x86_64" and figure.traps < 1 else None
     counts = ["-" if count is None else f"{count:.1f}" for count in (figure.instructions, figure.locked)]
     return (
         f"{case.mode:19}{case.tasks:5}{case.cpus:5} {cost(figure.median)} {cost(quantile(net, 1))} "
-        f"{cost(quantile(net, 9))}{figure.traps:6.1f}{counts[0]:>6}{counts[1]:>7} {verdict(net, target)}"
+        f"{cost(quantile(net, 9))}{figure.traps:6.1f}{counts[0]:>6}{counts[1]:>7}"
+        f"{'' if measured(net) is not None else '  ' + NOISE}"
     )

@@ -234,6 +234,11 @@ class TestMount:
         assert f"serving {mounted.directory} {daemon}" in result.stdout
         assert "\033" not in result.stdout
 
+    def test_python_traps_are_a_choice(self) -> None:
+        for value, shown in (("1", "python traps"), ("", "native traps")):
+            result = kprobefs("run", "--", *PROGRAM, "status", KPROBEFS_PYTHON_TRAPS=value)
+            assert shown in result.stdout
+
     def test_layout_tracefs(self, directory: Path) -> None:
         with daemon(directory, "--layout", "tracefs") as mounted:
             assert "available_events" in os.listdir(mounted.directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,16 +13,19 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, Stepper, TrampolineForm
 from emulated_kernel.machine.native import host_code
 from emulated_kernel.machine.traps.trap import TrapKind
+from emulated_kernel.trace.probes import handler_cost
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.config import MachineConfig
 from kprobefs.measure.bench import FUNCTION, Loop, caller, loop_of_calls
 from tests.kprobes.boundaries import verdict
+from tests.kprobes.optimizer.test_in_kernel import Files
 from tests.kprobes.test_assembly import TEXTS, settle
 from tests.ledger import ledger_mismatches
 
@@ -112,6 +116,32 @@ def test_no_hit_of_a_million_enters_python(
         assert ring.hits - hits == records * MILLION
         traps = MODES[mode][1] + (kind is returning)
         assert kernel.machine.hooks.native_traps - native == traps * MILLION
+
+
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_the_file_cost_measures_the_traps_of_a_hit(arch: str, mode: str) -> None:
+    """What it says of traps is what a hit takes, and each hit of a measured copy takes as many."""
+    with booted(arch, mode) as kernel:
+        files = Files(kernel)
+        files.write("/kprobe_events", f"p:ev {FUNCTION}+{kernel.arch.call_size}")
+        files.write("/tracing/events/kprobes/ev/enable", "1")
+        caller(kernel, 5)()
+        hooks = kernel.machine.hooks
+        before, run = hooks.native_traps, caller(kernel, 10)
+        with counted_entries(kernel) as entered:
+            run()
+        traps = (hooks.native_traps - before + len(entered)) // 10
+        assert traps == MODES[mode][1]
+        for hits in (15, 25):
+            before = hooks.native_traps
+            text = files.read("/kprobes/stats/kprobes/ev/cost")
+            measured = hooks.native_traps - before
+            found = re.fullmatch(r"hits (\d+) median ([\d.]+) ns, (\d) traps?\n", text)
+            assert found is not None, text
+            assert (int(found[1]), int(found[3])) == (hits, traps)
+            assert float(found[2]) > 0
+            assert measured == traps * handler_cost.ROUNDS * handler_cost.HITS[EntryKind.BREAKPOINT]
+            run()
 
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)

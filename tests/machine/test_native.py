@@ -392,8 +392,12 @@ def test_a_step_by_the_trap_flag() -> None:
     assert machine.hooks.native_traps == 5
 
 
-def test_a_host_without_a_routine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_code.platform, "machine", lambda: "mips")
+@pytest.mark.parametrize("why", ["another kind of host", "the environment"])
+def test_a_host_without_a_routine(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "the environment":
+        monkeypatch.setenv(host_code.PYTHON_TRAPS, "1")
+    else:
+        monkeypatch.setattr(host_code.platform, "machine", lambda: "mips")
     machine = boot("int3; hlt; mov ebx, 7; hlt")
     assert not machine.hooks.is_native
     met: list[int] = []

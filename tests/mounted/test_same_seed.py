@@ -1,4 +1,7 @@
-"""Debian's kernel behind two mounts in turn: the same requests give the same trace, byte for byte."""
+"""Debian's kernel behind two mounts in turn: the same requests give the same trace, byte for byte.
+
+--seed makes the daemon answer a RELEASE before the request that follows it.
+"""
 
 from __future__ import annotations
 

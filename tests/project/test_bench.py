@@ -125,7 +125,7 @@ QUIET = ((5.0, 6.0, 7.0), (29.9,))
 
 def reports(net: tuple[float, ...]) -> list[tuple[list[str], object]]:
     """The tables of all that is measured, and what JSON says of it."""
-    hit = bench.HitFigure(bench.HitCase(bench.RECORDING, bench.OPTIMIZED), net, net)
+    hit = bench.HitFigure(bench.HitCase(bench.RECORDING, bench.OPTIMIZED), net, net, 0, 17)
     returned = bench_return.ReturnFigure(
         bench_return.ReturnCase("rethook", bench.OPTIMIZED), net, 0, None, None
     )
@@ -146,15 +146,30 @@ def test_noise_is_no_figure(net: tuple[float, ...]) -> None:
         assert (figure is None) == (bench.NOISE_NOTE in lines) == (net in NOISY)
         rows = [line for line in lines if bench.NOISE in line.split()]
         assert len(rows) == (net in NOISY)
-        assert not any("met" in line.split() for line in lines) or net in QUIET
-    assert ("30 met" in "\n".join(reports(net)[0][0])) == (net in QUIET)
+
+
+@pytest.mark.parametrize(
+    ("mode", "traps"), [(bench.STEPPED, 2), (bench.TRAP_FLAG, 2), (bench.BOOSTED, 1), (bench.OPTIMIZED, 0)]
+)
+def test_traps_and_instructions_of_a_hit(mode: str, traps: int) -> None:
+    """A handler without an instruction shows what the way itself takes: the traps, and a copy or a jump."""
+    empty, recording = (
+        bench.measure(bench.HitCase(probe, mode), hits=20, rounds=1)
+        for probe in (bench.EMPTY, bench.RECORDING)
+    )
+    assert empty.traps == recording.traps == traps
+    assert traps <= empty.instructions <= traps + 3
+    assert recording.instructions > empty.instructions + 8
 
 
 def test_few_probes_take_too_little_to_be_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "probes", "--count", "20", "--rounds", "1"]) == 0
-    *_, memory, detours = capsys.readouterr().out.splitlines()
+    *_, memory, detours, host = capsys.readouterr().out.splitlines()
     assert memory == "memory of the host: too little to be counted; take more --count"
     assert detours == bench_probes.NO_DETOUR or not detours.startswith("0 ")
+    assert re.fullmatch(
+        r"host: load [\d.]+ at the start, [\d.]+ at the end(; [\d.]+ % of CPU time stolen)?", host
+    )
     assert main(["bench", "probes", "--count", "20", "--rounds", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["memory_kb_a_probe"] is None
@@ -206,7 +221,7 @@ def test_riscv_prints_the_bytes_of_its_detours(
     assert main(["bench", *command, *options]) == 0
     lines = fitting(capsys.readouterr().out.splitlines())
     if command == ("probes",):
-        assert re.fullmatch(r"[1-9]\d* detour buffers, half of them at most [1-9]\d* bytes.*", lines[-1])
+        assert re.fullmatch(r"[1-9]\d* detour buffers, half of them at most [1-9]\d* bytes.*", lines[-2])
         return
     assert f"profile {profile}" in lines
     size_of = r"bytes of a detour buffer, with its handler: (.*\b)?optimized-save-all [1-9]\d*(, .*)?"
@@ -335,6 +350,6 @@ def test_the_table_of_hits_on_cpus(
     monkeypatch.setattr(bench_cpus, "cases", lambda *_: [case for case in found if case.cpus == 2][:4:3])
     assert main(["bench", "hit", "--hits", "16", "--rounds", "1", "--cpus", "1", "2"]) == 0
     lines = fitting(capsys.readouterr().out.splitlines())
-    *_, first, second = (line for line in lines if line != bench.NOISE_NOTE)
+    *_, first, second, _host = (line for line in lines if line != bench.NOISE_NOTE)
     assert (first.split()[:3], first.split()[-1]) == (["kprobe", "stepped", "2"], "739")
     assert (second.split()[:3], second.split()[-1]) == (["kretprobe", "stepped", "2"], "989")

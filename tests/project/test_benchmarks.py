@@ -56,39 +56,91 @@ def test_says_what_it_measures(
 def test_reports_distributions(name: str) -> None:
     if name == "scratch.py" and (os.geteuid() != 0 or shutil.which("gcc") is None):
         pytest.skip("what it compares with needs gcc and root")
-    figures = json.loads(run(name, "--json", *QUICK[name]))
+    figures = json.loads(run(name, "--json", "--repeats", "0", *QUICK[name]))
     assert figures
     for figure in figures:
         assert figure["samples"] >= 1
         assert figure["min"] <= figure["p10"] <= figure["median"] <= figure["p90"]
 
 
-def test_a_distribution_has_median_deciles_and_ratio() -> None:
-    program = (
-        "from common import Distribution, report\n"
-        "first = Distribution('first', 'us', tuple(range(1, 12)), target=6)\n"
-        "second = Distribution('second', 'us', (12.0,), target=6)\n"
-        "report([first, second], as_json=False)\n"
+def of_common(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that uses benchmarks/common.py."""
+    text = f"from common import Distribution, arguments, report, steady\n{program}"
+    command = [sys.executable, "-c", text]
+    return subprocess.run(
+        command, cwd=BENCHMARKS, check=True, capture_output=True, text=True, env={**os.environ, **environment}
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=BENCHMARKS, check=True, capture_output=True, text=True
-    )
-    _, first, second = done.stdout.splitlines()
-    assert first.split() == ["first,", "us", "6.000", "2.000", "10.000", "1.00", "6", "met"]
-    assert second.split() == ["second,", "us", "12.000", "12.000", "12.000", "2.00", "6", "missed"]
 
 
-def test_deciles_of_equal_samples_are_the_sample() -> None:
-    """Interpolated carelessly, those of 6.9632 come out beside it."""
-    program = (
-        "from common import Distribution, report\n"
-        "report([Distribution('pages', 'kB', (6.9632,) * 3)], as_json=True)\n"
+HOST = r"host: load \d+\.\d\d at the start, \d+\.\d\d at the end(; \d+\.\d % of CPU time stolen)?"
+
+
+def test_a_table_has_median_deciles_ratio_and_goal() -> None:
+    done = of_common(
+        "first = Distribution('first', 'us', tuple(range(100, 111)), target=6)\n"
+        "second = Distribution('second', 'us', (210.0,), target=600)\n"
+        "third = Distribution('third', 'us', tuple(range(1, 12)), target=6, runs=3)\n"
+        "fourth = Distribution('fourth', 'us', (-1.0, 0.0, 6.0))\n"
+        "none = Distribution('none', 'traps', (0.0,))\n"
+        "report([first, second, third, fourth, none], arguments(None).parse_args([]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=BENCHMARKS, check=True, capture_output=True, text=True
+    _, first, second, third, fourth, none, host = done.stdout.splitlines()
+    assert first.split() == ["first,", "us", "105.000", "101.000", "109.000", "1.00", "6"]
+    assert second.split() == ["second,", "us", "210.000", "210.000", "210.000", "2.00", "600"]
+    assert third.split("0.06")[1].split(maxsplit=1) == ["6", "wide, the best of 3 runs"]
+    assert fourth.split()[-1] == "noise"
+    assert none.split() == ["none,", "traps", "0.000", "0.000", "0.000", "-", "-"]
+    assert re.fullmatch(HOST, host)
+
+
+def test_json_has_the_host_on_standard_error() -> None:
+    """Deciles of equal samples are the sample; interpolated carelessly, those of 6.9632 are not."""
+    done = of_common(
+        "report([Distribution('pages', 'kB', (6.9632,) * 3)], arguments(None).parse_args(['--json']))"
     )
     (figure,) = json.loads(done.stdout)
     assert {figure[name] for name in ("min", "p10", "median", "p90")} == {6.9632}
+    assert figure["runs"] == 1
+    assert re.fullmatch(HOST, done.stderr.strip())
+
+
+@pytest.mark.parametrize(
+    ("repeats", "runs", "samples"),
+    [
+        (0, [1, 1], [[1.0, 9.0], [5.0, 5.1]]),
+        (1, [2, 1], [[4.0, 6.0], [5.0, 5.1]]),
+        (2, [3, 1], [[4.0, 4.1], [5.0, 5.1]]),
+        (3, [3, 1], [[4.0, 4.1], [5.0, 5.1]]),
+    ],
+)
+def test_a_wide_row_is_measured_again(repeats: int, runs: list[int], samples: list[list[float]]) -> None:
+    """The other rows keep their samples, and no run follows one after which no row is wide."""
+    done = of_common(
+        "import json, sys\n"
+        "wide = iter([(1.0, 9.0), (4.0, 6.0), (4.0, 4.1), (7.0, 7.0)])\n"
+        "narrow = iter([(5.0, 5.1), (6.0, 6.1), (6.0, 6.1), (6.0, 6.1)])\n"
+        "def measure(unit):\n"
+        "    return [Distribution('row', unit, next(wide)), Distribution('other', unit, next(narrow))]\n"
+        f"options = arguments(None).parse_args(['--repeats', '{repeats}'])\n"
+        "found = steady(options, measure, 'ns')\n"
+        "print(json.dumps([[each.runs for each in found], [each.samples for each in found]]))"
+    )
+    assert json.loads(done.stdout) == [runs, samples]
+
+
+def test_programs_of_a_benchmark_have_bytecode_caches(tmp_path: Path) -> None:
+    """Whatever Python's variables say in the shell that starts it."""
+    (tmp_path / "cached.py").touch()
+    program = (
+        "import subprocess, sys\narguments(None)\nsubprocess.run([sys.executable, '-c', 'import cached'])"
+    )
+    of_common(
+        program,
+        PYTHONDONTWRITEBYTECODE="1",
+        PYTHONPYCACHEPREFIX=str(tmp_path / "elsewhere"),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert [path.name.split(".")[0] for path in tmp_path.glob("__pycache__/*.pyc")] == ["cached"]
 
 
 def _lines(folder: Path) -> list[str]:
@@ -103,7 +155,7 @@ def test_rows_of_the_sources_are_filled_in(tmp_path: Path) -> None:
     before, after = _lines(pages), _lines(copies)
     [(old, new)] = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]] or [("", "")]
     assert old.startswith("| here, riscv64 |")
-    assert re.fullmatch(r"\| here, riscv64 \|( -?[\d.]+ \|){2} -?\d* ?\|", new)
+    assert re.fullmatch(r"\| here, riscv64 \|( -?[\d.]+ \|){2} ([\d.]+ : 1)? ?\|", new)
     program = "import sources; print(*(row.label for row in sources.ROWS), sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=BENCHMARKS, check=True, capture_output=True, text=True

@@ -104,4 +104,4 @@ def rewrite(directory: Path, change: Callable[[list[journal.Entry]], None]) -> N
     """Another journal, each entry of which is whole."""
     entries = journal.read(directory / "journal").entries
     change(entries)
-    journal.Journal(directory / "journal", entries).close()
+    journal.Journal(directory / "journal", b"".join(map(journal.encoded, entries))).close()

@@ -55,13 +55,13 @@ def fill(directory: Path) -> Path:
 def test_records_that_have_no_room(
     copied: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with buffers of more than half of all pages."""
+    """As with buffers of which each fits, but not beside the other."""
     memory_for, asked = TraceArray.memory_for, []
 
     def full(array: TraceArray, past: PreviousBootRecords) -> list[RingMemory]:
         asked.append(past)
         if len(asked) == 2:
-            raise MemoryError("no bytes for a ring buffer")
+            raise KernelError(errno.ENOMEM, "no bytes for a ring buffer")
         return memory_for(array, past)
 
     monkeypatch.setattr(TraceArray, "memory_for", full)
@@ -168,7 +168,7 @@ def test_a_disk_that_gets_full(small_disk: Path, caplog: pytest.LogCaptureFixtur
     run.write("/tracing/events/kprobes/reads/enable", "1")
     ballast = fill(small_disk)
     run.hit(500)
-    with pytest.raises(OSError, match="bytes for a ring buffer"):
+    with pytest.raises(OSError, match="bytes; choose smaller sizes"):
         run.write("/tracing/buffer_size_kb", "9000")
     for number in range(200):
         run.write("/kprobe_events", f"p:more{number} vfs_open\n", os.O_WRONLY | os.O_APPEND)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -17,6 +20,8 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits
 from kprobefs.daemon.state import saved_state
+from kprobefs.daemon.state.journal import Journal
+from kprobefs.daemon.state.journal import read as read_journal
 from kprobefs.daemon.state.previous_boot import array_places
 from kprobefs.measure.bench import FUNCTION
 from kprobefs.measure.contention import instructions_a_call
@@ -383,4 +388,67 @@ def test_records_of_instances_with_the_longest_names(place: Path) -> None:
     assert all(len(os.fsencode(name)) <= 255 for name in last)
     told = {again.records(f"/tracing/instances/{name}")[0].rpartition(": ")[2] for name in last}
     assert told == {f"of {number}" for number in range(len(names))}
+    again.end()
+
+
+def test_a_file_system_that_does_not_answer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writer waits until its change is in the journal. Readers, and writers of nothing, do not."""
+    append = Journal.append
+    begun, answers = Event(), Event()
+
+    def slow(journal: Journal, data: bytes) -> None:
+        begun.set()
+        assert answers.wait(60)
+        append(journal, data)
+
+    run = Run(place)
+    monkeypatch.setattr(Journal, "append", slow)
+    with ThreadPoolExecutor() as threads:
+        try:
+            first = threads.submit(run.write, "/kprobe_events", "p:one vfs_read\n")
+            assert begun.wait(60)
+            assert "vfs_read" in run.read("/kprobes/list")
+            second = threads.submit(run.write, "/kprobe_events", "p:two vfs_write\n")
+            while "two" not in run.read("/kprobe_events"):
+                pass
+            run.write("/tracing/trace_marker", "others")
+            run.mount.release(run.open("/tracing/trace"))
+            assert not first.done()
+            assert not second.done()
+            kept = read_journal(place / "journal")
+            assert "vfs_read" not in str(kept)
+        finally:
+            answers.set()
+        first.result(60)
+        second.result(60)
+    run.die()
+    assert [entry["data"] for entry in read_journal(place / "journal").entries if "write" in entry] == [
+        "p:one vfs_read\n",
+        "p:two vfs_write\n",
+    ]
+    again = Run(place)
+    assert again.read("/kprobe_events") == "p:kprobes/one vfs_read\np:kprobes/two vfs_write\n"
+    again.end()
+
+
+def test_the_change_of_a_dropped_journal_is_in_the_next(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is kept later, with what came behind it."""
+    append = Journal.append
+    failures = [OSError(errno.EIO, "input/output error")]
+
+    def failing(journal: Journal, data: bytes) -> None:
+        if failures:
+            raise failures.pop()
+        append(journal, data)
+
+    monkeypatch.setattr(saved_state, "RETRY_PAUSE", 0.0)
+    run = Run(place)
+    monkeypatch.setattr(Journal, "append", failing)
+    run.write("/kprobe_events", "p:one vfs_read\n")
+    assert run.kept() == "kept no: input/output error"
+    run.write("/kprobe_events", "p:two vfs_write\n", os.O_WRONLY | os.O_APPEND)
+    assert run.kept() == "kept yes"
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == "p:kprobes/one vfs_read\np:kprobes/two vfs_write\n"
     again.end()

@@ -48,7 +48,8 @@ class WallTime:
         self._guest.append(guest)
         self._wall.append(wall)
         if len(self._guest) > MAX_MOMENTS:
-            self._guest, self._wall = self._guest[::2], self._wall[::2]
+            self._guest = self._guest[::2]
+            self._wall = self._wall[::2]
 
     def to_wall(self, guest_ns: int) -> int:
         """Convert a guest's file time to nanoseconds since the epoch."""

@@ -10,10 +10,14 @@ from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
-from emulated_kernel.kprobes.kinds.kretprobe import KRETPROBE_MAX_DATA_SIZE, Kretprobe, Kretprobes
+from emulated_kernel.kprobes.kinds.kretprobe import (
+    KRETPROBE_MAX_DATA_SIZE,
+    Kretprobe,
+    KretprobeInstance,
+    Kretprobes,
+)
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, Regs
 from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError, MemoryFault
@@ -195,10 +199,10 @@ class GuestProbes:
             # Linux: the data alone may have this many bytes, without the header.
             raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE - header} bytes of data")
 
-        def entry_handler(instance: RethookNode, regs: Regs) -> int:
+        def entry_handler(instance: KretprobeInstance, regs: Regs) -> int:
             return self._call(rp, entry, regs, self._instance(probe, instance))
 
-        def handler(instance: RethookNode, regs: Regs) -> None:
+        def handler(instance: KretprobeInstance, regs: Regs) -> None:
             self._call(rp, leave, regs, self._instance(probe, instance))
 
         rp = Kretprobe(
@@ -214,7 +218,7 @@ class GuestProbes:
         self._write_int(probe, "kretprobe.nmissed", 0)
         return _GuestProbe(probe, rp, (entry, leave))
 
-    def _instance(self, probe: int, instance: RethookNode) -> int:
+    def _instance(self, probe: int, instance: KretprobeInstance) -> int:
         """Fill in the struct kretprobe_instance before a call's data, and return its address."""
         address = instance.data_address
         self._write(address, "kretprobe_instance.rp", probe)

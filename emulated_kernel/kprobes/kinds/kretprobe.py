@@ -24,8 +24,23 @@ _MIN_MAXACTIVE = 10
 _CLEARED_DATA_SIZE = 64
 """Maximum size in bytes of a call's data that guest code clears; Python handles calls with more data."""
 
-KretprobeInstance = RethookNode
-"""One call of the probed function, from its entry to its return; handlers get it as an argument."""
+
+class KretprobeInstance(RethookNode):
+    """One call of the probed function, from its entry to its return; handlers get it as an argument.
+
+    Mirrors: include/linux/kprobes.h:struct kretprobe_instance (v6.1).
+    """
+
+    __slots__ = ()
+
+    @property
+    def rp(self) -> Kretprobe:
+        """The return probe of this call. Mirrors: include/linux/kprobes.h:get_kretprobe (v6.1)."""
+        probe = self.hook.probe
+        assert isinstance(probe, Kretprobe)
+        return probe
+
+
 KretprobeHandler: TypeAlias = Callable[[KretprobeInstance, RegsT], object]
 """Function that takes the call and the registers at the call's entry or return."""
 
@@ -136,6 +151,7 @@ class Kretprobes:
         hook.follows_convention = address in self._kprobes.probe_checker.mcount
         rp.hook = hook
         hook.probe = rp
+        hook.node_type = KretprobeInstance
         rp.pre_handler = self._entry(rp, hook)
         rp.program = self._entry_program(rp, hook)
 
@@ -179,7 +195,7 @@ class Kretprobes:
         hook_call = self.hooks.hook_call
         entry_handler = rp.entry_handler
 
-        def wants(instance: RethookNode, regs: Any) -> bool:
+        def wants(instance: KretprobeInstance, regs: Any) -> bool:
             assert entry_handler is not None
             try:
                 return not entry_handler(instance, regs)
@@ -192,7 +208,7 @@ class Kretprobes:
 
         return entered
 
-    def _return_handler(self, rp: Kretprobe) -> Callable[[RethookNode, Any], None]:
+    def _return_handler(self, rp: Kretprobe) -> Callable[[KretprobeInstance, Any], None]:
         """Return the handler of returns for the return hook.
 
         Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1).
@@ -201,7 +217,7 @@ class Kretprobes:
         table = self._kprobes.table
         by_breakpoint = self.hooks.trampoline.form is TrampolineForm.BREAKPOINT
 
-        def returned(instance: RethookNode, regs: Any) -> None:
+        def returned(instance: KretprobeInstance, regs: Any) -> None:
             if rp.handler is None:
                 return
             ctlblk.set_running(table.valid(rp), by_breakpoint=by_breakpoint)

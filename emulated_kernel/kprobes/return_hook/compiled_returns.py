@@ -215,8 +215,8 @@ class NativeReturns:
             made = self._compiler.trampoline(builder, self._trampoline.native_breakpoint)
             if made is None:
                 return False
-            self._dispatch, self._finish = code, _ = made
-            self._trampoline.adopt_native(code)
+            self._dispatch, self._finish = made
+            self._trampoline.adopt_native(self._dispatch)
         return True
 
     def _emit_dispatch(self, builder: ProgramBuilder) -> None:

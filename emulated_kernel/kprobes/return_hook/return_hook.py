@@ -44,16 +44,9 @@ class RethookNode:
         """Guest address of `data`."""
         return self.hook.stack.data_address(self.node)
 
-    @property
-    def rp(self) -> Kprobe | None:
-        """The return probe of this call, or None for other return hooks.
 
-        Mirrors: include/linux/kprobes.h:get_kretprobe (v6.1).
-        """
-        return self.hook.probe
-
-
-ReturnHandler = Callable[[RethookNode, Any], None]
+ReturnHandler = Callable[[Any, Any], None]
+"""Function that takes the call, an object of the hook's `node_type`, and the registers at the return."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +63,8 @@ class ReturnHook(AssemblyOwner):
     """The handler compiled to guest code, or None."""
     follows_convention: bool = False
     """Whether callers expect only the registers that the calling convention preserves."""
+    node_type: type[RethookNode] = RethookNode
+    """Class of the objects that handlers get for a call."""
     probe: Kprobe | None = None
     """The return probe that owns the hook, or None."""
     place: int = field(default=0, metadata=ADDRESS)

@@ -225,9 +225,7 @@ class ReturnHooks:
 
     # Function entry
 
-    def hook_call(
-        self, hook: ReturnHook, regs: Any, wants: Callable[[RethookNode, Any], bool] | None = None
-    ) -> bool:
+    def hook_call(self, hook: ReturnHook, regs: Any, wants: Callable[[Any, Any], bool] | None = None) -> bool:
         """Replace the return address at the entry of a function by the trampoline: hook this call.
 
         `regs`: the registers at the entry. `wants(instance, regs)`: returns False if the call must not be
@@ -242,7 +240,7 @@ class ReturnHooks:
             hook.miss()
             return False
         if wants is not None or hook.data_size:
-            instance = RethookNode(hook, node, task)
+            instance = hook.node_type(hook, node, task)
             if hook.data_size:
                 instance.data[:] = bytes(hook.data_size)
             if wants is not None and not wants(instance, regs):
@@ -415,4 +413,4 @@ class ReturnHooks:
 
 
 def _instance(hook: ReturnHook, call: Pending, task: int) -> RethookNode:
-    return RethookNode(hook, call.node, task, call.ret_addr, call.frame)
+    return hook.node_type(hook, call.node, task, call.ret_addr, call.frame)

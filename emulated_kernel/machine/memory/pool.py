@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from emulated_kernel.machine.traps.trap import HardwareError
 
@@ -62,6 +63,35 @@ class UnitPool:
         self._used[index : index + count] = bytes(count)
         self.used -= count * self.unit
         return count * self.unit
+
+    def size_of(self, address: int) -> int:
+        """Return the size of an allocation in bytes; 0 if `address` is not allocated."""
+        return self._lengths.get(address, 0) * self.unit
+
+    @contextmanager
+    def exchanged(self, addresses: Iterable[int], sizes: Iterable[int]) -> Iterator[list[int]]:
+        """Free allocations, make others of `sizes` bytes, and return the new addresses.
+
+        The new ranges may overlap the freed ones. An exception in the `with` block undoes the exchange.
+        Raises: HardwareError (no free range is large enough, or not allocated; the pool is as before).
+        """
+        before = self._used[:], self._lengths.copy(), self.used
+        try:
+            for address in addresses:
+                self.free(address)
+            yield [self.alloc(size) for size in sizes]
+        except BaseException:
+            self._used, self._lengths, self.used = before
+            raise
+
+    def free_parts(self, address: int, size: int) -> Iterator[tuple[int, int]]:
+        """Yield address and size in bytes of each free part of a range of whole units."""
+        at = (address - self.base) // self.unit
+        end = at + size // self.unit
+        while (start := self._used.find(0, at, end)) >= 0:
+            used = self._used.find(1, start, end)
+            at = end if used < 0 else used
+            yield self.base + start * self.unit, (at - start) * self.unit
 
     def extents(self) -> Iterator[tuple[int, int]]:
         """Yield address and size in bytes of each allocation."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import BinaryIO
 
@@ -118,24 +118,47 @@ class RecordMemory:
 
         Raises: HardwareError (no memory or disk space left).
         """
-        va = self._pages.alloc(size)
-        if self._file is not None:
-            try:
-                os.posix_fallocate(self._file.fileno(), self.persistent_layout.pages(va, size), size)
-            except OSError as error:
-                self._pages.free(va)
-                raise HardwareError(f"{self._file.name}: {error.strerror}") from error
-        return va
+        with self.exchanged_pages((), (size,)) as (va,):
+            return va
+
+    @contextmanager
+    def exchanged_pages(self, old: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+        """Free pages, allocate pages of `sizes` bytes, which aren't cleared, and return the new addresses.
+
+        The new pages may overlap the old ones. The old data is intact at the start of the `with` block, and
+        gone after its end. An exception in the block undoes the exchange.
+
+        Raises: HardwareError (no memory or disk space left).
+        """
+        before = [(va, self._pages.size_of(va)) for va in old]
+        with self._pages.exchanged(old, sizes) as new:
+            for va, size in zip(new, sizes, strict=True):
+                self._take_disk_space(va, size)
+            yield new
+        for va, size in before:
+            for start, free in self._pages.free_parts(va, size):
+                self._give_back(start, free)
+
+    def _take_disk_space(self, va: int, size: int) -> None:
+        if self._file is None:
+            return
+        try:
+            os.posix_fallocate(self._file.fileno(), self.persistent_layout.pages(va, size), size)
+        except OSError as error:
+            raise HardwareError(f"{self._file.name}: {error.strerror}") from error
+
+    def _give_back(self, va: int, size: int) -> None:
+        """Return the memory of pages to the host."""
+        # Not every host supports MADV_REMOVE for shared mappings; the memory stays allocated then.
+        with suppress(OSError, AttributeError):
+            self._memory.ram.madvise(mmap.MADV_REMOVE, self._memory.translate(va), size)
 
     def free_pages(self, va: int) -> None:
         """Free pages from `alloc_pages`, and return their memory to the host.
 
         Raises: HardwareError (not allocated).
         """
-        size = self._pages.free(va)
-        # Not every host supports MADV_REMOVE for shared mappings; the memory stays allocated then.
-        with suppress(OSError, AttributeError):
-            self._memory.ram.madvise(mmap.MADV_REMOVE, self._memory.translate(va), size)
+        self._give_back(va, self._pages.free(va))
 
     def view(self, va: int, size: int) -> memoryview:
         """Return a live view of `size` bytes of pages at `va`."""

@@ -14,9 +14,16 @@ from emulated_kernel.machine.native.routines import ROUTINES
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+PYTHON_TRAPS = "KPROBEFS_PYTHON_TRAPS"
+"""Environment variable: if it is set and not empty, Python dispatches all traps, for comparisons."""
+
+
 def routine_address(family: str) -> int | None:
-    """Return the address of the routine for a family of guests, or None if the host cannot run a routine."""
-    if sys.platform != "linux":
+    """Return the address of the routine for a family of guests.
+
+    Return None if the host cannot run a routine, or if PYTHON_TRAPS is set.
+    """
+    if sys.platform != "linux" or os.environ.get(PYTHON_TRAPS):
         return None
     code = ROUTINES.get((platform.machine(), family))
     return None if code is None else _mapped(code)

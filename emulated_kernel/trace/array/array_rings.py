@@ -39,7 +39,7 @@ class ArrayRings(ABC):
     """
 
     def __init__(self, system: TracingServices, *, expanded: bool) -> None:
-        """Allocate the buffers, of full size if `expanded`. Raises: MemoryError."""
+        """Allocate the buffers, of full size if `expanded`. Raises: KernelError ENOMEM."""
         self.system = system
         self.listeners: list[Callable[[], None]] = []
         self.cpumask = (1 << system.cpus) - 1
@@ -62,13 +62,13 @@ class ArrayRings(ABC):
     def new_buffers(self, pages: int) -> list[RingBuffer]:
         """Return one empty buffer per CPU, each with `pages` sub-buffers.
 
-        Raises: MemoryError (nothing stays allocated).
+        Raises: KernelError ENOMEM (nothing stays allocated).
         """
         system = self.system
         controls = system.memory.allocate_controls(system.cpus)
         try:
             memories = self.allocate([pages] * system.cpus)
-        except MemoryError:
+        except KernelError:
             controls.release()
             raise
         buffers = [RingBuffer(controls.place(cpu, memory), pages) for cpu, memory in enumerate(memories)]
@@ -78,7 +78,7 @@ class ArrayRings(ABC):
     def allocate(self, sizes: Iterable[int]) -> list[RingMemory]:
         """Return memory for ring buffers; `sizes` has the number of sub-buffers of each.
 
-        Raises: MemoryError (nothing stays allocated).
+        Raises: KernelError ENOMEM (nothing stays allocated).
         """
         memories: list[RingMemory] = []
         with ExitStack() as undo:
@@ -88,11 +88,23 @@ class ArrayRings(ABC):
             undo.pop_all()
         return memories
 
+    def exchange(self, buffers: list[RingBuffer], sizes: list[int]) -> list[RingMemory]:
+        """Free the memory of buffers, whose records are lost, and return memory for others instead.
+
+        `sizes`: number of sub-buffers of each. Raises: KernelError ENOMEM (nothing is freed).
+        """
+        old = [buffer.place for buffer in buffers]
+        with self.system.memory.exchanged(old, [memory_size(pages) for pages in sizes]) as memories:
+            for buffer in buffers:
+                buffer.retire()
+            return memories
+
     def release(self) -> None:
         """Free the memory of all buffers. Afterwards nothing may be recorded in this object's buffers."""
         for controls, buffers in self._sets:
             for buffer in buffers:
-                buffer.released()
+                buffer.retire()
+                buffer.place.release()
             controls.release()
 
     # -- listeners
@@ -203,15 +215,27 @@ class ArrayRings(ABC):
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
         # Linux: a resize of all CPUs fails if a file reads any CPU's buffer, even if its size is unchanged.
         check_resizable(self.buffers if cpu is None else changed, while_read)
+        old = [buffer.place for buffer in changed]
         try:
             memories = self.allocate([pages] * len(changed))
-        except MemoryError as error:
-            raise KernelError(errno.ENOMEM, str(error)) from error
-        old = [buffer.place for buffer in changed]
+        except KernelError:
+            self._resize_in_place(changed, pages)
+            return
         for buffer, memory in zip(changed, memories, strict=True):
             buffer.resize(buffer.place.moved_to(memory), pages)
         for memory in old:
             memory.release()
+
+    def _resize_in_place(self, buffers: list[RingBuffer], pages: int) -> None:
+        """Resize buffers for which there is no memory beside the old one. Raises: KernelError ENOMEM.
+
+        The records need as much of the host's memory meanwhile. If the process ends meanwhile, they are lost.
+        """
+        sizes = [memory_size(pages)] * len(buffers)
+        with self.system.memory.exchanged([buffer.place for buffer in buffers], sizes) as memories:
+            contents = [buffer.kept(pages) for buffer in buffers]
+            for buffer, memory, content in zip(buffers, memories, contents, strict=True):
+                buffer.resize(buffer.place.moved_to(memory), pages, content)
 
     def buffer_size_text(self, cpu: int | None = None) -> str:
         """Return the text of buffer_size_kb for one CPU or for all; it is "X" if the CPUs' sizes differ."""

@@ -35,7 +35,7 @@ class Snapshot:
     """
 
     def __init__(self, array: ArrayRings) -> None:
-        """Allocate the smallest buffers. Raises: MemoryError (nothing stays allocated)."""
+        """Allocate the smallest buffers. Raises: KernelError ENOMEM (nothing stays allocated)."""
         self._array = array
         self.is_allocated = False
         self.condition: object = None
@@ -84,15 +84,11 @@ class Snapshot:
         """
         sizes = [buffer.nr_pages for buffer in self._array.buffers]
         changed = [cpu for cpu, pages in enumerate(sizes) if self.buffers[cpu].nr_pages != pages]
-        check_resizable([self.buffers[cpu] for cpu in changed], errno.EBUSY)
-        try:
-            memories = self._array.allocate(sizes[cpu] for cpu in changed)
-        except MemoryError as error:
-            raise KernelError(errno.ENOMEM, str(error)) from error
-        for cpu, memory in zip(changed, memories, strict=True):
-            old = self.buffers[cpu]
-            self.buffers[cpu] = RingBuffer(old.place.moved_to(memory), sizes[cpu])
-            old.released()
+        old = [self.buffers[cpu] for cpu in changed]
+        check_resizable(old, errno.EBUSY)
+        new = self._array.exchange(old, [sizes[cpu] for cpu in changed])
+        for cpu, memory in zip(changed, new, strict=True):
+            self.buffers[cpu] = RingBuffer(self.buffers[cpu].place.moved_to(memory), sizes[cpu])
         self._mark()
         self.is_allocated = True
 
@@ -128,9 +124,7 @@ class Snapshot:
             self.is_allocated = False
             return
         for cpu, buffer in enumerate(self.buffers):
-            # The old memory is freed first, so that the smaller buffer finds memory.
-            buffer.released()
-            (memory,) = self._array.allocate((MIN_PAGES,))
+            (memory,) = self._array.exchange([buffer], [MIN_PAGES])
             self.buffers[cpu] = RingBuffer(buffer.place.moved_to(memory), MIN_PAGES)
         self._mark()
         self.is_allocated = False

@@ -48,7 +48,7 @@ RAW_MARKER_LIMIT = 3072
 """Maximum size of a write(2) to trace_marker_raw in bytes."""
 _STACKS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE
 
-REBOOT_MARK = b"kprobefs: the kernel was booted anew\n"
+REBOOT_MARK = b"kprobefs: the kernel was rebooted\n"
 """Text of the marker after the records of a kernel that was replaced by a reboot."""
 
 
@@ -62,7 +62,7 @@ class TraceArray(ArrayRings, Recorder):
     def __init__(self, system: TracingServices, *, expanded: bool = False) -> None:
         """Allocate the buffers, of full size if `expanded`, as for an instance.
 
-        Raises: MemoryError (nothing stays allocated).
+        Raises: KernelError ENOMEM (nothing stays allocated).
         """
         super().__init__(system, expanded=expanded)
         self.options = TraceOptions(
@@ -97,7 +97,7 @@ class TraceArray(ArrayRings, Recorder):
         """Names for records of an earlier kernel; None if the buffers hold no records of one."""
         try:
             self.snapshot = Snapshot(self)
-        except MemoryError:
+        except KernelError:
             self.release()
             raise
 
@@ -282,8 +282,18 @@ class TraceArray(ArrayRings, Recorder):
         )
 
     def memory_for(self, past: PreviousBootRecords) -> list[RingMemory]:
-        """Allocate the memory that take_records() moves the buffers of `past` to. Raises: MemoryError."""
-        return self.allocate([buffer.nr_pages for buffer in (*past.buffers, *past.aside)])
+        """Make room for take_records(), which moves the buffers of `past` to the memory that this returns.
+
+        The records of the own buffers are lost. Raises: KernelError ENOMEM (nothing is changed).
+        """
+        own = [*self.buffers, *self.snapshot.buffers]
+        sizes = [buffer.nr_pages for buffer in (*past.buffers, *past.aside)]
+        changed = [at for at, pages in enumerate(sizes) if own[at].nr_pages != pages]
+        new = self.exchange([own[at] for at in changed], [sizes[at] for at in changed])
+        memories = [buffer.place for buffer in own]
+        for at, memory in zip(changed, new, strict=True):
+            memories[at] = memory
+        return memories
 
     def take_records(self, past: PreviousBootRecords, memory: list[RingMemory]) -> None:
         """Replace the buffers by the buffers and records of another kernel's trace array.
@@ -294,7 +304,7 @@ class TraceArray(ArrayRings, Recorder):
         for mine, theirs in ((self.buffers, past.buffers), (self.snapshot.buffers, past.aside)):
             for cpu, buffer in enumerate(theirs):
                 buffer.resize(mine[cpu].place.moved_to(next(unused)), buffer.nr_pages)
-                mine[cpu].released()
+                mine[cpu].retire()
                 buffer.held = 0
                 mine[cpu] = buffer
         self.snapshot.is_allocated = past.has_snapshot

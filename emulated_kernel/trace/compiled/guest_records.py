@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.guest_reader import DamageReports
@@ -19,6 +21,7 @@ from emulated_kernel.trace.context.probe_hit import Tasks
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControls, RingMemory
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+from emulated_kernel.util.errors import KernelError
 
 _CELL = 8
 _NO_PID = 0xFFFFFFFF
@@ -57,26 +60,48 @@ class GuestRecords(TaskObserver):
         return self._clock.is_virtual
 
     def allocate(self, size: int) -> RingMemory:
-        """Allocate pages for a ring buffer. Raises: MemoryError."""
+        """Allocate pages for a ring buffer. Raises: KernelError ENOMEM."""
+        with self.exchanged((), (size,)) as (memory,):
+            return memory
+
+    @contextmanager
+    def exchanged(self, old: Sequence[RingMemory], sizes: Sequence[int]) -> Iterator[list[RingMemory]]:
+        """Free the pages of ring buffers, and allocate pages of `sizes` bytes for others.
+
+        The new pages may overlap the old ones. The old data is intact at the start of the `with` block, and
+        gone after its end. An exception in the block undoes the exchange.
+
+        Raises: KernelError ENOMEM.
+        """
+        with ExitStack() as block:
+            try:
+                pages = [memory.address for memory in old]
+                new = block.enter_context(self._cells.exchanged_pages(pages, sizes))
+            except HardwareError as error:
+                raise KernelError(
+                    errno.ENOMEM,
+                    f"ring buffers: no memory or disk space for {sum(sizes)} bytes; choose smaller sizes",
+                ) from error
+            yield [self._pages(address, size) for address, size in zip(new, sizes, strict=True)]
+
+    def _pages(self, address: int, size: int) -> RingMemory:
         cells = self._cells
-        try:
-            pages = cells.alloc_pages(size)
-        except HardwareError as error:
-            raise MemoryError(f"{size} bytes for a ring buffer") from error
         return RingMemory(
-            cells.view(pages, size),
-            pages,
-            release=lambda: cells.free_pages(pages),
+            cells.view(address, size),
+            address,
+            release=lambda: cells.free_pages(address),
             report=self._damage.report,
         )
 
     def allocate_controls(self, cpus: int) -> RingControls:
-        """Allocate control blocks for the ring buffers of `cpus` CPUs. Raises: MemoryError."""
+        """Allocate control blocks for the ring buffers of `cpus` CPUs. Raises: KernelError ENOMEM."""
         cells = self._cells
         try:
             offset = cells.alloc_percpu(CONTROL_SIZE)
         except HardwareError as error:
-            raise MemoryError("ring buffers' control blocks") from error
+            raise KernelError(
+                errno.ENOMEM, "ring buffers: no memory for control blocks; remove instances"
+            ) from error
         blocks = cells.cells(offset, CONTROL_SIZE)[:cpus]
         return RingControls(blocks, offset, lambda: cells.free_percpu(offset))
 

@@ -19,9 +19,9 @@ from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import RecordTarget, memory_size
 
-_HITS = {EntryKind.BREAKPOINT: 2000, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
+HITS = {EntryKind.BREAKPOINT: 2000, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
 """Kind of entry -> number of hits in a round, so many that the cost of entering the guest is negligible."""
-_ROUNDS = 7
+ROUNDS = 7
 _PAGES = 4
 _CLOCK = 0
 _PID = 8
@@ -94,7 +94,7 @@ class HandlerCosts:
                 entry = trap
             for at, called in ((empty, ret), (loop, entry)):
                 text.poke(at, self._arch.repetition(at, called, self._at + _TURNS))
-            cost = self._cost(loop, empty, head.sample, _HITS[way])
+            cost = self._cost(loop, empty, head.sample, HITS[way])
             return cost if cost > 0 else None
         except GuestFault:
             return None
@@ -127,7 +127,7 @@ class HandlerCosts:
         """Return the median nanoseconds by which a turn of `loop` is longer than a turn of `empty`."""
         from statistics import median
 
-        rounds = [self._taken(loop, sample, hits) - self._taken(empty, sample, hits) for _ in range(_ROUNDS)]
+        rounds = [self._taken(loop, sample, hits) - self._taken(empty, sample, hits) for _ in range(ROUNDS)]
         return median(rounds) / hits
 
     def _taken(self, loop: int, sample: dict[str, int], turns: int) -> int:

@@ -7,7 +7,7 @@ Mirrors: kernel/trace/ring_buffer.c (v6.1)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -371,16 +371,28 @@ class RingBuffer(RingWriter):
         self._park(0)
         control.changing = 0
 
-    def released(self) -> None:
-        """Free the pages of the buffer, and make cursors that still refer to the buffer stale."""
+    def retire(self) -> None:
+        """Make cursors that still refer to the buffer stale, because its memory gets another use."""
         self.generation += 1
-        self.place.release()
 
-    def resize(self, place: RingMemory, nr_pages: int) -> None:
+    def kept(self, nr_pages: int) -> list[bytes]:
+        """Return copies of the newest `nr_pages` unread sub-buffers and of the reader page."""
+        self.check()
+        pages = [*self._unread_pages()[-nr_pages:], self._control.reader_page]
+        return [bytes(self._image(page)) for page in pages]
+
+    def _image(self, page: int) -> memoryview:
+        """Return a live view of a sub-buffer with its header."""
+        return self._memory[self._data(page) - PAGE_HEADER_SIZE :][:PAGE_SIZE]
+
+    def resize(
+        self, place: RingMemory, nr_pages: int, images: Sequence[bytes | memoryview] | None = None
+    ) -> None:
         """Move the events to the memory `place`, which has `nr_pages` sub-buffers.
 
         `place` may have the same control block or another one. If not all events fit, the oldest sub-buffers
         are overrun. The caller must release the old pages after guest code has stopped writing to them.
+        If `place` overlaps the old pages, `images` is the result of kept(nr_pages).
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
         """
         self.check()
@@ -392,13 +404,17 @@ class RingBuffer(RingWriter):
             self._overrun_page(page)
         unread = unread[-nr_pages:]
         kept = [*unread, old.reader_page]
-        images = [self._memory[self._data(page) - PAGE_HEADER_SIZE :][:PAGE_SIZE] for page in kept]
         entries = [table[self._entries_at + page] for page in kept]
         before = RingControl.from_buffer_copy(self.place.control_block)
         # From now on, guest code that uses the old control block must call the host, which drops its event.
         self._park(tail)
         old.flags = before.flags | _DISABLED
-        # Hazard: the process may end here. The old pages stay valid until the new pages are complete.
+        if images is None:
+            # Hazard: the process may end here. The old pages stay valid until the new pages are complete.
+            images = [self._image(page) for page in kept]
+        else:
+            # Hazard: the process may end here. Nobody may take the new pages for the old ones.
+            self.place.control_block[:] = bytes(CONTROL_SIZE)
         draft = replace(place, control=memoryview(bytearray(CONTROL_SIZE)))
         self._format(draft, nr_pages, before.flags)
         control = self._control

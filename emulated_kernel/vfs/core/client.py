@@ -28,6 +28,11 @@ class Client(NamedTuple):
     """The process's umask if the front end knows it, else 0. It is already applied to modes in requests."""
     facts: object = None
     """Data about the process for the guest, which FileSystem.informed() has read; None before that."""
+    is_calling: bool = True
+    """False if the process's system call is not for the file, because the host's kernel fills its page cache.
+
+    Hazard: the page may belong to the memory that the system call names, and nobody can read it before.
+    """
 
 
 class Stat(NamedTuple):

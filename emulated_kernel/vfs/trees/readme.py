@@ -30,61 +30,61 @@ def _types() -> str:
 
 
 README = f"""\
-tracing: what the files of this directory do.
+Files of this directory.
 
   Switch recording off with "echo 0 > tracing_on" and on again with "echo 1 > tracing_on".
 
  Reading and emptying the buffer:
-  trace                   - what was recorded, as text; reading takes nothing away, "echo > trace" empties it
-  trace_pipe              - the same as a stream: what was read is gone, and a read waits for more
-  trace_marker            - text written here is recorded between the events
-  trace_marker_raw        - the same for bytes, the first four of which tell them apart
-  snapshot                - what was set aside; 1 takes what is in the buffer, 2 clears it, 0 frees it
-  per_cpu/cpu<N>/         - these files of one CPU, its counters (stats), and its buffer as binary
-                            pages (trace_pipe_raw, snapshot_raw)
-  free_buffer             - closing it gives the buffer's memory back
+  trace                   - the records as text; reading keeps them, "echo > trace" deletes them
+  trace_pipe              - the records as a stream: a read consumes them, and waits for new ones
+  trace_marker            - records the text that is written here
+  trace_marker_raw        - records the bytes that are written here; the first four are an id
+  snapshot                - a second buffer; 1 swaps it with the buffer, 2 clears it, 0 frees it
+  per_cpu/cpu<N>/         - the same files for one CPU, its counters (stats), and its buffer as
+                            binary pages (trace_pipe_raw, snapshot_raw)
+  free_buffer             - closing this file frees the buffer
 
- What is recorded, and how it looks:
+ Selecting what is recorded, and how it is shown:
   tracing_on              - 1 while the buffer takes records
-  trace_options, options/ - switches, among them what a line of trace shows
-  trace_clock             - what time stamps count; the one in brackets is in use
-  timestamp_mode          - how the buffer stores them
+  trace_options, options/ - options, for example which columns trace shows
+  trace_clock             - clocks for timestamps; the one in brackets is in use
+  timestamp_mode          - how the buffer stores timestamps
   tracing_cpumask         - the CPUs whose events are recorded
   buffer_size_kb          - size of each CPU's buffer
-  buffer_total_size_kb    - size of all of them together
-  buffer_percent          - how full a CPU's buffer is when its waiting readers are woken
+  buffer_total_size_kb    - size of the buffers of all CPUs together
+  buffer_percent          - percentage of a CPU's buffer that is filled before readers are woken
   saved_cmdlines          - names of the tasks that were traced; saved_cmdlines_size says how many
   saved_tgids             - their thread groups, with option record-tgid
-  printk_formats          - formats of the kernel's own messages in the buffer
-  error_log               - the last commands that failed, with a mark at the place
-  available_tracers       - what current_tracer takes
-  current_tracer          - nop: events alone are recorded; function: calls of functions too;
-                            function_graph: calls, as a tree
+  printk_formats          - formats of the kernel's trace_printk() calls
+  error_log               - the last writes that failed, with a mark below the cause
+  available_tracers       - values for current_tracer
+  current_tracer          - nop: records events only; function: also function calls;
+                            function_graph: also calls and returns, as a tree
   available_filter_functions - functions whose calls can be traced
-  enabled_functions       - those that are hooked, and by how many
-  dyn_ftrace_total_info   - how many there are
-  function_profile_enabled - 1 counts and times calls, for trace_stat/ to show (not beside function_graph)
-  set_ftrace_filter       - functions whose calls alone are traced, and commands
-     accepts: func_full_name or glob-matching-pattern, with ! before it to take it out
+  enabled_functions       - functions that are traced, and by how many users
+  dyn_ftrace_total_info   - number of functions that can be traced
+  function_profile_enabled - 1 counts and times calls for trace_stat/ (not with function_graph)
+  set_ftrace_filter       - trace only calls of these functions; also takes commands
+     accepts: func_full_name or glob-matching-pattern; ! before it removes it
       Format: <function>:<command>[:count]
      command: traceon, traceoff, stacktrace, snapshot,
               enable_event:<group>:<event>, disable_event:<group>:<event>
-  set_ftrace_notrace      - functions whose calls are not
-  set_ftrace_pid          - tasks whose calls alone are traced; with option function-fork their children's too
-  set_ftrace_notrace_pid  - tasks whose calls are not
-  set_graph_function      - where trees begin; none: everywhere (function_graph)
-  set_graph_notrace       - what is left out with all that it calls (function_graph)
-  max_graph_depth         - how deep trees are, 0 is without a limit (function_graph)
-  tracing_thresh          - microseconds that a call must take to be shown, by its end (function_graph)
-  stack_trace             - the deepest stack that was seen, while sysctl kernel.stack_tracer_enabled is 1
-  stack_max_size          - its depth in bytes; a lower number lets the search begin anew
-  stack_trace_filter      - functions at whose calls alone stacks are looked at
-  tracing_max_latency     - the longest time that a latency tracer saw, in microseconds
-  instances/              - mkdir makes a buffer with files of its own, rmdir removes it
+  set_ftrace_notrace      - do not trace calls of these functions
+  set_ftrace_pid          - trace only calls by these tasks; with option function-fork also by their children
+  set_ftrace_notrace_pid  - do not trace calls by these tasks
+  set_graph_function      - functions where trees begin; none: all functions (function_graph)
+  set_graph_notrace       - functions that are left out, with all that they call (function_graph)
+  max_graph_depth         - maximum depth of trees; 0: no limit (function_graph)
+  tracing_thresh          - record only calls that take this many microseconds (function_graph)
+  stack_trace             - the deepest stack so far; needs sysctl kernel.stack_tracer_enabled=1
+  stack_max_size          - its depth in bytes; write 0 to search again
+  stack_trace_filter      - check the stack only at calls of these functions
+  tracing_max_latency     - longest latency so far, in microseconds
+  instances/              - mkdir creates a separate buffer with its files, rmdir removes it
 
  Defining events:
   kprobe_events           - Create/append/remove/show the events on probes in the kernel
-                            One definition a line:
+                            One definition per line:
            Format: p[:[<group>/][<event>]] <place> [<args>]
                    r[maxactive][:[<group>/][<event>]] <place> [<args>]
                    -:[<group>/][<event>]
@@ -100,13 +100,13 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
             field: <stype> <name>;
             stype: u8/u16/u32/u64, s8/s16/s32/s64, pid_t, bool, gfp_t,
                    [unsigned] char/int/long, char[<size>], char[]
-  dynamic_events          - Create/append/remove/show events of all kinds that are made by definitions
-  synthetic_events        - Create/append/remove/show the events that histograms fill:
+  dynamic_events          - Create/append/remove/show events of all kinds that have definitions
+  synthetic_events        - Create/append/remove/show the events that histograms generate:
            echo 'delay u64 usecs; pid_t pid; char name[]' >> synthetic_events
-  uprobe_events           - Create/append/remove/show the events on user programs, which can't be enabled here
+  uprobe_events           - Create/append/remove/show the events on user programs; they cannot be enabled here
             place (uprobe): <path>:<offset>[%return][(ref_ctr_offset)]
-  uprobe_profile          - these events
-  kprobe_profile          - how often each event's probe fired, and how often it could not
+  uprobe_profile          - the events of uprobe_events
+  kprobe_profile          - hits and missed hits of each event's probe
 
  Using events:
   available_events        - <group>:<event> of every event
@@ -117,14 +117,14 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
   events/header_page      - the layout of a binary page, and in header_event of what precedes a record
   events/enable           - 0 or 1 for all events
   events/<group>/enable   - 0 or 1 for the events of a group
-  events/<group>/filter   - a filter for all of them
+  events/<group>/filter   - filter for all events of a group
   events/<group>/<event>/
       enable              - 0 or 1 for this event
       format              - the fields of its records, and how they are printed
-      id                  - the number that its records carry
-      filter              - what its fields must be for it to be recorded, as in: count > 1 && comm != "sh"
-      trigger             - what is done when the event is hit, if its fields pass the filter
-           Format: <trigger>[:count][ if <filter>]; with a '!' before it the trigger is removed
+      id                  - the number of the event in binary records
+      filter              - record only hits whose fields match, for example: count > 1 && comm != "sh"
+      trigger             - actions at each hit whose fields match the filter
+           Format: <trigger>[:count][ if <filter>]; '!' before it removes the trigger
           trigger: traceon, traceoff, stacktrace, snapshot, hist,
                    enable_event:<group>:<event>, disable_event:<group>:<event>,
                    enable_hist:<group>:<event>, disable_hist:<group>:<event>
@@ -137,13 +137,13 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
        [:pause][:continue][:clear][:name=histname1][:<handler>.<action>][ if <filter>]
    A field may have a modifier: .hex .sym .sym-offset .syscall .execname (of common_pid) .log2 .buckets=size
    .usecs (of common_timestamp) .percent .graph. Variables and values may be sums, differences, products
-   and quotients. Beside the fields there are common_timestamp, common_cpu, and stacktrace as a key.
+   and quotients. Further fields are common_timestamp, common_cpu, and, as a key, stacktrace.
    Handlers:
-      onmatch(matching.event) - the other event was hit with the same key
-      onmax(var)              - the variable is greater than it was for this key
-      onchange(var)           - the variable isn't what it was for this key
+      onmatch(matching.event) - the other event was hit before with the same key
+      onmax(var)              - the variable is greater than ever before for this key
+      onchange(var)           - the variable has changed for this key
    Actions:
       trace(<synthetic_event>,param list), <synthetic_event>(param list) - fire a synthetic event
-      save(field,...)         - keep these fields with the key (onmax, onchange)
+      save(field,...)         - store these fields with the key (onmax, onchange)
       snapshot()              - take a snapshot of the buffer (onmax, onchange)
 """

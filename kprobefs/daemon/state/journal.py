@@ -6,7 +6,6 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,11 +58,19 @@ def _entry(file: BinaryIO) -> Entry | None:
     return entry if isinstance(entry, dict) else None
 
 
+def encoded(entry: Entry) -> bytes:
+    """Return the text of an entry with its header. Raises: OSError (the entry is too long)."""
+    text = json.dumps(entry, separators=(",", ":")).encode()
+    if len(text) > _SIZE_LIMIT:
+        raise OSError(None, "an entry that is too long")
+    return _FRAME.pack(len(text), zlib.crc32(text)) + text
+
+
 class Journal:
     """A journal to write. It replaces the file at its path when it has its first entries."""
 
-    def __init__(self, path: Path, entries: Iterable[Entry]) -> None:
-        """Write a new journal with `entries`. Raises: OSError (the file at `path` is unchanged)."""
+    def __init__(self, path: Path, data: bytes) -> None:
+        """Write a new journal of encoded entries. Raises: OSError (the file at `path` is unchanged)."""
         new = path.with_name(f"{path.name}.new")
         with suppress(FileNotFoundError):
             new.unlink()
@@ -72,8 +79,7 @@ class Journal:
         self.size = 0
         """Size of all entries in bytes, with their headers."""
         try:
-            for entry in entries:
-                self.append(entry)
+            self.append(data)
             os.fsync(self._file.fileno())
             new.rename(path)
         except OSError:
@@ -82,12 +88,8 @@ class Journal:
                 new.unlink()
             raise
 
-    def append(self, entry: Entry) -> None:
-        """Append an entry, which later readers of the file see. Raises: OSError (nothing was appended)."""
-        text = json.dumps(entry, separators=(",", ":")).encode()
-        if len(text) > _SIZE_LIMIT:
-            raise OSError(None, "an entry that is too long")
-        data = _FRAME.pack(len(text), zlib.crc32(text)) + text
+    def append(self, data: bytes) -> None:
+        """Append encoded entries, which later readers see. Raises: OSError (nothing was appended)."""
         try:
             taken = self._file.write(data)
             while taken < len(data):

@@ -187,8 +187,8 @@ def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str
         is_new = kernel.trace_arrays.find(name) is None
         try:
             _show(_instance(kernel, name).array, place, named)
-        except (KernelError, MemoryError) as error:
-            refused[name] = str(getattr(error, "strerror", None) or error)
+        except KernelError as error:
+            refused[name] = error.strerror or str(error)
             del last.arrays[name]
             if is_new and kernel.trace_arrays.find(name) is not None:
                 kernel.trace_arrays.remove(name)

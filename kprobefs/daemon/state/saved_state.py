@@ -10,9 +10,11 @@ import logging
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import BinaryIO
@@ -83,7 +85,9 @@ class _NewIds(EventWatcher):
 class SavedState(ChangeWatcher, TaskObserver):
     """The state that a daemon restores and saves. A daemon with a damaged state still serves.
 
-    Callers of all methods except the constructor hold the control lock, or are the kernel's only users.
+    Callers of all methods except the constructor and settle() hold the control lock, or are the kernel's only
+    users. A change is put in a queue under the lock. The thread that made the change writes the queue to the
+    journal after it has released the lock, and waits until its change is written.
     """
 
     def __init__(self, directory: StateDirectory, root: str) -> None:
@@ -102,7 +106,18 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._places: list[previous_boot.ArrayPlace] = []
         self._counts: Counts = {}
         self._timer: threading.Timer | None = None
+        self._size = 0
+        """Size of the journal in bytes when the whole queue is written."""
         self._base_size = 0
+        self._queue: deque[Callable[[], None]] = deque()
+        """Functions that write the changes, oldest first; they raise OSError."""
+        self._queued = 0
+        """Number of changes that were put in the queue so far."""
+        self._settled = 0
+        """Number of changes that were taken from the queue so far, and are written or have failed."""
+        self._writing = threading.Lock()
+        """Held by the thread that writes the queue. A thread that holds it does not take the control lock."""
+        self._own = threading.local()
         self._failure = ""
         """Reason why nothing is saved at present, or ""."""
         self._again_at = 0.0
@@ -262,12 +277,25 @@ class SavedState(ChangeWatcher, TaskObserver):
 
     def _write_anew(self, lines: Iterable[str]) -> None:
         """Write a new journal of the current definitions. Raises: OSError (the old journal is unchanged)."""
-        new = Journal(self._directory.journal, self._entries(lines))
+        data = b"".join(map(journal.encoded, self._entries(lines)))
+        with self._writing:
+            # The new journal has these changes.
+            self._settled += len(self._queue)
+            self._queue.clear()
+            self._replace_journal(data)
+            self._size = self._base_size = len(data)
+
+    def _replace_journal(self, data: bytes) -> None:
+        new = Journal(self._directory.journal, data)
         if self._journal is not None:
             self._journal.close()
         self._journal = new
-        self._base_size = new.size
         self._failure = ""
+
+    def _append_to_journal(self, data: bytes) -> None:
+        # A failure has lost earlier changes, so that only a new journal is of use.
+        if self._journal is not None and not self._failure:
+            self._journal.append(data)
 
     def _entries(self, lines: Iterable[str]) -> Iterator[Entry]:
         ids = self._kernel.tracing.system.events.ids()
@@ -289,8 +317,11 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._counts = counts(self._kernel)
         yield {"counts": self._counts}
 
-    def _append(self, entry: Entry) -> None:
-        """Append a change to the journal, with the event ids and buffers that the change has created."""
+    def _append(self, entry: Entry, *, is_awaited: bool = True) -> None:
+        """Put a change in the queue, with the event ids and buffers that the change has created.
+
+        If `is_awaited` is set, settle() of this thread waits for it.
+        """
         if self._journal is None:
             return
         if ids := self._new_ids.take():
@@ -298,24 +329,61 @@ class SavedState(ChangeWatcher, TaskObserver):
         if (places := previous_boot.array_places(self._kernel)) != self._places:
             self._places = places
             entry["arrays"] = [asdict(place) for place in places]
-        is_due = self._failure or self._journal.size > max(COMPACT_SIZE, 2 * self._base_size)
+        is_due = self._failure or self._size > max(COMPACT_SIZE, 2 * self._base_size)
         if self._failure and monotonic() < self._again_at:
             return
         # Definitions lack a line of which an open file has got only a part.
         is_between_parts = is_due and self._mount.is_between_parts()
         try:
             if is_due and not is_between_parts:
-                self._write_anew(self._definitions())
+                data = b"".join(map(journal.encoded, self._entries(self._definitions())))
+                self._size = self._base_size = len(data)
+                self._enqueue(partial(self._replace_journal, data), is_awaited=is_awaited)
             elif not self._failure:
-                self._journal.append(entry)
+                data = journal.encoded(entry)
+                self._size += len(data)
+                self._enqueue(partial(self._append_to_journal, data), is_awaited=is_awaited)
         except OSError as error:
             self._fail(error)
 
+    def _enqueue(self, write: Callable[[], None], *, is_awaited: bool) -> None:
+        self._queue.append(write)
+        self._queued += 1
+        if is_awaited:
+            self._own.last = self._queued
+
+    def settle(self) -> None:
+        """Write the queue until the changes of this thread are in the journal; see ChangeWatcher."""
+        last = getattr(self._own, "last", 0)
+        if last <= self._settled:
+            return
+        with self._kernel.lock.waiting(), self._writing:
+            self._write_queue()
+        self._write_if_nobody_does()
+
+    def _write_if_nobody_does(self) -> None:
+        """Write the changes for which no request waits. Return at once if another thread is writing."""
+        while self._queue and self._writing.acquire(blocking=False):
+            try:
+                self._write_queue()
+            finally:
+                self._writing.release()
+
+    def _write_queue(self) -> None:
+        while self._queue:
+            write = self._queue.popleft()
+            try:
+                write()
+            except OSError as error:
+                self._fail(error)
+            self._settled += 1
+
     def _keep_nothing(self, error: Exception) -> None:
         """Stop saving. The journal stays as it is, since it names the records of another kernel."""
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        with self._writing:
+            if self._journal is not None:
+                self._journal.close()
+                self._journal = None
         self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -344,7 +412,8 @@ class SavedState(ChangeWatcher, TaskObserver):
         """Save that an open file with saved writes was closed; see ChangeWatcher."""
         if handle in self._written:
             self._written.remove(handle)
-            self._append({"release": handle})
+            # The end of the journal closes the files that are still open.
+            self._append({"release": handle}, is_awaited=False)
 
     def made(self, path: str) -> None:
         """Save that the directory `path` was created; see ChangeWatcher."""
@@ -381,14 +450,17 @@ class SavedState(ChangeWatcher, TaskObserver):
     def _save_later(self) -> None:
         with self._kernel.lock:
             self._timer = None
-            self._save_counts()
+            # While a file system does not answer, nothing else goes in the queue.
+            if not self._queue:
+                self._save_counts(is_awaited=False)
+        self._write_if_nobody_does()
 
-    def _save_counts(self) -> None:
+    def _save_counts(self, *, is_awaited: bool = True) -> None:
         now = counts(self._kernel)
         changed = {name: found for name, found in now.items() if self._counts.get(name) != found}
         self._counts = now
         if changed:
-            self._append({"counts": changed})
+            self._append({"counts": changed}, is_awaited=is_awaited)
 
 
 def fingerprint(kernel: Kernel) -> str:

@@ -45,3 +45,26 @@ def test_paths_of_calls_that_are_unknown(arch: str) -> None:
         del watch.calls[FIRST_PID]
         assert mount.getattr(new).size == 0
         assert kernel.trace.trace_text().count("path=(fault)") == 2
+
+
+class UnreadableWatch(ScriptedWatch):
+    """The watch of a client whose memory belongs to the page that it waits for."""
+
+    def call(self, pid: int, uid: int) -> ClientCall | None:  # noqa: ARG002
+        raise AssertionError("nobody can read the client's call")
+
+
+def test_a_page_belongs_to_no_call() -> None:
+    """The client's call is not looked at: its path may be in the page itself."""
+    watch = UnreadableWatch(comms={FIRST_PID: "client"})
+    with Kernel(MachineConfig(), watch) as kernel:
+        mount = kernel.mount()
+        handle = mount.create(CLIENT, "/scratch/f", 0o644, os.O_RDWR)
+        mount.write(CLIENT, handle, b"text", 0)
+        for path, text in (("kprobe_events", b"p:read vfs_read"), ("events/kprobes/read/enable", b"1")):
+            control = mount.open(CLIENT, f"/tracing/{path}", os.O_WRONLY)
+            mount.write(CLIENT, control, text, 0)
+        with pytest.raises(AssertionError):
+            mount.read(CLIENT, handle, 4096, 0)
+        assert mount.read_page(CLIENT, handle, 4096, 0) == b"text"
+        assert kernel.trace.trace_text().count("read: (vfs_read") == 1

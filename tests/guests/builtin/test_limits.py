@@ -178,6 +178,67 @@ def test_the_memory_of_records_is_shown_and_fixed(mount: Mount) -> None:
         write(mount, LIMITS, "record_bytes 1000000\n")
 
 
+def marks(mount: Mount, numbers: range) -> None:
+    for number in numbers:
+        write(mount, "/tracing/trace_marker", f"mark {number} {'x' * 900}\n")
+
+
+def marked(mount: Mount) -> list[int]:
+    with opened(mount, "/tracing/trace") as handle:
+        text = b""
+        while data := mount.read(CLIENT, handle, 65536, len(text)):
+            text += data
+    return [int(line.split("mark ")[1].split()[0]) for line in text.decode().splitlines() if "mark " in line]
+
+
+def test_a_buffer_grows_beyond_half_of_the_memory(mount: Mount) -> None:
+    """The old memory of the buffer does not count, and the records stay."""
+    half = int(shown(mount)["record_bytes"][0]) >> 11
+    write(mount, "/tracing/buffer_size_kb", f"{half - 2000}\n")
+    marks(mount, range(20))
+    for size in (half + 2000, 2 * half - 20000, half + 7000):
+        write(mount, "/tracing/buffer_size_kb", f"{size}\n")
+        assert size <= int(read(mount, "/tracing/buffer_size_kb")) < size + 4
+        assert marked(mount) == [*range(20)]
+    before = shown(mount)["record_bytes"]
+    with refused(errno.ENOMEM):
+        write(mount, "/tracing/buffer_size_kb", f"{2 * half + 1}\n")
+    assert (marked(mount), shown(mount)["record_bytes"]) == ([*range(20)], before)
+    marks(mount, range(20, 30))
+    assert marked(mount) == [*range(30)]
+
+
+def test_a_snapshot_of_another_size_where_memory_is_short(mount: Mount) -> None:
+    most = int(shown(mount)["record_bytes"][0]) // 1024
+    for size in (most * 45 // 100, most * 43 // 100):
+        write(mount, "/tracing/buffer_size_kb", f"{size}\n")
+        write(mount, "/tracing/snapshot", "1\n")
+    marks(mount, range(3))
+    write(mount, "/tracing/snapshot", "1\n")
+    write(mount, "/tracing/snapshot", "1\n")
+    assert marked(mount) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("instances", [0, 220])
+def test_a_reboot_where_most_memory_is_in_use(instances: int) -> None:
+    """The memory of the kernel that ends does not count, and the records stay."""
+    living = RebootableKernel(MachineConfig(), RootLayout.FULL, Owner())
+    mount = living.mount
+    for number in range(instances):
+        mount.mkdir(CLIENT, f"/tracing/instances/i{number}", 0o755)
+    if not instances:
+        most = int(shown(mount)["record_bytes"][0])
+        write(mount, "/tracing/buffer_size_kb", f"{most // 1024 * 2 // 5}\n")
+        write(mount, "/tracing/snapshot", "1\n")
+    marks(mount, range(5))
+    before = shown(mount)
+    assert int(before["record_bytes"][1]) > int(before["record_bytes"][0]) // 2
+    living.reboot()
+    assert marked(mount) == [*range(5)]
+    assert shown(mount)["record_bytes"] == before["record_bytes"]
+    mount.close()
+
+
 @pytest.mark.parametrize(
     ("line", "code"),
     [

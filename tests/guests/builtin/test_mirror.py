@@ -15,6 +15,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
 from tests.guests.builtin.conftest import FIRST_PID, ScriptedWatch, tasks
 
 SHELL = FIRST_PID
@@ -117,7 +118,7 @@ def test_an_execve_is_shown_at_the_processs_own_request(kernel: Kernel, watch: S
     assert paths == []
     unshown = mirror.unshown_program(CHILD)
     assert unshown == "cat"
-    mirror.task_of(CHILD, 0, 0, mirror.facts(CHILD, 0, unshown))
+    mirror.task_of(CHILD, 0, 0, mirror.facts(Client(CHILD, 0, 0), unshown))
     assert paths == ["/bin/cat"]
     assert mirror.unshown_program(CHILD) is None
     mirror.task_of(CHILD, 0, 0, ClientFacts(comm="cat", program="/bin/cat"))

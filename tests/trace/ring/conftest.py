@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +28,7 @@ from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.util.control_lock import ControlLock
+from emulated_kernel.util.errors import KernelError
 
 PROJECT = Path(__file__).resolve().parents[3]
 
@@ -89,8 +93,13 @@ class HostMemory:
 
     def allocate(self, size: int) -> RingMemory:
         if size > 256 << 20:
-            raise MemoryError(f"{size} bytes for a ring buffer")
+            raise KernelError(errno.ENOMEM, f"{size} bytes for a ring buffer")
         return RingMemory(memoryview(bytearray(size)))
+
+    @contextmanager
+    def exchanged(self, old: Sequence[RingMemory], sizes: Sequence[int]) -> Iterator[list[RingMemory]]:
+        del old
+        yield [self.allocate(size) for size in sizes]
 
     def allocate_controls(self, cpus: int) -> RingControls:
         return RingControls([memoryview(bytearray(CONTROL_SIZE)) for _ in range(cpus)])

@@ -54,7 +54,7 @@ class ClientCalls:
         processes = guest.processes
         with self._lock:
             unshown = processes.unshown_program(client.pid)
-        return client._replace(facts=processes.facts(client.pid, client.uid, unshown))
+        return client._replace(facts=processes.facts(client, unshown))
 
     def task(self, client: Client) -> GuestTask:
         """Return the client's task. Raises: KernelError (the guest has no memory for it, or is dead)."""

@@ -16,6 +16,7 @@ from emulated_kernel.guests.common.host_processes import EXEC_WITHIN, Fork, Proc
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
 
 FORK_FLAGS = 0x01200011
 """Flags that the C library's fork() passes to clone(2): CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID, SIGCHLD."""
@@ -69,13 +70,14 @@ class ProcessTracker(TaskObserver):
         if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
 
-    def facts(self, pid: int, uid: int, unshown: str | None) -> ClientFacts:
+    def facts(self, client: Client, unshown: str | None) -> ClientFacts:
         """Read the facts about a client that the guest needs. Lock: leaves; the reads can take 0.2 s.
 
         `unshown`: the result of unshown_program().
         """
         watch = self._watch
-        call = watch.call(pid, uid)
+        pid = client.pid
+        call = watch.call(pid, client.uid) if client.is_calling else None
         next_fd = watch.next_fd(pid) if call is not None and call.opens else None
         program = watch.program(pid, unshown) if unshown else None
         return ClientFacts(call, next_fd, unshown or "", program)

@@ -90,7 +90,8 @@ class LinuxClock(GuestClock):
         factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
         if not factor or shift > _LONGEST_SHIFT or _signed(self._ns(self._pc.tsc)) >= nanoseconds:
             return
-        self._shown = self._now[0] = 0
+        self._shown = 0
+        self._now[0] = 0
         self._pc.tsc = min(-(-(nanoseconds - _signed(offset) << shift) // factor), _MASK)
 
     def now_ns(self) -> int:

@@ -229,7 +229,8 @@ class LinuxCpu:
         engine.reg_write(x86.CR4, tables.cr4)
         engine.reg_write(x86.GS_BASE, tables.per_cpu)
         engine.reg_write_raw(x86.IDTR, x86.TableRegister(0, tables.idt[0], tables.idt[1] - 1, 0))
-        self._state.tr.selector, self._state.tr.base, self._state.tr.limit = _TSS, *tables.tss
+        self._state.tr.selector = _TSS
+        self._state.tr.base, self._state.tr.limit = tables.tss
         regs.flags = x86.FLAG_FIXED | x86.FLAG_IF
 
     def write_msr(self, number: int, value: int) -> None:

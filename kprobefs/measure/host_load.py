@@ -1,0 +1,35 @@
+"""HostLoad: what else the host did during a measurement, for the line below a table."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_STEAL = 7
+"""Index of the stolen time among the times of a line of /proc/stat. Later times are part of earlier ones."""
+
+
+class HostLoad:
+    """Load average and stolen CPU time of the host, from the constructor on."""
+
+    def __init__(self) -> None:
+        self._load = os.getloadavg()[0]
+        self._times = _cpu_times()
+
+    def line(self) -> str:
+        """Return the loads at the start and now, and the share of CPU time that a hypervisor took."""
+        text = f"host: load {self._load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end"
+        passed = [now - before for now, before in zip(_cpu_times(), self._times, strict=True)]
+        if not passed:
+            return text
+        return f"{text}; {100 * passed[_STEAL] / max(1, sum(passed)):.1f} % of CPU time stolen"
+
+
+def _cpu_times() -> list[int]:
+    """Return the times of all CPUs up to the stolen time, in clock ticks, or nothing without /proc/stat."""
+    try:
+        first, _, _ = _STAT.read_text(encoding="ascii").partition("\n")
+    except OSError:
+        return []
+    return [int(word) for word in first.split()[1 : _STEAL + 2]]
