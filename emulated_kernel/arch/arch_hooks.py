@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
-from emulated_kernel.arch.analysis.disassembly import Disassembler
+from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler, unnamed
 from emulated_kernel.arch.analysis.stack_frames import CFA, IP, Frame, FrameInsn
 from emulated_kernel.arch.probe_checks import OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.program.asm_source import Assembler
@@ -82,6 +82,15 @@ class Detour:
     """Offset of the breakpoint at which the handler is called; sp points at a struct pt_regs there."""
     copied: int
     """Offset of the copied instructions, which are followed by a jump back."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodePart:
+    """A named part of generated code, for listings."""
+
+    name: str
+    start: int
+    """Address or offset of the part's first byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +368,18 @@ class Arch(ABC):
         assert len(code) <= self.max_detour
         return Detour(code, len(save), len(template))
 
+    def detour_parts(self, start: int, trap: int, copied: int, region: Region) -> tuple[CodePart, ...]:
+        """Return the parts of a detour. The other arguments are those of its address and of Detour.
+
+        `start`, `trap` and `copied` are addresses, or offsets.
+        """
+        return (
+            CodePart("save the registers", start),
+            CodePart("call the handlers", trap),
+            CodePart("restore the registers", trap + len(self.breakpoint)),
+            *copied_parts(copied, region.length),
+        )
+
     @abstractmethod
     def around_handler(self, region: Region) -> tuple[bytes, bytes]:
         """Return the code before a detour's breakpoint, and the code after it.
@@ -394,6 +415,14 @@ class Arch(ABC):
         Raises: KernelError ERANGE (`entry` is too far away).
         """
 
-    def disassemble(self, code: bytes, addr: int) -> list[str]:
-        """Disassemble `code` into one line per instruction: address, bytes, mnemonic and operands."""
-        return self.disassembler.lines(code, addr)
+    def disassemble(self, code: bytes, addr: int, name: AddressName = unnamed) -> list[str]:
+        """Disassemble `code` into one line per instruction: address, bytes, mnemonic and operands.
+
+        The operands have names instead of the addresses that `name` knows.
+        """
+        return self.disassembler.lines(code, addr, name)
+
+
+def copied_parts(copied: int, length: int) -> tuple[CodePart, ...]:
+    """Return the parts at the end of a detour: `length` bytes of instructions at `copied`, and a jump."""
+    return CodePart("copied instructions", copied), CodePart("jump back", copied + length)

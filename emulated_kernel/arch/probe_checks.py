@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -22,7 +21,7 @@ from emulated_kernel.arch.analysis.xrefs import CodeXrefs
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 _PAD_SAMPLE = 8
 """Number of fentry sites that are examined to find out whether the kernel has landing pads."""
@@ -174,6 +173,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return the registers that the function may still read from `addr` on."""
 
     @abstractmethod
+    def has_jump_table(self, symbol: Symbol) -> bool:
+        """Return True if an indirect jump of a function may lead to another place in the function."""
+
+    @abstractmethod
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
         """Iterate over (target, source) of all bit patterns in `code` that look like direct branches.
 
@@ -183,6 +186,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
     @abstractmethod
     def label_size(self, code: bytes) -> int:
         """Return the size in bytes of the jump label whose first bytes are `code`."""
+
+    def fentry_nop(self, code: bytes) -> bytes:
+        """Return what boot writes to an fentry site that is linked as `code`."""
+        return code
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
         """Return the address ranges that the image's symbols define."""
@@ -398,6 +405,15 @@ class ProbeChecker(ABC, Generic[Analysis]):
             finding = refused or outcome
             found[addr] = finding.reason if isinstance(finding, Rejection) else None
         return found
+
+    def unpatched_code(self, symbol: Symbol) -> bytes:
+        """Return a function's machine code, with nops at all fentry sites."""
+        code = bytearray(self._function(symbol).function.code)
+        for site in _inside(self._mcount, symbol):
+            at = site - symbol.address
+            nop = self.fentry_nop(bytes(code[at : at + self.fentry_size]))
+            code[at : at + len(nop)] = nop
+        return bytes(code)
 
     def pairs(self, symbol: Symbol) -> int | None:
         """Return the policy's count of optimizable instructions in a function (`OptimizationPolicy.pairs`).

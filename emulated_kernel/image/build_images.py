@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from emulated_kernel.image import prototypes
 from emulated_kernel.image.builtin_image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.elf import SHN_UNDEF, STB_WEAK, ElfFile
 from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field, replace
 
 MODULES = "modules"
 _EXPORT = "__ksymtab_"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import replace
 from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -40,6 +39,7 @@ from emulated_kernel.util.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.limits import Limit
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import field
-from inspect import Parameter, signature
 from typing import Any
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection
@@ -14,7 +12,7 @@ from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, Asse
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, DetourBuffer, OutOfLine
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, PostHandler, PreHandler, Regs
 from emulated_kernel.util.abi import GuestAddr
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 MOST_HANDLERS = 400
 """Maximum number of handlers that one request compiles, and therefore of compiled handlers of one address.
@@ -383,6 +381,8 @@ def has_post_handler(kprobe: Kprobe) -> bool:
 
 def takes_flags(handler: PostHandler[Any]) -> bool:
     """Return True if a post_handler requires a third argument."""
+    from inspect import Parameter, signature
+
     try:
         parameters = signature(handler).parameters.values()
     except (TypeError, ValueError):

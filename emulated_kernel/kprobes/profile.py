@@ -6,10 +6,14 @@ import errno
 from collections.abc import Mapping
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import Any
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, immutable
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class Stepper(Enum):

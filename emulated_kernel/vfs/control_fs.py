@@ -475,10 +475,20 @@ class ControlFs(FileSystem):
     ) -> None:
         """Create a file system that shows `tree`. `calls` is the guest's part; by default there is none."""
         super().__init__(lock)
-        self.tree = tree
-        self.calls = calls or GuestCalls()
-        self.calls.fs = self
+        self._show(tree, calls or GuestCalls())
         self.watcher: ChangeWatcher | None = None
+
+    def _show(self, tree: NodeTree, calls: GuestCalls) -> None:
+        """Show a tree of control files, with `calls` as the guest's part."""
+        self.tree = tree
+        self.calls = calls
+        calls.fs = self
+        tree.on_removal = self._end_names
+
+    def _end_names(self, removed: str | None) -> None:
+        """Report that names no longer last; see FileSystem.on_names_end."""
+        if self.on_names_end is not None:
+            self.on_names_end(removed)
 
     def check_gate(self) -> None:
         """Check that no other kernel is being built to replace this one. Raises: _Gated."""
@@ -648,6 +658,15 @@ class ControlFs(FileSystem):
 
     # Policy
 
+    is_control = True
+
+    def name_lasts(self, path: str) -> bool:
+        """Implement FileSystem.name_lasts, for names of the kernel while the guest sees no lookups."""
+        if self.calls.sees_lookups:
+            return False
+        with self.lock:
+            return self.tree.is_kernels_name(path)
+
     def needs_closes(self, path: str) -> bool:
         """Implement FileSystem.needs_closes: return True for directories of instances/."""
         with self.lock:
@@ -666,6 +685,7 @@ class ControlFs(FileSystem):
     def open_in_guest(self) -> None:
         """Implement FileSystem.open_in_guest, by GuestCalls.open_unseen()."""
         self.lock.assert_held()
+        self._end_names(None)
         self.calls.open_unseen(self.files())
 
     def become(self, new: FileSystem) -> None:
@@ -674,9 +694,8 @@ class ControlFs(FileSystem):
         The old kernel's objects of the open files are not released, because they end with the old kernel.
         """
         assert isinstance(new, ControlFs)
-        self.tree = new.tree
-        self.calls = new.calls
-        self.calls.fs = self
+        self._show(new.tree, new.calls)
+        self._end_names("")
         for opened in list(self.opened):
             if isinstance(opened, ControlFile):
                 self._reopen(opened)

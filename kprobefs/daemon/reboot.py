@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 
 from emulated_kernel.guests.builtin.modules import ModuleFile
@@ -18,6 +17,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import PAUSE
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner

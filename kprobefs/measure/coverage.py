@@ -7,44 +7,22 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
-from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.kprobes.profile import Profile, profile_named
+from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.progress import Progress
 from kprobefs.common.terminal import wrap
 from kprobefs.measure import coverage_subject
 from kprobefs.measure.coverage_subject import Subject
-
-_RISCV_PROFILE = "riscv-optprobes-2023"
-"""Name of the default profile for RISC-V, on which Linux itself does not optimize."""
-_X86_PROFILE = "linux-6.1"
-_LINUX_RULES = {"optprobe": "optprobe-linux"}
-"""Policy -> policy with exactly Linux's rules. The first one also checks branches from other functions."""
-_X86_FILLER = b"\0\xcc"
-_INT3 = 0xCC
-
-
-class ProbeOutcome(Enum):
-    """How a probe takes its hits, or that the probe is refused. The values are the names in tables."""
-
-    __hash__ = object.__hash__
-
-    OPTIMIZED = "optimized"
-    BREAKPOINT = "breakpoint"
-    FTRACE = "ftrace"
-    REFUSED = "refused"
-
+from kprobefs.measure.verdicts import Judge, ProbeOutcome, default_profile, outcome_of
 
 Reasons = Counter[RejectReason | None]
 """Reason why a probe is not optimized, or None if it is optimized -> number of instructions."""
@@ -76,87 +54,30 @@ class Coverage:
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
 
-class FunctionCoverage:
-    """Counts, for functions of a subject, what happens to a probe on each instruction."""
-
-    def __init__(self, subject: Subject, profile: Profile) -> None:
-        self._subject = subject
-        self._profile = profile
-        arch = arch_named(subject.arch)
-        names = (_LINUX_RULES.get(name, name) for name in profile.strategies)
-        strategy = arch.strategy(names) if profile.optimizer else None
-        self._verdict = arch.probe_checker(subject.tables, strategy, ftrace=profile.ftrace)
-        self._is_x86 = not subject.arch.startswith("riscv")
-        self.pairs: int | None = 0 if strategy and strategy.pairs else None
-        """Sum of the counts for Coverage.pairs up to now; None if the policy has no count of its own."""
-
-    def reasons(self, symbol: Symbol) -> Reasons:
-        """Return the numbers of a function's instructions by reason."""
-        if self._is_notrace(symbol):
-            found: dict[int, RejectReason | None] = dict.fromkeys(
-                self._verdict.boundaries(symbol), RejectReason.NOTRACE
-            )
-        else:
-            found = self._verdict.reasons(symbol)
-        if self.pairs is not None:
-            self.pairs += self._verdict.pairs(symbol) or 0
-        return Counter(self._without_filler(symbol, found))
-
-    def _without_filler(
-        self, symbol: Symbol, found: dict[int, RejectReason | None]
-    ) -> Collection[RejectReason | None]:
-        """Return the reasons of a function's instructions, without those of filler.
-
-        Zeros at the function's end are filler. On x86, int3 is filler too; boot also writes it after returns.
-        """
-        filler = _X86_FILLER if self._is_x86 else b"\0"
-        code = self._subject.tables.read(symbol.address, symbol.size).rstrip(filler)
-        start = symbol.address
-        end = symbol.address + len(code)
-        if self._is_x86 and _INT3 in code:
-            return [reason for addr, reason in found.items() if addr < end and code[addr - start] != _INT3]
-        if len(code) == symbol.size:
-            return found.values()
-        return [reason for addr, reason in found.items() if addr < end]
-
-    def _is_notrace(self, symbol: Symbol) -> bool:
-        """Return True if kprobe events refuse the function because it is notrace.
-
-        A split-off part whose whole function is unknown counts as traceable.
-        """
-        if not self._profile.ftrace or not (self._subject.complete or self._verdict.has_whole(symbol)):
-            return False
-        return not self._verdict.is_traced(symbol)
-
-
-def _outcome(reason: RejectReason | None) -> ProbeOutcome:
-    if reason is None:
-        return ProbeOutcome.OPTIMIZED
-    if reason.errno:
-        return ProbeOutcome.REFUSED
-    return ProbeOutcome.FTRACE if reason is RejectReason.FTRACE else ProbeOutcome.BREAKPOINT
-
-
 def coverage(subject: Subject, profile_name: str | None) -> Coverage:
     """Count the instructions of all functions of a subject, with a profile.
 
     Raises: CliError (the profile is unknown).
     """
-    name = profile_name or (_RISCV_PROFILE if subject.arch.startswith("riscv") else _X86_PROFILE)
+    name = profile_name or default_profile(subject.arch)
     try:
-        judge = FunctionCoverage(subject, profile_named(name))
+        judge = Judge(subject, profile_named(name))
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error
     found = Coverage(subject, name)
+    counts_pairs = bool(judge.strategy and judge.strategy.pairs)
+    pairs = 0
     started = time.process_time()
     progress = Progress(subject.title, sum(symbol.size for symbol in subject.symbols))
     with _without_garbage_collection():
         for symbol in subject.symbols:
-            found.symbols.append((symbol, judge.reasons(symbol)))
+            found.symbols.append((symbol, Counter(judge.reasons(symbol))))
+            if counts_pairs:
+                pairs += judge.checker.pairs(symbol) or 0
             progress.add(symbol.size)
     progress.end()
     found.seconds = time.process_time() - started
-    found.pairs = judge.pairs
+    found.pairs = pairs if counts_pairs else None
     return found
 
 
@@ -213,7 +134,7 @@ def _as_dict(found: Coverage) -> dict[str, Any]:
         "functions": len(found.symbols),
         "verdicts": _by_verdict(total),
         "reasons": [
-            {"verdict": _outcome(reason).value, "reason": reason.value, "instructions": number}
+            {"verdict": outcome_of(reason).value, "reason": reason.value, "instructions": number}
             for reason, number in total.most_common()
             if reason
         ],
@@ -235,7 +156,7 @@ def _as_dict(found: Coverage) -> dict[str, Any]:
 def _by_verdict(reasons: Reasons) -> dict[str, int]:
     found = dict.fromkeys((verdict.value for verdict in ProbeOutcome), 0)
     for reason, number in reasons.items():
-        found[_outcome(reason).value] += number
+        found[outcome_of(reason).value] += number
     return {"instructions": reasons.total(), **found}
 
 
@@ -264,7 +185,7 @@ def _tables(found: Coverage) -> Iterator[str]:
     yield f"{'verdict':<12}{'instructions':>13}{'of all':>9}  reason"
     for reason, number in total.most_common():
         if reason:
-            head = f"{_outcome(reason).value:<12}{number:>13,}{_share(number, counted):>9}  "
+            head = f"{outcome_of(reason).value:<12}{number:>13,}{_share(number, counted):>9}  "
             yield wrap(f"{head}{reason.value}", sys.stdout, " " * len(head))
     yield ""
     width = max(len(name) for name in (*found.sections, "section"))

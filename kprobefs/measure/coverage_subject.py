@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from errno import EINVAL
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,41 @@ class Subject:
     """Name of the kernel in tables."""
     arch: str
     tables: ProbedTables
-    symbols: tuple[Symbol, ...]
-    """The functions, each as the first symbol of its address."""
-    sections: tuple[tuple[range, str], ...] = ()
-    complete: bool = True
-    """Whether `symbols` contains all functions of the kernel."""
+    recorded: tuple[Symbol, ...] | None = None
+    """The functions, if the subject does not have all functions of a kernel; otherwise None."""
+
+    @cached_property
+    def symbols(self) -> tuple[Symbol, ...]:
+        """The functions, each as the first symbol of its address."""
+        if self.recorded is not None:
+            return self.recorded
+        text = [range(*span) for span in self.tables.text_ranges]
+        firsts: dict[int, Symbol] = {}
+        for symbol in self.tables.kallsyms.symbols:
+            if symbol.size and any(symbol.address in part for part in text):
+                firsts.setdefault(symbol.address, symbol)
+        return tuple(firsts.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether the subject has all functions of the kernel."""
+        return self.recorded is None
+
+    @cached_property
+    def sections(self) -> tuple[tuple[range, str], ...]:
+        """Text sections other than .text: addresses and name."""
+        return _sections(self.tables.kallsyms) if self.complete else ()
+
+    @property
+    def has_optprobes(self) -> bool | None:
+        """Whether the kernel was built with CONFIG_OPTPROBES; None if its symbols do not say so."""
+        return self._has("arch_prepare_optimized_kprobe")
+
+    def _has(self, function: str) -> bool | None:
+        lookup = self.tables.kallsyms.lookup_name
+        if lookup("register_kprobe") is None or lookup("__guest_abi") is not None:
+            return None
+        return lookup(function) is not None
 
     def section(self, addr: int) -> str:
         """Return the name of the text section that contains an address."""
@@ -58,7 +89,7 @@ class Subject:
 
 def own_image(arch: str) -> Subject:
     """Return the built-in image of an architecture as a subject. Raises: KernelError ENOENT (no image)."""
-    return _subject(f"our own kernel for {arch}", arch, load_image(None, arch))
+    return Subject(f"our own kernel for {arch}", arch, load_image(None, arch))
 
 
 def linux_image(source: str) -> Iterator[Subject]:
@@ -68,9 +99,9 @@ def linux_image(source: str) -> Iterator[Subject]:
     """
     kernel = open_kernel(source)
     for returns in kernel.returns:
-        yield _subject(f"Linux {kernel.release}, {returns.value}", "x86_64", kernel.booted(returns))
+        yield Subject(f"Linux {kernel.release}, {returns.value}", "x86_64", kernel.booted(returns))
     if not kernel.returns:
-        yield _subject(f"Linux {kernel.release}", "x86_64", kernel)
+        yield Subject(f"Linux {kernel.release}", "x86_64", kernel)
 
 
 def recorded_functions(path: Path) -> Subject:
@@ -86,7 +117,7 @@ def recorded_functions(path: Path) -> Subject:
         title = f"{len(functions)} functions of {about['kernel']}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise KernelError(EINVAL, f"no recorded functions: {type(error).__name__} {error}") from error
-    return Subject(title, recorded.arch, recorded, recorded.functions, complete=False)
+    return Subject(title, recorded.arch, recorded, recorded.functions)
 
 
 def _unpacked(path: Path) -> bytes:
@@ -156,15 +187,6 @@ def _symbols(spans: dict[str, tuple[int, int]], ranges: dict[str, int], text: tu
 
 def _address(text: str) -> int:
     return int(text, 16)
-
-
-def _subject(title: str, arch: str, tables: ProbedTables) -> Subject:
-    text = [range(*span) for span in tables.text_ranges]
-    firsts: dict[int, Symbol] = {}
-    for symbol in tables.kallsyms.symbols:
-        if symbol.size and any(symbol.address in part for part in text):
-            firsts.setdefault(symbol.address, symbol)
-    return Subject(title, arch, tables, tuple(firsts.values()), _sections(tables.kallsyms))
 
 
 def _sections(kallsyms: Kallsyms) -> tuple[tuple[range, str], ...]:

@@ -37,7 +37,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.trees.readme import README
 from kprobefs.cli.main import COMMANDS
 from kprobefs.cli.parser import program_parser
-from kprobefs.measure.coverage import _LINUX_RULES
+from kprobefs.measure.verdicts import LINUX_RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 MANUAL = "".join(path.read_text().replace("\\-", "-") for path in sorted((ROOT / "docs/man").iterdir()))
@@ -174,7 +174,7 @@ def test_reasons_that_refuse_a_probe_have_an_errno() -> None:
 def test_each_strategy_is_in_a_profile_or_in_coverage() -> None:
     rules = {strategy for name in ARCHITECTURES for strategy in arch_named(name).strategies}
     named = {strategy for profile in PROFILES.values() for strategy in profile.strategies}
-    assert rules == named | set(_LINUX_RULES.values())
+    assert rules == named | set(LINUX_RULES.values())
 
 
 def test_each_profile_is_documented() -> None:

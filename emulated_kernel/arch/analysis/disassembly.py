@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, cast
+
+from emulated_kernel.image.kallsyms import Location
+
+AddressName = Callable[[int], str | None]
+"""Function that returns the name of an address, such as `vfs_read+0x5`; None if it has no name."""
+_NUMBER = re.compile(r"(?<![\w%.])(-?(?:0x[0-9a-f]+|[0-9]+))(\(%[re]ip\))?(?![\w.])")
+"""Pattern for a number in AT&T syntax, and for a base register that makes the number a distance."""
+_MOST_DECIMAL = 9
+_UPPER_HALF = 1 << 63
+_DISTANCE = re.compile(r"(?:c\.)?(?:b[a-z]+|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
+"""Pattern for a RISC-V branch or jump, whose last operand is the distance to the target in bytes."""
+_UPPER = re.compile(r"auipc (?P<register>\w+), (?P<pages>0x[0-9a-f]+|[0-9]+)")
+_LOWER = re.compile(
+    r"(?P<head>(?:jalr|addi) \w+, (?P<source>\w+), |[ls][bhwd]u? \w+, )"
+    r"(?P<number>-?0x[0-9a-f]+|-?[0-9]+)(?:\((?P<base>\w+)\))?"
+)
+"""Patterns for the two RISC-V instructions that form an address."""
+
+
+def address_names(lookup: Callable[[int], Location | None]) -> AddressName:
+    """Return a function that names addresses, `lookup` being a function that finds the symbol of an address.
+
+    Read-only data has a name only at a symbol, because most of it, such as strings, has no symbols.
+    """
+
+    def name(addr: int) -> str | None:
+        found = lookup(addr)
+        if found is None or (found.offset and found.symbol.type in "rR"):
+            return None
+        return f"{found.name}+{found.offset:#x}" if found.offset else found.name
+
+    return name
+
+
+def unnamed(_addr: int) -> None:
+    """Return no name for an address."""
 
 
 class Disassembler:
@@ -33,14 +71,83 @@ class Disassembler:
         engine.skipdata = True
         return engine
 
-    def insns(self, code: bytes, addr: int) -> Iterator[tuple[int, int, str]]:
-        """Iterate over the instructions of `code` at `addr`: address, size in bytes, and text."""
-        for at, size, mnemonic, operands in self._engine.disasm_lite(code, addr):
-            yield at, size, f"{mnemonic} {operands}".rstrip()
+    def insns(self, code: bytes, addr: int, name: AddressName = unnamed) -> Iterator[tuple[int, int, str]]:
+        """Iterate over the instructions of `code` at `addr`: address, size in bytes, and text.
 
-    def lines(self, code: bytes, addr: int) -> list[str]:
-        """Return one line per instruction of `code`: address, bytes, mnemonic and operands."""
+        The text has names instead of the addresses that `name` knows; other numbers are hexadecimal.
+        """
+        insns = [
+            (at, size, f"{mnemonic} {operands}".rstrip())
+            for at, size, mnemonic, operands in self._engine.disasm_lite(code, addr)
+        ]
+        if self._arch == "CS_ARCH_X86":
+            return ((at, size, self._named(text, at, size, name)) for at, size, text in insns)
+        return _riscv_named(insns, name)
+
+    def lines(self, code: bytes, addr: int, name: AddressName = unnamed) -> list[str]:
+        """Return one line per instruction of `code`: address, bytes, mnemonic and operands.
+
+        `name`: as for insns().
+        """
         return [
             f"{at:#x}: {code[at - addr : at - addr + size].hex(' '):<{self._width}} {text}"
-            for at, size, text in self.insns(code, addr)
+            for at, size, text in self.insns(code, addr, name)
         ]
+
+    def _named(self, text: str, addr: int, size: int, name: AddressName) -> str:
+        """Return the text of an x86 instruction with names and hexadecimal numbers."""
+
+        def shown(found: re.Match[str]) -> str:
+            number = int(found[1], 0)
+            base = found[2] or ""
+            is_immediate = found.start() > 0 and text[found.start() - 1] == "$"
+            is_indexed = text[found.end() : found.end() + 1] == "("
+            if base:
+                number += addr + size
+            elif abs(number) <= _MOST_DECIMAL:
+                return found[0]
+            address = number % (1 << self._bits)
+            # A constant of a 32-bit kernel may equal an address by chance.
+            may_be_address = not (is_immediate or is_indexed) or address >= _UPPER_HALF
+            known = name(address) if may_be_address else None
+            if known is None and not base and number < 0:
+                return f"-{-number:#x}"
+            return (known or f"{address:#x}") + base
+
+        return _NUMBER.sub(shown, text)
+
+    @property
+    def _bits(self) -> int:
+        return 32 if self._modes == ("CS_MODE_32",) else 64
+
+
+def _riscv_named(insns: list[tuple[int, int, str]], name: AddressName) -> Iterator[tuple[int, int, str]]:
+    """Iterate over RISC-V instructions, with names of branch targets.
+
+    An auipc and the instruction after it may form one address.
+    """
+    texts = [_with_target(text, at, name) for at, _, text in insns]
+    for number, ((at, _, high), (_, _, low)) in enumerate(pairwise(insns)):
+        upper = _UPPER.fullmatch(high)
+        lower = _LOWER.fullmatch(low)
+        if upper is None or lower is None or upper["register"] not in (lower["source"], lower["base"]):
+            continue
+        pages = int(upper["pages"], 0)
+        # The number of pages is signed.
+        pages -= (pages >> 19) << 20
+        target = name((at + (pages << 12) + int(lower["number"], 0)) % (1 << 64))
+        if target is not None:
+            base = f"({lower['base']})" if lower["base"] else ""
+            texts[number] = f"auipc {upper['register']}, %pcrel_hi({target})"
+            texts[number + 1] = f"{lower['head']}%pcrel_lo({target}){base}"
+    for (at, size, _), text in zip(insns, texts, strict=True):
+        yield at, size, text
+
+
+def _with_target(text: str, addr: int, name: AddressName) -> str:
+    """Return the text of a RISC-V instruction at `addr`, with a branch's target instead of the distance."""
+    found = _DISTANCE.fullmatch(text)
+    if found is None:
+        return text
+    target = addr + int(found[1], 0)
+    return text[: found.start(1)] + (name(target) or f"{target:#x}")

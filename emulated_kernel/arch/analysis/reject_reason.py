@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
 from enum import Enum, auto
 from errno import EILSEQ, EINVAL, ENOENT, ENOSPC, EOPNOTSUPP
 from typing import Self
 
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 class RejectSubject(Enum):

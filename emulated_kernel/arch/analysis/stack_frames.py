@@ -15,6 +15,8 @@ ALIGNED = "aligned"
 """Base of a Value: the function's stack pointer after an alignment by an unknown number of bytes."""
 IP = "ip"
 """Base of a Value: the address that the function returns to."""
+LOW_HALF = ".low"
+"""End of a Value's base that means the lower 32 bits of a register's value at the function's entry."""
 Value = tuple[str, int]
 """A base and an offset added to it. A register name as the base means its value at the function's entry."""
 _Regs = tuple[tuple[str, Value], ...]
@@ -129,6 +131,17 @@ def add_to_register(to: str, source: str, offset: int = 0) -> Effect:
     return lambda frame: frame.add(to, source, offset)
 
 
+def copy_low_half(to: str, source: str) -> Effect:
+    """Return the effect of copying the lower 32 bits of `source` to `to`, whose upper bits become zero."""
+
+    def copy(frame: Frame) -> None:
+        base, offset = frame.regs.get(source, (CFA, 0))
+        known = not offset and base not in (CFA, ALIGNED, IP)
+        frame.set(to, (base.removesuffix(LOW_HALF) + LOW_HALF, 0) if known else None)
+
+    return copy
+
+
 def take_address(to: str, base: str, offset: int) -> Effect:
     """Return the effect of `to = base + offset`, whose result is known only if it is a stack address."""
     return lambda frame: frame.set(to, frame.at(base, offset))
@@ -224,14 +237,27 @@ def find_frames(
     another path arrives with a different stack pointer, the call is recorded as a dead end and the search
     restarts.
     """
+    found = search_frames(insns, entries, ways, stack_pointer)
+    return FunctionFrames(found.frames, by_interrupt, found.exits)
+
+
+def search_frames(
+    insns: Mapping[int, FrameInsn],
+    entries: Mapping[int, Frame],
+    ways: Mapping[int, Iterable[int]],
+    stack_pointer: str,
+) -> FrameSearch:
+    """Return a completed search for the stack frames of a function; arguments are as for find_frames()."""
     dead_ends: set[int] = set()
     while True:
-        found = _Search(insns, entries, ways, stack_pointer, dead_ends)
+        found = FrameSearch(insns, entries, ways, stack_pointer, dead_ends)
         if found.run():
-            return FunctionFrames(found.frames, by_interrupt, found.exits)
+            return found
 
 
-class _Search:
+class FrameSearch:
+    """A search for the stack frames of a function, along all paths through its instructions."""
+
     def __init__(
         self,
         insns: Mapping[int, FrameInsn],
@@ -246,6 +272,7 @@ class _Search:
         self._dead_ends = dead_ends
         self._entry = next(iter(entries.values())).at(stack_pointer)
         self.frames = {at: frame.copied() for at, frame in entries.items()}
+        """Address of each instruction that control reaches -> frame before it."""
         self.exits: dict[int, Frame] = {}
         self._after: dict[int, int] = {}
         """Address -> address of the call or trap after which the search reached it."""
@@ -255,7 +282,7 @@ class _Search:
 
         The continuations of calls are searched first, as calls are more likely to return.
         """
-        self._guessed: set[int] = set()
+        self.guessed: set[int] = set()
         """Addresses that no known path reaches, such as padding."""
         self._jumped: Frame | None = None
         """Frame before the latest indirect jump."""
@@ -304,11 +331,11 @@ class _Search:
             self.frames[to] = frame.copied()
             if source in self._after:
                 self._after[to] = self._after[source]
-            if source in self._guessed:
-                self._guessed.add(to)
+            if source in self.guessed:
+                self.guessed.add(to)
             self._pending.append(to)
         elif known.at(self._sp) != frame.at(self._sp):
-            if source in self._guessed:
+            if source in self.guessed:
                 return True
             suspects = [self._after[place] for place in (source, to) if place in self._after]
             if suspects:
@@ -338,7 +365,7 @@ class _Search:
         at = next((at for at in self._insns if at not in self.frames), None)
         if at is None:
             return False
-        self._guessed.add(at)
+        self.guessed.add(at)
         self.frames[at] = self._jumped.copied()
         self._pending.append(at)
         return True

@@ -98,6 +98,11 @@ class RiscvFunctionAnalysis:
         """Targets of the function's jumps and branches, including targets outside the function."""
         return self._sources.keys()
 
+    @property
+    def has_jump_table(self) -> bool:
+        """Whether an indirect jump of the function may lead to another place in the function."""
+        return any(not self._is_tail_call(addr) for addr in self._indirect_jumps)
+
     def _look_at_indirect(self, addr: int, insn: RiscvInsnAttributes) -> None:
         """Record an indirect jump at `addr`.
 

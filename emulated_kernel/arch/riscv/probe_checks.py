@@ -40,6 +40,7 @@ from emulated_kernel.arch.riscv.insn import (
     RiscvOpcode,
     relative_target,
 )
+from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 
 _PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
@@ -257,6 +258,9 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         at = analysis.first_need(addr, register)
         by = "" if at is None else f" by {at:#x}: {self.insn_text(at)}"
         return f"{REGISTER_NAMES[register]} may be needed{by}"
+
+    def has_jump_table(self, symbol: Symbol) -> bool:
+        return self._function(symbol).analysis.has_jump_table
 
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
         step = RVC_SIZE if self._compressed else RVI_SIZE

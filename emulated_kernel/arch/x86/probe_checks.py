@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
@@ -12,12 +11,14 @@ from emulated_kernel.arch.analysis.function import Function, TextLayout, reserve
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.x86 import djprobe
-from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
+from emulated_kernel.arch.x86.analysis import NOP5, X86FunctionAnalysis
 from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
-from emulated_kernel.arch.x86.insn_attributes import DecodeCache
+from emulated_kernel.arch.x86.insn_attributes import ControlTransfer, DecodeCache
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
+from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.util.fast_dataclass import replace
 
 
 def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
@@ -215,6 +216,9 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
             thunks=between("__indirect_thunk_start", "__indirect_thunk_end"),
         )
 
+    def fentry_nop(self, code: bytes) -> bytes:
+        return NOP5 if len(code) == len(NOP5) else code
+
     def analyse(self, function: Function) -> X86FunctionAnalysis:
         return X86FunctionAnalysis(function, self._facts, self.layout)
 
@@ -232,6 +236,14 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     def live_in(self, analysis: X86FunctionAnalysis, addr: int) -> LiveRegisters:
         return analysis.liveness.at(addr)
+
+    def has_jump_table(self, symbol: Symbol) -> bool:
+        """Implement ProbeChecker.has_jump_table: a table contains the addresses of its targets."""
+        facts = self._function(symbol).analysis.flow.facts.values()
+        if not any(fact.branch is ControlTransfer.INDIRECT_JUMP for fact in facts):
+            return False
+        first = symbol.address + len(self.landing_pad) + self.fentry_size
+        return self._entrances.pointer(range(first, symbol.address + symbol.size)) is not None
 
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
         """Implement ProbeChecker.possible_branches by a regular expression.

@@ -15,6 +15,7 @@ from emulated_kernel.arch.analysis.stack_frames import (
     Frame,
     FrameInsn,
     add_to_register,
+    copy_low_half,
     forget_registers,
     load_word,
     store_register,
@@ -108,6 +109,13 @@ class _FrameReader:
             return None
         return REGISTER_NAMES[number]
 
+    @staticmethod
+    def _whole(register: Any) -> Any:
+        """Return the 64-bit register of which `register` is a part."""
+        from iced_x86 import RegisterExt
+
+        return RegisterExt.full_register(register)
+
     def _register(self, insn: Any, operand: int) -> str | None:
         from iced_x86 import OpKind
 
@@ -165,6 +173,17 @@ class _FrameReader:
         frame.add("sp", "bp", 0)
         self._pop("bp", frame)
 
+    def _move_low_half(self, insn: Any) -> Effect | None:
+        """Return the effect of a 32-bit move between registers of 64 bits; None for another instruction."""
+        from iced_x86 import OpKind, RegisterExt
+
+        if self._word != 8 or insn.op0_kind != OpKind.REGISTER or insn.op1_kind != OpKind.REGISTER:
+            return None
+        to, source = (insn.op_register(operand) for operand in (0, 1))
+        if RegisterExt.size(to) != 4 or not {self._whole(to), self._whole(source)} <= self._numbers.keys():
+            return None
+        return copy_low_half(*(REGISTER_NAMES[self._numbers[self._whole(each)]] for each in (to, source)))
+
     def _move(self, insn: Any) -> Effect | None:
         from iced_x86 import OpKind
 
@@ -172,6 +191,8 @@ class _FrameReader:
         source = self._register(insn, 1)
         if to is not None and source is not None:
             return add_to_register(to, source)
+        if (low_half := self._move_low_half(insn)) is not None:
+            return low_half
         place = self._place(insn) if OpKind.MEMORY in (insn.op0_kind, insn.op1_kind) else None
         if to is not None and insn.op1_kind == OpKind.MEMORY:
             if to == "sp" and self._switches_stack:

@@ -129,7 +129,7 @@ class Btf:
         """Return the id of the first type with this kind and name. Raises: KernelError ENOENT."""
         number = self._found.get((kind, name))
         if number is None:
-            found = (each for each in self._named(name) if self._type(each).kind is kind)
+            found = (each for each in self._named(name) if self.type(each).kind is kind)
             number = min(found, default=0)
             self._found[kind, name] = number
         if not number:
@@ -145,7 +145,7 @@ class Btf:
 
     def size(self, structure: str) -> int:
         """Return the size of a structure in bytes."""
-        return self._type(self.find(Kind.STRUCT, structure)).size_or_type
+        return self.type(self.find(Kind.STRUCT, structure)).size_or_type
 
     def offset(self, path: str) -> int:
         """Return the offset of a member in bytes. `path` is, for example, "task_struct.thread.sp"."""
@@ -171,7 +171,7 @@ class Btf:
 
     def length(self, path: str) -> int:
         """Return the number of elements of the array that is the member `path`."""
-        array_type = self._type(self.resolve(self.locate(path)[1].type))
+        array_type = self.type(self.resolve(self.locate(path)[1].type))
         if array_type.kind is not Kind.ARRAY:
             raise KernelError(ENOENT, f"{path} is no array")
         return int(_WORDS3.unpack_from(self._types, array_type.tail)[2])
@@ -187,7 +187,7 @@ class Btf:
 
     def members(self, number: int) -> Iterator[Member]:
         """Yield the members of the structure or union with a type id, in the order of their declaration."""
-        kind = self._type(number)
+        kind = self.type(number)
         if kind.kind not in (Kind.STRUCT, Kind.UNION):
             return
         for index in range(kind.count):
@@ -198,7 +198,7 @@ class Btf:
     def resolve(self, number: int) -> int:
         """Follow typedefs and qualifiers, and return the id of the type below them."""
         for _ in range(_DEPTH):
-            kind = self._type(number)
+            kind = self.type(number)
             if kind.kind not in _MODIFIERS:
                 return number
             number = kind.size_or_type
@@ -206,7 +206,7 @@ class Btf:
 
     def enumerators(self, number: int) -> dict[str, int]:
         """Return the enumerators of the enum with a type id: name -> value."""
-        kind = self._type(number)
+        kind = self.type(number)
         big = kind.kind is Kind.ENUM64
         found = {}
         for index in range(kind.count):
@@ -224,7 +224,7 @@ class Btf:
         for word in _places(self._texts, b"\0" + name.encode() + b"\0"):
             for at in _places(self._types, (word + 1).to_bytes(4, "little")):
                 number = bisect_right(self._starts, at)
-                if self._type(number).kind in _ENUMS:
+                if self.type(number).kind in _ENUMS:
                     value = self.enumerators(number).get(name)
                     if value is not None:
                         return value
@@ -247,7 +247,7 @@ class Btf:
     def _enumerated(self, types: Iterable[int]) -> dict[str, int]:
         found: dict[str, int] = {}
         for number in types:
-            if self._type(number).kind in _ENUMS:
+            if self.type(number).kind in _ENUMS:
                 for name, value in self.enumerators(number).items():
                     found.setdefault(name, value)
         return found
@@ -257,20 +257,44 @@ class Btf:
 
         Raises: KernelError ENOENT.
         """
-        proto = self._type(self._type(self.find(Kind.FUNC, function)).size_or_type)
-        if proto.kind is not Kind.FUNC_PROTO:
+        _, parameters = self.prototype(function)
+        return len(parameters) - (bool(parameters) and not parameters[-1].type)
+
+    def prototype(self, function: str) -> tuple[int, tuple[Member, ...]]:
+        """Return the id of a function's result type, and its parameters. "..." has no name and type id 0.
+
+        Raises: KernelError ENOENT.
+        """
+        number = self.type(self.find(Kind.FUNC, function)).size_or_type
+        if self.type(number).kind is not Kind.FUNC_PROTO:
             raise unusable(f"in its BTF the function {function} has no prototype")
-        if not proto.count:
-            return 0
-        last = struct.unpack_from("<II", self._types, proto.tail + 8 * (proto.count - 1))
-        return proto.count - (last == (0, 0))
+        return self.signature(number)
+
+    def signature(self, number: int) -> tuple[int, tuple[Member, ...]]:
+        """Return the id of the result type and the parameters of the prototype with a type id."""
+        proto = self.type(number)
+        parameters = (
+            struct.unpack_from("<II", self._types, proto.tail + 8 * index) for index in range(proto.count)
+        )
+        return proto.size_or_type, tuple(Member(self.text(name), kind, 0, 0) for name, kind in parameters)
+
+    def array_of(self, number: int) -> tuple[int, int]:
+        """Return the type id of an array's elements, and their number."""
+        element, _, count = _WORDS3.unpack_from(self._types, self.type(number).tail)
+        return element, count
+
+    def int_encoding(self, number: int) -> tuple[bool, int]:
+        """Return whether an integer type is signed, and its width in bits."""
+        word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
+        return bool(word >> 24 & 1), word & 0xFF
 
     def text(self, offset: int) -> str:
         """Return the string at an offset of the string table."""
         end = self._texts.find(b"\0", offset, offset + _LONGEST)
         return self._texts[offset : max(end, offset)].decode("utf-8", "replace")
 
-    def _type(self, number: int) -> Type:
+    def type(self, number: int) -> Type:
+        """Return the type with an id. Raises: KernelError ENOEXEC (there is none)."""
         if not 0 <= number < len(self):
             raise unusable("its BTF refers to a type that it doesn't have")
         if not number:

@@ -7,7 +7,6 @@ import mmap
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 from errno import ENOEXEC
 from functools import cached_property
 from itertools import starmap
@@ -22,17 +21,20 @@ from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Secti
 from emulated_kernel.image.text_tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
 from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinition
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import fields
 
 _ADDRESSES = ("mcount", "return_sites")
 _DEFINITIONS = ("events", "syscalls")
 _ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
 
 
-def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
+def cached_parts(
+    kernel: LinuxKernel, definitions: tuple[str, ...] = _DEFINITIONS
+) -> dict[str, bytes | memoryview]:
     """Return the data of a kernel that `CachedKernelTables` needs: name of the part -> contents.
 
-    If types, events or system calls cannot be read, the data has the error, which `CachedKernelTables` raises
-    when they are used.
+    `definitions`: names of the tables of events and system calls to include. If types, events or system calls
+    cannot be read, the data has the error, which `CachedKernelTables` raises when they are used.
     """
     memory = kernel.vmlinux
     parts: dict[str, bytes | memoryview] = {
@@ -45,7 +47,7 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
         starts, names = kernel.btf.index
         parts |= {"btf.starts": starts, "btf.names": names}
     unreadable: dict[str, tuple[int, str]] = {}
-    for table in _DEFINITIONS:
+    for table in definitions:
         try:
             parts[table] = json.dumps(getattr(kernel, table), default=_values).encode()
         except KernelError as error:
@@ -106,7 +108,7 @@ class CachedKernelTables(LinuxKernel):
         self._unreadable = {
             table: (int(number), str(why)) for table, (number, why) in about["unreadable"].items()
         }
-        self._definitions = {table: parts[table] for table in _DEFINITIONS if table not in self._unreadable}
+        self._definitions = {table: parts[table] for table in _DEFINITIONS if table in parts}
 
     def read(self, va: int, size: int, /) -> bytes:
         found = super().read(va, size)
@@ -133,7 +135,10 @@ class CachedKernelTables(LinuxKernel):
         )
 
     def _definition(self, table: str) -> Any:
-        """Return the entries of a table. Raises: KernelError (the table could not be read; its error)."""
+        """Return the entries of a table that is among the parts.
+
+        Raises: KernelError (the table could not be read; its error).
+        """
         if table in self._unreadable:
             raise KernelError(*self._unreadable[table])
         return json.loads(bytes(self._definitions[table]))

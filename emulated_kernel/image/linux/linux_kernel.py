@@ -227,24 +227,26 @@ class LinuxKernel:
                 if aligned < last:
                     yield aligned, bytes(segment.data[aligned - start : last - start])
 
-    def text_as_booted(self, returns: ReturnThunks) -> bytes:
-        """Return the kernel's text with its returns rewritten as boot does.
+    def text_as_booted(self, returns: ReturnThunks, part: Range | None = None) -> bytes:
+        """Return the kernel's text, or a part of it, with its returns rewritten as boot does.
 
         The other patches of boot aren't applied.
         """
-        text = bytearray(self.read(self.text.start, self.text.end - self.text.start))
-        for site in self.return_sites:
-            at = site - self.text.start
+        start, end = part or self.text
+        text = bytearray(self.read(start, end - start))
+        for site in self.return_sites.between(start, end):
+            at = site - start
             if 0 <= at <= len(text) - text_tables.RETURN_SIZE and not returns.has_thunk(site):
                 patched = text_tables.plain_return(bytes(text[at : at + text_tables.RETURN_SIZE]))
                 if patched:
                     text[at : at + text_tables.RETURN_SIZE] = patched
         return bytes(text)
 
-    def booted(self, returns: ReturnThunks) -> Self:
+    def booted(self, returns: ReturnThunks, part: Range | None = None) -> Self:
         """Return a copy of this kernel, with the text that text_as_booted() returns."""
         copied = copy(self)
-        copied.vmlinux = self.vmlinux.with_bytes(self.text.start, self.text_as_booted(returns))
+        text = self.text_as_booted(returns, part)
+        copied.vmlinux = self.vmlinux.with_bytes((part or self.text).start, text)
         return copied
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
@@ -271,6 +273,11 @@ class LinuxKernel:
     def btf(self) -> Btf:
         """Types of the kernel. Raises: KernelError ENODATA (the kernel was built without BTF)."""
         return Btf(self._btf_data())
+
+    @property
+    def has_btf(self) -> bool:
+        """Whether the kernel was built with BTF."""
+        return bool(self._table(_BTF)[1])
 
     def _btf_data(self) -> bytes:
         _, data = self._table(_BTF)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from time import perf_counter_ns
 from typing import TypeAlias
 
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 _State: TypeAlias = "tuple[AggrKprobe | None, list[AggrKprobe], bool, bool, int]"
 """Saved state of a CPU that is not the current one: the fields `running` to `started` of KprobeCtlblk."""

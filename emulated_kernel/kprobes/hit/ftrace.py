@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,13 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import give_room_back
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.util.control_lock import ControlLock
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 Called = Callable[[int, Any], object]
 """Handler of a call; it takes the site's address and the saved registers. The saved ip is after the site."""
 
+FTRACE_TRAMPOLINE = "ftrace_regs_caller"
+"""Name of the code that armed fentry sites call."""
 OPS_LIST_FUNC = "arch_ftrace_ops_list_func"
 """Name of Linux's function that calls the users of an fentry site with several users."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -30,7 +29,7 @@ from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnH
 from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.stack_code import SLOT
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 class FprobeRegs(Enum):

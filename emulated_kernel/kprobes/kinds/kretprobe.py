@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from dataclasses import field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 KRETPROBE_MAX_DATA_SIZE = 4096
 _MIN_MAXACTIVE = 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from emulated_kernel.machine.cpu.model import CpuModel
@@ -23,6 +22,7 @@ from emulated_kernel.machine.unicorn_engine import (
     Engine,
 )
 from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.fast_dataclass import replace
 
 
 class TrapHooks:

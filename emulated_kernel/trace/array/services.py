@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
@@ -16,7 +15,7 @@ from emulated_kernel.trace.ring.trace_clock import ClockSource
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.util.control_lock import ControlLock
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 NOP_TRACER = "nop"
 """Name of the tracer that records nothing."""

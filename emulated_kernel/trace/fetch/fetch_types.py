@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
@@ -20,7 +19,7 @@ from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.numbers import kstrtoul, simple_strtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 MAX_STRING_SIZE = 4096
 """Maximum size of a fetched string in bytes, including its NUL."""

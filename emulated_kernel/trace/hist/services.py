@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
 
 from emulated_kernel.trace.events.event import EventFile, Recorder
 from emulated_kernel.trace.events.registry import EventRegistry
@@ -12,7 +11,7 @@ from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.hist.field import Histogram
 from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.synth.synth_event import SYSTEM, SyntheticEvent
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.limits import Limits
 
 

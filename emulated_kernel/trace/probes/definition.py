@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from sys import intern
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -17,7 +16,7 @@ from emulated_kernel.trace.text.chars import is_good_name, is_good_system_name
 from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 KPROBE_EVENT_SYSTEM = "kprobes"
 MAX_EVENT_NAME_LEN = 64

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import field
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +13,7 @@ from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.text.chars import argv_split, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.limits import Limit, Limits
 
 WRITE_BUFSIZE = 4096

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -29,6 +28,7 @@ from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import argv_split, to_text
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 
 EPROBE_EVENT_SYSTEM = "eprobes"
 _COMM = ("comm", "COMM")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
@@ -15,6 +14,7 @@ from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 
 FPROBE_EVENT_SYSTEM = "fprobes"
 

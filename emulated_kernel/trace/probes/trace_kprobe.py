@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Hashable
-from dataclasses import field, replace
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -34,7 +33,7 @@ from emulated_kernel.trace.ring.ring_layout import RecordTarget
 from emulated_kernel.trace.symbols import ADDED_TEXT, KernelSymbols, print_ip
 from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field, replace
 
 _PROFILE_LINE = "  %-44s %15d %15d\n"
 """Format of a line of kprobe_profile: event, hits and misses.

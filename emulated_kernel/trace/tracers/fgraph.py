@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.probe_checks import ProbeChecker
@@ -24,7 +23,7 @@ from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 
 class GraphUser(ABC):

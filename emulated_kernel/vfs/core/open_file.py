@@ -155,8 +155,8 @@ class OpenFile:
 
     @property
     def acts_on_close(self) -> bool:
-        """Whether release() has an effect that other files show."""
-        return False
+        """Whether release() has an effect that other files show: by default, if it is implemented."""
+        return type(self).release is not OpenFile.release
 
     @property
     def readable(self) -> bool:

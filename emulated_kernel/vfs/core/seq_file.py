@@ -536,10 +536,6 @@ class HostReadingFile(PerClientFile):
 class _OpenLastClose(OpenFile):
     node: LastCloseFile
 
-    @property
-    def acts_on_close(self) -> bool:
-        return True
-
     def _write(self, data: bytes) -> int:
         return len(data)
 

@@ -21,13 +21,13 @@ class Prototype(NamedTuple):
 def prototype(btf: Btf, function: str) -> Prototype:
     """Raises: KernelError for a function that isn't there."""
     count = btf.parameters(function)
-    proto = btf._type(btf._type(btf.find(Kind.FUNC, function)).size_or_type)
+    proto = btf.type(btf.type(btf.find(Kind.FUNC, function)).size_or_type)
     types = [struct.unpack_from("<II", btf._types, proto.tail + 8 * at)[1] for at in range(count)]
     return Prototype(tuple(_declared(btf, each) for each in types), count < proto.count)
 
 
 def _declared(btf: Btf, number: int) -> str:
-    kind = btf._type(number)
+    kind = btf.type(number)
     if kind.kind in _QUALIFIERS:
         return _declared(btf, kind.size_or_type)
     if kind.kind is Kind.FUNC_PROTO:

@@ -14,7 +14,6 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -36,7 +35,7 @@ from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import library_release
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 
 _MAGIC = b"kprobefs booted kernel 19\n"
@@ -48,6 +47,8 @@ NORESERVE = 0x4000
 LIMIT = 600 << 20
 """Maximum size of all snapshots on disk in bytes; the least recently used ones are removed first."""
 _SUFFIX = ".booted"
+_TABLES = ".tables"
+"""Suffix of a snapshot without a machine, which has only the tables of a kernel's file."""
 _WHOLE = "whole"
 """Text in the digest cache for a snapshot whose checksums were right."""
 _HASH = "[0-9a-f]{64}"
@@ -100,6 +101,15 @@ def place(source: Path, seed: int) -> Path:
     return found
 
 
+def tables_place(source: Path) -> Path:
+    """Return the path of the snapshot with the tables of the kernel in the file `source`. Raises: OSError."""
+    reading, whole = _digest(source, *identity(source))
+    found = _named(hashlib.sha256(repr((_MAGIC, whole)).encode()).hexdigest(), _TABLES)
+    if reading.told is None and found.exists():
+        remember(reading, whole)
+    return found
+
+
 @lru_cache(maxsize=1)
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """Return the SHA-256 of a whole file in hexadecimal, and the Reading with which to remember() it.
@@ -124,8 +134,12 @@ def core_place(source: Path) -> Path:
     return _named(digest.hexdigest())
 
 
-def _named(digest: str) -> Path:
-    return directory() / f"{digest[:32]}{_SUFFIX}"
+def _named(digest: str, suffix: str = _SUFFIX) -> Path:
+    return directory() / f"{digest[:32]}{suffix}"
+
+
+def _snapshots() -> list[Path]:
+    return [path for suffix in (_SUFFIX, _TABLES) for path in directory().glob(f"*{suffix}")]
 
 
 def save(
@@ -154,6 +168,15 @@ def save(
         finish(file, about, len(ram), parts)
 
     keep(target, write)
+
+
+def save_tables(target: Path, release: str, source: str, parts: Mapping[str, bytes | memoryview]) -> None:
+    """Write a snapshot without a machine; it appears at `target` when it is complete. Raises: OSError.
+
+    `release`: the kernel's release; `source`: its file; `parts`: name -> data to keep.
+    """
+    about = {"source": source, "facts": {"release": release}}
+    keep(target, lambda file: finish(file, about, 0, parts))
 
 
 def keep(target: Path, write: Callable[[IO[bytes]], None]) -> None:
@@ -302,7 +325,8 @@ def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotCon
         whole = memoryview(mmap.mmap(file, about["end"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
         parts = {name: whole[start : start + length] for name, (start, length, _) in kept.items()}
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    ram = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE | NORESERVE, prot=access, offset=HEADER)
+    # A mapping cannot be empty.
+    ram = mmap.mmap(file, max(size, 1), flags=mmap.MAP_PRIVATE | NORESERVE, prot=access, offset=HEADER)
     return SnapshotContents(about, ram, parts)
 
 
@@ -373,7 +397,7 @@ def _checksum(file: int, start: int, size: int) -> int:
 def cached() -> list[CachedKernel]:
     """Return all snapshots, the most recently used first."""
     found = []
-    for path in directory().glob(f"*{_SUFFIX}"):
+    for path in _snapshots():
         release = None
         source = None
         with suppress(OSError), open_regular(path) as file:
@@ -392,7 +416,7 @@ def clear() -> int:
     removed = 0
     for note in (*notes(directory()), *directory().glob(f"{MAKING}*")):
         note.unlink(missing_ok=True)
-    for path in (*directory().glob(f"*{_SUFFIX}"), *directory().glob(f"{_MAKING}*")):
+    for path in (*_snapshots(), *directory().glob(f"{_MAKING}*")):
         path.unlink(missing_ok=True)
         removed += 1
     return removed

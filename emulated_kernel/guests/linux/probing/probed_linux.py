@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
@@ -20,6 +19,7 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.unicorn_engine import CodeCache, Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
+from emulated_kernel.util.fast_dataclass import replace
 
 _RECORDS_SIZE = 32 << 20
 """Size in bytes of host-owned memory for pages of records; the memory below it is for code."""

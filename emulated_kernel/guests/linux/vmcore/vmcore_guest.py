@@ -10,9 +10,10 @@ import logging
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from errno import EIO, ENOSPC
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
@@ -29,6 +30,7 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import open_regular
 
+T = TypeVar("T")
 log = logging.getLogger("kprobefs.linux")
 _CPU_MODEL = 20
 """Unicorn's id of the CPU model Broadwell, without AVX.
@@ -85,8 +87,19 @@ def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
 
     Raises: as `ensure_core_cached`, KernelError EIO, ENOSPC (no directory has space for its memory).
     """
+    return _opened(source, _started)
+
+
+def kernel_in_core(source: str) -> LinuxKernel:
+    """Return a dump's kernel, with the text in the dump. Raises: as started_core()."""
+    ensure_core_cached(source)
+    return _opened(source, lambda kept: CachedKernelTables(kept.parts))
+
+
+def _opened(source: str, made: Callable[[snapshot.SnapshotContents], T]) -> T:
+    """Return the result of `made`, which is called with a dump's snapshot. Raises: as started_core()."""
     path = Path(source)
-    found = snapshot.load_as(snapshot.core_place(path), _started, with_parts=True)
+    found = snapshot.load_as(snapshot.core_place(path), made, with_parts=True)
     if found is not None:
         return found
     with open_regular(path) as file:
@@ -96,11 +109,11 @@ def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
             convert(core, source, target, is_kept=False)
 
         try:
-            with open_tmpfile(write, _size_on_disk(file), ram_size(core)) as made:
-                kept = snapshot.read(made.fileno(), with_parts=True, is_checked=False)
+            with open_tmpfile(write, _size_on_disk(file), ram_size(core)) as made_file:
+                kept = snapshot.read(made_file.fileno(), with_parts=True, is_checked=False)
                 if kept is None:
                     raise KernelError(EIO, "the file with its memory cannot be read back")
-                return _started(kept)
+                return made(kept)
         except HardwareError as error:
             raise KernelError(EIO, f"the emulator cannot run it: {error}") from error
 

@@ -6,7 +6,6 @@ import mmap
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from errno import EIO, ENODATA, ENOENT, ENOEXEC
 from functools import partial
 from typing import IO
@@ -21,7 +20,7 @@ from emulated_kernel.image.linux.vmcore import CoreFile, unusable_core
 from emulated_kernel.image.linux.vmlinux import LoadSegment
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.errors import KernelError, UnusableFile
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import asdict, dataclass
 
 _KERNEL_MAP = 0xFFFFFFFF80000000
 _IMAGE_LIMIT = 128 << 20

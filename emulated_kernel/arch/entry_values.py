@@ -1,0 +1,158 @@
+"""EntryValues: where a function keeps the values that its registers and stack had at its entry.
+
+A fetch argument can read a function's parameter from such a place in the middle of the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from emulated_kernel.arch.analysis.stack_frames import (
+    ALIGNED,
+    CFA,
+    IP,
+    LOW_HALF,
+    Effect,
+    Flow,
+    Frame,
+    FrameInsn,
+    FrameSearch,
+    Value,
+    search_frames,
+)
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.util.fast_dataclass import dataclass, replace
+
+STACK_WORD = "stack"
+"""Beginning of the name of a word on the stack at a function's entry, before its number from 0 on."""
+_STACK_WORDS = 8
+"""Number of words of the caller's frame that are followed."""
+_PRIVATE = ("private locals", "private parameters")
+"""Entries of Frame.regs for the slots below and above the return address.
+
+No called function knows the address of a slot below the offset in the entry.
+"""
+_ALL_PRIVATE = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePlace:
+    """A place that holds a value which the function was called with."""
+
+    where: str
+    """The place as a fetch argument: `%bx` or `$stack2`."""
+    is_low_half: bool
+    """Whether only the lower 32 bits of the value are there."""
+
+
+class EntryValues:
+    """Places of a function's entry values before each of its instructions, by forward copy propagation.
+
+    A place counts only if it holds the value on all paths from the entry. A callee may write through the
+    address of a stack slot, so a slot no longer counts once its address may be known to a called function.
+    """
+
+    def __init__(
+        self,
+        arch: Arch,
+        code: bytes,
+        start: int,
+        ways: Mapping[int, Iterable[int]],
+        *,
+        is_function: bool,
+        has_jump_table: bool,
+    ) -> None:
+        """Analyse the function at `start`, whose unpatched machine code is `code`.
+
+        `ways`: address of an instruction -> further targets, by jump labels or exception fixups.
+        `is_function`: control enters at the start with a caller's arguments; not so in a split-off part.
+        `has_jump_table`: an indirect jump may lead to any instruction of the function.
+        """
+        self._has_jump_table = has_jump_table
+        self._arch = arch
+        self._insns = {
+            at: _with_calls_that_write(insn, arch)
+            for at, insn in arch.frame_insns(code, start, switches_stack=False)
+        }
+        entry = arch.entry_frame(by_interrupt=False)
+        top = entry.at(arch.registers.sp)
+        assert top is not None, "an entry frame knows its stack pointer"
+        first = top[1] + (arch.word_size if arch.registers.link is None else 0)
+        for number in range(_STACK_WORDS):
+            entry.slots[CFA, first + number * arch.word_size] = (f"{STACK_WORD}{number}", 0)
+        entry.regs |= {area: (area, _ALL_PRIVATE) for area in _PRIVATE}
+        entries = {start: entry} if start in self._insns and is_function else {}
+        self._search: FrameSearch | None = None
+        if entries:
+            self._search = search_frames(self._insns, entries, ways, arch.registers.sp)
+
+    def at(self, addr: int) -> dict[str, list[ValuePlace]]:
+        """Return register or stack word at the entry -> places of its value before the instruction at `addr`.
+
+        Stack words are counted from the one above the return address. Only those that are parameters may be
+        used: the others belong to the caller, which may pass their addresses. The result is empty if no path
+        to the address is known.
+        """
+        search = self._search
+        if search is None or addr not in search.frames or addr in search.guessed or self._has_jump_table:
+            return {}
+        frame = search.frames[addr]
+        found: dict[str, list[ValuePlace]] = {}
+        for register, (base, offset) in frame.regs.items():
+            if not offset and base not in (CFA, ALIGNED, IP, *_PRIVATE):
+                place = ValuePlace(f"%{register}", base.endswith(LOW_HALF))
+                found.setdefault(base.removesuffix(LOW_HALF), []).append(place)
+        top = frame.at(self._arch.registers.sp)
+        for (base, at), (kept, offset) in frame.slots.items():
+            if top is None or base != top[0] or offset or kept in (CFA, ALIGNED, IP):
+                continue
+            index, rest = divmod(at - top[1], self._arch.word_size)
+            if index >= 0 and not rest:
+                place = ValuePlace(f"$stack{index}", kept.endswith(LOW_HALF))
+                found.setdefault(kept.removesuffix(LOW_HALF), []).append(place)
+        return found
+
+    @property
+    def returns(self) -> bool:
+        """Whether control may leave the function otherwise than by a call that does not return."""
+        search = self._search
+        if search is None or self._has_jump_table:
+            return True
+        for at in search.frames:
+            insn = self._insns[at]
+            if insn.flow in (Flow.RETURN, Flow.INDIRECT):
+                return True
+            if insn.target is not None and insn.target not in self._insns:
+                return True
+        return False
+
+
+def _with_calls_that_write(insn: FrameInsn, arch: Arch) -> FrameInsn:
+    if insn.flow is not Flow.CALL:
+        return insn
+    kept = frozenset((arch.registers.sp, "bp")) if arch.registers.link is None else {arch.registers.sp}
+    return replace(insn, effect=partial(_call, insn.effect, kept))
+
+
+def _call(effect: Effect, kept: Iterable[str], frame: Frame) -> None:
+    """Apply a call: forget the slots whose address the called function may know.
+
+    An object on the stack lies either below or above the return address.
+    """
+    known = [value for name, value in frame.regs.items() if name not in kept]
+    known += frame.slots.values()
+    is_aligned = any(base == ALIGNED for base, _ in known)
+    for number, area in enumerate(_PRIVATE):
+        private = -_ALL_PRIVATE if is_aligned else frame.regs.get(area, (area, -_ALL_PRIVATE))[1]
+        offsets = [offset for base, offset in known if base == CFA and (offset >= 0) == bool(number)]
+        frame.regs[area] = (area, min(private, *offsets, _ALL_PRIVATE))
+    frame.slots = {at: value for at, value in frame.slots.items() if _is_kept(at, value, frame)}
+    effect(frame)
+
+
+def _is_kept(place: Value, value: Value, frame: Frame) -> bool:
+    if value[0] in (CFA, ALIGNED, IP):
+        return True
+    base, offset = place
+    return base == CFA and offset < frame.regs[_PRIVATE[offset >= 0]][1]

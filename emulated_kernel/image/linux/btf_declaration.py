@@ -1,0 +1,108 @@
+"""C declarations of types and functions, written from BTF."""
+
+from __future__ import annotations
+
+from emulated_kernel.image.linux.btf import Btf, Kind, Member
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.util.fast_dataclass import dataclass
+
+_QUALIFIERS = {Kind.CONST: "const", Kind.VOLATILE: "volatile", Kind.RESTRICT: "restrict"}
+_TAGS = {
+    Kind.STRUCT: "struct ", Kind.UNION: "union ", Kind.ENUM: "enum ", Kind.ENUM64: "enum ",
+}  # fmt: skip
+_DEPTH = 64
+_POINTER_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a function."""
+
+    name: str
+    """The name; "" if the prototype has none."""
+    type: str
+    size: int
+    """Size of the type in bytes."""
+    fetch_type: str
+    """Type with which a fetch argument shows the parameter, such as `s32`; "" for a structure."""
+    is_string: bool
+    """Whether the parameter is a pointer to constant characters, which usually end with a zero byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prototype:
+    """A function's prototype."""
+
+    text: str
+    """The prototype in C, without a semicolon."""
+    parameters: tuple[Parameter, ...]
+    """The parameters, without "..."."""
+
+
+def prototype(btf: Btf, function: str) -> Prototype:
+    """Return the prototype of a function.
+
+    Raises: KernelError ENOENT (the BTF does not have the function), ENOEXEC (damaged BTF).
+    """
+    result, members = btf.prototype(function)
+    text = declaration(btf, result, f"{function}({_parameter_list(btf, members, _DEPTH)})")
+    named = [member for member in members if member.type or member.name]
+    return Prototype(text, tuple(_parameter(btf, member) for member in named))
+
+
+def declaration(btf: Btf, number: int, name: str = "", depth: int = _DEPTH) -> str:
+    """Return the C declaration of `name` with the type id `number`.
+
+    Raises: KernelError ENOEXEC (the types refer to each other in a circle).
+    """
+    if not depth:
+        raise unusable("types of its BTF refer to each other in a circle")
+    kind = btf.type(number)
+    if kind.kind is Kind.PTR:
+        below = btf.type(kind.size_or_type).kind
+        pointer = f"(*{name})" if below in (Kind.ARRAY, Kind.FUNC_PROTO) else f"*{name}"
+        return declaration(btf, kind.size_or_type, pointer, depth - 1)
+    if kind.kind in _QUALIFIERS:
+        word = _QUALIFIERS[kind.kind]
+        if btf.type(kind.size_or_type).kind is Kind.PTR:
+            return declaration(btf, kind.size_or_type, f" {word} {name}".rstrip(), depth - 1)
+        return f"{word} {declaration(btf, kind.size_or_type, name, depth - 1)}"
+    if kind.kind is Kind.TYPE_TAG:
+        return declaration(btf, kind.size_or_type, name, depth - 1)
+    if kind.kind is Kind.ARRAY:
+        element, count = btf.array_of(number)
+        return declaration(btf, element, f"{name}[{count}]", depth - 1)
+    if kind.kind is Kind.FUNC_PROTO:
+        result, members = btf.signature(number)
+        return declaration(btf, result, f"{name}({_parameter_list(btf, members, depth)})", depth - 1)
+    base = _TAGS.get(kind.kind, "")
+    if kind.kind is Kind.FWD:
+        base = "union " if kind.flag else "struct "
+    base += btf.text(kind.name) or ("void" if kind.kind is Kind.VOID else "{...}")
+    return f"{base} {name}".rstrip() if name and not name.startswith("[") else base + name
+
+
+def _parameter_list(btf: Btf, members: tuple[Member, ...], depth: int) -> str:
+    texts = [
+        declaration(btf, member.type, member.name, depth - 1) if member.type or member.name else "..."
+        for member in members
+    ]
+    return ", ".join(texts) or "void"
+
+
+def _parameter(btf: Btf, member: Member) -> Parameter:
+    number = btf.resolve(member.type)
+    kind = btf.type(number)
+    size = kind.size_or_type
+    fetch_type = ""
+    is_string = False
+    if kind.kind is Kind.PTR:
+        size = _POINTER_SIZE
+        fetch_type = "x64"
+        is_string = declaration(btf, kind.size_or_type) == "const char"
+    elif kind.kind is Kind.INT:
+        signed, _ = btf.int_encoding(number)
+        fetch_type = f"{'s' if signed else 'u'}{8 * size}" if size <= _POINTER_SIZE else ""
+    elif kind.kind in (Kind.ENUM, Kind.ENUM64):
+        fetch_type = f"u{8 * size}" if size <= _POINTER_SIZE else ""
+    return Parameter(member.name, declaration(btf, member.type), size, fetch_type, is_string)

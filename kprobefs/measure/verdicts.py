@@ -1,0 +1,139 @@
+"""Verdicts: what Linux does with a probe on an instruction of a subject, decided by bytes and tables only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from enum import Enum
+
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.architectures import arch_named
+from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.measure.coverage_subject import Subject
+
+RISCV_PROFILE = "riscv-optprobes-2023"
+"""Name of the default profile for RISC-V, on which Linux itself does not optimize."""
+X86_PROFILE = "linux-6.1"
+LINUX_RULES = {"optprobe": "optprobe-linux"}
+"""Policy -> policy with exactly Linux's rules. The first one also checks branches from other functions."""
+_X86_FILLER = b"\0\xcc"
+_INT3 = 0xCC
+
+
+class ProbeOutcome(Enum):
+    """How a probe takes its hits, or that the probe is refused. The values are the names in tables."""
+
+    __hash__ = object.__hash__
+
+    OPTIMIZED = "optimized"
+    BREAKPOINT = "breakpoint"
+    FTRACE = "ftrace"
+    REFUSED = "refused"
+
+
+def outcome_of(reason: RejectReason | None) -> ProbeOutcome:
+    """Return the outcome to which a reason leads; None means that a jump is possible."""
+    if reason is None:
+        return ProbeOutcome.OPTIMIZED
+    if reason.errno:
+        return ProbeOutcome.REFUSED
+    return ProbeOutcome.FTRACE if reason is RejectReason.FTRACE else ProbeOutcome.BREAKPOINT
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What Linux does with a probe event on one instruction."""
+
+    rejection: Rejection | None
+    """The first rule that refuses the probe or its jump; None if the probe is optimized."""
+    region: Region | None
+    """The region that the jump replaces; None if there is no jump."""
+
+    @property
+    def outcome(self) -> ProbeOutcome:
+        """How the probe takes its hits."""
+        return outcome_of(None if self.rejection is None else self.rejection.reason)
+
+
+def default_profile(arch: str) -> str:
+    """Return the name of the profile that applies to an architecture, if the user names none."""
+    return RISCV_PROFILE if arch.startswith("riscv") else X86_PROFILE
+
+
+class Judge:
+    """Answers, for the functions of a subject and a profile, what happens to a probe on an instruction."""
+
+    def __init__(self, subject: Subject, profile: Profile) -> None:
+        self.subject = subject
+        self.arch = arch_named(subject.arch)
+        self.profile = profile
+        names = (LINUX_RULES.get(name, name) for name in profile.strategies)
+        builds_jumps = profile.optimizer and subject.has_optprobes is not False
+        self.strategy = self.arch.strategy(names) if builds_jumps else None
+        self.checker = self.arch.probe_checker(subject.tables, self.strategy, ftrace=profile.ftrace)
+        self._is_x86 = not subject.arch.startswith("riscv")
+
+    def reasons(self, symbol: Symbol) -> Collection[RejectReason | None]:
+        """Return the reason against a jump, or None, for each instruction of a function except filler."""
+        if self.is_notrace(symbol):
+            found: dict[int, RejectReason | None] = dict.fromkeys(
+                self.checker.boundaries(symbol), RejectReason.NOTRACE
+            )
+        else:
+            found = self.checker.reasons(symbol)
+        is_filler = self._filler(symbol)
+        if is_filler is None:
+            return found.values()
+        return [reason for addr, reason in found.items() if not is_filler(addr)]
+
+    def _filler(self, symbol: Symbol) -> Callable[[int], bool] | None:
+        """Return a function that says whether an address has filler; None if the function has no filler.
+
+        Zeros at the function's end are filler. On x86, int3 is filler too; boot also writes it after returns.
+        """
+        filler = _X86_FILLER if self._is_x86 else b"\0"
+        code = self.subject.tables.read(symbol.address, symbol.size).rstrip(filler)
+        start = symbol.address
+        end = start + len(code)
+        if self._is_x86 and _INT3 in code:
+            return lambda addr: addr >= end or code[addr - start] == _INT3
+        return None if len(code) == symbol.size else lambda addr: addr >= end
+
+    def verdicts(self, symbol: Symbol) -> dict[int, Verdict]:
+        """Return address of each instruction of a function -> verdict; filler is left out."""
+        forbidden = Rejection(RejectReason.NOTRACE, symbol.address) if self.is_notrace(symbol) else None
+        found: dict[int, Verdict] = {}
+        is_filler = self._filler(symbol)
+        for addr, refused, region in self.checker.check_each_insn(symbol):
+            if is_filler is not None and is_filler(addr):
+                continue
+            rejection = forbidden or refused
+            if rejection is None and isinstance(region, Rejection):
+                rejection = region
+            is_jump = rejection is None and isinstance(region, Region)
+            found[addr] = Verdict(rejection, region if is_jump and isinstance(region, Region) else None)
+        return found
+
+    def verdict(self, where: Location) -> Verdict:
+        """Return the verdict on any address, which may be inside an instruction."""
+        addr = where.symbol.address + where.offset
+        checker = self.checker
+        refused = (
+            Rejection(RejectReason.NOTRACE, where.symbol.address) if self.is_notrace(where.symbol) else None
+        )
+        refused = refused or checker.may_probe(addr)
+        if refused is not None:
+            return Verdict(refused, None)
+        region = checker.optimized_region(addr)
+        return Verdict(region, None) if isinstance(region, Rejection) else Verdict(None, region)
+
+    def is_notrace(self, symbol: Symbol) -> bool:
+        """Return True if kprobe events refuse the function because it is notrace.
+
+        A split-off part whose whole function is unknown counts as traceable.
+        """
+        if not self.profile.ftrace or not (self.subject.complete or self.checker.has_whole(symbol)):
+            return False
+        return not self.checker.is_traced(symbol)

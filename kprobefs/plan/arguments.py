@@ -1,0 +1,78 @@
+"""Which parameters of a function can be fetched at a place of the function, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.entry_values import STACK_WORD, EntryValues, ValuePlace
+from emulated_kernel.image.linux.btf_declaration import Parameter
+from emulated_kernel.util.fast_dataclass import dataclass
+
+_HALF = 4
+"""Size in bytes of the lower half of a register."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A parameter of a function, and the fetch arguments that read it at a place."""
+
+    number: int
+    """Number of the parameter, from 1 on."""
+    name: str
+    type: str
+    fetches: tuple[str, ...]
+    """Complete fetch arguments, such as `size=%r12:u64`; empty if the value is nowhere to be found."""
+    remark: str = ""
+    """Why there is no fetch argument."""
+
+
+def arguments_at(
+    arch: Arch, values: EntryValues, addr: int, parameters: Iterable[Parameter], *, on_entry: bool
+) -> tuple[Argument, ...]:
+    """Return the parameters of a function with the fetch arguments that read them at an address.
+
+    `on_entry`: the probe's place is the function's symbol, so that $argN is allowed.
+    """
+    places = values.at(addr)
+    registers = list(arch.registers.arguments)
+    words = 0
+    found: list[Argument] = []
+    has_structures = False
+    for number, parameter in enumerate(parameters, 1):
+        size = -(-parameter.size // arch.word_size)
+        has_structures = has_structures or not parameter.fetch_type or size > 1
+        sources = registers[:size] if size <= min(2, len(registers)) else []
+        del registers[: len(sources)]
+        if not sources:
+            sources = [f"{STACK_WORD}{words}"]
+            words += size
+        fetches: list[str] = []
+        remark = ""
+        if not parameter.fetch_type or size != 1:
+            remark = "a structure: read its registers or its place on the stack"
+        else:
+            fits = [place for place in places.get(sources[0], ()) if _fits(place, parameter)]
+            ways = [place.where for place in sorted(fits, key=lambda place: _order(place, sources[0]))]
+            # A structure takes several registers, but Linux counts registers.
+            if on_entry and not has_structures:
+                ways.insert(0, f"$arg{number}")
+            fetches = [_fetch(parameter, number, way) for way in ways]
+            remark = "" if fetches else "not found on all ways from the entry"
+        found.append(Argument(number, parameter.name, parameter.type, tuple(fetches), remark))
+    return tuple(found)
+
+
+def _fits(place: ValuePlace, parameter: Parameter) -> bool:
+    return not place.is_low_half or parameter.size <= _HALF
+
+
+def _order(place: ValuePlace, source: str) -> tuple[bool, bool, str]:
+    return place.where.startswith("$"), place.where != f"%{source}", place.where
+
+
+def _fetch(parameter: Parameter, number: int, place: str) -> str:
+    name = parameter.name or f"arg{number}"
+    if parameter.is_string:
+        return f"{name}=+0({place}):string"
+    return f"{name}={place}:{parameter.fetch_type}"

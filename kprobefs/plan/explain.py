@@ -1,0 +1,115 @@
+"""`kprobefs explain`: what happens to a probe at a place of a kernel, and why, without running the kernel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kprobefs.common.errors import CliError
+from kprobefs.plan.explanation import Explanation, ListedInsn
+from kprobefs.plan.place import find_place
+from kprobefs.plan.planned_kernel import planned_kernel
+from kprobefs.plan.text import as_text
+
+
+def run(
+    places: Sequence[str],
+    *,
+    arch: str | None,
+    image: str | None,
+    vmcore: str | None,
+    profile: str | None,
+    whole: bool,
+    as_json: bool,
+    svg: str | None,
+    html: str | None,
+) -> None:
+    """Run `kprobefs explain`. Raises: CliError (no such place or kernel, a file that can't be written)."""
+    kernel = planned_kernel(arch, image, vmcore, profile)
+    found = [Explanation(kernel, find_place(place, kernel.tables)) for place in places]
+    if svg is not None:
+        from kprobefs.plan.picture import picture
+
+        _write(svg, picture(found, whole=whole))
+    if html is not None:
+        from kprobefs.plan.page import page
+
+        _write(html, page(found, whole=whole))
+    if as_json:
+        print(json.dumps([as_dict(each) for each in found], indent=1))
+    elif svg is None and html is None:
+        print("\n\n".join(as_text(each, whole=whole) for each in found))
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror}") from error
+
+
+def as_dict(explained: Explanation) -> dict[str, Any]:
+    """Return an explanation as a dictionary for JSON. Addresses are hexadecimal texts."""
+    kernel = explained.kernel
+    prototype = explained.prototype
+    return {
+        "place": explained.place.text,
+        "symbol": explained.symbol.name,
+        "offset": explained.place.where.offset,
+        "address": f"{explained.address:#x}",
+        "kernel": kernel.title,
+        "arch": kernel.arch,
+        "profile": kernel.profile.name,
+        "cpu": kernel.held_for,
+        "prototype": None if prototype is None else prototype.text,
+        "size": explained.size,
+        "section": explained.section,
+        "verdict": explained.verdict.outcome.value,
+        "reason": explained.reason,
+        "optprobes": kernel.has_optprobes,
+        "optimization": kernel.allows_jumps,
+        "others": [
+            {"returns": each.returns, "verdict": each.outcome.value, "reason": each.reason}
+            for each in explained.others
+        ],
+        "region": [f"{explained.bracket.start:#x}", f"{explained.bracket.stop:#x}"],
+        "nearest": {
+            "before": _offset(explained.better_before),
+            "after": _offset(explained.better_after),
+        },
+        "arguments": [
+            {
+                "number": each.number,
+                "name": each.name,
+                "type": each.type,
+                "fetch": list(each.fetches),
+                "remark": each.remark,
+            }
+            for each in explained.arguments
+        ],
+        "never_returns": explained.never_returns,
+        "other_symbols": [f"{each.address:#x}" for each in explained.place.others],
+        "instructions": [_insn(each) for each in explained.insns],
+        "detour": [
+            {"part": each.part, "offset": each.offset, "text": each.text, "relocated": each.is_relocated}
+            for each in explained.detour
+        ],
+    }
+
+
+def _insn(insn: ListedInsn) -> dict[str, Any]:
+    return {
+        "address": f"{insn.address:#x}",
+        "offset": insn.offset,
+        "bytes": insn.code.hex(),
+        "text": insn.text,
+        "target": None if insn.target is None else f"{insn.target:#x}",
+        "verdict": insn.verdict.outcome.value,
+        "reason": insn.reason,
+    }
+
+
+def _offset(insn: ListedInsn | None) -> int | None:
+    return None if insn is None else insn.offset

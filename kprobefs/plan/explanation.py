@@ -1,0 +1,307 @@
+"""Explanation of a place in a kernel: the function, verdicts, detour, better places, arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from errno import ENODATA, ENOENT
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.disassembly import address_names
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
+from emulated_kernel.arch.entry_values import EntryValues
+from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.linux.btf_declaration import Parameter, Prototype, prototype
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.measure.verdicts import Judge, ProbeOutcome, Verdict
+from kprobefs.plan.arguments import Argument, arguments_at
+from kprobefs.plan.place import Place
+from kprobefs.plan.planned_kernel import PlannedKernel, Variant
+
+_DETOUR_DISTANCE = 1 << 20
+"""Distance in bytes from the end of the kernel to the address for which a detour is generated.
+
+The address of the real detour is chosen when the probe is registered. Texts with symbols do not depend on it.
+"""
+_PAGE = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class ListedInsn:
+    """An instruction of the function, with its verdict."""
+
+    address: int
+    offset: int
+    """Offset in bytes from the start of the function."""
+    code: bytes
+    text: str
+    target: int | None
+    """Address in the function to which a jump goes; None for other instructions."""
+    verdict: Verdict
+    reason: str
+    """The rule that refuses the probe or its jump, with the place that breaks it; "" if there is none."""
+
+    @property
+    def end(self) -> int:
+        """Address after the instruction."""
+        return self.address + len(self.code)
+
+
+@dataclass(frozen=True, slots=True)
+class DetourInsn:
+    """An instruction of the detour."""
+
+    part: str
+    """Name of the part of the detour."""
+    offset: int
+    """Offset in bytes from the start of the detour."""
+    text: str
+    is_relocated: bool
+    """Whether the instruction is a copy with another displacement."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherVerdict:
+    """The verdict on the same place if boot rewrites the kernel's returns in another way."""
+
+    returns: str
+    outcome: ProbeOutcome
+    reason: str
+
+
+class Explanation:
+    """What happens to a probe at a place of a kernel. All parts are computed when they are first used."""
+
+    def __init__(self, kernel: PlannedKernel, place: Place) -> None:
+        self.kernel = kernel
+        self.place = place
+        self.symbol: Symbol = place.where.symbol
+        self._variant: Variant = kernel.variant(self.symbol)
+        self.judge: Judge = self._variant.judge
+        self._name = address_names(kernel.tables.kallsyms.lookup)
+
+    @property
+    def title(self) -> str:
+        """The place as symbol and offset."""
+        where = self.place.where
+        return f"{where.name}+{where.offset:#x}" if where.offset else where.name
+
+    @property
+    def address(self) -> int:
+        """Address of the place."""
+        return self.place.address
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What happens to a probe at the place."""
+        return self.judge.verdict(self.place.where)
+
+    @property
+    def reason(self) -> str:
+        """The rule that refuses the probe or its jump; "" if there is none."""
+        return self._reason(self.judge, self.verdict)
+
+    @cached_property
+    def others(self) -> tuple[OtherVerdict, ...]:
+        """The verdict for the other ways in which boot may rewrite the kernel's returns."""
+        found = []
+        for variant in self.kernel.other_variants(self.symbol):
+            verdict = variant.judge.verdict(self.place.where)
+            reason = self._reason(variant.judge, verdict)
+            found.append(OtherVerdict(variant.returns, verdict.outcome, reason))
+        return tuple(found)
+
+    @cached_property
+    def insns(self) -> tuple[ListedInsn, ...]:
+        """All instructions of the function, without filler."""
+        code = self._code
+        start = self.symbol.address
+        targets = {addr: insn.target for addr, insn in self._frame_insns.items()}
+        verdicts = self.judge.verdicts(self.symbol)
+        addresses = [*self.judge.checker.boundaries(self.symbol), start + len(code)]
+        ends = dict(pairwise(addresses))
+        sweep = self.judge.arch.disassembler.insns(code, start, self._name)
+        texts = {(addr, size): text for addr, size, text in sweep}
+        found = []
+        for addr, verdict in verdicts.items():
+            insn = code[addr - start : ends[addr] - start]
+            target = targets.get(addr)
+            found.append(
+                ListedInsn(
+                    addr,
+                    addr - start,
+                    insn,
+                    texts.get((addr, len(insn))) or self._text(insn, addr),
+                    target if target in verdicts else None,
+                    verdict,
+                    self._reason(self.judge, verdict),
+                )
+            )
+        return tuple(found)
+
+    @property
+    def size(self) -> int:
+        """Size of the function in bytes, without filler at its end."""
+        return self.insns[-1].end - self.symbol.address if self.insns else 0
+
+    @property
+    def section(self) -> str:
+        """Name of the function's text section."""
+        return self.judge.subject.section(self.symbol.address)
+
+    @cached_property
+    def bracket(self) -> range:
+        """Addresses of the whole instructions that a jump at the place replaces, or would replace."""
+        region = self.verdict.region
+        if region is not None:
+            return range(region.addr, region.end)
+        end = self.address
+        for insn in self.insns:
+            if insn.address == end and end - self.address < self.judge.arch.jump_size:
+                end = insn.end
+        return range(self.address, end)
+
+    # Better places
+
+    @property
+    def better_before(self) -> ListedInsn | None:
+        """The nearest optimized place before this one, or None."""
+        found = [insn for insn in self._optimized if insn.address < self.address]
+        return found[-1] if found else None
+
+    @property
+    def better_after(self) -> ListedInsn | None:
+        """The nearest optimized place after this one, or None."""
+        return next((insn for insn in self._optimized if insn.address > self.address), None)
+
+    @cached_property
+    def _optimized(self) -> Sequence[ListedInsn]:
+        return [insn for insn in self.insns if insn.verdict.outcome is ProbeOutcome.OPTIMIZED]
+
+    @property
+    def containing(self) -> ListedInsn | None:
+        """The instruction that contains the place, if the place is inside an instruction; otherwise None."""
+        return next((insn for insn in self.insns if insn.address < self.address < insn.end), None)
+
+    # Detour
+
+    @cached_property
+    def detour(self) -> tuple[DetourInsn, ...]:
+        """The detour that a jump at the place would lead to; empty if there is no jump."""
+        region = self.verdict.region
+        return () if region is None else tuple(self._detour_insns(region))
+
+    def _detour_insns(self, region: Region) -> Iterator[DetourInsn]:
+        arch = self.judge.arch
+        end = self.kernel.tables.kallsyms.end
+        buffer = (end + _DETOUR_DISTANCE) & -_PAGE
+        made = arch.detour(region, buffer)
+        parts = arch.detour_parts(0, made.trap, made.copied, region)
+        originals = region.code
+        for part, following in zip(parts, (*[each.start for each in parts[1:]], len(made.code)), strict=True):
+            code = made.code[part.start : following]
+            is_copy = part.start == made.copied
+            for at, size, text in arch.disassembler.insns(code, buffer + part.start, self._name):
+                offset = at - buffer
+                insn = made.code[offset : offset + size]
+                copied_from = offset - made.copied
+                is_relocated = is_copy and originals[copied_from : copied_from + size] != insn
+                yield DetourInsn(part.name, offset, text, is_relocated)
+
+    # Prototype and arguments
+
+    @cached_property
+    def prototype(self) -> Prototype | None:
+        """The function's prototype; None if the kernel's types do not have it."""
+        tables = self.kernel.tables
+        if not isinstance(tables, LinuxKernel):
+            return None
+        try:
+            return prototype(tables.btf, self.symbol.name)
+        except KernelError as error:
+            if error.errno not in (ENOENT, ENODATA):
+                raise
+            return None
+
+    @property
+    def prototype_text(self) -> str:
+        """The prototype, or why there is none."""
+        if self.prototype is not None:
+            return self.prototype.text
+        if "." in self.symbol.name:
+            return "no prototype: the compiler made this function, and its parameters may differ"
+        count = self.kernel.argument_count(self.symbol.name)
+        if count is not None:
+            return f"no prototype: this kernel has no BTF; {count} parameter{'s' * (count != 1)}"
+        tables = self.kernel.tables
+        has_btf = isinstance(tables, LinuxKernel) and tables.has_btf
+        return f"no prototype: {'it is not in the BTF' if has_btf else 'this kernel has no BTF'}"
+
+    @cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The function's parameters, and how they can be fetched at the place."""
+        if self.verdict.outcome is ProbeOutcome.REFUSED:
+            return ()
+        parameters: tuple[Parameter, ...] = ()
+        if self.prototype is not None:
+            parameters = self.prototype.parameters
+        elif (count := self.kernel.argument_count(self.symbol.name)) is not None:
+            word = self.judge.arch.word_size
+            parameters = (Parameter("", "", word, f"x{8 * word}", False),) * count
+        on_entry = not self.place.where.offset
+        return arguments_at(self.judge.arch, self.entry_values, self.address, parameters, on_entry=on_entry)
+
+    @property
+    def never_returns(self) -> bool:
+        """Whether no path of the function leads to a return, so that a return probe is never hit."""
+        return not self.entry_values.returns
+
+    @cached_property
+    def entry_values(self) -> EntryValues:
+        """Where the function keeps the values with which it was called."""
+        symbol = self.symbol
+        return EntryValues(
+            self.judge.arch,
+            self._code,
+            symbol.address,
+            self.kernel.ways,
+            is_function=COLD_PART.search(symbol.name) is None,
+            has_jump_table=self.judge.checker.has_jump_table(symbol),
+        )
+
+    # Text
+
+    @cached_property
+    def _frame_insns(self) -> Mapping[int, Any]:
+        return dict(self.judge.arch.frame_insns(self._code, self.symbol.address, switches_stack=False))
+
+    @cached_property
+    def _code(self) -> bytes:
+        return self.judge.checker.unpatched_code(self.symbol)
+
+    def _text(self, code: bytes, addr: int) -> str:
+        return "; ".join(text for _, _, text in self.judge.arch.disassembler.insns(code, addr, self._name))
+
+    def _reason(self, judge: Judge, verdict: Verdict) -> str:
+        rejection = verdict.rejection
+        if rejection is None:
+            return ""
+        reason = rejection.reason
+        if reason in (RejectReason.NOTRACE, RejectReason.BLACKLISTED, RejectReason.NOT_BUILT):
+            return str(reason.value)
+        where = self._name(rejection.addr) or f"{rejection.addr:#x}"
+        return f"{where}: {reason.value}{self._blamed(judge, rejection)}"
+
+    def _blamed(self, judge: Judge, rejection: Rejection) -> str:
+        if rejection.reason.about is RejectSubject.REGISTER:
+            return f": {judge.checker.register_text(rejection.addr)}"
+        if rejection.reason.about is None:
+            return ""
+        code = judge.subject.tables.read(rejection.addr, judge.checker.max_insn_size)
+        insns = judge.arch.disassembler.insns(code, rejection.addr, self._name)
+        return f": {next(text for _, _, text in insns)}"

@@ -1,0 +1,106 @@
+"""The rows of an explanation's listing: which instructions are shown, and notes on their verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_lowercase
+
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.plan.explanation import Explanation, ListedInsn
+
+_AROUND = 8
+"""Number of instructions before and after the place that are shown, unless the whole function is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An instruction in the listing."""
+
+    insn: ListedInsn
+    is_place: bool
+    bracket: str
+    """Part of the bracket around the region that a jump replaces: "", "only", "first", "inner" or "last"."""
+    note: str
+    """Letter of the note about the verdict, or ""."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The rows, and the notes about their verdicts."""
+
+    rows: tuple[Row, ...]
+    notes: tuple[tuple[str, str], ...]
+    """Letter of each note, and its text."""
+    hidden_before: int
+    """Number of instructions of the function before the first row."""
+    hidden_after: int
+
+    @property
+    def jumps(self) -> list[tuple[int, int]]:
+        """Jumps between rows: row of the jump and row of the target."""
+        rows = {row.insn.address: number for number, row in enumerate(self.rows)}
+        return [
+            (number, rows[row.insn.target])
+            for number, row in enumerate(self.rows)
+            if row.insn.target is not None and row.insn.target in rows
+        ]
+
+
+def listing(explained: Explanation, *, whole: bool) -> Listing:
+    """Return the listing of an explanation: `whole`, or only around the place."""
+    insns = explained.insns
+    first = 0
+    last = len(insns)
+    if not whole:
+        at = max((n for n, insn in enumerate(insns) if insn.address <= explained.address), default=0)
+        first = max(at - _AROUND, 0)
+        last = min(max(at + _AROUND + 1, 2 * _AROUND + 1), len(insns))
+        first = max(min(first, last - 2 * _AROUND - 1), 0)
+    shown = insns[first:last]
+    notes = _notes(shown)
+    letters = {reason: letter for reason, letter, _ in notes}
+    rows = tuple(
+        Row(
+            insn,
+            insn.address <= explained.address < insn.end,
+            _bracket(insn, explained),
+            letters.get(_reason(insn), "") if _reason(insn) else "",
+        )
+        for insn in shown
+    )
+    texts = tuple((letter, text) for _, letter, text in notes)
+    return Listing(rows, texts, first, len(insns) - last)
+
+
+def _reason(insn: ListedInsn) -> RejectReason | None:
+    rejection = insn.verdict.rejection
+    return None if rejection is None else rejection.reason
+
+
+def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, str]]:
+    """Return reason, letter and text of the notes. If one address breaks the rule everywhere, name it."""
+    by_reason: dict[RejectReason, list[ListedInsn]] = {}
+    for insn in insns:
+        reason = _reason(insn)
+        if reason is not None and reason is not RejectReason.FTRACE:
+            by_reason.setdefault(reason, []).append(insn)
+    found: list[tuple[RejectReason | None, str, str]] = []
+    for (reason, each), letter in zip(by_reason.items(), ascii_lowercase, strict=False):
+        texts = {insn.reason for insn in each}
+        found.append((reason, letter, texts.pop() if len(texts) == 1 else str(reason.value)))
+    return found
+
+
+def _bracket(insn: ListedInsn, explained: Explanation) -> str:
+    if explained.verdict.outcome not in (ProbeOutcome.OPTIMIZED, ProbeOutcome.BREAKPOINT):
+        return ""
+    bracket = explained.bracket
+    if insn.address not in bracket:
+        return ""
+    is_first = insn.address == bracket.start
+    is_last = insn.end == bracket.stop
+    if is_first or is_last:
+        return "only" if is_first and is_last else "first" if is_first else "last"
+    return "inner"

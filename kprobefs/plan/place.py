@@ -1,0 +1,109 @@
+"""Places of probes as users write them, SYMBOL, SYMBOL+OFFSET or an address, found in a kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
+from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+
+_NUMBER = re.compile(r"0x[0-9a-fA-F]{1,16}|[0-9]{1,20}")
+_SHOWN = 3
+"""Maximum number of symbols that an error names."""
+_PREFIX = 4
+"""Number of characters that a symbol must share with a wrong name to be compared with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place of a probe, as the user wrote it and in the kernel."""
+
+    text: str
+    where: Location
+    others: tuple[Symbol, ...]
+    """Other symbols with the same name; the kernel refuses the name if there are any."""
+
+    @property
+    def address(self) -> int:
+        """Address of the place."""
+        return self.where.symbol.address + self.where.offset
+
+
+def find_place(text: str, tables: ProbedTables) -> Place:
+    """Return the place that `text` names in a kernel. Raises: CliError (its text has no such place)."""
+    kallsyms = tables.kallsyms
+    others: tuple[Symbol, ...] = ()
+    if _NUMBER.fullmatch(text):
+        address = int(text, 0) if text.startswith("0x") else int(text)
+    else:
+        symbol, offset, others = _named(text, kallsyms)
+        address = symbol.address + offset
+    where = kallsyms.lookup(address)
+    if where is None or not any(start <= address < end for start, end in tables.text_ranges):
+        raise _not_text(text, address, where, tables)
+    return Place(text, where, others)
+
+
+def _named(text: str, kallsyms: Kallsyms) -> tuple[Symbol, int, tuple[Symbol, ...]]:
+    name, plus, number = text.partition("+")
+    if plus and not _NUMBER.fullmatch(number):
+        raise CliError(f"{_shown(text)}: the offset is no number; give SYMBOL+0x1f", ExitStatus.USAGE)
+    if ":" in name:
+        module = name.partition(":")[0]
+        raise CliError(
+            f"{_shown(text)}: the kernel's file has no modules; mount the kernel, load {_shown(module)}, and "
+            "read the event's `reason`",
+            ExitStatus.USAGE,
+        )
+    found = kallsyms.by_name(name)
+    if not found:
+        near = _nearest(name, kallsyms)
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        raise CliError(f"{_shown(name)}: this kernel has no such symbol{hint}", ExitStatus.USAGE)
+    offset = int(number, 0) if plus else 0
+    return found[0], offset, found[1:]
+
+
+def _nearest(name: str, kallsyms: Kallsyms) -> list[str]:
+    """Return the names of code that are most similar to a name that does not exist.
+
+    The parts that the compiler split off from the function come first.
+    """
+    parts = [f"{name}{suffix}" for suffix in _suffixes(name, kallsyms)]
+    if parts:
+        return parts[:_SHOWN]
+    for length in (_PREFIX, 2, 0):
+        head = name[:length].encode("utf-8", "replace")
+        names = _starting(head, kallsyms)
+        if found := get_close_matches(name, names, _SHOWN, 0.6):
+            return found
+    return []
+
+
+def _starting(head: bytes, kallsyms: Kallsyms) -> list[str]:
+    pattern = rb"\0(" + re.escape(head) + rb"[^\0]*)"
+    return [found[1].decode("utf-8", "replace") for found in re.finditer(pattern, kallsyms.table.names)]
+
+
+def _suffixes(name: str, kallsyms: Kallsyms) -> Iterable[str]:
+    return (each[len(name) :] for each in _starting(f"{name}.".encode(), kallsyms))
+
+
+def _not_text(text: str, address: int, where: Location | None, tables: ProbedTables) -> CliError:
+    shown = _shown(text)
+    if where is not None:
+        what = "in init text, which is freed after boot" if where.symbol.is_text else "data"
+        return CliError(f"{shown}: no probe is possible there: {where} is {what}", ExitStatus.USAGE)
+    start, end = next(iter(tables.text_ranges))
+    hint = " (if the address is from a running kernel with KASLR, give SYMBOL+OFFSET)"
+    if not address >> 32:
+        hint = ""
+    return CliError(f"{shown}: not in this kernel's text, {start:#x} to {end:#x}{hint}", ExitStatus.USAGE)
+
+
+def _shown(text: str) -> str:
+    return escape_for_terminal(text)

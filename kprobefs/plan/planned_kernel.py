@@ -1,0 +1,160 @@
+"""PlannedKernel: a kernel for which probes are planned, opened from a file, a dump, or built in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+from emulated_kernel.image.builtin_image import KernelImage, load_image
+from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, ReturnThunks
+from emulated_kernel.image.prototypes import load_argument_counts
+from emulated_kernel.image.text_tables import ProbedTables, Range
+from emulated_kernel.kprobes.profile import Profile, profile_named
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common.errors import CliError, ExitStatus, explained
+from kprobefs.measure.coverage_subject import Subject
+from kprobefs.measure.verdicts import Judge, default_profile
+
+_ALLOWED = "kprobes_allow_optimization"
+"""Symbol of the variable behind sysctl debug.kprobes-optimization."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel with its returns rewritten in one of the ways in which boot may do so."""
+
+    returns: str
+    """Name of the way; "" if the kernel's text stays as it is."""
+    judge: Judge
+
+
+class PlannedKernel:
+    """A kernel's tables and text, and the rules for its probes."""
+
+    def __init__(self, title: str, arch: str, tables: ProbedTables, profile: Profile, held_for: str) -> None:
+        self.title = title
+        self.arch = arch
+        self.tables = tables
+        self.profile = profile
+        self.held_for = held_for
+        """The CPU for which the answers hold."""
+        self.is_dump = False
+        """Whether the text and data are those of a running kernel."""
+
+    @cached_property
+    def judge(self) -> Judge:
+        """The rules for the kernel with its text as it is in its file."""
+        return Judge(Subject(self.title, self.arch, self.tables), self.profile)
+
+    @property
+    def has_optprobes(self) -> bool | None:
+        """Whether the kernel was built with CONFIG_OPTPROBES; None if its symbols do not say so."""
+        return self.judge.subject.has_optprobes
+
+    @property
+    def allows_jumps(self) -> bool | None:
+        """Value of sysctl debug.kprobes-optimization in a dump; None if it isn't known."""
+        address = self.tables.kallsyms.lookup_name(_ALLOWED)
+        if not self.is_dump or address is None:
+            return None
+        return self.tables.read(address, 1) != b"\0"
+
+    def variant(self, symbol: Symbol) -> Variant:
+        """Return the kernel with its returns as on the CPU for which the answers hold, around a function."""
+        return self._as_booted(symbol, self._returns[0] if self._returns else None)
+
+    def other_variants(self, symbol: Symbol) -> Iterator[Variant]:
+        """Yield the kernel with its returns as on other CPUs, around a function."""
+        return (self._as_booted(symbol, returns) for returns in self._returns[1:])
+
+    @property
+    def _returns(self) -> Sequence[ReturnThunks]:
+        # A dump's text is as boot has left it.
+        return self.tables.returns if isinstance(self.tables, LinuxKernel) and not self.is_dump else ()
+
+    def _as_booted(self, symbol: Symbol, returns: ReturnThunks | None) -> Variant:
+        tables = self.tables
+        if returns is None or not isinstance(tables, LinuxKernel):
+            return Variant("", self.judge)
+        end = min(symbol.address + symbol.size, tables.text.end)
+        booted = tables.booted(returns, Range(symbol.address, end))
+        return Variant(returns.value, Judge(Subject(self.title, self.arch, booted), self.profile))
+
+    @cached_property
+    def ways(self) -> Mapping[int, Sequence[int]]:
+        """Instruction address -> targets in addition to those in its code: by jump labels or fixups."""
+        ways: dict[int, list[int]] = {}
+        for code, target, _ in self.tables.jump_labels:
+            ways.setdefault(code, []).append(target)
+        for insn, fixup in self.tables.ex_table:
+            ways.setdefault(insn, []).append(fixup)
+        return ways
+
+    def argument_count(self, function: str) -> int | None:
+        """Return the number of a function's parameters in the built-in kernel; None if it isn't known."""
+        return self._argument_counts.get(function)
+
+    @cached_property
+    def _argument_counts(self) -> Mapping[str, int]:
+        tables = self.tables
+        return load_argument_counts(tables.path) if isinstance(tables, KernelImage) else {}
+
+
+def planned_kernel(
+    arch: str | None, image: str | None, vmcore: str | None, profile_name: str | None
+) -> PlannedKernel:
+    """Return the kernel that the options of a command name.
+
+    Raises: CliError (no such kernel, image, dump or profile).
+    """
+    with explained(image or vmcore or arch or ""):
+        if vmcore is not None:
+            return _dumped(vmcore, profile_name)
+        if image is not None:
+            return _distributed(image, profile_name)
+        name = arch or "x86_64"
+        profile = _profile(profile_name, name)
+        held_for = "the emulated CPU"
+        return PlannedKernel(
+            f"kprobefs's own kernel for {name}", name, load_image(None, name), profile, held_for
+        )
+
+
+def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
+    from emulated_kernel.guests.linux.table_cache import kernel_from_file
+
+    kernel = kernel_from_file(image)
+    held_for = "a CPU for which boot writes plain returns" if kernel.returns else "any CPU"
+    return PlannedKernel(
+        f"Linux {kernel.release}", "x86_64", kernel, _profile(profile_name, "x86_64"), held_for
+    )
+
+
+def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
+    from emulated_kernel.guests.linux.vmcore.vmcore_guest import kernel_in_core
+
+    kernel = kernel_in_core(vmcore)
+    made = PlannedKernel(
+        f"Linux {kernel.release}, a dump", "x86_64", kernel, _profile(profile_name, "x86_64"), ""
+    )
+    made.is_dump = True
+    made.held_for = f"the CPU of the dump: {_cpu_model(kernel)}"
+    return made
+
+
+def _cpu_model(kernel: LinuxKernel) -> str:
+    """Return the name of the CPU on which a dumped kernel ran. Mirrors: struct cpuinfo_x86 (v6.1)."""
+    try:
+        at = kernel.required("boot_cpu_data") + kernel.btf.offset("cpuinfo_x86.x86_model_id")
+        return kernel.read(at, 64).partition(b"\0")[0].decode("ascii", "replace").strip() or "unknown"
+    except KernelError:
+        return "unknown"
+
+
+def _profile(name: str | None, arch: str) -> Profile:
+    try:
+        return profile_named(name or default_profile(arch))
+    except KernelError as error:
+        raise CliError(str(error.strerror), ExitStatus.USAGE) from error

@@ -1,0 +1,196 @@
+"""The text of an explanation, in 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from textwrap import wrap
+
+from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.plan.arguments import Argument
+from kprobefs.plan.arrows import arrows, gutter
+from kprobefs.plan.explanation import DetourInsn, Explanation, ListedInsn
+from kprobefs.plan.listing import Listing, Row, listing
+
+WIDTH = 80
+_LANES = 4
+_BYTES = 7
+"""Number of bytes of an instruction that one line shows."""
+_VERDICT_WIDTH = 12
+_OFFSET_WIDTH = 7
+_BRACKETS = {"": " ", "only": "[", "first": "/", "inner": "|", "last": "\\"}
+_LABEL_WIDTH = 11
+DETOUR_TITLE = "detour as kprobefs builds it (Linux calls optimized_callback() instead of int3)"
+
+
+def as_text(explained: Explanation, *, whole: bool) -> str:
+    """Return an explanation as text; `whole`: with all instructions of the function."""
+    shown = listing(explained, whole=whole)
+    labelled = (line for label, texts in answers(explained) for line in _labelled(label, texts))
+    parts = [_head(explained), _listing(shown), labelled, _detour(explained)]
+    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
+
+
+def _head(explained: Explanation) -> Iterator[str]:
+    kernel = explained.kernel
+    yield from _wrapped(f"{explained.title}: {explained.verdict.outcome.value} in {kernel.title}", "")
+    yield from _wrapped(explained.prototype_text, "  ")
+    start = explained.symbol.address
+    yield f"  {explained.size} bytes at {start:#x} in {explained.section}, profile {kernel.profile.name}"
+
+
+# Listing
+
+
+def _listing(shown: Listing) -> Iterator[str]:
+    lines = gutter(arrows(shown.jumps, _LANES), len(shown.rows))
+    if shown.hidden_before:
+        yield f"  {shown.hidden_before} instructions before (--function shows them)"
+    for row, arrow in zip(shown.rows, lines, strict=True):
+        yield from _insn(row, arrow)
+    if shown.hidden_after:
+        yield f"  {shown.hidden_after} instructions after (--function shows them)"
+    if shown.notes:
+        yield ""
+    for letter, text in shown.notes:
+        yield from _wrapped(f"{letter}  {text}", "  ", "     ")
+
+
+def _insn(row: Row, arrow: str) -> Iterator[str]:
+    insn = row.insn
+    head = f"{'*' if row.is_place else ' '}{arrow}{_BRACKETS[row.bracket]}"
+    columns = WIDTH - len(head) - _OFFSET_WIDTH - 3 * _BYTES - 1 - _VERDICT_WIDTH
+    texts = wrap(insn.text, columns, subsequent_indent="  ") or [""]
+    codes = [insn.code[at : at + _BYTES].hex(" ") for at in range(0, len(insn.code), _BYTES)]
+    verdict = f"{insn.verdict.outcome.value} {row.note}".rstrip()
+    offset = f"{f'+{insn.offset:#x}':>{_OFFSET_WIDTH - 1}} "
+    for number in range(max(len(texts), len(codes))):
+        code = codes[number] if number < len(codes) else ""
+        text = texts[number] if number < len(texts) else ""
+        line = f"{head}{offset}{code:<{3 * _BYTES}}{text:<{columns}} {verdict}"
+        yield line.rstrip()
+        head = f" {_continued(arrow)}{'|' if row.bracket in ('first', 'inner') else ' '}"
+        offset = " " * _OFFSET_WIDTH
+        verdict = ""
+
+
+def _continued(arrow: str) -> str:
+    """Return the text of arrows below a row, for further lines of an instruction."""
+    return "".join("|" if character in "|,+" else " " for character in arrow)
+
+
+# Answers
+
+
+def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
+    """Yield the answers about the place: label and lines."""
+    yield "verdict", [*_verdict(explained)]
+    yield "jumps", [*_jumps(explained)]
+    if explained.verdict.outcome is not ProbeOutcome.OPTIMIZED:
+        yield "nearest", [*_nearest(explained)]
+    if explained.arguments:
+        yield "arguments", [_argument(argument) for argument in explained.arguments]
+    if explained.never_returns:
+        yield "returns", ["never, on no path: a return probe is never hit"]
+    if explained.place.others:
+        known = ", ".join(f"{each.address:#x}" for each in explained.place.others)
+        yield "name", [f"the kernel refuses it: it also names {known}; give an address instead"]
+
+
+def _verdict(explained: Explanation) -> Iterator[str]:
+    because = f": {explained.reason}" if explained.reason else ""
+    inside = explained.containing
+    if inside is not None:
+        because += f", inside {inside.text} at +{inside.offset:#x}"
+    yield f"{explained.verdict.outcome.value}{because}"
+    yield f"for {explained.kernel.held_for}"
+    answered: dict[tuple[ProbeOutcome, str], list[str]] = {}
+    for other in explained.others:
+        answered.setdefault((other.outcome, other.reason), []).append(other.returns)
+    for (outcome, reason), returns in answered.items():
+        because = f": {reason}" if reason else ""
+        yield f"with {', or '.join(returns)}: {outcome.value}{because}"
+
+
+def _jumps(explained: Explanation) -> Iterator[str]:
+    kernel = explained.kernel
+    if not kernel.profile.optimizer:
+        yield f"never: the kernel of profile {kernel.profile.name} has no jump optimization"
+        return
+    built = {True: "CONFIG_OPTPROBES is set", False: "never: built without CONFIG_OPTPROBES", None: ""}
+    allowed = {
+        True: "sysctl debug.kprobes-optimization is 1",
+        False: "now off: sysctl debug.kprobes-optimization is 0",
+        None: "allowed unless sysctl debug.kprobes-optimization is 0",
+    }
+    has = kernel.has_optprobes
+    yield "; ".join(
+        each for each in (built[has], "" if has is False else allowed[kernel.allows_jumps]) if each
+    )
+
+
+def _nearest(explained: Explanation) -> Iterator[str]:
+    before = explained.better_before
+    after = explained.better_after
+    if before is None and after is None:
+        yield "no place of this function is optimized"
+    if before is not None:
+        yield f"optimized before: {_better(explained, before)}"
+    if after is not None:
+        yield f"optimized after:  {_better(explained, after)}"
+
+
+def _better(explained: Explanation, insn: ListedInsn) -> str:
+    return f"{explained.symbol.name}+{insn.offset:#x}  {insn.text}"
+
+
+def _argument(argument: Argument) -> str:
+    name = f" {argument.name}" if argument.name else ""
+    kind = f" ({argument.type})" if argument.type else ""
+    return f"{argument.number}{name}{kind}: {' or '.join(argument.fetches) or argument.remark}"
+
+
+def _labelled(label: str, texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        indent = " " * _LABEL_WIDTH
+        yield from wrap(
+            text,
+            WIDTH,
+            initial_indent=f"{label:<{_LABEL_WIDTH}}",
+            subsequent_indent=f"{indent}  ",
+            break_on_hyphens=False,
+        )
+        label = ""
+
+
+# Detour
+
+
+def relocated(insn: DetourInsn) -> str:
+    """Return the mark of a copied instruction that differs from the original, or ""."""
+    return "  (relocated)" if insn.is_relocated else ""
+
+
+def _detour(explained: Explanation) -> Iterator[str]:
+    insns = explained.detour
+    if not insns:
+        return
+    yield from _wrapped(DETOUR_TITLE, "")
+    for part, group in groupby(insns, key=lambda insn: insn.part):
+        members = list(group)
+        yield f"  +{members[0].offset:#x} {part}"
+        if part in ("copied instructions", "jump back"):
+            for insn in members:
+                yield from _wrapped(f"{insn.text}{relocated(insn)}", "    ")
+        else:
+            yield from _wrapped("; ".join(insn.text for insn in members), "    ")
+
+
+def _wrapped(text: str, indent: str, further: str | None = None) -> list[str]:
+    return wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  " if further is None else further,
+        break_on_hyphens=False,
+    )

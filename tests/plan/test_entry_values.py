@@ -1,0 +1,145 @@
+"""Where a function keeps its arguments: each place that is told has the value, whenever the CPU is there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from emulated_kernel.arch.entry_values import STACK_WORD, EntryValues
+from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.traps.trap import MemoryFault, Trap
+from emulated_kernel.util.config import MachineConfig
+from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
+from tests.kprobes.boundaries import Boundary, all_boundaries
+from tests.kprobes.conftest import BREAKPOINTS
+from tests.kprobes.functions import Runner
+from tests.kprobes.states import build_arena, generate, writable_memory
+from tests.sample import share
+from tests.snapshot import DataSnapshot
+
+LOW_HALF = 0xFFFF_FFFF
+
+
+@dataclass
+class Activation:
+    """A call of a function that has not returned."""
+
+    symbol: Symbol
+    start: RegisterSet
+    words: list[int]
+
+
+class Checker(Runner):
+    """Runs functions instruction by instruction, and compares each told place with the entry's value."""
+
+    def __init__(
+        self, machine: Machine, memory: DataSnapshot, boundaries: list[Boundary], kernel: PlannedKernel
+    ) -> None:
+        super().__init__(machine, memory, boundaries)
+        self._kernel = kernel
+        self._values: dict[int, EntryValues] = {}
+        self._calls: list[Activation] = []
+        self.checked: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def _step(self, state: RegisterSet, boundary: Boundary | None) -> tuple[Trap, RegisterSet]:
+        self._look(state)
+        return super()._step(state, boundary)
+
+    def count(self, start: RegisterSet) -> Counter[int] | None:
+        self._calls = []
+        return super().count(start)
+
+    def _look(self, state: RegisterSet) -> None:
+        where = self._machine.image.kallsyms.lookup(state.ip)
+        if where is None:
+            return
+        calls = self._calls
+        while calls and state.sp > calls[-1].start.sp:
+            calls.pop()
+        if not where.offset:
+            word = self._machine.model.bits // 8
+            words = [self._word(state.sp + (1 + number) * word) for number in range(8)]
+            calls.append(Activation(where.symbol, state, words))
+        # A stack switch continues another call of the same function.
+        is_switch = where.symbol.name in self._kernel.judge.arch.stack_switches
+        if calls and calls[-1].symbol == where.symbol and not is_switch:
+            self._compare(calls[-1], state)
+
+    def _word(self, at: int) -> int:
+        try:
+            return int(self._machine.memory.read_word(at))
+        except MemoryFault:
+            return 0
+
+    def _compare(self, call: Activation, state: RegisterSet) -> None:
+        for name, places in self._of(call.symbol).at(state.ip).items():
+            number = name.removeprefix(STACK_WORD)
+            if number != name and int(number) >= self._stack_parameters(call.symbol):
+                # A word of the caller, who may have passed its address.
+                continue
+            wanted = call.words[int(number)] if number != name else getattr(call.start, name)
+            for place in places:
+                if place.where.startswith("%"):
+                    value = getattr(state, place.where[1:])
+                else:
+                    word = self._machine.model.bits // 8
+                    value = self._word(state.sp + word * int(place.where.removeprefix("$stack")))
+                kind = "stack" if place.where.startswith("$") else "register"
+                self.checked[f"{kind} half" if place.is_low_half else kind] += 1
+                mask = LOW_HALF if place.is_low_half else -1
+                if value & mask != wanted & mask:
+                    self.wrong.append(f"{call.symbol} {state.ip:#x} {name} {place}")
+
+    def _stack_parameters(self, symbol: Symbol) -> int:
+        count = self._kernel.argument_count(symbol.name) or 0
+        return count - len(self._kernel.judge.arch.registers.arguments)
+
+    def _of(self, symbol: Symbol) -> EntryValues:
+        if symbol.address not in self._values:
+            code = self._machine.image.read(symbol.address, symbol.size)
+            judge = self._kernel.judge
+            self._values[symbol.address] = EntryValues(
+                judge.arch,
+                code,
+                symbol.address,
+                self._kernel.ways,
+                is_function=True,
+                has_jump_table=judge.checker.has_jump_table(symbol),
+            )
+        return self._values[symbol.address]
+
+
+@pytest.fixture(params=["x86_64", "i386"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(arch=request.param, ram_size=24 << 20), profile=BREAKPOINTS) as kernel:
+        yield kernel
+
+
+def test_told_places_hold_the_entry_values(kernel: Kernel) -> None:
+    machine = kernel.machine
+    boundaries = all_boundaries(kernel.image)
+    arena = build_arena(machine, Random(7), text=False)
+    machine.memory.write_word(machine.calls.stack_top, machine.model.layout.host_text)
+    planned = planned_kernel(kernel.config.arch, None, None, None)
+    checker = Checker(machine, writable_memory(machine, arena), boundaries, planned)
+    entries: dict[str, int] = {}
+    for boundary in boundaries:
+        if boundary.refusal is None:
+            entries.setdefault(boundary.function, boundary.addr)
+    rng = Random(7)
+    top = machine.calls.stack_top
+    starts = [generate(arena, rng, entry)._replace(sp=top) for entry in entries.values()]
+    for start in share(starts, 3, 12):
+        checker.count(start)
+    assert not checker.wrong[:5]
+    assert checker.checked["register"] > 2000
+    assert checker.checked["stack"] > 200
+    assert checker.checked["register half"] > 50 or kernel.config.arch == "i386"

@@ -1,0 +1,401 @@
+"""`kprobefs explain`: its answers agree with each other, with `coverage`, and with the engine of a mount."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from random import Random
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.profile import PROFILES
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
+from kprobefs.cli.main import main
+from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.plan.arrows import arrows, gutter
+from kprobefs.plan.explanation import Explanation
+from kprobefs.plan.place import find_place
+from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
+from kprobefs.plan.text import WIDTH, as_text
+from tests.image.linux import debian, made
+from tests.project.readme import blocks, steps
+
+Answer = dict[str, Any]
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "plan-probes.md"
+ARCHES = ("x86_64", "i386", "riscv64", "riscv64i")
+CALL_FENTRY = b"\xe8\0\0\0\0"
+BODY = bytes.fromhex("53 4889fb 4889d8 31f6 5b")  # push %rbx; mov %rdi,%rbx; mov %rbx,%rax; xor; pop
+
+
+@pytest.fixture(scope="module", params=ARCHES)
+def kernel(request: pytest.FixtureRequest) -> PlannedKernel:
+    return planned_kernel(request.param, None, None, None)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, where `tests.image.linux.debian` finds no packages: it is asked before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def explanations(kernel: PlannedKernel, count: int, seed: int = 3) -> list[Explanation]:
+    """Explanations of random places, also within instructions."""
+    rng = Random(seed)
+    functions = [s for s in kernel.judge.subject.symbols if s.is_text and s.size > 8]
+    found = []
+    for symbol in rng.sample(functions, count):
+        place = f"{symbol.address + rng.randrange(symbol.size):#x}"
+        found.append(Explanation(kernel, find_place(place, kernel.tables)))
+    return found
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Answer]:
+    """What --json says."""
+    assert main(["explain", *arguments, "--json"]) == 0
+    found: list[Answer] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that it ends with."""
+    assert main(["explain", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+# Verdicts
+
+
+def asked(kernel: Kernel, address: int) -> tuple[range | None, str]:
+    """The region that a mount's jump would replace, or why there is none."""
+    try:
+        return kernel.optimized_region(address), ""
+    except KernelError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_verdicts_of_a_function_are_those_of_coverage(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage", "--arch", arch, "--json"]) == 0
+    (counted,) = json.loads(capsys.readouterr().out)
+    symbols = Random(5).sample(counted["symbols"], 60)
+    for symbol in symbols:
+        (found,) = explained(capsys, "--arch", arch, symbol["address"])
+        insns = found["instructions"]
+        verdicts = symbol["verdicts"]
+        assert len(insns) == verdicts["instructions"]
+        for outcome in ("optimized", "breakpoint", "ftrace", "refused"):
+            assert sum(insn["verdict"] == outcome for insn in insns) == verdicts[outcome], symbol["name"]
+
+
+def test_the_place_has_the_verdict_of_its_instruction(kernel: PlannedKernel) -> None:
+    for found in explanations(kernel, 150):
+        own = [insn for insn in found.insns if insn.address == found.address]
+        for insn in own:
+            assert insn.verdict.outcome is found.verdict.outcome
+        if not own and found.containing is not None:
+            assert found.verdict.outcome is ProbeOutcome.REFUSED
+            assert found.containing.address < found.address
+
+
+def test_a_region_is_whole_instructions_that_have_room_for_the_jump(kernel: PlannedKernel) -> None:
+    regions = 0
+    for found in explanations(kernel, 300):
+        if found.verdict.region is None:
+            continue
+        regions += 1
+        starts = {insn.address for insn in found.insns}
+        assert found.bracket.start == found.address
+        assert len(found.bracket) >= found.judge.arch.jump_size
+        assert found.bracket.stop in starts or found.bracket.stop == found.insns[-1].end
+    assert regions > 5
+
+
+def test_nearest_better_places_are_optimized_and_nothing_optimized_is_nearer(kernel: PlannedKernel) -> None:
+    seen = 0
+    for found in explanations(kernel, 200):
+        before, after = found.better_before, found.better_after
+        low = before.address if before else 0
+        high = after.address if after else 1 << 64
+        assert low < found.address < high
+        for insn in found.insns:
+            if low < insn.address < high and insn.address != found.address:
+                assert insn.verdict.outcome is not ProbeOutcome.OPTIMIZED
+        for better in filter(None, (before, after)):
+            seen += 1
+            again = Explanation(kernel, find_place(f"{better.address:#x}", kernel.tables))
+            assert again.verdict.outcome is ProbeOutcome.OPTIMIZED
+    assert seen > 20
+
+
+@pytest.mark.parametrize(
+    ("arch", "profile"), [("x86_64", "linux-6.1"), ("i386", "linux-6.1"), ("riscv64", "riscv-optprobes-2023")]
+)
+def test_a_mount_agrees_with_the_offline_answer(arch: str, profile: str) -> None:
+    """A mount refuses some more jumps: it also looks at branches from other functions."""
+    planned = planned_kernel(arch, None, None, profile)
+    agreed = 0
+    with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:
+        for found in explanations(planned, 150):
+            rejection = found.verdict.rejection
+            if rejection is not None and rejection.reason is RejectReason.NOTRACE:
+                # Only events are refused.
+                continue
+            region, refusal = asked(kernel, found.address)
+            if region is not None:
+                assert found.verdict.outcome is ProbeOutcome.OPTIMIZED
+                assert region == found.bracket
+                agreed += 1
+            elif rejection is None:
+                assert "another function" in refusal or "jump label" in refusal
+            else:
+                assert rejection.reason.value in refusal
+    assert agreed > 5
+
+
+# The detour
+
+
+def test_a_detour_has_all_its_parts_and_copies_the_region(kernel: PlannedKernel) -> None:
+    seen = 0
+    for found in explanations(kernel, 250):
+        assert bool(found.detour) == (found.verdict.region is not None)
+        if not found.detour:
+            continue
+        seen += 1
+        parts = list(dict.fromkeys(insn.part for insn in found.detour))
+        assert parts[0] == "save the registers"
+        assert parts[-1] == "jump back"
+        assert len(parts) == 5
+        inside = [insn for insn in found.insns if insn.address in found.bracket]
+        copied = [insn for insn in found.detour if insn.part == "copied instructions"]
+        assert [insn.text for insn in copied] == [insn.text for insn in inside]
+    assert seen > 5
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_at_the_entry_arguments_have_numbers_and_registers(
+    arch: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (found,) = explained(capsys, "--arch", arch, "vfs_read")
+    registers = {"x86_64": ("di", "si", "dx", "cx"), "i386": ("ax", "dx", "cx"), "riscv64": ("a0", "a1")}[
+        arch
+    ]
+    assert len(found["arguments"]) == 4
+    for number, (argument, register) in enumerate(zip(found["arguments"], registers, strict=False), 1):
+        first, *others = [fetch.partition("=")[2].partition(":")[0] for fetch in argument["fetch"]]
+        assert first == f"$arg{number}"
+        assert f"%{register}" in others
+
+
+def test_the_kernel_accepts_each_fetch_argument() -> None:
+
+    planned = planned_kernel("x86_64", None, None, None)
+    with Kernel() as kernel:
+        taken = 0
+        for found in explanations(planned, 120, seed=8):
+            for argument in found.arguments:
+                for number, fetch in enumerate(argument.fetches):
+                    place = found.title if found.address == found.symbol.address else f"{found.address:#x}"
+                    line = f"p:taken{taken}_{number} {place} {fetch}"
+                    kernel.write_file("/tracing/dynamic_events", f"{line}\n")
+                    taken += 1
+    assert taken > 20
+
+
+# Text, pictures and pages
+
+
+def test_text_has_at_most_80_columns(kernel: PlannedKernel) -> None:
+    for found in explanations(kernel, 60):
+        for whole in (False, True):
+            text = as_text(found, whole=whole)
+            assert max(map(len, text.splitlines())) <= WIDTH
+            assert found.title in text.splitlines()[0]
+            for word in found.reason.split():
+                assert word in text
+
+
+def test_a_whole_listing_has_each_instruction_and_each_byte(kernel: PlannedKernel) -> None:
+    for found in explanations(kernel, 40):
+        text = as_text(found, whole=True)
+        for insn in found.insns:
+            assert re.search(rf"\+{insn.offset:#x} {insn.code[:7].hex(' ')}", text)
+
+
+def test_pictures_and_pages_are_well_formed_and_need_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg, html = tmp_path / "x.svg", tmp_path / "x.html"
+    files = ["--svg", str(svg), "--html", str(html)]
+    assert main(["explain", "vfs_read+0x1d", "vfs_write", "--function", *files]) == 0
+    assert capsys.readouterr().out == ""
+    root = ElementTree.fromstring(svg.read_text())
+    texts = "".join(root.itertext())
+    (found, _) = explained(capsys, "vfs_read+0x1d", "vfs_write")
+    for insn in found["instructions"]:
+        assert insn["text"] in texts
+    page = References()
+    page.feed(html.read_text())
+    assert page.depth == 0
+    assert not page.outside
+
+
+class References(HTMLParser):
+    """Collects what a page loads, and counts open elements."""
+
+    VOID = ("meta", "br", "link", "img")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.depth = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.depth += tag not in self.VOID
+        self.outside += [name for name, _ in attrs if name in ("src", "href")]
+        self.outside += [tag] * (tag in ("link", "script", "img", "iframe"))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.depth -= tag not in self.VOID
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.depth -= tag not in self.VOID
+
+
+@given(st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), max_size=8), st.integers(1, 6))
+def test_each_arrow_has_one_head_and_lines_without_gaps(jumps: list[tuple[int, int]], most: int) -> None:
+    found = arrows(jumps, most)
+    assert {(arrow.source, arrow.target) for arrow in found} <= set(jumps)
+    lines = gutter(found, 15)
+    assert len({len(line) for line in lines}) == 1
+    heads = {number for number, line in enumerate(lines) if line.endswith(">")}
+    assert heads == {arrow.target for arrow in found}
+    lanes = len(lines[0]) - 2
+    for arrow in found:
+        column = lanes - 1 - arrow.lane
+        for row in range(arrow.top, arrow.bottom + 1):
+            assert lines[row][column] in "|,'+o"
+    if len(set(jumps)) <= most:
+        assert len(found) == len(set(jumps))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["vfs_raed"], "vfs_read"),
+        (["vfs_read+x"], "offset"),
+        (["jiffies"], "data"),
+        (["0x1000"], "not in this kernel's text"),
+        (["ext4:ext4_read"], "modules"),
+        (["vfs_read", "--profile", "windows"], "no profile"),
+        (["vfs_read", "--arch", "vax"], "vax"),
+        (["vfs_read", "--image", "/nonexistent"], "/nonexistent"),
+        (["vfs_read", "--image", "/etc/passwd"], "/etc/passwd"),
+        (["vfs_read", "--vmcore", "/etc/passwd"], "/etc/passwd"),
+        (["\x1b[2J"], "\\x1b"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("wrong", ["vfs_raed", "do_sys_opn", "tcp_sendmgs", "kmaloc"])
+def test_a_wrong_name_names_symbols_that_exist(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, wrong)
+    names = line.partition("nearest: ")[2].split(", ")
+    assert names[0]
+    for name in names:
+        assert main(["explain", name, "--json"]) in (0, 2)
+        assert "no such symbol" not in capsys.readouterr().err
+
+
+# Kernels of distributions
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A made kernel without BTF, with one function that ftrace knows."""
+    source = made.Kernel()
+    at = source.function("vfs_read", CALL_FENTRY + BODY + made.RETURN_THUNK_CALL)
+    source.function("quiet", BODY + made.RETURN_THUNK_CALL)
+    source.table("mcount_loc", at.to_bytes(8, "little"))
+    file = tmp_path / "vmlinuz"
+    file.write_bytes(made.vmlinuz(source.elf(), "xz"))
+    return file
+
+
+def test_a_kernel_without_types_says_so(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = explained(capsys, "--image", str(image), "vfs_read")
+    assert found["prototype"] is None
+    assert found["arguments"] == []
+    assert main(["explain", "--image", str(image), "vfs_read"]) == 0
+    assert "this kernel has no BTF" in capsys.readouterr().out
+
+
+def test_the_cached_answer_is_the_first_one(
+    image: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = explained(capsys, "--image", str(image), "vfs_read+0x5", "quiet")
+    (kept,) = (cache / "kprobefs" / "kernels").glob("*.tables")
+    assert explained(capsys, "--image", str(image), "vfs_read+0x5", "quiet") == first
+    assert main(["images"]) == 0
+    assert "6.1.0-made" in capsys.readouterr().out
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    assert explained(capsys, "--image", str(image), "vfs_read+0x5", "quiet") == first
+
+
+def test_a_notrace_function_takes_no_event(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = explained(capsys, "--image", str(image), "quiet")
+    assert found["verdict"] == "refused"
+    assert {insn["verdict"] for insn in found["instructions"]} == {"refused"}
+
+
+def test_debian_tcp_sendmsg(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    package = debian.package("linux-image-cloud-amd64")
+    (found,) = explained(capsys, "--image", str(package), "tcp_sendmsg+5")
+    assert found["prototype"] == "int tcp_sendmsg(struct sock *sk, struct msghdr *msg, size_t size)"
+    assert [argument["name"] for argument in found["arguments"]] == ["sk", "msg", "size"]
+    assert found["optprobes"] is True
+    outcomes = {each["returns"]: each["verdict"] for each in found["others"]}
+    assert found["verdict"] == "optimized"
+    assert outcomes["return thunks"] == "breakpoint"
+
+
+def test_all_profiles_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    for profile in PROFILES:
+        (found,) = explained(capsys, "vfs_read+0x5", "--profile", profile)
+        assert found["profile"] == profile
+
+
+def test_the_guide_shows_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    package = debian.package("linux-image-6.1.0-50-cloud-amd64")
+    shown = [step for body in blocks("console plan", GUIDE) for step in steps(body)]
+    assert shown
+    for step in shown:
+        _, *arguments = step.command.replace("$D", str(package)).split()
+        assert main(arguments) == 0
+        assert capsys.readouterr().out.rstrip() == step.output.rstrip()
