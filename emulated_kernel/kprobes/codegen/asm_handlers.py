@@ -84,6 +84,10 @@ class HandlerPoint(Enum):
     RETURN = "return_code"
 
 
+_ATTRIBUTES = tuple((point, point.value) for point in HandlerPoint)
+"""Time at which a handler runs, and name of the probe's attribute with its text."""
+
+
 class AssembledHandlers:
     """The assembled handlers of one registered probe, and the guest memory of their cells."""
 
@@ -188,5 +192,10 @@ class AssemblyOwner(ABC):
 
 def handler_texts(probe: object) -> dict[HandlerPoint, str]:
     """Return a map: time at which a handler in assembly runs -> its text, for the handlers of a probe."""
-    given = {point: getattr(probe, point.value, None) for point in HandlerPoint}
-    return {point: text for point, text in given.items() if text is not None}
+    # Without dictionaries and properties of enums: this runs for each of thousands of probes.
+    found: dict[HandlerPoint, str] = {}
+    for point, name in _ATTRIBUTES:
+        text = getattr(probe, name, None)
+        if text is not None:
+            found[point] = text
+    return found
