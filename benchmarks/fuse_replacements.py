@@ -151,9 +151,15 @@ def reads() -> None:
     libfuse.FUSE_READ = 0
 
 
+def known_nodes() -> None:
+    """Let libfuse answer for all control files, and the kernel look up their names again for each path."""
+    operations.KnownNodes.path_of = lambda *_: None  # type: ignore[method-assign]
+
+
 def releases() -> None:
-    """Let libfuse answer RELEASE."""
+    """Let libfuse answer RELEASE, and therefore also OPEN."""
     libfuse.FUSE_RELEASE = 0
+    known_nodes()
 
 
 def lasting_names() -> None:
@@ -205,6 +211,7 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "RELEASE": releases,
     "lasting names": lasting_names,
     "clients' own names": clients_own_names,
+    "known nodes": known_nodes,
     "SessionLoop": session_loop,
     "WorkerThreads": worker_threads,
 }

@@ -1,26 +1,40 @@
-"""Time of open, read and close of a probe's `hits` file, compared with procfs; target: 60 us a round.
+"""Time of open, read and close of a probe's `hits` file, as ratio to a FUSE file system in C without library.
 
-The client is pinned to a CPU. With an absolute path, each round also looks up the five directories above the
-file, because lookups are not cached. While a probe is armed, each request is also a system call of the
-emulated kernel.
+The client is pinned to a CPU, and all servers to the same one. The files take turns, batch by batch. A ratio
+divides the time of a batch by that of the batch of passthrough.c in the same turn, in the directory of its
+own `hits`. Each close(2) sends a FLUSH to that program. A second one has refused FLUSH, as kprobefs does.
+With an absolute path, the host's kernel also walks the directories above the file. While a probe is armed,
+each request is also a system call of the emulated kernel.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
+from contextlib import chdir
 from pathlib import Path
 
+from c_program import passthrough
 from common import Distribution, arguments, mounted, report, steady
 
+BELOW = Path("kprobes/stats/kprobes/reads")
+"""Directory of `hits` in a mount, and in the C program, which has it, too."""
+WARM_UP = 20
+"""Number of rounds before a batch, since other servers have used the CPU's caches meanwhile."""
+Row = tuple[str, Path, str]
+"""Name of a row, working directory, and path of the file."""
+GOALS = {"from its directory": 1.4, "by absolute path": 1.6, "with vfs_read probed": 2.5}
 
-def rounds(path: Path, batches: int, size: int) -> tuple[float, ...]:
-    """Return for each batch of `size` rounds the mean microseconds of a round (open, one read, close)."""
-    return tuple(_batch(os.fspath(path), size) for _ in range(batches))
+
+def batch(directory: Path, path: str, size: int) -> float:
+    """Return the mean microseconds of a round of open, one read and close in a batch of `size` rounds."""
+    with chdir(directory):
+        rounds(path, WARM_UP)
+        return rounds(path, size)
 
 
-def _batch(path: str, size: int) -> float:
+def rounds(path: str, size: int) -> float:
+    """Do `size` rounds of open, one read and close, and return their mean microseconds."""
     open_, read, close = os.open, os.read, os.close
     start = time.perf_counter_ns()
     for _ in range(size):
@@ -33,26 +47,40 @@ def _batch(path: str, size: int) -> float:
 def main() -> None:
     """Run the benchmark, and print its figures."""
     parser = arguments(__doc__)
-    parser.add_argument("--batches", type=int, default=50)
+    parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--size", type=int, default=200, help="rounds a batch")
     options = parser.parse_args()
-    with mounted(options) as mount:
+    cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
+    with passthrough(cpu) as other, passthrough(cpu, "noflush") as without, mounted(options) as mount:
         (mount.path / "kprobe_events").write_text("p:reads vfs_read\n")
-        hits = mount.path / "kprobes/stats/kprobes/reads/hits"
-        rounds(hits, 2, options.size)
+        ours = mount.path / BELOW
+        base: Row = ("passthrough in C", other / BELOW, "hits")
+        bare: Row = ("passthrough in C, no FLUSH", without / BELOW, "hits")
 
-        def row(name: str, file: Path, target: float | None = None) -> list[Distribution]:
-            def measure() -> list[Distribution]:
-                return [Distribution(name, "us", rounds(file, options.batches, options.size), target)]
+        def turns(*rows: Row) -> list[Distribution]:
+            samples: dict[str, list[float]] = {}
+            for _ in range(options.batches):
+                for name, directory, path in (base, bare, *rows):
+                    samples.setdefault(name, []).append(batch(directory, path, options.size))
+            figures = [Distribution(name, "us", tuple(each)) for name, each in samples.items()]
+            for name, goal in GOALS.items():
+                if name in samples:
+                    pairs = zip(samples[name], samples[base[0]], strict=True)
+                    ratios = tuple(time_ / of_base for time_, of_base in pairs)
+                    figures.append(Distribution(f"{name} : C", "ratio", ratios, target=goal))
+            return figures
 
-            return steady(options, measure)
-
-        figures = row("procfs, /proc/version", Path("/proc/version"))
-        with contextlib.chdir(hits.parent):
-            figures += row("hits, from its directory", Path("hits"), target=60)
-            figures += row("hits, by absolute path", hits)
-            (mount.path / "tracing/events/kprobes/reads/enable").write_text("1")
-            figures += row("hits, with vfs_read probed", Path("hits"))
+        figures = steady(
+            options,
+            turns,
+            ("procfs, /proc/version", Path("/proc"), "version"),
+            ("from its directory", ours, "hits"),
+            ("by absolute path", ours, str(ours / "hits")),
+            ("passthrough in C, by absolute path", other, str(other / BELOW / "hits")),
+        )
+        (mount.path / "tracing/events/kprobes/reads/enable").write_text("1")
+        # The rows of the C program are shown once.
+        figures += steady(options, turns, ("with vfs_read probed", ours, "hits"))[2:]
     report(figures, options)
 
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-// A FUSE file system in C that passes one file through. benchmarks/scratch.py compares scratch/ with it.
-// usage: passthrough FILE DIRECTORY. FILE appears as DIRECTORY/file until the unmount. It needs root.
+// A FUSE file system in C without a library, with which benchmarks/scratch.py and open_read_close.py compare.
+// usage: passthrough FILE DIRECTORY [noflush]. FILE appears as DIRECTORY/file until the unmount. It needs root.
+// Each name but "file" and "hits" is a directory, at any depth. A file `hits` contains a number as text.
+// With `noflush`, the host's kernel sends no FLUSH at a close(2) after the first one, as for kprobefs.
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fuse.h>
@@ -13,9 +15,12 @@
 #include <unistd.h>
 
 #define FILE_NODE 2
+#define HITS_NODE 3
+#define FIRST_DIRECTORY 4
 #define MAX_WRITE (128 << 10)
 
-static int device, backing;
+static int device, backing, flush_error;
+static unsigned long hits;
 static char request[MAX_WRITE + 4096], data[MAX_WRITE];
 
 static void answer(const struct fuse_in_header *in, int error, const void *body, size_t size)
@@ -32,6 +37,8 @@ static struct fuse_attr attributes(uint64_t node)
 	struct fuse_attr attr = { .ino = node, .nlink = 1, .mode = S_IFDIR | 0755, .blksize = 4096 };
 	struct stat st;
 
+	if (node == HITS_NODE)
+		attr.mode = S_IFREG | 0644;
 	if (node == FILE_NODE && !fstat(backing, &st)) {
 		attr.mode = S_IFREG | 0644;
 		attr.size = (uint64_t)st.st_size;
@@ -39,11 +46,17 @@ static struct fuse_attr attributes(uint64_t node)
 	return attr;
 }
 
+// The directories form one chain, so that the node of a directory says its depth.
 static void lookup(const struct fuse_in_header *in, const char *name)
 {
-	struct fuse_entry_out out = { .nodeid = FILE_NODE, .attr = attributes(FILE_NODE) };
+	struct fuse_entry_out out = { .nodeid = in->nodeid < FIRST_DIRECTORY ? FIRST_DIRECTORY : in->nodeid + 1 };
 
-	answer(in, strcmp(name, "file") ? ENOENT : 0, &out, strcmp(name, "file") ? 0 : sizeof(out));
+	if (!strcmp(name, "file"))
+		out.nodeid = FILE_NODE;
+	if (!strcmp(name, "hits"))
+		out.nodeid = HITS_NODE;
+	out.attr = attributes(out.nodeid);
+	answer(in, 0, &out, sizeof(out));
 }
 
 static void write_file(const struct fuse_in_header *in, const struct fuse_write_in *arg)
@@ -56,7 +69,12 @@ static void write_file(const struct fuse_in_header *in, const struct fuse_write_
 
 static void read_file(const struct fuse_in_header *in, const struct fuse_read_in *arg)
 {
-	ssize_t count = pread(backing, data, arg->size < MAX_WRITE ? arg->size : MAX_WRITE, (off_t)arg->offset);
+	ssize_t count;
+
+	if (in->nodeid == HITS_NODE)
+		count = arg->offset ? 0 : snprintf(data, sizeof(data), "%lu\n", ++hits);
+	else
+		count = pread(backing, data, arg->size < MAX_WRITE ? arg->size : MAX_WRITE, (off_t)arg->offset);
 
 	answer(in, count < 0 ? errno : 0, data, count < 0 ? 0 : (size_t)count);
 }
@@ -89,6 +107,7 @@ static void serve(const struct fuse_in_header *in)
 	case FUSE_WRITE:
 		return write_file(in, arg);
 	case FUSE_FLUSH:
+		return answer(in, flush_error, NULL, 0);
 	case FUSE_RELEASE:
 		return answer(in, 0, NULL, 0);
 	case FUSE_FORGET:
@@ -103,8 +122,9 @@ int main(int argc, char **argv)
 {
 	char options[100];
 
-	if (argc != 3)
+	if (argc != 3 && argc != 4)
 		return 2;
+	flush_error = argc == 4 ? ENOSYS : 0;
 	device = open("/dev/fuse", O_RDWR);
 	backing = open(argv[1], O_RDWR | O_CREAT, 0644);
 	snprintf(options, sizeof(options), "fd=%d,rootmode=40000,user_id=0,group_id=0", device);

@@ -46,8 +46,9 @@ def files(mount: Mount, batches: int, size: int) -> tuple[float, ...]:
     """Return the microseconds of open, read and close of a file in scratch/, a mean for each batch."""
     place = mount.path / "scratch/file"
     place.write_text("hello\n", encoding="ascii")
-    rounds(place, 1, size)
-    return rounds(place, batches, size)
+    path = os.fspath(place)
+    rounds(path, size)
+    return tuple(rounds(path, size) for _ in range(batches))
 
 
 def hit(mount: Mount, batches: int) -> tuple[float, ...]:

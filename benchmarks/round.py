@@ -40,6 +40,7 @@ class Nothing:
 
     lasting = ("scratch",)
     clients_own = ("scratch",)
+    acting = ()
 
     def __init__(self) -> None:
         self.lock = ControlLock()
@@ -48,6 +49,15 @@ class Nothing:
 
     def getattr(self, path: str, _client: object = None) -> Stat:
         return self._file if path.endswith("/file") else self._directory
+
+    def is_control(self, _path: str) -> bool:
+        return False
+
+    def name_lasts(self, _path: str) -> bool:
+        return False
+
+    def at_names_end(self, _action: object) -> None:
+        """Do nothing, because no name lasts."""
 
     def chdir(self, _client: Client, _path: str) -> None:
         """Let every client enter the directory."""

@@ -68,7 +68,7 @@ class Kprobes:
         self.lock = lock
         """The control lock; other kinds of probes assert with it that their caller holds the lock."""
         self._image = image
-        self._symbols = image.kallsyms
+        self.symbols = image.kallsyms
         self._log = log
         self._bits = arch.bits
         table = ProbeTable(arch.bits)
@@ -343,12 +343,12 @@ class Kprobes:
         if (name is None) == (addr is None):
             raise KernelError(errno.EINVAL, "give a symbol name or an address; a registered probe has both")
         if name is not None:
-            addr = self._symbols.lookup_name(name)
+            addr = self.symbols.lookup_name(name)
             if addr is None:
                 raise KernelError(errno.ENOENT, f"no symbol named {name}")
         assert addr is not None
         addr += kprobe.offset
-        where = self._symbols.lookup(addr)
+        where = self.symbols.lookup(addr)
         if where is None:
             raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
         entry = self.probe_checker.function_entry(where, addr)
@@ -508,8 +508,8 @@ class Kprobes:
     def list_records(self, start: int) -> Iterator[str]:
         """Iterate over the lines of kprobes/list: one text for each hash bucket from number `start` on."""
         for probes in self.table.buckets(start):
-            yield report.bucket_text(probes, self._symbols, self._bits)
+            yield report.bucket_text(probes, self.symbols, self._bits)
 
     def blacklist_text(self) -> list[str]:
         """Return the lines of kprobes/blacklist."""
-        return [*report.blacklist_lines(self._image.blacklist, self._symbols, self._bits)]
+        return [*report.blacklist_lines(self._image.blacklist, self.symbols, self._bits)]

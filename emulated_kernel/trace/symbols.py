@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
-from emulated_kernel.kprobes.hit.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.ftrace import FTRACE_TRAMPOLINE, FtraceSites
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE, RETHOOK_TRAMPOLINE, HookSets
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import replace
 
-FTRACE_TRAMPOLINE = "ftrace_regs_caller"
-"""Name of the code that armed fentry sites call."""
 ADDED_TEXT = frozenset((RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE, FTRACE_TRAMPOLINE))
 """Names of the trampolines that the host has added to the guest's text."""
 _REMEMBERED = 8192

@@ -29,7 +29,18 @@ class ControlLock:
     check, because the guest only runs while its runner holds the lock.
     """
 
-    __slots__ = ("_acquire", "_depth", "_owner", "_release", "_waiters", "is_abandoned", "turn", "waiting")
+    __slots__ = (
+        "_acquire",
+        "_depth",
+        "_owner",
+        "_release",
+        "_waiters",
+        "at_release",
+        "is_abandoned",
+        "turn",
+        "user",
+        "waiting",
+    )
 
     def __init__(self) -> None:
         # An RLock is acquired and gets its owner in one C call, which a KeyboardInterrupt can't split.
@@ -43,11 +54,18 @@ class ControlLock:
         """One token for each thread that waits for the lock; each wait has a new token."""
         self.turn = 0
         """Count of the entries from outside so far. Quotas for one entry restart when it changes."""
+        self.user = 0
+        """User id of the client whose change is made under the lock; 0 for root and the owner of the mount.
+
+        Each entry from outside sets it to 0.
+        """
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Returns a context manager, which a thread enters while it waits longer than PATIENCE.
 
         A thread that serves requests uses it to let another thread serve them while it waits.
         """
+        self.at_release: Callable[[], object] | None = None
+        """Function to call once, without the lock, when the thread that holds the lock releases it."""
         self.is_abandoned: Callable[[], bool] = lambda: False
         """Function that returns True if the calling thread serves a write(2) of a process that was killed.
 
@@ -60,6 +78,7 @@ class ControlLock:
         if not self._depth:
             self._owner = threading.get_ident()
             self.turn += 1
+            self.user = 0
         self._depth += 1
         return self
 
@@ -67,7 +86,15 @@ class ControlLock:
         self._depth -= 1
         if not self._depth:
             self._owner = 0
+            if self.at_release is not None:
+                self._release_and_call(self.at_release)
+                return
         self._release()
+
+    def _release_and_call(self, action: Callable[[], object]) -> None:
+        self.at_release = None
+        self._release()
+        action()
 
     def _wait(self) -> None:
         """Acquire the lock after a failed first attempt."""

@@ -74,7 +74,7 @@ class ControlFile(FileDescription):
     @property
     def stream(self) -> bool:
         """Implement FileDescription.stream: whether lseek(2) fails with ESPIPE."""
-        return self.inner.stream
+        return not self.inner.node.has_position
 
     @property
     def acts_on_close(self) -> bool:
@@ -305,6 +305,7 @@ class PendingWrite:
                 raise file.gone()
             if file.inner is not self.inner:
                 raise KernelError(errno.ESTALE, "another kernel took this one's place meanwhile")
+            file.fs.note_user(self.client)
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
@@ -475,10 +476,24 @@ class ControlFs(FileSystem):
     ) -> None:
         """Create a file system that shows `tree`. `calls` is the guest's part; by default there is none."""
         super().__init__(lock)
-        self.tree = tree
-        self.calls = calls or GuestCalls()
-        self.calls.fs = self
+        self._show(tree, calls or GuestCalls())
         self.watcher: ChangeWatcher | None = None
+
+    def _show(self, tree: NodeTree, calls: GuestCalls) -> None:
+        """Show a tree of control files, with `calls` as the guest's part."""
+        self.tree = tree
+        self.calls = calls
+        calls.fs = self
+        tree.on_removal = self._end_names
+
+    def _end_names(self, removed: str | None) -> None:
+        """Report that names no longer last; see FileSystem.on_names_end."""
+        if self.on_names_end is not None:
+            self.on_names_end(removed)
+
+    def note_user(self, client: Client) -> None:
+        """Let the client's user answer for what the change allocates; see ControlLock.user. Lock: needs."""
+        self.lock.user = client.uid if client.uid != self.tree.owner.uid else 0
 
     def check_gate(self) -> None:
         """Check that no other kernel is being built to replace this one. Raises: _Gated."""
@@ -570,6 +585,7 @@ class ControlFs(FileSystem):
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """Implement FileSystem.mkdir, and report to the watcher. In instances/, create a trace array."""
         with self.settled(), self._changing():
+            self.note_user(client)
             tree = self.tree
             self.calls.change(
                 client, ("mkdir", "mkdirat"), path, lambda: tree.mkdir(client, path, mode), mode
@@ -648,6 +664,15 @@ class ControlFs(FileSystem):
 
     # Policy
 
+    is_control = True
+
+    def name_lasts(self, path: str) -> bool:
+        """Implement FileSystem.name_lasts, for names of the kernel while the guest sees no lookups."""
+        if self.calls.sees_lookups:
+            return False
+        with self.lock:
+            return self.tree.is_kernels_name(path)
+
     def needs_closes(self, path: str) -> bool:
         """Implement FileSystem.needs_closes: return True for directories of instances/."""
         with self.lock:
@@ -666,6 +691,7 @@ class ControlFs(FileSystem):
     def open_in_guest(self) -> None:
         """Implement FileSystem.open_in_guest, by GuestCalls.open_unseen()."""
         self.lock.assert_held()
+        self._end_names(None)
         self.calls.open_unseen(self.files())
 
     def become(self, new: FileSystem) -> None:
@@ -674,9 +700,8 @@ class ControlFs(FileSystem):
         The old kernel's objects of the open files are not released, because they end with the old kernel.
         """
         assert isinstance(new, ControlFs)
-        self.tree = new.tree
-        self.calls = new.calls
-        self.calls.fs = self
+        self._show(new.tree, new.calls)
+        self._end_names("")
         for opened in list(self.opened):
             if isinstance(opened, ControlFile):
                 self._reopen(opened)

@@ -53,6 +53,8 @@ class FileSystem(ABC):
     """Whether every operation that would change the file system fails with EROFS."""
     clients_own: Collection[str] = ()
     """Directories in the mount's root in which only clients create and remove names."""
+    is_control = False
+    """Whether clients cannot rename, link or unlink files here, so that a front end may keep their paths."""
 
     def __init__(self, lock: ControlLock | None = None) -> None:
         """Create a file system without open files. `lock` is the control lock of the kernel that it shows."""
@@ -61,6 +63,12 @@ class FileSystem(ABC):
         """Open files and directories, as keys in the order in which they were opened.
 
         Methods that open a file add its description.
+        """
+        self.on_names_end: Callable[[str | None], object] | None = None
+        """Function to call with the lock when names for which name_lasts() was True no longer last.
+
+        Its argument is the end of the paths of removed directories, or "" if any name may be gone. None means
+        that no name lasts any more, because the guest sees lookups from now on.
         """
         self.gate: Event | None = None
         """Event for which changes of control files wait while another kernel is built to replace this one."""
@@ -202,6 +210,13 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     # Policy that a front end would otherwise have to implement
+
+    def name_lasts(self, path: str) -> bool:
+        """Return True if a front end may use the name at `path` again without a getattr(). Lock: takes.
+
+        The front end may do so until the file system calls `on_names_end`.
+        """
+        return False
 
     def needs_closes(self, path: str) -> bool:
         """Return True if rmdir(2) of `path` fails with EBUSY while files below `path` are open. Lock: takes.

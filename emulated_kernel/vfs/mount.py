@@ -13,7 +13,7 @@ import posixpath
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from stat import S_IFMT
 from threading import Event
@@ -104,6 +104,42 @@ class Mount:
         """Forward to the file system of `path`; see FileSystem.getattr."""
         fs = self.filesystem_at(path)
         return fs.getattr(path, client and _informed(fs, client))
+
+    def is_control(self, path: str) -> bool:
+        """Return True if `path` is in a file system of control files; see FileSystem.is_control."""
+        return self.filesystem_at(path).is_control
+
+    def name_lasts(self, path: str) -> bool:
+        """Forward to the file system of `path`; see FileSystem.name_lasts."""
+        return self.filesystem_at(path).name_lasts(path)
+
+    def exists(self, path: str) -> bool:
+        """Return True if there is a file at `path`. No client asks for it, so that the guest sees nothing."""
+        try:
+            self.getattr(path)
+        except KernelError:
+            return False
+        return True
+
+    def at_names_end(self, action: Callable[[Collection[str | None]], object]) -> None:
+        """Call `action` whenever names for which name_lasts() was True no longer last.
+
+        Its argument has an item for each call of FileSystem.on_names_end. The thread that ends the names
+        calls it before its request ends, after it has released the lock.
+        """
+        lock = self.lock
+        ends: list[str | None] = []
+
+        def end(removed: str | None) -> None:
+            nonlocal ends
+            lock.assert_held()
+            if lock.at_release is None:
+                ends = []
+                lock.at_release = partial(action, ends)
+            ends.append(removed)
+
+        for fs in self._file_systems:
+            fs.on_names_end = end
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """Return the entries of a directory from its file system; see FileSystem.readdir.

@@ -19,12 +19,14 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache, partial
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs.common.errors import CliError
+from kprobefs.fuse.known_nodes import BLOCK_SIZE, KnownNodes, attr_bytes
 from kprobefs.fuse.protocol import (
+    ATTR_OUT,
     ATTR_REPLY_SIZE,
     ATTR_VALIDITIES,
     ENTRY_NODE,
@@ -32,20 +34,27 @@ from kprobefs.fuse.protocol import (
     ENTRY_VALID,
     ENTRY_VALIDITIES,
     FIRST_WORD,
+    FOPEN_DIRECT_IO,
+    FOPEN_NONSEEKABLE,
+    FORGET_IN,
     FORGET_ONE,
     FORGET_ONE_OFFSET,
     FUSE_BATCH_FORGET,
     FUSE_FORGET,
     FUSE_GETATTR,
+    FUSE_INIT,
     FUSE_LINK,
     FUSE_LOOKUP,
     FUSE_NOTIFY_INVAL_INODE,
+    FUSE_OPEN,
     FUSE_READ,
     FUSE_RELEASE,
     FUSE_RENAME,
     FUSE_RENAME2,
+    FUSE_RMDIR,
     FUSE_ROOT_ID,
     FUSE_SETATTR,
+    GETATTR_IN,
     HANDLE_FLAGS,
     IN_HEADER,
     INVALIDATION,
@@ -53,6 +62,7 @@ from kprobefs.fuse.protocol import (
     MAX_ERRNO,
     OPCODE,
     OPCODE_OFFSET,
+    OPEN_OUT,
     OUT_HEADER,
     READ_IN,
     RELEASE_IN,
@@ -82,8 +92,6 @@ T = TypeVar("T")
 
 PATH_CODEC = "kprobefs_path"
 """Name of the codec that register_path_codec() registers."""
-BLOCK_SIZE = 4096
-"""Value of st_blksize for every file, in bytes."""
 CACHED_ATTRIBUTES = 500
 """Maximum number of struct stat that are cached."""
 VALIDITY = 3600
@@ -106,6 +114,8 @@ _INTERRUPTED = (errno.EINTR, errno.EAGAIN, errno.ENOENT)
 """Errnos of a read of /dev/fuse that are ignored: the next request is read."""
 _NO_MEMORY = struct.pack("=Ii", OUT_HEADER.size, -errno.ENOMEM)
 """Beginning of a reply with ENOMEM, up to the field `unique`."""
+_DONE = b"done"
+"""Result of an answer to a request, after which nothing is left to do."""
 _NAME_LASTS = struct.pack("=Q", VALIDITY)
 _NAME_LASTS_ATTRIBUTES_DO_NOT = struct.pack("=QQII", VALIDITY, 0, 0, 0)
 
@@ -445,11 +455,12 @@ class ReplyChannels:
         walks: Callable[[], None] | None = None,
         lasting: Collection[str] = (),
         clients_own: Collection[str] = (),
+        nodes: KnownNodes | None = None,
     ) -> None:
         """Make the channels of a struct fuse_session. If `walks` is None, no reply is changed.
 
         `walks` is called before libfuse looks up a lasting directory: no client has requested the attributes
-        that libfuse requests next.
+        that libfuse requests next. `nodes` learns the nodes of control files.
         """
         self.channel: int = _libfuse.fuse_session_next_chan(session, None)
         """The session's own channel, which changes nothing."""
@@ -457,6 +468,11 @@ class ReplyChannels:
         self.request_size: int = _libfuse.fuse_chan_bufsize(self.channel)
         """Maximum size of a request in bytes."""
         self._walks = walks
+        self._nodes = nodes
+        if nodes is not None:
+            nodes.device = self.device
+        self._looked_up = threading.local()
+        """Arguments of KnownNodes.learn() while the thread lets libfuse look up a control file."""
         self._lasting = frozenset(name.encode() + b"\0" for name in lasting)
         self._lasting_nodes: set[int] = set()
         self._clients_own = frozenset(name.encode() + b"\0" for name in clients_own)
@@ -472,6 +488,7 @@ class ReplyChannels:
         self._for_own = self._changed_by(self._let_name_last)
         self._for_replaced = self._changed_by(_look_up_again)
         self._for_linked_replaced = self._changed_by(self._end_validity_or_look_up_again)
+        self._for_control = self._changed_by(lambda _reply: None)
 
     def select(self, opcode: int, node: int, request: bytearray, size: int) -> int:
         """Return the channel for libfuse's reply to a request of `size` bytes."""
@@ -480,13 +497,17 @@ class ReplyChannels:
         if opcode == FUSE_LOOKUP:
             if node in self._own_nodes:
                 return self._for_own
-            name = bytes(request[IN_HEADER.size : size]) if node == FUSE_ROOT_ID else b""
-            if name in self._lasting:
+            name = bytes(request[IN_HEADER.size : size])
+            lasts = node == FUSE_ROOT_ID and name in self._lasting
+            is_control = self._expect(node, name[:-1], may_last=not lasts)
+            if lasts:
                 self._walks()
                 return self._for_own if name in self._clients_own else self._for_lasting
+            if is_control:
+                return self._for_control
         elif opcode in HANDLE_FLAGS:
             has_attributes = opcode in (FUSE_GETATTR, FUSE_SETATTR)
-            if has_attributes and node in self._lasting_nodes:
+            if has_attributes and (node in self._lasting_nodes or self._was_removed(node)):
                 return self._for_lasting
             is_linked = has_attributes and node in self._linked_nodes
             if monotonic() < self._rename_window_end:
@@ -503,9 +524,35 @@ class ReplyChannels:
         elif opcode == FUSE_FORGET:
             self._forget(node)
         elif opcode == FUSE_BATCH_FORGET:
-            for (each,) in FORGET_ONE.iter_unpack(request[FORGET_ONE_OFFSET:size]):
+            for each, _ in FORGET_ONE.iter_unpack(request[FORGET_ONE_OFFSET:size]):
                 self._forget(each)
         return self.channel
+
+    def _expect(self, node: int, name: bytes, *, may_last: bool) -> bool:
+        """Prepare for libfuse's reply to a LOOKUP; return True if it is for a control file."""
+        nodes = self._nodes
+        path = nodes and nodes.path_of(node, name)
+        self._looked_up.arguments = None
+        if nodes is not None and path is not None:
+            self._looked_up.arguments = (node, name, path, nodes.ends, may_last)
+        return path is not None
+
+    def _send(self, reply: bytearray) -> None:
+        """Send a reply of libfuse, and learn a control file's node from it. Raises: OSError (not sent)."""
+        looked_up = self._looked_up
+        arguments = getattr(looked_up, "arguments", None)
+        if arguments is None or self._nodes is None:
+            os.write(self.device, reply)
+        else:
+            looked_up.arguments = None
+            self._nodes.learn(reply, *arguments)
+
+    def _was_removed(self, node: int) -> bool:
+        return self._nodes is not None and node in self._nodes.removed
+
+    def is_lasting(self, node: int) -> bool:
+        """Return True if the node is that of a lasting directory."""
+        return node in self._lasting_nodes
 
     def _forget(self, node: int) -> None:
         self._lasting_nodes.discard(node)
@@ -528,7 +575,7 @@ class ReplyChannels:
                 parts = [ctypes.string_at(pieces[at].base, pieces[at].size) for at in range(count)]
                 reply = bytearray(b"".join(parts))
                 change(reply)
-                os.write(self.device, reply)
+                self._send(reply)
             except OSError as error:
                 return -(error.errno or errno.EIO)
             # Hazard: for an exception that reached libfuse, ctypes would return an arbitrary number.
@@ -621,10 +668,33 @@ class _LoopState:
             return False
 
 
+class AtOnce(NamedTuple):
+    """The operations of a mount that SessionLoop calls without libfuse.
+
+    None of them raises. Instead of a result they return -errno.
+    """
+
+    read: Callable[[int, int, int, int, int, int, int, int], bytes | int | None]
+    """Takes uid, gid, pid, fh, offset, size, lock owner and flags; returns None if the read has to wait."""
+    release: Callable[[int], object]
+    """Takes fh."""
+    getattr: Callable[[int, int, int, str], Stat | int]
+    """Takes uid, gid, pid and the path of a control file."""
+    fgetattr: Callable[[int, int, int, int], Stat | int]
+    """Takes uid, gid, pid and fh."""
+    open: Callable[[int, int, int, str, int], tuple[int, bool] | int]
+    """Takes uid, gid, pid, path and flags; returns fh, and whether the file is a stream."""
+    skip_client: Callable[[], None]
+    """Records that the next attributes are only for libfuse."""
+    validity: int
+    """Nanoseconds for which the host's kernel may use the attributes in a reply."""
+
+
 class SessionLoop:
     """The loop that reads requests from /dev/fuse; several threads may run it.
 
-    The loop answers READ and RELEASE itself, and passes all other requests to libfuse.
+    The loop answers READ and RELEASE itself, and LOOKUP, GETATTR and OPEN of control files with known nodes.
+    It passes all other requests to libfuse.
 
     close(2) returns when its RELEASE is in the queue of /dev/fuse, but nobody waits for the reply. Therefore
     a thread that has read a request waits for the RELEASEs that other threads have read before, if an open
@@ -642,23 +712,38 @@ class SessionLoop:
         self,
         session: int,
         replies: ReplyChannels,
-        read: Callable[[int, int, int, int, int, int, int, int], bytes | int | None],
-        release: Callable[[int], object],
+        operations: AtOnce,
+        nodes: KnownNodes | None = None,
         acting: Collection[int] = (),
     ) -> None:
         """Make a loop over a struct fuse_session.
 
-        `read` takes uid, gid, pid, fh, offset, size, lock owner and flags. It returns the data, -errno, or
-        None if the read has to wait. `release` takes fh. Neither raises. `acting` has the fh of each open
-        file that acts when it is closed, until `release` has returned.
+        `nodes` has the nodes of control files, or is None if libfuse is to answer for them. `acting` has the
+        fh of each open file that acts when it is closed, until its release has returned.
         """
         self._session = session
         self._replies = replies
         self._device = replies.device
-        self._read = read
-        self._release = release
+        self._read = operations.read
+        self._release = operations.release
+        self._operations = operations
+        self._nodes = nodes
         self._acting = acting
         self._states: list[_LoopState] = []
+        self._answers: dict[int, Callable[[KnownNodes, bytearray, int], bytes | int | None]] = {
+            FUSE_LOOKUP: self._look_up,
+            FUSE_GETATTR: self._get_attributes,
+            FUSE_OPEN: self._open,
+            FUSE_FORGET: self._forget,
+            FUSE_BATCH_FORGET: self._forget_batch,
+            FUSE_RMDIR: self._remove,
+            FUSE_INIT: self._initialise,
+        }
+        """Opcode -> function that answers it for a control file.
+
+        It returns the data of the reply, or -errno, or _DONE if nothing is left to do, or None if libfuse has
+        to answer.
+        """
 
     def run(self) -> int:
         """Answer requests until the mount is gone; return 0.
@@ -702,24 +787,104 @@ class SessionLoop:
     def _process(self, request: bytearray, address: int, size: int) -> bool:
         """Answer the request in the buffer. Return False if there may have been no memory for the reply."""
         opcode, unique, node, uid, gid, pid = IN_HEADER.unpack_from(request)
+        if self._nodes is not None:
+            self._nodes.begin(opcode)
         found: bytes | int | None = None
         if opcode == FUSE_READ:
             found = self._read(uid, gid, pid, *READ_IN.unpack_from(request, IN_HEADER.size))
         elif opcode == FUSE_RELEASE:
             self._release(*RELEASE_IN.unpack_from(request, IN_HEADER.size))
             found = b""
+        elif self._nodes is not None and (answer := self._answers.get(opcode)) is not None:
+            found = answer(self._nodes, request, size)
+            if found is _DONE:
+                return True
         # A read that has to wait goes to libfuse, which tells it when its client is interrupted.
         if found is None:
             channel = self._replies.select(opcode, node, request, size)
             _libfuse.fuse_session_process(self._session, address, size, channel)
             return channel == self._replies.channel
         error, data = (found, b"") if isinstance(found, int) else (0, found)
-        try:  # noqa: SIM105 - suppress() takes 0.4 us
+        try:
             os.writev(self._device, (OUT_HEADER.pack(OUT_HEADER.size + len(data), error, unique), data))
         # The client was interrupted, or the mount is gone.
         except OSError:
-            pass
+            if opcode == FUSE_OPEN and data:
+                self._release(*OPEN_OUT.unpack(data)[:1])
         return True
+
+    def _look_up(self, nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
+        """Answer the LOOKUP of a known control file. Attributes of a name that lasts are not valid later."""
+        _, unique, directory, uid, gid, pid = IN_HEADER.unpack_from(request)
+        name = bytes(memoryview(request)[IN_HEADER.size : size - 1])
+        node = nodes.by_name.get((directory, name))
+        if node is None or self._replies.is_lasting(node.id):
+            return None
+        ends = nodes.ends
+        found = self._operations.getattr(uid, gid, pid, node.path)
+        if isinstance(found, int):
+            return found
+        if nodes.answer(unique, directory, name, node, ends, attr_bytes(found), self._operations.validity):
+            return _DONE
+        # The client's call is repeated in the guest already.
+        self._operations.skip_client()
+        return None
+
+    def _get_attributes(self, nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
+        """Answer the GETATTR of a known control file."""
+        _, _, number, uid, gid, pid = IN_HEADER.unpack_from(request)
+        node = nodes.by_id.get(number)
+        if node is None or self._replies.is_lasting(number):
+            return None
+        flags, handle = GETATTR_IN.unpack_from(request, IN_HEADER.size)
+        if flags & HANDLE_FLAGS[FUSE_GETATTR]:
+            found = self._operations.fgetattr(uid, gid, pid, handle)
+        else:
+            found = self._operations.getattr(uid, gid, pid, node.path or "/")
+        if isinstance(found, int):
+            return found
+        validity = 0 if nodes.lets_names_last else self._operations.validity
+        return ATTR_OUT.pack(0, validity) + attr_bytes(found)
+
+    def _open(self, nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
+        """Open a known control file. An open(2) that truncates can take long, so that libfuse gets it."""
+        _, _, number, uid, gid, pid = IN_HEADER.unpack_from(request)
+        node = nodes.by_id.get(number)
+        (flags,) = FIRST_WORD.unpack_from(request, IN_HEADER.size)
+        if node is None or flags & os.O_TRUNC:
+            return None
+        found = self._operations.open(uid, gid, pid, node.path, flags)
+        if isinstance(found, int):
+            return found
+        handle, is_stream = found
+        return OPEN_OUT.pack(handle, FOPEN_DIRECT_IO | is_stream * FOPEN_NONSEEKABLE)
+
+    @staticmethod
+    def _forget(nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
+        """Subtract the lookups that libfuse has not answered from a FORGET."""
+        (count,) = FORGET_IN.unpack_from(request, IN_HEADER.size)
+        _, _, number, *_ = IN_HEADER.unpack_from(request)
+        count = nodes.forget(number, count)
+        FORGET_IN.pack_into(request, IN_HEADER.size, count)
+        return None if count else _DONE
+
+    @staticmethod
+    def _forget_batch(nodes: KnownNodes, request: bytearray, size: int) -> None:
+        """Subtract the lookups that libfuse has not answered from each part of a BATCH_FORGET."""
+        for at in range(FORGET_ONE_OFFSET, size, FORGET_ONE.size):
+            number, count = FORGET_ONE.unpack_from(request, at)
+            FORGET_ONE.pack_into(request, at, number, nodes.forget(number, count))
+
+    @staticmethod
+    def _remove(nodes: KnownNodes, request: bytearray, size: int) -> None:
+        """Forget the path of a directory that a client removes, before libfuse removes it."""
+        _, _, directory, *_ = IN_HEADER.unpack_from(request)
+        nodes.remove(directory, bytes(request[IN_HEADER.size : size - 1]))
+
+    @staticmethod
+    def _initialise(nodes: KnownNodes, request: bytearray, _size: int) -> None:
+        """Learn what the host's kernel can do."""
+        nodes.initialise(request)
 
     def _await_releases(self, own: _LoopState) -> None:
         """Wait until other threads have answered the RELEASEs that they read before this call.

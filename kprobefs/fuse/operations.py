@@ -19,6 +19,7 @@ from emulated_kernel.vfs.core.client import STATUS_FLAGS, Client, DirEntry, Stat
 from kprobefs.common.errors import CliError
 from kprobefs.common.mountpoints import STATE_LINK, MountState
 from kprobefs.fuse import libfuse
+from kprobefs.fuse.known_nodes import PAGED_SIZE, KnownNodes
 from kprobefs.fuse.memory_reserve import MemoryReserve
 from kprobefs.fuse.worker_threads import FREE_LOOPS, WorkerThreads
 
@@ -36,8 +37,6 @@ With many blocked requests, each request checks less often.
 """
 ATTRIBUTES_VALIDITY = 0.01
 """Seconds for which fstat(2) may show old attributes. With 0, an open(2) makes two more requests."""
-PAGED_SIZE = 1 << 40
-"""Value of st_size of files that can be spliced. The host's kernel ends a splice(2) at this size."""
 CACHED_CLIENTS = 500
 MAX_BACKGROUND = (1 << 16) - 1
 """Maximum number of requests without a waiting client that the host's kernel queues at once."""
@@ -99,6 +98,9 @@ class Server:
 
     def __init__(self, mount: Mount, options: FuseOptions) -> None:
         self._options = options
+        self._mount = mount
+        self._checks_modes = bool(os.geteuid()) or options.allow_other
+        """Whether the host's kernel checks the modes of files."""
         self._lock = mount.lock
         self._stopping = threading.Event()
         self._operations = _Operations(mount, self._stopping)
@@ -131,7 +133,7 @@ class Server:
         }
         # If only root may enter, modes restrict nobody. Without its own checks the host's kernel sends an
         # ACCESS at each chdir(2), which is the only sign of it.
-        if os.geteuid() or self._options.allow_other:
+        if self._checks_modes:
             options["default_permissions"] = True
         try:
             libfuse.Session(self._operations, directory, options, self._run)
@@ -141,21 +143,24 @@ class Server:
     def _run(self, session: int) -> None:
         """Answer the requests of a struct fuse_session, given by address, until it ends."""
         operations = self._operations
-        read = partial(libfuse.guarded, operations, operations.read_at_once)
-        close = partial(libfuse.guarded, operations, operations.close)
+        nodes: KnownNodes | None = None
         if self._options.is_ordered:
             replies = libfuse.ReplyChannels(session)
             # A RELEASE is a request that nobody waits for. Two threads could answer it and the next OPEN in
             # any order.
             free_loops = 1
         else:
+            # Where the host's kernel checks modes, it asks for the attributes of each directory of a path.
+            nodes = KnownNodes(self._mount, may_last=not self._checks_modes)
             walks = operations.attributes.skip_client
-            replies = libfuse.ReplyChannels(session, walks, operations.lasting, operations.clients_own)
+            replies = libfuse.ReplyChannels(session, walks, operations.lasting, operations.clients_own, nodes)
             free_loops = FREE_LOOPS
-        workers = WorkerThreads(
-            libfuse.SessionLoop(session, replies, read, close, operations.acting).run, free_loops
-        )
+        loop = libfuse.SessionLoop(session, replies, operations.at_once(), nodes, operations.acting)
+        workers = WorkerThreads(loop.run, free_loops)
         operations.blocking = workers.blocking
+        if nodes is not None:
+            nodes.waiting = workers.waiting
+            self._mount.at_names_end(nodes.end_names)
         if not self._options.is_ordered:
             self._lock.waiting = workers.waiting
         self._lock.is_abandoned = operations.is_abandoned
@@ -304,6 +309,36 @@ class _Operations:
         handle = self._mount.create(_client(), path, mode, info.flags)
         self.attributes.skip_client()
         return self._opened(info, handle)
+
+    def at_once(self) -> libfuse.AtOnce:
+        """Return the operations that SessionLoop calls without libfuse."""
+        guarded = partial(libfuse.guarded, self)
+        return libfuse.AtOnce(
+            read=partial(guarded, self.read_at_once),
+            release=partial(guarded, self.close),
+            getattr=partial(guarded, self.getattr_at_once),
+            fgetattr=partial(guarded, self.fgetattr_at_once),
+            open=partial(guarded, self.open_at_once),
+            skip_client=self.attributes.skip_client,
+            validity=int(ATTRIBUTES_VALIDITY * 1e9),
+        )
+
+    def getattr_at_once(self, uid: int, gid: int, pid: int, path: str) -> Stat:
+        """Return the attributes of a control file for SessionLoop."""
+        return self._mount.getattr(path, partial(_cached_client, pid, uid, gid))
+
+    def fgetattr_at_once(self, uid: int, gid: int, pid: int, handle: int) -> Stat:
+        """Return the attributes of an open file for SessionLoop."""
+        return self._mount.fgetattr(handle, partial(_cached_client, pid, uid, gid))
+
+    def open_at_once(self, uid: int, gid: int, pid: int, path: str, flags: int) -> tuple[int, bool]:
+        """Open a control file for SessionLoop; return its handle, and whether it is a stream."""
+        if self.reserve.is_spent:
+            self._needs_reserve()
+        handle = self._mount.open(_cached_client(pid, uid, gid), path, flags)
+        if status := flags & STATUS_FLAGS:
+            self._status[handle] = status
+        return handle, self._mount.is_stream(handle)
 
     def read_at_once(
         self, uid: int, gid: int, pid: int, handle: int, offset: int, size: int, owner: int, flags: int

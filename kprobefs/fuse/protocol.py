@@ -12,11 +12,14 @@ FUSE_FORGET = 2
 FUSE_GETATTR = 3
 FUSE_SETATTR = 4
 FUSE_READLINK = 5
+FUSE_RMDIR = 11
 FUSE_RENAME = 12
 FUSE_LINK = 13
 FUSE_OPEN = 14
 FUSE_READ = 15
+FUSE_WRITE = 16
 FUSE_RELEASE = 18
+FUSE_INIT = 26
 FUSE_OPENDIR = 27
 FUSE_BATCH_FORGET = 42
 FUSE_RENAME2 = 45
@@ -35,8 +38,10 @@ READ_IN = struct.Struct("=QQI4xQI4x")
 """Layout of struct fuse_read_in: fh, offset, size, lock_owner, flags."""
 RELEASE_IN = struct.Struct("=Q")
 """Layout of the beginning of struct fuse_release_in: fh."""
-FORGET_ONE = struct.Struct("=Q8x")
-"""Layout of struct fuse_forget_one: nodeid."""
+FORGET_IN = struct.Struct("=Q")
+"""Layout of struct fuse_forget_in: nlookup."""
+FORGET_ONE = struct.Struct("=QQ")
+"""Layout of struct fuse_forget_one: nodeid, nlookup."""
 FORGET_ONE_OFFSET = IN_HEADER.size + 8
 """Offset in a request of the first fuse_forget_one, which follows struct fuse_batch_forget_in."""
 LINK_IN = struct.Struct("=Q")
@@ -45,6 +50,18 @@ INVALIDATION = struct.Struct("=IiQQqq")
 """Layout of struct fuse_out_header and struct fuse_notify_inval_inode_out: ino, off, len."""
 FUSE_NOTIFY_INVAL_INODE = 2
 """Code in `error` of a message that invalidates an inode. A negative `off` means only its attributes."""
+ENTRY_INVALIDATION = struct.Struct("=IiQQII")
+"""Layout of a fuse_out_header and a fuse_notify_inval_entry_out: parent, namelen, flags. The name follows."""
+FUSE_NOTIFY_INVAL_ENTRY = 3
+"""Code in `error` of a message that invalidates a name."""
+FUSE_EXPIRE_ONLY = 1
+"""Flag of that message: the name must be looked up again, and nothing else happens to it. Since Linux 6.2."""
+INIT_IN = struct.Struct("=12xII")
+"""Layout of struct fuse_init_in: flags, flags2."""
+FUSE_INIT_EXT = 1 << 30
+"""Bit of `flags` that says that `flags2` is valid."""
+FUSE_HAS_EXPIRE_ONLY = 1 << 3
+"""Bit of `flags2` that says that the host's kernel knows FUSE_EXPIRE_ONLY."""
 FIRST_WORD = struct.Struct("=I")
 """Layout of the first word after the header of a request: getattr_flags or valid."""
 HANDLE_FLAGS = {FUSE_GETATTR: 1, FUSE_SETATTR: 1 << 6, FUSE_READLINK: 0, FUSE_OPEN: 0, FUSE_OPENDIR: 0}
@@ -60,6 +77,27 @@ ATTR_REPLY_SIZE = 120
 """Size in bytes of a reply with a struct fuse_attr_out."""
 ENTRY_NODE = struct.Struct("=16xQ92xII20x")
 """Layout of a reply with a fuse_entry_out: nodeid, attr.mode, attr.nlink."""
+ENTRY_GENERATION = struct.Struct("=24xQ112x")
+"""Layout of a reply with a fuse_entry_out: generation."""
+ENTRY_OUT = struct.Struct("=QQQQII")
+"""Layout of struct fuse_entry_out up to `attr`.
+
+Its fields are nodeid, generation, entry_valid, attr_valid, entry_valid_nsec, attr_valid_nsec.
+"""
+ATTR_OUT = struct.Struct("=QI4x")
+"""Layout of struct fuse_attr_out up to `attr`: attr_valid, attr_valid_nsec."""
+ATTR = struct.Struct("=6Q9I4x")
+"""Layout of struct fuse_attr.
+
+Its fields are ino, size, blocks, the seconds and then the nanoseconds of atime, mtime and ctime, mode, nlink,
+uid, gid, rdev, blksize.
+"""
+GETATTR_IN = struct.Struct("=I4xQ")
+"""Layout of struct fuse_getattr_in: getattr_flags, fh."""
+OPEN_OUT = struct.Struct("=QI4x")
+"""Layout of struct fuse_open_out: fh, open_flags."""
+FOPEN_DIRECT_IO = 1
+FOPEN_NONSEEKABLE = 1 << 2
 ENTRY_VALID = slice(32, 40)
 """Range of the bytes of fuse_entry_out.entry_valid in a reply."""
 ENTRY_VALIDITIES = slice(32, 56)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import sleep
@@ -24,12 +25,14 @@ import pytest
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client, Stat, StatFs
+from kprobefs.fuse.known_nodes import KnownNodes
 from kprobefs.fuse.libfuse import ReplyChannels
 from kprobefs.fuse.operations import FuseOptions, Server
 from kprobefs.fuse.protocol import IN_HEADER
 from tests.fuse.harness import eventually, is_mounted
 
 _PR_SET_PDEATHSIG = 1
+_RELEASE = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 _CONTENT = b"a line\n"
 _STARVED = 1000
 """From this offset on a read ends with the n-th allocation behind it failing."""
@@ -72,6 +75,18 @@ class _Recorded:
         self._size = 0
         self._starves = 0
 
+    def is_control(self, path: str) -> bool:
+        return path == "/kprobes" or path.startswith("/kprobes/known")
+
+    def name_lasts(self, path: str) -> bool:
+        return path.startswith("/kprobes/known/lasting")
+
+    def exists(self, path: str) -> bool:
+        return path not in self._removed
+
+    def at_names_end(self, action: Callable[[Collection[str | None]], object]) -> None:
+        self._names_end = action
+
     def _asked(self, what: str, path: object = "") -> None:
         os.write(self._says, f"{what} {path}\n".encode(errors="surrogateescape"))
 
@@ -91,7 +106,7 @@ class _Recorded:
             return Stat(3, stat.S_IFREG | 0o644, len(self._links), 0, 0, self._size)
         if path.endswith("/closed/file"):
             return Stat(3, stat.S_IFREG | 0o644, 1, 0, 0, self._closed_acting)
-        if path.endswith("/file"):
+        if path.endswith(("/file", "/removes", "/expires")):
             return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
         return Stat(1, stat.S_IFDIR | 0o755, 2, 0, 0)
 
@@ -102,6 +117,13 @@ class _Recorded:
         self._asked("open", path)
         if path.endswith("/gone/file"):
             self._removed.add(path)
+        if path.endswith(("/removes", "/expires")):
+            is_removal = path.endswith("/removes")
+            if is_removal:
+                self._removed.add("/kprobes/known/lasting/group/event/file")
+            with self.lock:
+                ends = ["group/event" if is_removal else None]
+                self.lock.at_release = partial(self._names_end, ends)
         if path.endswith("/acting/file"):
             self.acting.add(_ACTING)
             return _ACTING
@@ -278,6 +300,74 @@ def test_what_is_gone_all_the_same_is_looked_up_again(place: Path) -> None:
         assert looks[:3] == ["getattr /scratch", "getattr /scratch/gone", "getattr /scratch/gone/file"]
         os.close(os.open(path, os.O_RDWR | os.O_CREAT))
         assert "open new /scratch/gone/file" in asked()
+
+
+@pytest.mark.skipif(_RELEASE < (6, 2), reason="older kernels of the host can't look a kept name up again")
+def test_a_name_lasts_until_the_mount_ends_it(place: Path) -> None:
+    """Attributes are asked for each time all the same, and other names are looked up each time."""
+    known = place / "kprobes/known"
+    file = known / "lasting/group/event/file"
+    with _served(place) as asked:
+        os.close(os.open(file, os.O_RDONLY))
+        asked()
+        for _ in range(3):
+            os.close(os.open(file, os.O_RDONLY))
+            assert asked() == ["getattr /kprobes/known", f"open {_below(place, file)}", "release 7"]
+            file.stat()
+            assert asked() == ["getattr /kprobes/known", f"getattr {_below(place, file)}"]
+        os.close(os.open(known / "expires", os.O_RDONLY))
+        asked()
+        os.close(os.open(file, os.O_RDONLY))
+        looked_up = [f"getattr {_below(place, each)}" for each in (*list(file.parents)[3::-1], file)]
+        assert asked() == [*looked_up, f"open {_below(place, file)}", "release 7"]
+        os.close(os.open(known / "removes", os.O_RDONLY))
+        asked()
+        with pytest.raises(FileNotFoundError):
+            file.rmdir()
+        assert asked() == ["getattr /kprobes/known", f"getattr {_below(place, file)}"]
+
+
+def _below(place: Path, path: Path) -> str:
+    return f"/{path.relative_to(place)}"
+
+
+def test_a_file_whose_node_is_known_is_asked_for_each_time(place: Path) -> None:
+    with _served(place) as asked:
+        path = place / "kprobes/known/file"
+        looks = ["getattr /kprobes/known", "getattr /kprobes/known/file"]
+        for _ in range(4):
+            os.close(os.open(path, os.O_RDONLY))
+            assert asked()[-4:] == [*looks, "open /kprobes/known/file", "release 7"]
+            assert path.stat().st_size == len(_CONTENT)
+            assert asked() == looks
+        with pytest.raises(NotADirectoryError):
+            path.rmdir()
+
+
+def test_lookups_that_libfuse_has_not_answered_are_subtracted(tmp_path: Path) -> None:
+    """Of a FORGET, since libfuse ends the process if it has counted fewer."""
+    device = os.open(tmp_path / "device", os.O_WRONLY | os.O_CREAT)
+    names = SimpleNamespace(is_control=lambda _: True, name_lasts=lambda _: True, exists=lambda _: True)
+    nodes = KnownNodes(names, may_last=True)
+    nodes.device = device
+    entry = bytearray(144)
+    struct.pack_into("=Q", entry, 16, 17)
+    struct.pack_into("=I", entry, 116, stat.S_IFREG)
+    assert nodes.path_of(1, b"file") == "/file"
+    nodes.learn(entry, 1, b"file", "/file", 0, may_last=True)
+    node = nodes.by_name[1, b"file"]
+    for unique in range(3):
+        assert nodes.answer(unique, 1, b"file", node, 0, bytes(88), 0)
+    assert nodes.forget(17, 2) == 0
+    assert nodes.by_id[17] is node
+    assert nodes.forget(17, 2) == 1
+    assert 17 not in nodes.by_id
+    assert not nodes.answer(4, 1, b"file", node, 0, bytes(88), 0)
+    os.close(device)
+    # The reply is not sent.
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        nodes.learn(entry, 1, b"file", "/file", 0, may_last=True)
+    assert not nodes.by_name
 
 
 @pytest.mark.parametrize("top", ["scratch", "kprobes"])

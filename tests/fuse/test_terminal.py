@@ -57,7 +57,7 @@ class Watched:
             path = self.directory / "kprobes/stats" / str(probe["event"])
             path.mkdir(parents=True, exist_ok=True)
             (path / "cost").write_text("hits 5 median 12.5 ns in guest code\n")
-            (path / "bytes").write_text("original 0f 1f 44 00 00\ncurrent  e8 1f 8c ff 1e\n")
+            (path / "bytes").write_text("original 0f 1f 44 00 00  nop\ncurrent  e8 1f 8c ff 1e  call x\n")
             (path / "detour").write_text("".join(f"0x{line:x}: nop\n" for line in range(100)))
 
 
@@ -255,13 +255,42 @@ def test_an_opened_probe(watched: Watched) -> None:
     head, cost, reason, *lines = [line.rstrip() for line in drawn(view, watched.probes, 80, 24)]
     assert head == "g/a  ftrace  -/s  10 hits  1 missed"
     assert (cost, reason) == ("cost    12.5 ns", "reason  why")
-    assert lines[:2] == ["original 0f  1f  44  00  00", "current [e8] 1f [8c][ff][1e]"]
+    assert lines[:2] == ["original 0f  1f  44  00  00   nop", "current [e8] 1f [8c][ff][1e]  call x"]
     assert lines[2:14] == [
-        "runs out of line",
-        *(f"  0x{line:x}: nop" for line in range(10)),
-        "  ... 90 more lines",
+        "runs out of line, lines 1 to 11 of 100 (up, down)",
+        *(f"  0x{line:x}: nop" for line in range(11)),
     ]
     assert lines[14:20] == ["last records", *(f"  {record}" for record in records[-10::2])]
+
+
+def test_the_code_of_an_opened_probe_scrolls_to_its_end_and_no_further(watched: Watched) -> None:
+    watched.has({"event": "g/a"}, {"event": "g/b"})
+    view = View()
+    view.show(watched.probes.look())
+    assert view.press("\n", watched.probes)
+
+    def shown() -> list[int]:
+        lines = drawn(view, watched.probes, 80, 24)
+        return [int(line.split(":")[0], 16) for line in lines if line.endswith(": nop")]
+
+    first = shown()
+    assert first[0] == 0
+    for key, start in (
+        ("down", 1),
+        ("page down", 1 + len(first)),
+        ("up", len(first)),
+        ("end", 100 - len(first)),
+        ("down", 100 - len(first)),
+        ("home", 0),
+        ("up", 0),
+    ):
+        assert view.press(key, watched.probes)
+        assert shown() == list(range(start, start + len(first)))
+    assert view.chosen == 0
+    view.press("end", watched.probes)
+    for key in ("escape", "\n"):
+        assert view.press(key, watched.probes)
+    assert shown() == first
 
 
 def test_patched_bytes_are_marked() -> None:
@@ -728,12 +757,13 @@ class Terminal:
 
 def _bytes_shown(place: Path) -> set[str]:
     """Lines of a probe's bytes; those in brackets aren't the original."""
-    original, current = [line.split()[1:] for line in (place / "bytes").read_text().splitlines()]
+    lines = [line[9:].split("  ", 1) for line in (place / "bytes").read_text().splitlines()]
+    (original, was_text), (current, text) = [(code.split(), insns) for code, insns in lines]
     assert original != current
     marked = [f"[{now}]" if now != was else f" {now} " for was, now in zip(original, current, strict=True)]
     return {
-        f"original{''.join(f' {byte} ' for byte in original)}".rstrip(),
-        f"current {''.join(marked)}".rstrip(),
+        f"original{''.join(f' {byte} ' for byte in original)}  {was_text}",
+        f"current {''.join(marked)}  {text}",
     }
 
 
@@ -759,7 +789,7 @@ def test_on_a_terminal(directory: Path) -> None:
         lines, place = top.lines(), Path(running.path("kprobes/stats/kprobes/reads"))
         assert _bytes_shown(place) <= set(lines)
         detour = (place / "detour").read_text().splitlines()
-        at = lines.index("runs out of line") + 1
+        at = next(number for number, line in enumerate(lines) if line.startswith("runs out of line")) + 1
         assert detour
         assert lines[at : at + 3] == [f"  {line}"[:80].rstrip() for line in detour[:3]]
         records = lines[lines.index("last records") + 1 : lines.index(BACK)]

@@ -84,8 +84,7 @@ class HandlerPoint(Enum):
     RETURN = "return_code"
 
 
-_ATTRIBUTES = tuple((point, point.value) for point in HandlerPoint)
-"""Time at which a handler runs, and name of the probe's attribute with its text."""
+_ATTRIBUTES = {point: point.value for point in HandlerPoint}
 
 
 class AssembledHandlers:
@@ -192,10 +191,6 @@ class AssemblyOwner(ABC):
 
 def handler_texts(probe: object) -> dict[HandlerPoint, str]:
     """Return a map: time at which a handler in assembly runs -> its text, for the handlers of a probe."""
-    # Without dictionaries and properties of enums: this runs for each of thousands of probes.
-    found: dict[HandlerPoint, str] = {}
-    for point, name in _ATTRIBUTES:
-        text = getattr(probe, name, None)
-        if text is not None:
-            found[point] = text
-    return found
+    return {
+        point: text for point, name in _ATTRIBUTES.items() if (text := getattr(probe, name, None)) is not None
+    }

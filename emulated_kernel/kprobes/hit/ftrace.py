@@ -21,6 +21,8 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 Called = Callable[[int, Any], object]
 """Handler of a call; it takes the site's address and the saved registers. The saved ip is after the site."""
 
+FTRACE_TRAMPOLINE = "ftrace_regs_caller"
+"""Name of the code that armed fentry sites call."""
 OPS_LIST_FUNC = "arch_ftrace_ops_list_func"
 """Name of Linux's function that calls the users of an fentry site with several users."""
 

@@ -41,7 +41,7 @@ class Optimizer:
     Mirrors: kernel/kprobes.c (v6.1), the part under CONFIG_OPTPROBES.
     """
 
-    queued: ClassVar[str] = "queued for the optimizer"
+    queued: ClassVar[str] = "waits for the optimizer"
     """Reason shown for a probe whose jump isn't written yet."""
 
     _table: ProbeTable

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.fetch_types import FetchType, bitfield_of, find_fetch_type
 from emulated_kernel.trace.text.chars import is_good_name
+from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
@@ -96,6 +98,23 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
     Linux: arguments after the 128th are silently ignored.
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
+    if context.on_event:
+        return _parse_args(words, context)
+    with suppress(KernelError):
+        return _parsed(tuple(words), context.arch, context.on_return, context.on_entry, context.in_kernel)
+    return _parse_args(words, context)
+
+
+@lru_cache(maxsize=256)
+def _parsed(
+    words: tuple[str, ...], arch: Arch, on_return: bool, on_entry: bool, in_kernel: bool
+) -> tuple[ProbeArg, ...]:
+    """Compile arguments, without a log of errors. Many events have the same ones, and share the result."""
+    log = TraceProbeLog(ErrorLog(lambda: 0), "", words)
+    return _parse_args(words, FetchContext(arch, log, on_return, on_entry, in_kernel))
+
+
+def _parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
     args: list[ProbeArg] = []
     size = 0
     for number, word in enumerate(words[:MAX_TRACE_ARGS]):
@@ -104,13 +123,7 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
         arg = _ArgParser(context, body, offset).parse(name, size)
         args.append(arg if context.finish is None else context.finish(arg))
         size += args[-1].size
-    return _shared(tuple(args))
-
-
-@lru_cache(maxsize=256)
-def _shared(args: tuple[ProbeArg, ...]) -> tuple[ProbeArg, ...]:
-    """Return one object for all equal tuples of arguments, which many events have, to save memory."""
-    return args
+    return tuple(args)
 
 
 def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: TraceProbeLog) -> tuple[str, str, int]:

@@ -137,6 +137,8 @@ class Directory(Node):
     kind = stat.S_IFDIR
     is_kept_by_open_files: ClassVar[bool] = False
     """Whether rmdir(2) of a subdirectory returns EBUSY while files in the subdirectory are open."""
+    names_are_clients: ClassVar[bool] = False
+    """Whether clients create and remove names in the directory."""
     __slots__ = ("_children", "_subdirectories", "open_files")
 
     def __init__(self, mode: int, children: Mapping[str, Node]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from itertools import count
 from typing import NoReturn
 
@@ -26,6 +27,11 @@ class NodeTree:
         self.root = root
         self.owner = owner or Owner()
         self._inode_numbers = count(INO_SPACES, INO_SPACES)
+        self.on_removal: Callable[[str], object] = _ignore
+        """Function to call with the control lock when the kernel has removed directories.
+
+        Its argument is the end of their paths, as GROUP/EVENT.
+        """
 
     def lookup(self, path: str) -> Node:
         """Return the node at an absolute path, with one dictionary lookup for each component.
@@ -41,6 +47,14 @@ class NodeTree:
                 raise KernelError(errno.ENAMETOOLONG if _is_too_long(name) else errno.ENOENT, name)
             node = child
         return node
+
+    def is_kernels_name(self, path: str) -> bool:
+        """Return True if `path` exists, and if only the kernel creates and removes names beside it."""
+        try:
+            above = self.lookup(path).parent
+        except KernelError:
+            return False
+        return above is None or not above.names_are_clients
 
     def getattr(self, path: str) -> Stat:
         """Return the attributes of the node at `path`. Raises: KernelError, as lookup()."""
@@ -198,6 +212,10 @@ class NodeTree:
         if not name or directory.get(name) is not None:
             raise KernelError(errno.EEXIST, path)
         return directory, name
+
+
+def _ignore(_path: str) -> None:
+    """Do nothing: no front end keeps names."""
 
 
 def _is_too_long(name: str) -> bool:

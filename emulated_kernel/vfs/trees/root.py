@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from emulated_kernel.components.records import KernelComponents
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.registry import EventRegistry, EventWatcher
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
@@ -39,7 +41,7 @@ def root_tree(
     }
     if is_tracefs:
         unlisted = {CONTROL: UnlistedDirectory(0o755, control)}
-        return NodeTree(tracefs_directory(tracing, unlisted), owner)
+        return _watching(tracing.system.events, NodeTree(tracefs_directory(tracing, unlisted), owner))
     root: dict[str, Node] = {
         "kprobes": control["kprobes"],
         "kprobe_events": kprobe_events_file(tracing.kprobe_events),
@@ -48,7 +50,25 @@ def root_tree(
         **control,
         **mounted_on,
     }
-    return NodeTree(Directory(0o755, root), owner)
+    return _watching(tracing.system.events, NodeTree(Directory(0o755, root), owner))
+
+
+class _Removals(EventWatcher):
+    """Reports the removal of events, whose directories are the only names that the kernel removes."""
+
+    def __init__(self, tree: NodeTree) -> None:
+        self._tree = tree
+
+    def event_added(self, event: TraceEvent) -> None:
+        """Do nothing, because no front end keeps the absence of a name."""
+
+    def event_removed(self, event: TraceEvent) -> None:
+        self._tree.on_removal(f"{event.group}/{event.name}")
+
+
+def _watching(registry: EventRegistry, tree: NodeTree) -> NodeTree:
+    registry.watch(_Removals(tree))
+    return tree
 
 
 def machine_files(

@@ -12,7 +12,7 @@ from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.kprobes.hit.handling import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.probe_text import GONE, ProbeText
+from emulated_kernel.kprobes.probe_text import ProbeText
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
@@ -82,14 +82,14 @@ ProbeState = Mapping[str, str | int | bool]
 """Name of a file in an event's directory of stats/, such as hits or mode -> value."""
 
 
-def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Return the states of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
+def probe_switches(kernel: KernelComponents) -> Iterator[ProbeState]:
+    """Return mode and switches of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
     events = sorted(kernel.tracing.kprobe_events.events(), key=lambda event: f"{event.group}/{event.name}")
-    return (_probe_state(kernel, event) for event in events)
+    return (_named(event, _EventStats(event, kernel).switches()) for event in events)
 
 
-def _probe_state(kernel: KernelComponents, event: KprobeTraceEvent) -> ProbeState:
-    return {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
+def _named(event: KprobeTraceEvent, state: ProbeState) -> ProbeState:
+    return {"event": f"{event.group}/{event.name}", **state}
 
 
 def probes_file(kernel: KernelComponents) -> SeqFile:
@@ -98,7 +98,9 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
     def show(probe: TraceKprobe) -> str:
         # Each read skips the records of earlier reads. That is faster in the list of probes than in events().
         event = probe.event
-        return f"{json.dumps(_probe_state(kernel, event))}\n" if event.probes[0] is probe else ""
+        if event.probes[0] is not probe:
+            return ""
+        return f"{json.dumps(_named(event, _EventStats(event, kernel).state()))}\n"
 
     return SeqFile(0o400, listing_of(kernel.tracing.kprobe_events.probes, show))
 
@@ -126,7 +128,7 @@ class _EventStats:
             "asked": _text(lambda: self._asked(self._registered())),
             "reason": _addressed(lambda: self._reason(self._registered()), owner),
             "address": _addressed(lambda: self._lines(self._address), owner),
-            "bytes": _text(lambda: self._lines(self._bytes)),
+            "bytes": _addressed(lambda: self._lines(self._probe_text.replaced_text), owner),
             "detour": _addressed(lambda: self._lines(self._probe_text.out_of_line), owner),
             "cost": _text(self._cost),
         }
@@ -137,12 +139,20 @@ class _EventStats:
             files["memory"] = _text(self._memory)
         return Directory(_DIRECTORY, files)
 
-    def state(self) -> ProbeState:
-        found = self._registered()
+    def switches(self) -> ProbeState:
+        return self._switches(self._registered())
+
+    def _switches(self, found: list[EventProbe]) -> dict[str, str | int | bool]:
         return {
             "mode": self._mode(found),
             "asked": self._asked(found),
             "enabled": self._is_enabled(found),
+        }
+
+    def state(self) -> ProbeState:
+        found = self._registered()
+        return {
+            **self._switches(found),
             "optimized": self._is_optimized(found),
             "hits": self._hits(),
             "nmissed": self._nmissed(),
@@ -226,13 +236,6 @@ class _EventStats:
 
     def _address(self, kprobe: Kprobe) -> str:
         return f"0x{kprobe.address:x} {sprint_symbol(self._kernel.tracing.symbols, kprobe.address)}"
-
-    def _bytes(self, kprobe: Kprobe) -> str:
-        """Return two lines with the original and the current bytes of the text that the probe may replace."""
-        if kprobe.is_gone:
-            return GONE
-        original, current = self._probe_text.replaced(kprobe)
-        return f"original {original.hex(' ')}\ncurrent  {current.hex(' ')}"
 
     def _cost(self) -> str:
         pairs = [(probe, probe.handle) for probe in self._event.probes]

@@ -86,6 +86,7 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
 
 class _InstancesDirectory(DynamicDirectory[Tracing]):
     is_kept_by_open_files = True
+    names_are_clients = True
     __slots__ = ()
 
 
@@ -120,10 +121,13 @@ def list_file(lines: WrittenList) -> File:
 
 
 def number_file(
-    value: Callable[[], int], store: Callable[[int], None], moves: Moves = Moves.BY_BYTES
+    value: Callable[[], int],
+    store: Callable[[int], None],
+    moves: Moves = Moves.BY_BYTES,
+    kind: type[AttributeFile] = AttributeFile,
 ) -> File:
     """Return a file that shows a number or a switch. A write passes the number, as kstrtoul() parses it."""
-    return AttributeFile(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)), moves)
+    return kind(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)), moves)
 
 
 def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> File:
@@ -217,6 +221,10 @@ class _OpenRecords(OpenCommand):
         for buffer in self._held:
             buffer.held += 1
 
+    @property
+    def acts_on_close(self) -> bool:
+        return self.readable
+
     def release(self) -> None:
         for buffer in self._held:
             buffer.held -= 1
@@ -259,10 +267,6 @@ class _OpenTrace(_OpenRecords):
         super().__init__(node, flags, client)
         if self.readable and node.array.pauses_for_readers:
             node.array.stop()
-
-    @property
-    def acts_on_close(self) -> bool:
-        return self.readable and self.node.array.pauses_for_readers
 
     def release(self) -> None:
         if self.readable:

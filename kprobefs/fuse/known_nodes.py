@@ -1,0 +1,324 @@
+"""KnownNodes: nodes of control files for which the session answers, and names that the host's kernel keeps.
+
+libfuse finds a file's path by its node id, in a table behind a lock, and calls back through ctypes. Clients
+cannot rename control files, so that the path of such a node stays as it is. For these nodes, the session
+knows the path itself.
+
+The host's kernel looks each directory of a path up again unless the reply gives the name a validity. Names of
+control files that only the kernel removes get one. When they end, the host's kernel is told.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache
+from time import monotonic
+from typing import NamedTuple, Protocol
+
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.threads import start_thread
+from emulated_kernel.vfs.core.client import Stat
+from kprobefs.fuse.protocol import (
+    ATTR,
+    ENTRY_GENERATION,
+    ENTRY_INVALIDATION,
+    ENTRY_NODE,
+    ENTRY_OUT,
+    FUSE_EXPIRE_ONLY,
+    FUSE_HAS_EXPIRE_ONLY,
+    FUSE_INIT_EXT,
+    FUSE_NOTIFY_INVAL_ENTRY,
+    FUSE_OPEN,
+    FUSE_READ,
+    FUSE_RELEASE,
+    FUSE_ROOT_ID,
+    FUSE_SETATTR,
+    FUSE_WRITE,
+    IN_HEADER,
+    INIT_IN,
+    OUT_HEADER,
+)
+
+NAME_VALIDITY = 10
+"""Seconds for which the host's kernel may keep a name, unless it is told that the name has ended."""
+MOST_NAMES = 500
+"""Maximum number of names that the host's kernel may keep at a time."""
+CACHED_ATTRIBUTES = 500
+"""Maximum number of struct fuse_attr that are cached."""
+BLOCK_SIZE = 4096
+"""Value of st_blksize for every file, in bytes."""
+PAGED_SIZE = 1 << 40
+"""Value of st_size of files that can be spliced. The host's kernel ends a splice(2) at this size."""
+
+_Key = tuple[int, bytes]
+"""Node id of a directory, and a name in it."""
+_SECOND = 1_000_000_000
+_U64 = (1 << 64) - 1
+_U32 = (1 << 32) - 1
+_WITHOUT_DIRECTORY = frozenset({FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_RELEASE, FUSE_SETATTR})
+"""Opcodes of requests for which the host's kernel has locked no directory."""
+
+
+class Names(Protocol):
+    """The part of Mount that KnownNodes needs."""
+
+    def is_control(self, path: str, /) -> bool:
+        """Return True if `path` is in a file system of control files."""
+
+    def name_lasts(self, path: str, /) -> bool:
+        """Return True if the host's kernel may keep the name at `path`."""
+
+    def exists(self, path: str, /) -> bool:
+        """Return True if there is a file at `path`."""
+
+
+class Node(NamedTuple):
+    """A node of a control file, which the host's kernel knows by its id."""
+
+    path: str
+    id: int
+    generation: int
+
+
+@lru_cache(CACHED_ATTRIBUTES)
+def attr_bytes(attributes: Stat) -> bytes:
+    """Return attributes as the bytes of a struct fuse_attr. Numbers that do not fit are truncated.
+
+    A file with pages gets a size and blocks. Without blocks, cp(1) takes it for a sparse file, and looks for
+    its data by lseek(2).
+    """
+    times = [divmod(t, _SECOND) for t in (attributes.atime_ns, attributes.mtime_ns, attributes.ctime_ns)]
+    is_paged = attributes.is_paged
+    return ATTR.pack(
+        attributes.ino & _U64,
+        PAGED_SIZE if is_paged else attributes.size & _U64,
+        PAGED_SIZE // 512 if is_paged else attributes.blocks & _U64,
+        *(second & _U64 for second, _ in times),
+        *(nanosecond for _, nanosecond in times),
+        attributes.mode & _U32,
+        attributes.nlink & _U32,
+        attributes.uid & _U32,
+        attributes.gid & _U32,
+        attributes.rdev & _U32,
+        BLOCK_SIZE,
+    )
+
+
+class KnownNodes:
+    """The nodes of control files that the host's kernel has looked up, by id, and by directory and name.
+
+    libfuse counts the lookups that it has answered. The host's kernel forgets a node by the number of all
+    lookups, so that the lookups that the session has answered are subtracted before libfuse gets the request.
+    """
+
+    def __init__(self, names: Names, *, may_last: bool) -> None:
+        """Know the root. `may_last` is whether names may last at all."""
+        self._names = names
+        self.device = -1
+        """Descriptor of /dev/fuse."""
+        self._lock = threading.Lock()
+        """Lock around changes, and around a reply to a LOOKUP: no FORGET of its node can come before."""
+        self.by_id: dict[int, Node] = {FUSE_ROOT_ID: Node("", FUSE_ROOT_ID, 0)}
+        self.by_name: dict[_Key, Node] = {}
+        self._names_of: dict[int, _Key] = {}
+        """Node id -> its key in `by_name`."""
+        self._answered: dict[int, int] = {}
+        """Node id -> number of lookups that the session has answered and the kernel has not forgotten."""
+        self._are_allowed = may_last
+        self.removed: set[int] = set()
+        """Ids of nodes that remove() has dropped, and that the kernel has not forgotten."""
+        self.lets_names_last = False
+        """Whether names get a validity, and the attributes of control files therefore none."""
+        self._lasting: dict[_Key, tuple[float, str]] = {}
+        """Name -> monotonic time until which the host's kernel may keep the name, and its path."""
+        self.ends = 0
+        """Number of calls of end_names() so far."""
+        self._request = threading.local()
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Returns a context manager for a wait, during which another thread takes requests."""
+
+    def initialise(self, request: bytearray) -> None:
+        """Let names last if they may, and if the host's kernel can end one without dropping its directory."""
+        flags, more = INIT_IN.unpack_from(request, IN_HEADER.size)
+        can_expire = bool(flags & FUSE_INIT_EXT and more & FUSE_HAS_EXPIRE_ONLY)
+        self.lets_names_last = self._are_allowed and can_expire
+
+    def begin(self, opcode: int) -> None:
+        """Record the opcode of the request that the calling thread answers."""
+        self._request.opcode = opcode
+
+    def path_of(self, directory: int, name: bytes) -> str | None:
+        """Return the path of a name in a known directory if it is a control file's path, else None."""
+        above = self.by_id.get(directory)
+        if above is None:
+            return None
+        path = f"{above.path}/{name.decode('utf-8', 'surrogateescape')}"
+        return path if self._names.is_control(path) else None
+
+    def learn(
+        self, reply: bytearray, directory: int, name: bytes, path: str, ends: int, may_last: bool
+    ) -> None:
+        """Send libfuse's reply to a LOOKUP of a control file, and know its node from now on.
+
+        `ends` is the value of the attribute `ends` when the request came. If `may_last` is set, the name may
+        get a validity. Raises: OSError (not sent).
+        """
+        if len(reply) != ENTRY_OUT.size + OUT_HEADER.size + ATTR.size:
+            os.write(self.device, reply)
+            return
+        number, mode, _ = ENTRY_NODE.unpack(reply)
+        (generation,) = ENTRY_GENERATION.unpack(reply)
+        lasts = may_last and self._may_last(path)
+        with self._lock:
+            if lasts:
+                validity = self._let_last((directory, name), path, ends)
+                ENTRY_OUT.pack_into(reply, OUT_HEADER.size, number, generation, validity, 0, 0, 0)
+            # The kernel can use the node in another request before write() returns.
+            if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+                node = Node(path, number, generation)
+                self.by_id[number] = node
+                self.by_name[directory, name] = node
+                self._names_of[number] = (directory, name)
+                self.removed.discard(number)
+            try:
+                os.write(self.device, reply)
+            # libfuse forgets a lookup whose reply was not sent.
+            except OSError:
+                self._drop(number)
+                raise
+
+    def answer(
+        self,
+        unique: int,
+        directory: int,
+        name: bytes,
+        node: Node,
+        ends: int,
+        attributes: bytes,
+        validity: int,
+    ) -> bool:
+        """Send the reply to a LOOKUP of a known node; return False if it has been forgotten meanwhile.
+
+        `validity` is that of the attributes of a name that does not last, in nanoseconds.
+        """
+        key = (directory, name)
+        lasts = self._may_last(node.path)
+        with self._lock:
+            if self.by_name.get(key) is not node:
+                return False
+            seconds = 0
+            if lasts:
+                seconds = self._let_last(key, node.path, ends)
+                validity = 0
+            entry = ENTRY_OUT.pack(node.id, node.generation, seconds, 0, 0, validity)
+            size = OUT_HEADER.size + ENTRY_OUT.size + ATTR.size
+            # If it is not sent, the client was interrupted, or the mount is gone.
+            with suppress(OSError):
+                os.writev(self.device, (OUT_HEADER.pack(size, 0, unique), entry, attributes))
+                self._answered[node.id] = self._answered.get(node.id, 0) + 1
+        return True
+
+    def forget(self, number: int, count: int) -> int:
+        """Forget `count` lookups of a node; return the number of those that libfuse has answered."""
+        with self._lock:
+            answered = self._answered.pop(number, 0)
+            if answered > count:
+                self._answered[number] = answered - count
+            if answered >= count:
+                return 0
+            if number in self._names_of:
+                self._lasting.pop(self._names_of[number], None)
+            self._drop(number)
+            self.removed.discard(number)
+            return count - answered
+
+    def remove(self, directory: int, name: bytes) -> None:
+        """Drop a directory and the nodes below it, because a client removes the directory.
+
+        If that fails, the kernel keeps the names nevertheless.
+        """
+        with self._lock:
+            node = self.by_name.get((directory, name))
+            if node is not None:
+                below = f"{node.path}/"
+                gone = [each.id for each in self.by_id.values() if f"{each.path}/".startswith(below)]
+                self.removed.update(gone)
+                for number in gone:
+                    self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        self.by_id.pop(number, None)
+        key = self._names_of.pop(number, None)
+        if key is not None:
+            self.by_name.pop(key, None)
+
+    def _may_last(self, path: str) -> bool:
+        return self.lets_names_last and self._names.name_lasts(path)
+
+    def _let_last(self, key: _Key, path: str, ends: int) -> int:
+        """Note that the host's kernel keeps a name, and return the seconds of its validity.
+
+        Hazard: if names have ended since the LOOKUP came, its result may be older.
+        """
+        now = monotonic()
+        if len(self._lasting) >= MOST_NAMES:
+            self._forget_past(now)
+        if self.ends != ends or len(self._lasting) >= MOST_NAMES:
+            return 0
+        self._lasting[key] = (now + NAME_VALIDITY, path)
+        return NAME_VALIDITY
+
+    def _forget_past(self, now: float) -> None:
+        self._lasting = {key: lasting for key, lasting in self._lasting.items() if lasting[0] > now}
+
+    def end_names(self, ends: Collection[str | None]) -> None:
+        """Tell the host's kernel which names have ended, before it gets the reply to the current request.
+
+        `ends`: see FileSystem.on_names_end. The kernel drops names that are gone. It looks up others again
+        that it may no longer keep.
+        Hazard: the kernel locks the directory of a name for that. A request that has locked it must not wait
+        here; then another thread tells the kernel, when the request has been answered.
+        """
+        with self._lock:
+            self.ends += 1
+            self._forget_past(monotonic())
+            lasting = [(key, path) for key, (_, path) in self._lasting.items()]
+        removed = [each for each in ends if each is not None]
+        may_be_gone = [(key, path) for key, path in lasting if any(_concerns(each, path) for each in removed)]
+        expired = [key for key, _ in lasting] if None in ends else []
+        if not may_be_gone and not expired:
+            return
+        if getattr(self._request, "opcode", FUSE_WRITE) in _WITHOUT_DIRECTORY:
+            with self.waiting():
+                self._tell(may_be_gone, expired)
+        else:
+            # Without a thread, the names last until their validity has passed.
+            with suppress(KernelError):
+                start_thread("fuse-names", self._tell, may_be_gone, expired)
+
+    def _tell(self, may_be_gone: list[tuple[_Key, str]], expired: list[_Key]) -> None:
+        # A directory comes before the names in it. Without it, the kernel would not find them.
+        for key, path in reversed(may_be_gone):
+            if not self._names.exists(path):
+                self._invalidate(key, 0)
+        for key in expired:
+            self._invalidate(key, FUSE_EXPIRE_ONLY)
+
+    def _invalidate(self, key: _Key, flags: int) -> None:
+        directory, name = key
+        size = ENTRY_INVALIDATION.size + len(name) + 1
+        head = ENTRY_INVALIDATION.pack(size, FUSE_NOTIFY_INVAL_ENTRY, 0, directory, len(name), flags)
+        # The kernel does not have the name, or the mount is gone.
+        with suppress(OSError):
+            os.write(self.device, b"".join((head, name, b"\0")))
+
+
+def _concerns(removed: str, path: str) -> bool:
+    """Return True if the removal of the directories GROUP/EVENT may have removed `path`."""
+    if not removed or f"/{removed}/" in f"{path}/":
+        return True
+    return path.endswith("/" + removed.partition("/")[0])

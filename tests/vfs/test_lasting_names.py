@@ -1,0 +1,115 @@
+"""Names that a front end may keep, the reports of their end, and open files that act when they are closed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+
+import pytest
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.vfs.mount import Mount
+from tests.vfs.files import ROOT
+
+EVENT = "/tracing/events/kprobes/reads"
+STATS = "/kprobes/stats/kprobes/reads"
+
+
+class Ends:
+    """What a mount reports, and whether the control lock is free then."""
+
+    def __init__(self, mount: Mount) -> None:
+        self._mount = mount
+        self._found: list[str | None] = []
+        mount.at_names_end(self._end)
+
+    def _end(self, ends: Collection[str | None]) -> None:
+        with pytest.raises(AssertionError):
+            self._mount.lock.assert_held()
+        self._found += ends
+
+    def take(self) -> list[str | None]:
+        """Return the reports since the last call."""
+        found, self._found = self._found, []
+        return found
+
+
+@pytest.fixture
+def mount(strict_lock: None) -> Iterator[Mount]:
+    del strict_lock
+    with Kernel() as kernel:
+        mount = kernel.mount()
+        yield mount
+        mount.close()
+
+
+def write(mount: Mount, path: str, text: str, flags: int = os.O_APPEND) -> None:
+    handle = mount.open(ROOT, path, os.O_WRONLY | flags)
+    try:
+        mount.write(ROOT, handle, text.encode(), 0)
+    finally:
+        mount.release(handle)
+
+
+def test_names_of_the_kernel_last_and_those_of_clients_do_not(mount: Mount) -> None:
+    write(mount, "/kprobe_events", "p:reads vfs_read\n")
+    mount.mkdir(ROOT, "/tracing/instances/one", 0o755)
+    for path in (
+        "/kprobe_events",
+        "/kprobes",
+        EVENT,
+        f"{EVENT}/enable",
+        STATS,
+        "/tracing/instances/one/trace",
+    ):
+        assert mount.is_control(path)
+        assert mount.name_lasts(path)
+    for path in ("/tracing/instances/one", "/scratch", "/dev/null", f"{EVENT}/none", "/tracing/trace/below"):
+        assert not mount.name_lasts(path)
+    assert not mount.is_control("/scratch/file")
+
+
+def test_no_name_lasts_while_the_guest_sees_lookups(mount: Mount) -> None:
+    write(mount, "/kprobe_events", "p:reads vfs_read\n")
+    ends = Ends(mount)
+    for _ in range(2):
+        write(mount, f"{EVENT}/enable", "1")
+        assert ends.take() == [None]
+        assert not mount.name_lasts(f"{EVENT}/enable")
+        write(mount, f"{EVENT}/enable", "0")
+        assert ends.take() == []
+        assert mount.name_lasts(f"{EVENT}/enable")
+
+
+def test_each_removal_is_reported_when_the_lock_is_free(mount: Mount) -> None:
+    ends = Ends(mount)
+    write(mount, "/kprobe_events", "p:reads vfs_read\nr:other/returns vfs_read\np:writes vfs_write\n")
+    assert ends.take() == []
+    write(mount, "/kprobe_events", "-:reads\n-:other/returns\n")
+    assert ends.take() == ["kprobes/reads", "other/returns"]
+    write(mount, "/kprobe_events", "", os.O_TRUNC)
+    assert ends.take() == ["kprobes/writes"]
+    write(mount, "/tracing/synthetic_events", "made int x\n")
+    write(mount, "/tracing/synthetic_events", "!made\n")
+    assert ends.take() == ["synthetic/made"]
+
+
+@pytest.mark.parametrize(
+    ("path", "flags", "acts"),
+    [
+        ("/tracing/trace_pipe", os.O_RDONLY, True),
+        ("/tracing/trace", os.O_RDONLY, True),
+        ("/tracing/trace", os.O_WRONLY, False),
+        ("/tracing/snapshot", os.O_RDONLY, True),
+        ("/tracing/set_ftrace_filter", os.O_WRONLY, True),
+        ("/kprobe_events", os.O_WRONLY, True),
+        (f"{STATS}/hits", os.O_RDONLY, False),
+    ],
+)
+def test_a_close_with_an_effect_is_known_at_the_open(mount: Mount, path: str, flags: int, acts: bool) -> None:
+    """Another open of trace_pipe fails, for example, until it is closed."""
+    write(mount, "/kprobe_events", "p:reads vfs_read\n")
+    handle = mount.open(ROOT, path, flags)
+    assert (handle in mount.acting) == acts
+    mount.release(handle)
+    assert handle not in mount.acting
