@@ -325,7 +325,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     command.add_argument(
         "--profile",
         metavar="P",
-        help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
+        help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
     command.add_argument(
         "--function", action="store_true", help="list all instructions of the function, not only those nearby"
@@ -357,7 +357,7 @@ def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     command.add_argument(
         "--profile",
         metavar="P",
-        help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
+        help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array")

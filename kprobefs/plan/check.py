@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
 
+from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import Parameter
 from emulated_kernel.image.linux.btf_members import members_at, pointed_to, size_of
-from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.trace.fetch.fetchargs import ProbeArg
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
@@ -39,7 +39,6 @@ WARNINGS = {
     "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
 }
 """Name of each warning -> its meaning."""
-_TEXT_OF_ERROR = {error.value: error.name for error in ProbeError}
 _EXPRESSION = re.compile(
     r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
     r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"
@@ -84,7 +83,7 @@ class Answer:
 
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     """Return the answers of a kernel to lines, which are written to it in this order."""
-    engine = OfflineEngine(kernel.whole.judge, kernel.static_events)
+    engine = OfflineEngine(kernel)
     answers = [_answer(kernel, engine, line) for line in lines if not SETTING.match(line.text)]
     left = set(engine.kprobe_events.probes())
     _find_taken_jumps([answer for answer in answers if answer.probe in left])
@@ -121,7 +120,7 @@ def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: Ke
     if logged is None:
         message = f"{number}: {error.strerror}"
         return Answer(line, number, findings=[Finding(number, True, message)])
-    rule = _TEXT_OF_ERROR.get(logged.text, number)
+    rule = logged.error.name
     message = f"{number}: {logged.text}{_hint(kernel, line, rule, error)}"
     column = _column(line.text, logged.column)
     return Answer(line, number, findings=[Finding(rule, True, message, column)])
@@ -207,8 +206,8 @@ def _types(
         column = _word_column(line.text, number + 2)
         if found["offset"] is None:
             yield from _scalar(arg, parameter, found["type"], column)
-        elif isinstance(kernel.core, LinuxKernel):
-            yield from _member(kernel.core, arg, parameter, int(found["offset"], 0), column)
+        elif kernel.btf is not None:
+            yield from _member(kernel.btf, arg, parameter, int(found["offset"], 0), column)
 
 
 def _scalar(arg: ProbeArg, parameter: Parameter, kind: str | None, column: int) -> Iterator[Finding]:
@@ -228,19 +227,17 @@ def _scalar(arg: ProbeArg, parameter: Parameter, kind: str | None, column: int) 
         yield Finding("type-sign", False, f"{name} is {is_signed}; use :{wanted}", column)
 
 
-def _member(
-    kernel: LinuxKernel, arg: ProbeArg, parameter: Parameter, offset: int, column: int
-) -> Iterator[Finding]:
-    structure = pointed_to(kernel.btf, parameter.type_id)
+def _member(btf: Btf, arg: ProbeArg, parameter: Parameter, offset: int, column: int) -> Iterator[Finding]:
+    structure = pointed_to(btf, parameter.type_id)
     if structure is None:
         return
-    size = size_of(kernel.btf, structure)
+    size = size_of(btf, structure)
     name = parameter.type.replace("const ", "").rstrip("* ")
     if not 0 <= offset < size:
         message = f"{arg.name} reads at offset {offset} of {name}, which has {size} bytes"
         yield Finding("no-member", False, message, column)
         return
-    found = [each for each in members_at(kernel.btf, structure, offset) if not each.is_bitfield]
+    found = [each for each in members_at(btf, structure, offset) if not each.is_bitfield]
     if not found:
         yield Finding("no-member", False, f"no member of {name} begins at offset {offset}", column)
     elif arg.type.size not in {each.size for each in found}:

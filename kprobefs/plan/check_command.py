@@ -104,7 +104,8 @@ def _text(checked: CheckedFile) -> Iterator[str]:
     kernels = [kernel for kernel, _ in checked.answers]
     for number, kernel in enumerate(kernels, 1):
         yield from wrap(
-            f"{number}  {escape_for_terminal(kernel.title)}, for {kernel.held_for}{_missing(kernel)}",
+            f"{number}  {escape_for_terminal(kernel.title)}, for {kernel.held_for}; profile "
+            f"{kernel.profile.name}{_missing(kernel)}",
             _WIDTH,
             subsequent_indent="   ",
         )
@@ -131,7 +132,7 @@ def _text(checked: CheckedFile) -> Iterator[str]:
 
 
 def _missing(kernel: PlannedKernel) -> str:
-    return "" if kernel.has_btf else "; it has no BTF, so types are not compared"
+    return "" if kernel.btf else "; it has no BTF, so types are not compared"
 
 
 def _details(path: str, answer: Answer, number: int) -> Iterator[str]:
@@ -170,7 +171,7 @@ def _as_dict(checked: CheckedFile) -> dict[str, Any]:
                 "kernel": kernel.title,
                 "cpu": kernel.held_for,
                 "profile": kernel.profile.name,
-                "btf": kernel.has_btf,
+                "btf": kernel.btf is not None,
                 "lines": [_line_as_dict(checked.text, answer) for answer in answers],
             }
             for kernel, answers in checked.answers

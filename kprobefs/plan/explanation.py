@@ -14,7 +14,6 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason,
 from emulated_kernel.arch.entry_values import EntryValues
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.btf_declaration import Parameter, Prototype, prototype
-from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -219,11 +218,11 @@ class Explanation:
     @cached_property
     def prototype(self) -> Prototype | None:
         """The function's prototype; None if the kernel's types do not have it."""
-        core = self.kernel.core
-        if not isinstance(core, LinuxKernel) or self.place.where.module is not None:
+        btf = self.kernel.btf
+        if btf is None or self.place.where.module is not None:
             return None
         try:
-            return prototype(core.btf, self.symbol.name)
+            return prototype(btf, self.symbol.name)
         except KernelError as error:
             if error.errno not in (ENOENT, ENODATA):
                 raise
@@ -237,11 +236,11 @@ class Explanation:
         if "." in self.symbol.name:
             return "no prototype: the compiler made this function, and its parameters may differ"
         count = self.kernel.argument_count(self.symbol.name)
-        if count is not None:
+        if count is not None and self.kernel.btf is None:
             return f"no prototype: this kernel has no BTF; {count} parameter{'s' * (count != 1)}"
         if self.place.where.module is not None:
             return f"no prototype: types of modules are not read ({self.place.where.module})"
-        return f"no prototype: {'it is not in the BTF' if self.kernel.has_btf else 'this kernel has no BTF'}"
+        return f"no prototype: {'it is not in the BTF' if self.kernel.btf else 'this kernel has no BTF'}"
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:

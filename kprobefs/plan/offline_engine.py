@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 from emulated_kernel.arch.probe_checks import ProbeChecker
@@ -14,15 +13,17 @@ from emulated_kernel.kprobes.return_hook.hook_sets import never_returning
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.interface import interface_named
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.trace.text.error_log import CommandError, ErrorLog, ErrorTexts
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limits
 from kprobefs.measure.verdicts import Judge
+from kprobefs.plan.planned_kernel import PlannedKernel
 
 
 class OfflineKprobes:
@@ -88,7 +89,9 @@ class OfflineKretprobes:
 class LoggedError:
     """An entry of error_log."""
 
+    error: CommandError
     text: str
+    """The kernel's text for the error."""
     column: int
     """Column of the caret in the command, from 0 on."""
 
@@ -96,13 +99,13 @@ class LoggedError:
 class LastError(ErrorLog):
     """An error_log that keeps its last entry."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda: 0)
+    def __init__(self, texts: ErrorTexts) -> None:
+        super().__init__(lambda: 0, texts)
         self.last: LoggedError | None = None
 
-    def add(self, location: str, command: str, text: str, column: int) -> None:
-        self.last = LoggedError(text, column)
-        super().add(location, command, text, column)
+    def add(self, location: str, command: str, error: CommandError, column: int) -> None:
+        self.last = LoggedError(error, self.text_of(error), column)
+        super().add(location, command, error, column)
 
 
 class StaticEvent(TraceEvent):
@@ -124,20 +127,29 @@ class StaticEvent(TraceEvent):
 class OfflineEngine:
     """Kprobe events of a kernel that does not run."""
 
-    def __init__(self, judge: Judge, static_events: Iterable[tuple[str, str]]) -> None:
-        """Create the events. `static_events`: group and name of each event that the kernel has itself."""
-        tables = judge.subject.tables
+    def __init__(self, kernel: PlannedKernel) -> None:
+        judge = kernel.whole.judge
         kprobes = OfflineKprobes(judge)
-        symbols = KernelSymbols(tables.kallsyms, None, None, tuple)
+        symbols = KernelSymbols(judge.subject.tables.kallsyms, None, None, tuple)
         # Only hits use the context, and nothing is hit.
         hit = ProbeHit(cast("Any", None), cast("Any", None), cast("Any", None))
-        returns = OfflineKretprobes(judge, kprobes)
-        engine = ProbeEngine(judge.arch, symbols, kprobes, returns, None, hit, None, judge.profile.jprobes)
-        self.error_log = LastError()
+        engine = ProbeEngine(
+            judge.arch,
+            symbols,
+            kprobes,
+            OfflineKretprobes(judge, kprobes),
+            None,
+            hit,
+            None,
+            judge.profile.jprobes,
+            lambda: kernel.btf,
+        )
+        interface = interface_named(judge.profile.interface)
+        self.error_log = LastError(interface.texts)
         self.registry = EventRegistry()
-        for group, name in static_events:
+        for group, name in kernel.static_events:
             self.registry.add_own(StaticEvent(group, name))
         self.messages: list[str] = []
         """Lines that the kernel would log."""
-        commands = EventCommands(self.registry, self.error_log, self.messages.append, Limits())
+        commands = EventCommands(self.registry, self.error_log, self.messages.append, Limits(), interface)
         self.kprobe_events = KprobeEvents(engine, commands)

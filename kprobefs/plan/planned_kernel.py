@@ -8,6 +8,7 @@ from typing import Any
 
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.linked_module import LinkedModule, link_modules
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, ReturnThunks
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -16,6 +17,7 @@ from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.image.text_tables import ProbedTables, Range
 from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
+from emulated_kernel.image.types_file import load_types
 from emulated_kernel.kprobes.profile import Profile, profile_named
 from emulated_kernel.trace.events import syscall_events
 from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
@@ -154,10 +156,13 @@ class PlannedKernel:
             ways.setdefault(insn, []).append(fixup)
         return ways
 
-    @property
-    def has_btf(self) -> bool:
-        """Whether the kernel has descriptions of its types."""
-        return isinstance(self.core, LinuxKernel) and self.core.has_btf
+    @cached_property
+    def btf(self) -> Btf | None:
+        """Descriptions of the kernel's types, or None if it has none."""
+        core = self.core
+        if isinstance(core, KernelImage):
+            return load_types(core.path)
+        return core.btf if core.has_btf else None
 
     @property
     def static_events(self) -> Iterator[tuple[str, str]]:
@@ -170,7 +175,7 @@ class PlannedKernel:
             yield from ((event.system, event.name) for event in event_definitions(core))
             for call in syscall_definitions(core):
                 yield from ((syscall_events.GROUP, name) for name in syscall_events.event_names(call.name))
-        elif self.has_btf:
+        elif self.btf is not None:
             yield from ((event.system, event.name) for event in core.events)
 
     def argument_count(self, function: str) -> int | None:
@@ -208,7 +213,11 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
     kernel = kernel_from_file(image)
     held_for = "a CPU for which boot writes plain returns" if kernel.returns else "any CPU"
     made = PlannedKernel(
-        f"Linux {kernel.release}", "x86_64", kernel, _profile(profile_name, "x86_64"), held_for
+        f"Linux {kernel.release}",
+        "x86_64",
+        kernel,
+        _profile(profile_name, "x86_64", kernel.release),
+        held_for,
     )
     made.image = image
     return made
@@ -219,7 +228,11 @@ def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
 
     kernel = kernel_in_core(vmcore)
     made = PlannedKernel(
-        f"Linux {kernel.release}, a dump", "x86_64", kernel, _profile(profile_name, "x86_64"), ""
+        f"Linux {kernel.release}, a dump",
+        "x86_64",
+        kernel,
+        _profile(profile_name, "x86_64", kernel.release),
+        "",
     )
     made.is_dump = True
     made.held_for = f"the CPU of the dump: {_cpu_model(kernel)}"
@@ -235,8 +248,8 @@ def _cpu_model(kernel: LinuxKernel) -> str:
         return "unknown"
 
 
-def _profile(name: str | None, arch: str) -> Profile:
+def _profile(name: str | None, arch: str, release: str = "") -> Profile:
     try:
-        return profile_named(name or default_profile(arch))
+        return profile_named(name or default_profile(arch, release))
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error

@@ -53,7 +53,7 @@ def _rule(name: str) -> dict[str, Any]:
     if name in WARNINGS:
         text = WARNINGS[name]
     elif name in ProbeError.__members__:
-        text = ProbeError[name].value
+        text = ProbeError[name].texts[0]
     else:
         text = f"The kernel refuses the line with {name}."
     return {"id": name, "shortDescription": {"text": text}}
