@@ -13,6 +13,7 @@ from emulated_kernel.util.linux_rule import LinuxRule
 
 _PROBE = "kernel/trace/trace_probe.c"
 _KPROBE = "kernel/trace/trace_kprobe.c"
+_FILTER = "kernel/trace/trace_events_filter.c"
 
 
 class InterfaceRule(LinuxRule):
@@ -91,6 +92,16 @@ class InterfaceRule(LinuxRule):
         "maxactive of a probe on an entry is refused with `Maxactive is only for function exit`",
         f"{_KPROBE}:trace_kprobe_create",
         "Maxactive is only for function exit",
+    )
+    FILTER_FUNCTIONS = (
+        "6.12",
+        "filters compare `FIELD.function` with a function's name or an address in it",
+        f"{_FILTER}:parse_pred",
+    )
+    FILTER_CPUS = (
+        "6.12",
+        "filters compare sets of CPUs, numbers and `CPU` with `CPUS{LIST}`",
+        f"{_FILTER}:parse_pred",
     )
     FPROBE_EVENTS = (
         "6.12",

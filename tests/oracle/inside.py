@@ -122,6 +122,20 @@ FPROBE_PLACES = ("vfs_read", "vfs_write", "vfs_read%return", "vfs_write%return")
     "vfs_read+0", "no_such_function", "vfs_read%nothing", "nothing:at_all", "0xffffffff81000000",
 )  # fmt: skip
 
+FILTERED = ("sched/sched_switch", "kmem/kfree", "ipi/ipi_send_cpumask", "irq/softirq_entry")
+"""Events with strings, addresses and sets of CPUs."""
+FIELDS = (
+    "prev_pid", "prev_comm", "call_site", "ptr", "cpumask", "callsite", "vec", "CPU", "common_pid", "comm",
+    "nothing", "call_site.function", "ptr.function", "prev_pid.function", "CPU.function", "callsite.function",
+    "comm.ustring", "vec.function", *("call_site.function", "CPU", "vec", "cpumask") * 3,
+)  # fmt: skip
+OPERATORS = ("==", "!=", "&") * 4 + (">", "~", " == ", "= ", "")
+VALUES = (
+    "0", "1", "-1", "0x10", '"sh"', "'s*'", "vfs_read", "no_such_function", "0xffffffff81200000", "12x",
+    "CPUS{0}", "CPUS{0-1}", "CPUS{}", "CPUS{0", "CPUS 0}", "CPUS{all}", "CPUS{N}", "CPUS{0-0:1/2}", "CPUS{x}",
+    "CPUS{3}", "CPUS{ 0 }", "CPUS{0,}", *("CPUS{0}", "1", "vfs_read", "0xffffffff81200000") * 3, "CPU", "x" * 30, "1" * 24, "vfs_read)", "",
+)  # fmt: skip
+
 
 @dataclass
 class Tally:
@@ -197,6 +211,37 @@ def compare_definitions(linux: Mount, ours: Mount, count: int, seed: int, interf
     for definition in definitions(count, seed, interface):
         theirs = answer(linux, definition)
         tally.add(definition, theirs, answer(ours, definition), is_refused=bool(theirs[0]))
+    return tally
+
+
+def filters(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Events, and filters that are right in most of their parts."""
+    dice = random.Random(seed)
+    for _ in range(count):
+        terms = [
+            "".join(map(dice.choice, (FIELDS, OPERATORS, VALUES)))
+            for _ in range(dice.choice((1, 1, 1, 2, 3)))
+        ]
+        yield dice.choice(FILTERED), dice.choice((" && ", " || ", "&&", " ")).join(terms)
+
+
+def filtered(mount: Mount, event: str, text: str) -> tuple[str, str, str]:
+    """errno, filter and error_log behind a filter of an event."""
+    path = f"/tracing/events/{event}/filter"
+    write(mount, "/tracing/error_log", "", os.O_TRUNC)
+    result = write(mount, path, text)
+    return result, read(mount, path), TIME.sub("", read(mount, "/tracing/error_log"))
+
+
+def compare_filters(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
+    """Both kernels' answers to each filter."""
+    tally = Tally()
+    have = {line.replace(":", "/") for line in read(linux, "/tracing/available_events").splitlines()}
+    for event, text in filters(count, seed):
+        if event not in have:
+            continue
+        theirs = filtered(linux, event, text)
+        tally.add(f"{event}: {text}", theirs, filtered(ours, event, text), is_refused=bool(theirs[0]))
     return tally
 
 
@@ -410,6 +455,7 @@ def main() -> int:
             linux, Kernel(profile=profile).mount(), count, seed, LINUX_6_1
         ),
         "definitions over it": lambda: compare_definitions(linux, ours, count, seed + 1, interface),
+        "filters over it": lambda: compare_filters(linux, ours, count, seed),
         "records over it": lambda: compare_records(linux, ours, recorded_definitions(engine, interface)),
     }
     for what, compare in compared.items():

@@ -101,7 +101,7 @@ class HistCommand(TriggerCommand):
         for action in attrs.actions:
             data.actions.append(parse_action(action, data))
         data.build()
-        trigger = HistTrigger(data, parse_trigger_filter(file.event, condition), self)
+        trigger = HistTrigger(data, parse_trigger_filter(file.event, condition, triggers.words), self)
         if removes:
             self._remove(trigger, file)
         elif not self._update_existing(trigger, file):

@@ -42,6 +42,9 @@ def test_a_kernel_answers_as_it_does_itself(kernel: tuple[str, str], name: str) 
     defined = inside.compare_definitions(linux, ours, DEFINITIONS, 3, interface)
     assert not defined.differences, "\n".join(defined.differences[:5])
     assert defined.compared > defined.refused > 0
+    filters = inside.compare_filters(linux, ours, DEFINITIONS, 3)
+    assert not filters.differences, "\n".join(filters.differences[:5])
+    assert filters.compared > filters.refused > 0
     recorded = inside.compare_records(linux, ours, inside.recorded_definitions(engine, interface))
     assert not recorded.differences, "\n".join(recorded.differences[:5])
     assert recorded.compared > 60
