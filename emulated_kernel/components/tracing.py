@@ -217,7 +217,9 @@ def _build_arrays(
     kernel: TracedKernel, engine: ProbeRegistries, system: TracingServices, functions: KernelFunctions
 ) -> TraceArrays:
     """Build the collection of trace arrays, with only the top trace array."""
-    hists = HistCommand(HistServices(system.events, kernel.syscall_name, HistMemory(kernel.limits)))
+    hists = HistCommand(
+        HistServices(system.events, kernel.syscall_name, system.interface, HistMemory(kernel.limits))
+    )
     now_ns = kernel.machine.clock.now_ns
     return TraceArrays(system, hists, functions, now_ns, engine.kprobes.lock, kernel.limits)
 

@@ -13,6 +13,7 @@ from emulated_kernel.util.linux_rule import LinuxRule
 
 _PROBE = "kernel/trace/trace_probe.c"
 _KPROBE = "kernel/trace/trace_kprobe.c"
+_HIST = "kernel/trace/trace_events_hist.c"
 _FILTER = "kernel/trace/trace_events_filter.c"
 
 
@@ -102,6 +103,23 @@ class InterfaceRule(LinuxRule):
         "6.12",
         "filters compare sets of CPUs, numbers and `CPU` with `CPUS{LIST}`",
         f"{_FILTER}:parse_pred",
+    )
+    TRIGGER_FILTER_LOGGED = (
+        "6.12",
+        "a wrong filter of a trigger is in error_log",
+        "kernel/trace/trace_events_trigger.c:set_trigger_filter",
+    )
+    HIST_NOHITCOUNT = (
+        "6.12",
+        "histograms with `nohitcount` or `NOHC` do not show the number of hits",
+        f"{_HIST}:parse_hist_trigger_attrs",
+        "[:nohitcount]",
+    )
+    HIST_COMMON_STACKTRACE = (
+        "6.12",
+        "a key that is a call chain is named `common_stacktrace`; `stacktrace` means the same",
+        f"{_HIST}:event_hist_trigger_print",
+        "common_stacktrace",
     )
     FPROBE_EVENTS = (
         "6.12",

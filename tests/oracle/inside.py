@@ -133,7 +133,26 @@ OPERATORS = ("==", "!=", "&") * 4 + (">", "~", " == ", "= ", "")
 VALUES = (
     "0", "1", "-1", "0x10", '"sh"', "'s*'", "vfs_read", "no_such_function", "0xffffffff81200000", "12x",
     "CPUS{0}", "CPUS{0-1}", "CPUS{}", "CPUS{0", "CPUS 0}", "CPUS{all}", "CPUS{N}", "CPUS{0-0:1/2}", "CPUS{x}",
-    "CPUS{3}", "CPUS{ 0 }", "CPUS{0,}", *("CPUS{0}", "1", "vfs_read", "0xffffffff81200000") * 3, "CPU", "x" * 30, "1" * 24, "vfs_read)", "",
+    "CPUS{3}", "CPUS{ 0 }", "CPUS{0,}", *("CPUS{0}", "1", "vfs_read", "0xffffffff81200000") * 3, "CPU",
+    "x" * 30, "1" * 24, "vfs_read)", "",
+)  # fmt: skip
+
+HISTOGRAMS = (
+    "keys=prev_pid", "keys=prev_pid:vals=next_prio", "keys=stacktrace", "keys=common_stacktrace",
+    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=prev_comm:vals=next_prio",
+    "keys=prev_pid:vals=hitcount", "keys=prev_pid:vals=next_prio.percent",
+    "keys=prev_pid:vals=next_prio.graph",
+    "keys=nothing", "key=prev_pid.hex", "keys=prev_pid.execname", "keys=common_pid.execname",
+    "vals=next_prio",
+    "keys=prev_pid:x=next_prio", "keys=prev_pid:vals=nothing", "keys=prev_state.log2",
+    "keys=prev_pid.buckets=10",
+)  # fmt: skip
+ATTRIBUTES = (
+    "", "", ":nohitcount", ":NOHC", ":sort=hitcount", ":sort=next_prio", ":size=256", ":size=1", ":pause",
+    ":clear",
+    ":name=x", ":nothing", ":nohitcount:nohitcount", ":sort=prev_pid.descending", ":vals=next_prio",
+    ":sort=stacktrace", ":sort=common_stacktrace", " if prev_pid > 0", " if nothing",
+    ":nohitcount if prev_pid==0",
 )  # fmt: skip
 
 
@@ -242,6 +261,32 @@ def compare_filters(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
             continue
         theirs = filtered(linux, event, text)
         tally.add(f"{event}: {text}", theirs, filtered(ours, event, text), is_refused=bool(theirs[0]))
+    return tally
+
+
+def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
+    """errno, trigger file, error_log and hist file behind a trigger that is removed again."""
+    path = "/tracing/events/sched/sched_switch"
+    write(mount, "/tracing/error_log", "", os.O_TRUNC)
+    result = write(mount, f"{path}/trigger", command)
+    log = TIME.sub("", read(mount, "/tracing/error_log"))
+    shown = read(mount, f"{path}/trigger")
+    counted = read(mount, f"{path}/hist")
+    for line in shown.splitlines():
+        if not line.startswith("#"):
+            write(mount, f"{path}/trigger", "!" + re.sub(r" \[\w+\]$", "", line))
+    kept = [line for line in counted.splitlines() if not line.startswith(("{", " ", "}"))]
+    return result, shown, log, "\n".join(kept)
+
+
+def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
+    """Both kernels' answers to each histogram trigger; what they have counted is left out."""
+    tally = Tally()
+    dice = random.Random(seed)
+    for _ in range(count):
+        command = f"hist:{dice.choice(HISTOGRAMS)}{dice.choice(ATTRIBUTES)}{dice.choice(ATTRIBUTES)}"
+        theirs = histogram(linux, command)
+        tally.add(command, theirs, histogram(ours, command), is_refused=bool(theirs[0]))
     return tally
 
 
@@ -456,6 +501,7 @@ def main() -> int:
         ),
         "definitions over it": lambda: compare_definitions(linux, ours, count, seed + 1, interface),
         "filters over it": lambda: compare_filters(linux, ours, count, seed),
+        "histograms over it": lambda: compare_histograms(linux, ours, count, seed),
         "records over it": lambda: compare_records(linux, ours, recorded_definitions(engine, interface)),
     }
     for what, compare in compared.items():
