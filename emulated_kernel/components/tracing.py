@@ -25,7 +25,6 @@ from emulated_kernel.trace.events.static_event import Tracepoint
 from emulated_kernel.trace.fetch.fetchargs import no_types
 from emulated_kernel.trace.filter.words import FilterWords
 from emulated_kernel.trace.hist.services import HistServices
-from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.interface import Interface, InterfaceRule, interface_named
 from emulated_kernel.trace.output.tracer_options import TracerOptions
@@ -48,7 +47,7 @@ from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.graphs import build_graphs
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.util.fast_dataclass import dataclass
-from emulated_kernel.util.limits import Limits
+from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -102,8 +101,14 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     interface = kernel.interface or interface_named(engine.kprobes.profile.interface)
     registry = EventRegistry()
     cmdlines = SavedCmdlines()
+    lock = engine.kprobes.lock
     records = GuestRecords(
-        kernel.machine.records, kernel.tasks, cmdlines, kernel.machine.clock, kernel.machine.damage
+        kernel.machine.records,
+        kernel.tasks,
+        cmdlines,
+        kernel.machine.clock,
+        kernel.machine.damage,
+        MemoryBudget(kernel.limits, None, Limit.USER_RECORD_BYTES, lambda: lock.user),
     )
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch)
@@ -217,11 +222,11 @@ def _build_arrays(
     kernel: TracedKernel, engine: ProbeRegistries, system: TracingServices, functions: KernelFunctions
 ) -> TraceArrays:
     """Build the collection of trace arrays, with only the top trace array."""
-    hists = HistCommand(
-        HistServices(system.events, kernel.syscall_name, system.interface, HistMemory(kernel.limits))
-    )
+    lock = engine.kprobes.lock
+    memory = MemoryBudget(kernel.limits, Limit.HIST_BYTES, Limit.USER_HIST_BYTES, lambda: lock.user)
+    hists = HistCommand(HistServices(system.events, kernel.syscall_name, memory, system.interface))
     now_ns = kernel.machine.clock.now_ns
-    return TraceArrays(system, hists, functions, now_ns, engine.kprobes.lock, kernel.limits)
+    return TraceArrays(system, hists, functions, now_ns, lock, kernel.limits)
 
 
 def _build_graphs(

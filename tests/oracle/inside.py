@@ -30,12 +30,13 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.guests.linux.probing.told_interface import profile_of, told_interface
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.kprobes.profile import DEFAULT, profile_named
+from emulated_kernel.kprobes.profile import DEFAULT, KERNEL_INTERFACE, profile_named
 from emulated_kernel.trace.interface import LINUX_6_1, Interface, InterfaceRule, interface_named
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -480,13 +481,19 @@ def main() -> int:
     parser.add_argument("image", help="a vmlinuz, a vmlinux, a Debian package, or host")
     parser.add_argument("--count", type=int, default=500, metavar="N", help="questions of each kind")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
-    parser.add_argument("--profile", default=DEFAULT, metavar="NAME", help="the profile of our engine")
+    parser.add_argument(
+        "--profile", default=DEFAULT, metavar="NAME", help="the profile of our engine, or kernel"
+    )
     parser.add_argument("--only", metavar="WHAT", help="compare only what begins with this")
     options = parser.parse_args()
-    profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
-    rules = probe_rules_named(profile.probe_rules)
-    interface = interface_named(profile.interface)
     tasks, kernel = started_with_kernel(options.image, options.seed)
+    if options.profile == KERNEL_INTERFACE:
+        profile = profile_of(kernel)
+        interface = told_interface(kernel)
+    else:
+        profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
+        interface = interface_named(profile.interface)
+    rules = probe_rules_named(profile.probe_rules)
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     engine = LinuxEngine(*started_with_kernel(options.image, options.seed), profile)
     ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)

@@ -409,12 +409,10 @@ class Fprobes:
     def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[RethookNode, Any], None]:
         """Return the handler of exits. Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
         word = self._arch.word_size
-        ctlblk = self._kprobes.hits.ctlblk
 
         def returned(instance: RethookNode, regs: Any) -> None:
             if fp.is_disabled:
                 return
-            ctlblk.by_breakpoint = False
             data = instance.data
             address = int.from_bytes(data[:word], "little")
             self._call(

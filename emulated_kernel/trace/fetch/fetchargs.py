@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -12,6 +13,7 @@ from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProg
 from emulated_kernel.trace.fetch.fetch_types import FetchType, bitfield_of, find_fetch_type
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.text.chars import is_good_name
+from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
@@ -52,6 +54,8 @@ RESERVED_NAMES = frozenset(
         "__probe_func",
     }
 )
+_RULES_BY_FUNCTION = (InterfaceRule.BTF_ARGS, InterfaceRule.META_ARGS, InterfaceRule.ENTRY_ARGS)
+"""Rules with which equal words can be different arguments for different functions."""
 _ARRAY_STORES = frozenset({FetchOp.ST_MEM, FetchOp.ST_STRING, FetchOp.ST_USTRING})
 _NumberParser = Callable[[str, int, int], int]
 
@@ -141,6 +145,32 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
     Linux: up to 6.1, arguments after the 128th are silently ignored.
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
+    interface = context.interface
+    if context.on_event or any(rule in interface for rule in _RULES_BY_FUNCTION):
+        return _parse_args(words, context)
+    kind = (context.on_return, context.on_entry, context.in_kernel, context.in_fprobe)
+    with suppress(KernelError):
+        return _parsed(tuple(words), context.arch, interface, *kind)
+    return _parse_args(words, context)
+
+
+@lru_cache(maxsize=256)
+def _parsed(
+    words: tuple[str, ...],
+    arch: Arch,
+    interface: Interface,
+    on_return: bool,
+    on_entry: bool,
+    in_kernel: bool,
+    in_fprobe: bool,
+) -> tuple[ProbeArg, ...]:
+    """Compile arguments, without a log of errors. Many events have the same ones, and share the result."""
+    log = TraceProbeLog(ErrorLog(lambda: 0), "", words)
+    context = FetchContext(arch, log, interface, on_return, on_entry, in_kernel, in_fprobe=in_fprobe)
+    return _parse_args(words, context)
+
+
+def _parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
     args: list[ProbeArg] = []
     size = 0
     words = expand_args(words, context, MAX_TRACE_ARGS)
@@ -150,13 +180,7 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
         arg = _ArgParser(context, body, offset).parse(name, size)
         args.append(arg if context.finish is None else context.finish(arg))
         size += args[-1].size
-    return _shared(tuple(args))
-
-
-@lru_cache(maxsize=256)
-def _shared(args: tuple[ProbeArg, ...]) -> tuple[ProbeArg, ...]:
-    """Return one object for all equal tuples of arguments, which many events have, to save memory."""
-    return args
+    return tuple(args)
 
 
 def _split_name(

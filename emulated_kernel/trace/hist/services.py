@@ -9,11 +9,10 @@ from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.hist.field import Histogram
-from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.interface import LINUX_6_1, Interface
 from emulated_kernel.trace.synth.synth_event import SYSTEM, SyntheticEvent
 from emulated_kernel.util.fast_dataclass import dataclass, field
-from emulated_kernel.util.limits import Limits
+from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
 
 class HistHolder(Trigger):
@@ -44,9 +43,11 @@ class HistServices:
     registry: EventRegistry
     syscall_name: Callable[[int], str | None]
     """Function that returns the name of a system call by its number, such as sys_read, or None."""
-    interface: Interface = LINUX_6_1
-    memory: HistMemory = field(default_factory=lambda: HistMemory(Limits()))
+    memory: MemoryBudget = field(
+        default_factory=lambda: MemoryBudget(Limits(), Limit.HIST_BYTES, Limit.USER_HIST_BYTES)
+    )
     """The memory budget of all histograms of the kernel."""
+    interface: Interface = LINUX_6_1
     _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 
     def find_synthetic(self, name: str) -> SyntheticEvent | None:

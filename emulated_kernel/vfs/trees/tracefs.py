@@ -16,7 +16,15 @@ from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE, ROOT
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File, Moves
-from emulated_kernel.vfs.core.seq_file import AttributeFile, EditedFile, LinesFile, SeqFile, listing, single
+from emulated_kernel.vfs.core.seq_file import (
+    AttributeFile,
+    EditedFile,
+    LinesFile,
+    SeqFile,
+    UnseekableAttribute,
+    listing,
+    single,
+)
 from emulated_kernel.vfs.trees.readme import readme_text
 from emulated_kernel.vfs.trees.trace_array_files import (
     instances_directory,
@@ -53,7 +61,7 @@ def _top_files(trace: TracingComponents) -> dict[str, Node]:
         "kprobe_profile": kprobe_profile_file(trace.kprobe_events),
         "printk_formats": SeqFile(READ_ONLY, listing(trace.printk_formats)),
         "saved_cmdlines": SeqFile(READ_ONLY, listing(cmdlines.records)),
-        "saved_cmdlines_size": number_file(lambda: cmdlines.size, cmdlines.resize),
+        "saved_cmdlines_size": number_file(lambda: cmdlines.size, cmdlines.resize, kind=UnseekableAttribute),
         "saved_tgids": SeqFile(READ_ONLY, listing(cmdlines.tgid_records)),
         "synthetic_events": _definitions_file(trace.synthetic_events),
         "uprobe_events": _definitions_file(uprobe_events),
