@@ -134,6 +134,11 @@ class InterfaceRule(LinuxRule):
         "",
         "7.2",
     )
+    FPROBE_EINVAL = (
+        "7.2",
+        "an `f` line fails with EINVAL if its probe cannot be registered, and an unknown symbol is named so",
+        "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+    )
     FPROBE_WITHOUT_MAXACTIVE = (
         "7.2",
         "`f` lines have no maxactive",

@@ -7,6 +7,7 @@ from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.text.probe_errors import ProbeError
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.linux_rule import series_of
 
 _ERRORS = "trace_probe_err_text"
@@ -38,10 +39,18 @@ def told_interface(kernel: LinuxKernel) -> Interface:
 
 
 def _error_table(kernel: LinuxKernel) -> frozenset[str]:
-    """Return the texts of the errors of probe definitions; empty if the kernel has no such table."""
+    """Return the texts of the errors of probe definitions; empty if the kernel has no such table.
+
+    The table ends before the next symbol, and other data may follow it.
+    """
     table = _bytes(kernel, _ERRORS)
-    places = (int.from_bytes(table[at : at + _WORD], "little") for at in range(0, len(table), _WORD))
-    return frozenset(_string(kernel.read(place, _LONGEST)) for place in places if place)
+    texts: set[str] = set()
+    for at in range(0, len(table), _WORD):
+        data = _read(kernel, int.from_bytes(table[at : at + _WORD], "little"), _LONGEST)
+        if not data:
+            break
+        texts.add(_string(data))
+    return frozenset(texts)
 
 
 def _text(kernel: LinuxKernel, symbol: str) -> str:
@@ -52,7 +61,15 @@ def _bytes(kernel: LinuxKernel, symbol: str) -> bytes:
     """Return the bytes from a symbol to the next one, or nothing if the kernel lacks the symbol."""
     start = kernel.kallsyms.lookup_name(symbol)
     found = None if start is None else kernel.kallsyms.lookup(start)
-    return b"" if start is None or found is None else kernel.read(start, found.symbol.size)
+    return b"" if start is None or found is None else _read(kernel, start, found.symbol.size)
+
+
+def _read(kernel: LinuxKernel, address: int, size: int) -> bytes:
+    """Return bytes of the kernel, or nothing if they are not in its file."""
+    try:
+        return kernel.read(address, size)
+    except KernelError:
+        return b""
 
 
 def _string(data: bytes) -> str:
