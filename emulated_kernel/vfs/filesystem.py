@@ -85,8 +85,10 @@ class FileSystem(ABC):
         """Whether getattr() needs its client now, for the guest to repeat the client's call. Lock: leaves."""
         return False
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return `client` with the facts about its process that a request needs. Lock: leaves.
+
+        `opened` is the path of the file that the request opens, if it is an open(2).
 
         The mount calls this method before each request. The method can take 0.2 s if the process's memory
         cannot be read at once.

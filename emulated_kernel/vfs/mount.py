@@ -293,7 +293,7 @@ class Mount:
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_room(self._limits, fs, path, client)
-        return self._add(fs.open(fs.informed(client), path, flags), client)
+        return self._add(fs.open(fs.informed(client, path), path, flags), client)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Create a regular file, open it, and return its handle. Raises: KernelError, as open()."""

@@ -50,9 +50,9 @@ class BuiltinCalls(GuestCalls):
         """
         return bool(self._patched) and not self._runner.is_dead
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
-        return self._clients.informed(client)
+        return self._clients.informed(client, opened)
 
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
         """Repeat the client's call if it ends with the lookup of `path`; see GuestCalls."""
@@ -190,9 +190,16 @@ class BuiltinCalls(GuestCalls):
         return file.inner.read_page(size)
 
     def _number(self, client: Client, file: ControlFile) -> int | None:
-        """Return the number of the file's descriptor in the requesting client, or None if it is unknown."""
+        """Return the number of the file's descriptor in the requesting client, or None if it is unknown.
+
+        If no probe could see it at the open, its first use tells the number for later calls.
+        """
         call = facts_of(client).call
-        return file.number if call is None or call.fd is None else call.fd
+        if call is None or call.fd is None:
+            return file.number
+        if file.number is None and client.pid == file.client.pid:
+            file.number = call.fd
+        return call.fd
 
     def write(self, write: PendingWrite) -> int:
         """Do one step of a client's write; see GuestCalls.

@@ -183,9 +183,9 @@ class ScratchFs(FileSystem):
         """Whether getattr() uses its client at present; see FileSystem."""
         return self.guest.is_watched
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
-        return self.calls.informed(client)
+        return self.calls.informed(client, opened)
 
     def _task(self, client: Client) -> GuestTask:
         self.guest.times.remember()

@@ -1,0 +1,63 @@
+"""Observers: what armed probes and tracers can see, which decides what has to be read for a system call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.sight import Sight
+from emulated_kernel.machine.text.text import OriginalBytes
+
+MOST_WORDS = 16
+"""Maximum number of patched words that are attributed to probes."""
+_LONGEST = 16
+"""Upper bound of the size of a patch in bytes."""
+
+
+class Observers:
+    """Finds out what the present patches of the text can see."""
+
+    def __init__(
+        self, kprobes: Kprobes, originals: OriginalBytes, breakpoint_size: int, loops: Iterable[range]
+    ) -> None:
+        """Look at the patches that `originals` records.
+
+        `loops` has the functions in which the number of hits depends on the text of a path.
+        """
+        self._originals = originals
+        self._table = kprobes.table
+        self._sites = kprobes.sites
+        self._fentry_size = kprobes.probe_checker.fentry_size
+        self._breakpoint_size = breakpoint_size
+        self._loops = tuple(loops)
+
+    def sight(self) -> Sight:
+        """Return the greatest sight of the patches; it is MEMORY for patches that are not a probe's."""
+        words = self._originals.words
+        if len(words) > MOST_WORDS or (self._sites is not None and self._sites.has_tracers):
+            return Sight.MEMORY
+        seen = Sight.NOTHING
+        for address in self._originals:
+            head = self._head_at(address)
+            if head is None or any(address in loop for loop in self._loops):
+                return Sight.MEMORY
+            seen = max(seen, *(member.sight for member in head.members), Sight.NOTHING)
+            if seen is Sight.MEMORY:
+                break
+        return seen
+
+    def _head_at(self, address: int) -> AggrKprobe | None:
+        """Return the entry of the probes for which the byte at an address is patched, or None."""
+        for start in range(address, address - _LONGEST, -1):
+            head = self._table.get(start)
+            if head is not None:
+                return head if address < start + self._size(head) else None
+        return None
+
+    def _size(self, head: AggrKprobe) -> int:
+        if head.is_ftrace:
+            return self._fentry_size
+        if head.is_patched and head.detour is not None:
+            return len(head.detour.jump)
+        return self._breakpoint_size
