@@ -321,6 +321,9 @@ class FileDescription:
         """Whether a write reads files of the host, which can take long. Lock: leaves."""
         return False
 
+    writes_at_once: ClassVar[bool] = False
+    """Whether write() neither waits nor keeps its data, which may be a view of a front end's buffer."""
+
     def check(self) -> None:
         """Check that the description is usable. Raises: KernelError ESTALE, EIO (see `error`)."""
         if self.error:

@@ -382,6 +382,10 @@ class Mount:
         """Return True if a write to the handle reads files of the host, which can take long."""
         return self._opened(handle).reads_host
 
+    def writes_at_once(self, handle: int) -> bool:
+        """Return True if a write to the handle neither waits nor keeps its data."""
+        return self._opened(handle).writes_at_once
+
     def set_status_flags(self, handle: int, flags: int) -> None:
         """Forward to the description of `handle`; see FileDescription.set_status_flags."""
         self._opened(handle).set_status_flags(flags)

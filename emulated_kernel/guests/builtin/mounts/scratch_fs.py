@@ -29,6 +29,7 @@ UTIME_NOW = UTIME_OMIT + 1
 class ScratchFile(FileDescription):
     """An open file of the guest, or the guest's open file of a directory."""
 
+    writes_at_once = True
     __slots__ = ("fd", "number", "position")
 
     fs: ScratchFs
