@@ -500,12 +500,12 @@ class ControlFs(FileSystem):
             raise _Gated(self.gate)
 
     @contextmanager
-    def _changing(self, *, is_change: bool = True) -> Iterator[None]:
-        """Hold the lock; if `is_change` is set, wait first while another kernel is built to replace this."""
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock, after waiting while another kernel is built to replace this one."""
         while True:
             with self.lock:
                 gate = self.gate
-                if gate is None or not is_change:
+                if gate is None:
                     yield
                     return
             with self.lock.waiting():
@@ -550,13 +550,20 @@ class ControlFs(FileSystem):
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
         """Implement FileSystem.open, by GuestCalls.open(), and report O_TRUNC to the watcher."""
-        with self.settled(), self._changing(is_change=bool(flags & os.O_TRUNC)):
-            file = ControlFile(self, path, flags, client)
-            self.calls.open(client, file)
-            self.opened[file] = None
-            if self.watcher is not None and flags & os.O_TRUNC:
+        if not flags & os.O_TRUNC:
+            with self.lock:
+                return self._open(client, path, flags)
+        with self.settled(), self._changing():
+            file = self._open(client, path, flags)
+            if self.watcher is not None:
                 self.watcher.truncated(path)
             return file
+
+    def _open(self, client: Client, path: str, flags: int) -> ControlFile:
+        file = ControlFile(self, path, flags, client)
+        self.calls.open(client, file)
+        self.opened[file] = None
+        return file
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
         """Refuse to create a file. Raises: KernelError EACCES, EEXIST."""

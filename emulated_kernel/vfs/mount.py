@@ -328,16 +328,19 @@ class Mount:
         self._handles[handle] = opened
         if client.uid:
             self._users[handle] = client.uid
-            self._open_files[client.uid] += 1
+            self._count_user(client.uid, 1)
         if opened.acts_on_close:
             self.acting.add(handle)
-        self._count()
-        return handle
-
-    def _count(self) -> None:
-        """Set the numbers of open files that machine/limits shows."""
         if self._limits is not None:
             self._limits.open_files = len(self._handles)
+        return handle
+
+    def _count_user(self, uid: int, change: int) -> None:
+        """Count an open (1) or a close (-1) of a user other than root, and set what machine/limits shows."""
+        self._open_files[uid] += change
+        if not self._open_files[uid]:
+            del self._open_files[uid]
+        if self._limits is not None:
             self._limits.user_open_files = max(self._open_files.values(), default=0)
 
     def _opened(self, handle: int) -> FileDescription:
@@ -446,10 +449,9 @@ class Mount:
         self._pollers.pop(handle, None)
         user = self._users.pop(handle, None)
         if user is not None:
-            self._open_files[user] -= 1
-            if not self._open_files[user]:
-                del self._open_files[user]
-        self._count()
+            self._count_user(user, -1)
+        if self._limits is not None:
+            self._limits.open_files = len(self._handles)
         if opened is not None:
             try:
                 opened.release()

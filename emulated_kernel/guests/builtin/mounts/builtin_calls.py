@@ -52,7 +52,8 @@ class BuiltinCalls(GuestCalls):
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
-        return self._clients.informed(client, opened)
+        # The common case needs no further calls.
+        return self._clients.informed(client, opened) if self._patched else client
 
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
         """Repeat the client's call if it ends with the lookup of `path`; see GuestCalls."""
