@@ -38,11 +38,16 @@ class Observers:
         if len(words) > MOST_WORDS or (self._sites is not None and self._sites.has_tracers):
             return Sight.MEMORY
         seen = Sight.NOTHING
+        patch = range(0)
         for address in self._originals:
+            if address in patch:
+                continue
             head = self._head_at(address)
             if head is None or any(address in loop for loop in self._loops):
                 return Sight.MEMORY
-            seen = max(seen, *(member.sight for member in head.members), Sight.NOTHING)
+            patch = range(head.address, head.address + self._size(head))
+            for member in head.members:
+                seen = max(seen, member.sight)
             if seen is Sight.MEMORY:
                 break
         return seen

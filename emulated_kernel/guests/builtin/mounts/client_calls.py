@@ -56,8 +56,8 @@ class ClientCalls:
         processes = guest.processes
         with self._lock:
             unshown = processes.unshown_program(client.pid)
-            sight = Sight.NOTHING if opened == "" else guest.sight()
-        instead = None if sight is Sight.MEMORY else opened
+            sight = guest.sight() if opened else Sight.MEMORY
+        instead = None if opened and sight is Sight.MEMORY else opened
         facts = processes.facts(client, unshown, instead, needs_fd=sight is not Sight.NOTHING)
         return client._replace(facts=facts)
 

@@ -81,7 +81,8 @@ class ProcessTracker(TaskObserver):
         watch = self._watch
         pid = client.pid
         call = watch.call(pid, client.uid, instead) if client.is_calling else None
-        next_fd = watch.next_fd(pid) if needs_fd and call is not None and call.opens else None
+        opens = call is not None and call.opens and instead != ""
+        next_fd = watch.next_fd(pid) if needs_fd and opens else None
         program = watch.program(pid, unshown) if unshown else None
         return ClientFacts(call, next_fd, unshown or "", program)
 
