@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from emulated_kernel.kprobes import profile
 from emulated_kernel.util import config
@@ -14,6 +13,8 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limit, Limits, parse_limit
 from kprobefs.common.errors import CliError, ExitStatus
 
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -61,6 +62,16 @@ class MountOptions:
     def source(self) -> str:
         """First field of the mount's line in /proc/mounts, by which tools recognize the file system."""
         return "tracefs" if self.layout == "tracefs" else "debugfs"
+
+    @property
+    def kernel_name(self) -> str:
+        """Path of the kernel's image or vmcore, or `built-in`, for `status`."""
+        return self.vmcore or str(self.machine.image or "built-in")
+
+    @property
+    def profile_name(self) -> str:
+        """Name of the profile, or `kernel` if the mounted kernel's own kprobes are used, for `status`."""
+        return KERNEL_KPROBES if self.kprobes == KERNEL_KPROBES else self.machine.profile
 
 
 Builder = Callable[[MountOptions], "Mount"]

@@ -6,7 +6,6 @@ A fetch argument can read a function's parameter from such a place in the middle
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 
 from emulated_kernel.arch.analysis.stack_frames import (
@@ -23,7 +22,7 @@ from emulated_kernel.arch.analysis.stack_frames import (
     search_frames,
 )
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 STACK_WORD = "stack"
 """Beginning of the name of a word on the stack at a function's entry, before its number from 0 on."""

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -22,7 +21,7 @@ from emulated_kernel.arch.analysis.xrefs import CodeXrefs
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 _PAD_SAMPLE = 8
 """Number of fentry sites that are examined to find out whether the kernel has landing pads."""

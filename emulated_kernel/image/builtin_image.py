@@ -7,7 +7,6 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from errno import ENOENT, ENOEXEC
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +27,7 @@ from emulated_kernel.image.text_tables import (
 from emulated_kernel.util.abi import Prot
 from emulated_kernel.util.config import ARCHITECTURES, IMAGE_LIMIT
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 from emulated_kernel.util.safe_read import read_regular
 
 PREBUILT = Path(__file__).parent / "prebuilt"

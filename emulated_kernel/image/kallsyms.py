@@ -7,7 +7,6 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, fields
 from itertools import accumulate
 from typing import Self
 
@@ -21,7 +20,7 @@ from emulated_kernel.image.elf import (
     nm_letter,
 )
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field, fields
 
 _OWN_TABLES = frozenset(
     f"kallsyms_{table}"

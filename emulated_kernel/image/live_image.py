@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -19,7 +18,7 @@ from emulated_kernel.image.text_tables import (
     Range,
     StaticCall,
 )
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.architectures import arch_named
@@ -24,6 +23,7 @@ from emulated_kernel.guests.common.request_clock import RequestClock, RequestObs
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.image.types_file import load_types
 from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.observers import Observers
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named
@@ -42,6 +42,7 @@ from emulated_kernel.util.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.limits import Limit
 
 
@@ -196,6 +197,7 @@ def _traced_kernel(
         limits=machine.config.limits,
         log=guest.log,
         measured=machine,
+        types=cache(partial(load_types, image.path)),
     )
 
 

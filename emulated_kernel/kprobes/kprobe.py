@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
@@ -11,7 +10,7 @@ from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, FailureCount, PerCpuVars
 from emulated_kernel.kprobes.sight import Sight
 from emulated_kernel.util.abi import GuestAddr
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 Regs = Any
 """The registers at a hit, for code that works on every architecture; handlers of users have RegsT."""

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from emulated_kernel.arch.arch_hooks import Arch
+from collections.abc import Iterator
+
+from emulated_kernel.arch.analysis.disassembly import AddressName, address_names
+from emulated_kernel.arch.arch_hooks import Arch, CodePart, copied_parts
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
+from emulated_kernel.kprobes.hit.ftrace import FTRACE_TRAMPOLINE
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.text.text import Text
 
 GONE = "gone with its module"
 """Text that is shown for a probe whose module was unloaded."""
+_LANDING = {
+    "jump": " (the jump leads here)",
+    "call": " (the call leads here)",
+    "breakpoint": " (a hit leads here)",
+}
+"""What leads to the code -> end of the title of the part at which it arrives."""
 
 
 class ProbeText:
-    """Disassembles guest text for users; the control lock must be held."""
+    """Disassembles guest text for users; the control lock must be held.
+
+    Operands are symbols instead of addresses if possible.
+    """
 
     def __init__(self, kprobes: Kprobes, arch: Arch, text: Text) -> None:
         self._kprobes = kprobes
         self._arch = arch
         self._text = text
+        self._symbol = address_names(kprobes.symbols.lookup)
 
     def replaced(self, kprobe: Kprobe) -> tuple[bytes, bytes]:
         """Return the original and the current bytes of the text that a registered probe may replace."""
@@ -30,8 +46,30 @@ class ProbeText:
             size = self._arch.call_size
         return self._text.original(kprobe.address, size), self._text.current(kprobe.address, size)
 
+    def replaced_text(self, kprobe: Kprobe) -> str:
+        """Return two lines, the original and the current bytes that a probe may replace, with instructions.
+
+        Bytes after a breakpoint are not executed, so they have no instruction.
+        """
+        if kprobe.is_gone:
+            return GONE
+        original, current = self.replaced(kprobe)
+        is_whole = original == current or self._kprobes.table.is_patched(kprobe)
+        name = self._names(self._kprobes.table.valid(kprobe))
+        lines = (
+            ("original", original, self._insns(original, kprobe.address, name)),
+            ("current ", current, self._insns(current, kprobe.address, name)),
+        )
+        return "\n".join(
+            f"{kind} {code.hex(' ')}  {'; '.join(insns if code == original or is_whole else insns[:1])}"
+            for kind, code, insns in lines
+        )
+
+    def _insns(self, code: bytes, addr: int, name: AddressName) -> list[str]:
+        return [text for _, _, text in self._arch.disassembler.insns(code, addr, name)]
+
     def out_of_line(self, kprobe: Kprobe) -> str:
-        """Return the disassembly of the code that hits run out of line: handlers and copied instructions.
+        """Return the disassembly of the code that hits run out of line, below the titles of its parts.
 
         If an instruction is emulated, it has no copy, and the original instruction is shown.
         """
@@ -39,28 +77,89 @@ class ProbeText:
             return GONE
         head = self._kprobes.table.valid(kprobe)
         if head is not None and head.compiled is not None:
-            return self.disassembly(head.compiled.address, head.compiled.size)
+            return "\n".join(self._compiled(head, head.compiled))
         stub = None if head is None else head.stub
-        handler = "" if stub is None else self.disassembly(stub.address, stub.size) + "\n"
-        return handler + self._copy(kprobe)
+        handler = () if stub is None else self._stub(head, stub)
+        return "\n".join((*handler, *self._copy(kprobe)))
 
-    def _copy(self, kprobe: Kprobe) -> str:
-        """Return the disassembly of the code after the handlers: detour, trampoline, slot or emulation."""
+    def _compiled(self, head: AggrKprobe, code: CompiledCode) -> Iterator[str]:
+        """Iterate over the lines of a handler to which the jump or call in the text leads."""
+        if head.is_ftrace or head.detour is None:
+            way = "call"
+            rest: tuple[CodePart, ...] = (CodePart("return", code.copied),)
+        else:
+            way = "jump"
+            rest = copied_parts(code.copied, head.detour.length)
+        yield from self._parts((*_handler(code, way), *rest), code.address + code.size, head)
+
+    def _stub(self, head: AggrKprobe | None, code: CompiledCode) -> Iterator[str]:
+        """Iterate over the lines of a handler to which the breakpoint leads."""
+        rest = CodePart("go on", code.copied)
+        return self._parts((*_handler(code, "breakpoint"), rest), code.address + code.size, head)
+
+    def _copy(self, kprobe: Kprobe) -> Iterator[str]:
+        """Iterate over the lines of the code after the handlers: detour, trampoline, slot or emulation."""
         head = self._kprobes.table.valid(kprobe)
         insn = None if head is None else head.insn
         arch = self._arch
         if head is not None and head.detour is not None and head.is_optimized:
-            return self.disassembly(head.detour.address, head.detour.size)
-        if insn is None:
+            detour = head.detour
+            first, *others = arch.detour_parts(detour.address, detour.trap, detour.copied, detour.region)
+            parts = (CodePart(first.name + _LANDING["jump"], first.start), *others)
+            yield from self._parts(parts, detour.address + detour.size, head)
+        elif insn is None:
             trampoline = self._kprobes.trampoline
-            return "" if trampoline is None else self.disassembly(*trampoline)
-        entry = insn.entry
-        if insn.slot is None or entry is None:
+            if trampoline is not None:
+                address, size = trampoline
+                part = CodePart(f"ftrace trampoline{_LANDING['call']}", address)
+                yield from self._parts((part,), address + size, head)
+        elif insn.slot is None or insn.entry is None:
             original = self._text.original(kprobe.address, insn.prepared.length)
-            return "\n".join(("emulated, no slot", *arch.disassemble(original, kprobe.address)))
-        end = arch.jump_size if insn.boosted else len(arch.breakpoint)
-        return self.disassembly(entry, insn.slot - entry + insn.prepared.length + end)
+            yield "emulated, no slot"
+            yield from arch.disassemble(original, kprobe.address, self._names(head))
+        else:
+            end = insn.slot + insn.prepared.length
+            lead = [CodePart("set the trap flag", insn.entry)] if insn.entry < insn.slot else []
+            last = CodePart("jump back" if insn.boosted else "end of the step", end)
+            parts = (*lead, CodePart("copied instruction", insn.slot), last)
+            size = arch.jump_size if insn.boosted else len(arch.breakpoint)
+            yield from self._parts(parts, end + size, head)
 
     def disassembly(self, va: int, size: int) -> str:
         """Return one line for each instruction of the current text: address, bytes, mnemonic, operands."""
-        return "\n".join(self._arch.disassemble(self._text.current(va, size), va))
+        return "\n".join(self._arch.disassemble(self._text.current(va, size), va, self._symbol))
+
+    def _parts(self, parts: tuple[CodePart, ...], end: int, head: AggrKprobe | None) -> Iterator[str]:
+        """Iterate over the lines of code that ends at `end`: title of each part, and its instructions.
+
+        The line of an instruction has address, bytes, mnemonic and operands.
+        """
+        name = self._names(head)
+        for part, following in zip(parts, (*[part.start for part in parts[1:]], end), strict=True):
+            if following > part.start:
+                yield f"{part.name}:"
+                code = self._text.current(part.start, following - part.start)
+                yield from self._arch.disassemble(code, part.start, name)
+
+    def _names(self, head: AggrKprobe | None) -> AddressName:
+        """Return a function that names symbols, and the generated code of a probe."""
+        trampoline = self._kprobes.trampoline
+        spans = [(FTRACE_TRAMPOLINE, trampoline)] if trampoline is not None else []
+        if head is not None:
+            named = (("detour", head.detour), ("handler", head.compiled), ("handler", head.stub))
+            spans += [(name, (code.address, code.size)) for name, code in named if code is not None]
+
+        def name(addr: int) -> str | None:
+            for known, (start, size) in spans:
+                if start <= addr < start + size:
+                    return f"{known}+{addr - start:#x}" if addr > start else known
+            return self._symbol(addr)
+
+        return name
+
+
+def _handler(code: CompiledCode, way: str) -> Iterator[CodePart]:
+    """Iterate over the parts of a compiled handler; `way`: what leads to its entry, a key of _LANDING."""
+    if code.entry > code.address:
+        yield CodePart("rare cases of the handler", code.address)
+    yield CodePart(f"handler{_LANDING[way]}", code.entry)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.text_tables import ProbedTables
@@ -46,6 +46,7 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 
 
 class Kprobes:
@@ -68,7 +69,7 @@ class Kprobes:
         self.lock = lock
         """The control lock; other kinds of probes assert with it that their caller holds the lock."""
         self._image = image
-        self._symbols = image.kallsyms
+        self.symbols = image.kallsyms
         self._log = log
         self._bits = arch.bits
         table = ProbeTable(arch.bits)
@@ -78,7 +79,8 @@ class Kprobes:
         self._records = machine.records
         self._slot_size = arch.max_insn_size
         strategy = arch.strategy(profile.strategies) if profile.optimizer else None
-        verdict = arch.probe_checker(image, strategy, ftrace=profile.ftrace)
+        rules = probe_rules_named(profile.probe_rules)
+        verdict = arch.probe_checker(image, strategy, ftrace=profile.ftrace, rules=rules)
         self.probe_checker = verdict
         text = machine.text
         poker = TextPoker(text, arch.breakpoint, lock)
@@ -99,7 +101,7 @@ class Kprobes:
         self.routes = routes
         self.trampoline = None if self.sites is None else (self.sites.trampoline, self.sites.trampoline_size)
         """Address and size in bytes of the code that armed fentry sites call."""
-        copies = InsnCopier(text, image, verdict, arch, routes, profile, garbage)
+        copies = InsnCopier(text, image, verdict, arch, routes, profile, rules, garbage)
         self._copies = copies
         self.slots = copies.slots
         breakpoints = Breakpoints(text, arch, poker)
@@ -342,12 +344,12 @@ class Kprobes:
         if (name is None) == (addr is None):
             raise KernelError(errno.EINVAL, "give a symbol name or an address; a registered probe has both")
         if name is not None:
-            addr = self._symbols.lookup_name(name)
+            addr = self.symbols.lookup_name(name)
             if addr is None:
                 raise KernelError(errno.ENOENT, f"no symbol named {name}")
         assert addr is not None
         addr += kprobe.offset
-        where = self._symbols.lookup(addr)
+        where = self.symbols.lookup(addr)
         if where is None:
             raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
         entry = self.probe_checker.function_entry(where, addr)
@@ -507,8 +509,8 @@ class Kprobes:
     def list_records(self, start: int) -> Iterator[str]:
         """Iterate over the lines of kprobes/list: one text for each hash bucket from number `start` on."""
         for probes in self.table.buckets(start):
-            yield report.bucket_text(probes, self._symbols, self._bits)
+            yield report.bucket_text(probes, self.symbols, self._bits)
 
     def blacklist_text(self) -> list[str]:
         """Return the lines of kprobes/blacklist."""
-        return [*report.blacklist_lines(self._image.blacklist, self._symbols, self._bits)]
+        return [*report.blacklist_lines(self._image.blacklist, self.symbols, self._bits)]

@@ -22,10 +22,10 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
     """Return a probe's present mode: int3, boosted, optimized, ftrace, disarmed or gone."""
     if kprobe.is_gone:
         return "gone"
-    if table.is_patched(kprobe):
-        return "optimized"
     head = table.valid(kprobe)
-    if head is None or not table.is_armed(kprobe) or kprobe.is_disabled:
+    if head is not None and head.is_patched:
+        return "optimized"
+    if head is None or head.is_disabled or table.all_disarmed or kprobe.is_disabled:
         return "disarmed"
     if kprobe.is_ftrace:
         return "ftrace"
@@ -34,18 +34,17 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
 
 def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
     """Return the first rule that keeps the probe from a better mode; empty if there is no better mode."""
-    head = table.valid(kprobe)
     if kprobe.is_gone:
         rule = "the probed code is gone"
     elif kprobe.is_disabled:
         rule = "the probe is disabled"
     elif table.all_disarmed:
         rule = "all probes are disarmed, see kprobes/enabled"
-    elif head is None or not table.is_armed(kprobe):
+    elif (head := table.valid(kprobe)) is None or head.is_disabled:
         rule = "enabled while all probes were disarmed: disable and enable it again"
     elif kprobe.is_ftrace:
         return Rejection(RejectReason.FTRACE, kprobe.address).text
-    elif table.is_patched(kprobe):
+    elif head.is_patched:
         return ""
     else:
         return str(head.rejection) or f"0x{kprobe.address:x}: {_passing_rule(optimizer, head)}"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
-from emulated_kernel.kprobes.hit.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.ftrace import FTRACE_TRAMPOLINE, FtraceSites
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE, RETHOOK_TRAMPOLINE, HookSets
 from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.fast_dataclass import replace
 
-FTRACE_TRAMPOLINE = "ftrace_regs_caller"
-"""Name of the code that armed fentry sites call."""
 ADDED_TEXT = frozenset((RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE, FTRACE_TRAMPOLINE))
 """Names of the trampolines that the host has added to the guest's text."""
 _REMEMBERED = 8192
@@ -48,7 +46,7 @@ class KernelSymbols:
         self.lookup_name = kallsyms.lookup_name
         """Returns the address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
         self.count_name = kallsyms.count_name
-        """Returns the number of symbols that have a given name, in the kernel and all modules."""
+        """Returns the number of symbols with the name `NAME` everywhere, or `MODULE:NAME` in a module."""
         self.has_module = kallsyms.has_module
         """Returns True if a module of that name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline = hook_sets.first.trampoline.is_one

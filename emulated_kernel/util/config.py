@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from enum import IntEnum
-from pathlib import Path
 
-from emulated_kernel.util.fast_dataclass import dataclass, immutable
+from emulated_kernel.util.fast_dataclass import dataclass, field, immutable
 from emulated_kernel.util.limits import Limits
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DEFAULT_RUN_BUDGET = 1.0
 """Default of MachineConfig.run_budget in seconds."""

@@ -1,17 +1,22 @@
-"""dataclass(), which creates a class in a sixth of the standard library's time, for a faster start-up.
+"""dataclass(), which creates a class in a tenth of the standard library's time, for a faster start-up.
 
-Also ADDRESS, for fields whose values a repr shows in hexadecimal, and immutable(), for public value objects.
+The standard library's module, which imports inspect and ast, is only imported for its own functions. They
+accept these classes, too. ADDRESS is for fields whose values a repr shows in hexadecimal, and immutable() for
+public value objects.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+import sys
 
-__all__ = ["ADDRESS", "dataclass", "immutable"]
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, TypeVar
 
+    _T = TypeVar("_T")
 
-_T = TypeVar("_T")
+__all__ = ["ADDRESS", "asdict", "dataclass", "field", "fields", "immutable", "replace"]
 
 
 def show_address(value: object) -> str:
@@ -31,41 +36,132 @@ def immutable(made: type[_T]) -> type[_T]:
     Each field can be assigned once, which `__init__` does. Unlike in the standard library, no code is
     compiled for each class.
     """
-    names = frozenset(each.name for each in dataclasses.fields(made))  # type: ignore[arg-type]
+    names = frozenset(each.name for each in fields(made))  # type: ignore[arg-type]
 
     def assign(self: Any, name: str, value: object) -> None:
         values = self.__dict__
         if name in values or name not in names:
-            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+            raise _frozen(f"cannot assign to field {name!r}")
         values[name] = value
 
     def delete(_self: Any, name: str) -> None:
-        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+        raise _frozen(f"cannot delete field {name!r}")
 
     made.__setattr__ = assign  # type: ignore[method-assign]
     made.__delattr__ = delete  # type: ignore[method-assign]
     return made
 
 
+def _frozen(message: str) -> Exception:
+    from dataclasses import FrozenInstanceError
+
+    return FrozenInstanceError(message)
+
+
 if TYPE_CHECKING:
-    from dataclasses import dataclass
+    from dataclasses import asdict, dataclass, field, fields, replace
 else:
+    from functools import cache
     from operator import attrgetter
     from reprlib import recursive_repr
+    from types import CellType, FunctionType, MemberDescriptorType
 
-    _REFUSED = {"order", "unsafe_hash"}
+    _MISSING = object()
+    """Stands for a default that a field does not have."""
 
-    def dataclass(made=None, /, *, frozen=False, eq=True, repr=True, **options):
-        """Create a dataclass as the standard library does, but compile one function instead of six.
+    class _Factory:
+        """Default of a parameter whose value a call of the field's factory makes."""
+
+        __slots__ = ()
+
+        def __repr__(self):
+            return "<factory>"
+
+    _FACTORY = _Factory()
+
+    class Field:
+        """A field of a dataclass, with the attributes of the standard library's class."""
+
+        __slots__ = (
+            "compare",
+            "default",
+            "default_factory",
+            "hash",
+            "init",
+            "kw_only",
+            "metadata",
+            "name",
+            "repr",
+            "type",
+        )
+
+        def __init__(self, default, default_factory, init, repr, hash, compare, metadata, kw_only):
+            self.default = default
+            self.default_factory = default_factory
+            self.init = init
+            self.repr = repr
+            self.hash = hash
+            self.compare = compare
+            self.metadata = metadata
+            self.kw_only = kw_only
+
+        @property
+        def has_default(self):
+            return self.default is not _MISSING or self.default_factory is not _MISSING
+
+    def field(
+        *,
+        default=_MISSING,
+        default_factory=_MISSING,
+        init=True,
+        repr=True,
+        hash=None,
+        compare=True,
+        metadata=None,
+        kw_only=False,
+    ):
+        """Return the description of a field, as the standard library's function of this name does."""
+        return Field(default, default_factory, init, repr, hash, compare, metadata or {}, kw_only)
+
+    def fields(made):
+        """Return the fields of a dataclass or of its object."""
+        return made.__fields__
+
+    def replace(made, /, **changes):
+        """Return a new object that has the values of `made`, except for `changes`."""
+        for each in made.__fields__:
+            if not each.init:
+                if each.name in changes:
+                    raise ValueError(f"field {each.name} is declared with init=False")
+            elif each.name not in changes:
+                changes[each.name] = getattr(made, each.name)
+        return made.__class__(**changes)
+
+    def asdict(made):
+        """Return the values of an object by name, with copies of containers and of other objects."""
+        return {each.name: _copied(getattr(made, each.name)) for each in made.__fields__}
+
+    def _copied(value):
+        if hasattr(type(value), "__fields__"):
+            return asdict(value)
+        if isinstance(value, dict):
+            return {_copied(key): _copied(each) for key, each in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(_copied, value))
+        return type(value)(map(_copied, value)) if isinstance(value, list | tuple) else value
+
+    def dataclass(
+        made=None, /, *, frozen=False, eq=True, repr=True, slots=False, weakref_slot=False, **unsupported
+    ):
+        """Create a dataclass as the standard library does, but without code of its own for most classes.
 
         Deviates: only mypy checks `frozen`, so that frozen objects are created as fast as mutable ones.
         immutable() adds the check at run time.
 
-        Raises: TypeError (unsupported options).
+        Raises: TypeError (unsupported options, fields without a default after fields with one).
         """
-        refused = sorted(options.keys() & _REFUSED)
-        if refused:
-            raise TypeError(f"dataclass() of emulated_kernel has no {', '.join(refused)}")
+        if unsupported:
+            raise TypeError(f"dataclass() of emulated_kernel has no {', '.join(sorted(unsupported))}")
 
         def make(plain):
             own = vars(plain)
@@ -73,14 +169,22 @@ else:
             has_eq = "__eq__" in own
             # Python sets __hash__ to None in a class that defines __eq__; that isn't an explicit choice.
             has_hash = own.get("__hash__") is not None or ("__hash__" in own and not has_eq)
-            made = dataclasses.dataclass(plain, repr=False, eq=False, **options)
+            own_fields = _own_fields(plain)
+            inherited = {each.name: each for base in plain.__mro__[:0:-1] for each in _fields_of(base)}
+            every = tuple({**inherited, **own_fields}.values())
+            made = _with_slots(plain, own_fields, inherited, weakref_slot) if slots else plain
+            made.__fields__ = every
+            made.__dataclass_fields__ = _LIBRARY_FIELDS
+            made.__dataclass_params__ = _LIBRARY_PARAMS
+            made.__match_args__ = tuple(each.name for each in every if each.init and not each.kw_only)
+            if "__init__" not in own:
+                made.__init__ = _init(made, every, slots)
             if repr and not has_repr:
                 made.__repr__ = _repr
             if eq:
-                fields = dataclasses.fields(made)
-                if any(each.hash is not None for each in fields):
+                if any(each.hash is not None for each in every):
                     raise TypeError("dataclass() of emulated_kernel has no field(hash=)")
-                key = _key([each.name for each in fields if each.compare])
+                key = _key([each.name for each in every if each.compare])
                 if not has_eq:
                     made.__eq__ = _eq(key)
                 if not has_hash:
@@ -89,9 +193,182 @@ else:
 
         return make if made is None else make(made)
 
+    def _own_fields(plain):
+        """Return the fields that a class declares, by name, and set its attributes to their defaults."""
+        found = {}
+        for name, annotation in plain.__annotations__.items():
+            if _is_class_variable(annotation):
+                continue
+            given = vars(plain).get(name, _MISSING)
+            if type(given) is Field:
+                each = given
+            elif (library := sys.modules.get("dataclasses")) and isinstance(given, library.Field):
+                each = _of_library(given, library.MISSING)
+            else:
+                each = field(default=_MISSING if isinstance(given, MemberDescriptorType) else given)
+            if each.default.__class__.__hash__ is None:
+                raise ValueError(
+                    f"mutable default {type(each.default)} for field {name}: use default_factory"
+                )
+            each.name = name
+            each.type = annotation
+            if (
+                given is not _MISSING
+                and each.default is not given
+                and not isinstance(given, MemberDescriptorType)
+            ):
+                if each.default is _MISSING:
+                    delattr(plain, name)
+                else:
+                    setattr(plain, name, each.default)
+            found[name] = each
+        return found
+
+    def _is_class_variable(annotation):
+        if not isinstance(annotation, str):
+            annotation = str(annotation).removeprefix("typing.")
+        if annotation.rpartition(".")[2] == "KW_ONLY" or annotation.startswith(
+            ("InitVar", "dataclasses.InitVar")
+        ):
+            raise TypeError(f"dataclass() of emulated_kernel has no {annotation}")
+        return annotation.startswith(("ClassVar", "typing.ClassVar"))
+
+    def _of_library(given, missing):
+        default, factory = (
+            _MISSING if each is missing else each for each in (given.default, given.default_factory)
+        )
+        return field(
+            default=default,
+            default_factory=factory,
+            init=given.init,
+            repr=given.repr,
+            hash=given.hash,
+            compare=given.compare,
+            metadata=given.metadata,
+            kw_only=given.kw_only is True,
+        )
+
+    def _fields_of(base):
+        return vars(base).get("__fields__", ())
+
+    def _with_slots(plain, own_fields, inherited, weakref_slot):
+        """Return a class like `plain` with slots for its fields. Raises: TypeError (it has slots already)."""
+        body = dict(vars(plain))
+        if "__slots__" in body:
+            raise TypeError(f"{plain.__name__} already specifies __slots__")
+        names = tuple(name for name in own_fields if name not in inherited)
+        if weakref_slot and not plain.__base__.__weakrefoffset__:
+            names += ("__weakref__",)
+        for name in own_fields:
+            body.pop(name, None)
+        body.pop("__dict__", None)
+        body.pop("__weakref__", None)
+        body["__slots__"] = names
+        made = type(plain)(plain.__name__, plain.__bases__, body)
+        made.__qualname__ = plain.__qualname__
+        return made
+
+    def _init(made, every, slots):
+        """Return __init__ of a class: a template for this number and kinds of fields, with its names."""
+        kinds = "".join(_kind(each, slots) for each in every)
+        parameters = [each for each in every if each.init]
+        positional = [each for each in parameters if not each.kw_only]
+        keywords = [each for each in parameters if each.kw_only]
+        defaults = [each for each in positional if each.has_default]
+        if defaults != positional[len(positional) - len(defaults) :]:
+            raise TypeError(f"{made.__name__}: a field without a default is after a field with a default")
+        template = _template(kinds, hasattr(made, "__post_init__"))
+        names = {f"a{number}": each.name for number, each in enumerate(every)}
+        values = {f"v{number}": _value(each) for number, each in enumerate(every)} | {"FACTORY": _FACTORY}
+        code = template.replace(
+            co_names=tuple(names.get(name, name) for name in template.co_names),
+            co_varnames=tuple(names.get(name, name) for name in template.co_varnames),
+        )
+        init = FunctionType(
+            code,
+            vars(sys.modules[made.__module__]) if made.__module__ in sys.modules else {},
+            "__init__",
+            tuple(_default(each) for each in defaults),
+            tuple(CellType(values[name]) for name in code.co_freevars),
+        )
+        init.__kwdefaults__ = {each.name: _default(each) for each in keywords if each.has_default}
+        init.__annotations__ = {each.name: each.type for each in parameters} | {"return": None}
+        init.__qualname__ = f"{made.__qualname__}.__init__"
+        init.__module__ = made.__module__
+        return init
+
+    def _kind(each, slots):
+        """Return what __init__ does for a field.
+
+        p, k: it assigns a parameter, which is given by position or name. P, K: the factory makes the value of
+        a parameter that a call leaves out. f: the factory makes the value. d: it assigns the default.
+        -: nothing.
+        """
+        has_factory = each.default_factory is not _MISSING
+        if each.init:
+            kind = "k" if each.kw_only else "p"
+            return kind.upper() if has_factory else kind
+        if has_factory:
+            return "f"
+        return "d" if slots and each.default is not _MISSING else "-"
+
+    def _value(each):
+        return each.default if each.default_factory is _MISSING else each.default_factory
+
+    def _default(each):
+        return each.default if each.default_factory is _MISSING else _FACTORY
+
+    @cache
+    def _template(kinds, has_post_init):
+        """Return the code of __init__ for fields a0, a1, ... of the kinds; cells hold their values v0, ..."""
+        positional = [f"a{number}" for number, kind in enumerate(kinds) if kind in "pP"]
+        keywords = [f"a{number}" for number, kind in enumerate(kinds) if kind in "kK"]
+        statements = {
+            "p": "self.a{0} = a{0}",
+            "P": "self.a{0} = v{0}() if a{0} is FACTORY else a{0}",
+            "f": "self.a{0} = v{0}()",
+            "d": "self.a{0} = v{0}",
+            "-": "pass",
+        }
+        statements |= {"k": statements["p"], "K": statements["P"]}
+        body = [statements[kind].format(number) for number, kind in enumerate(kinds)]
+        if has_post_init:
+            body.append("self.__post_init__()")
+        inputs = ", ".join(["self", *positional, *(["*", *keywords] if keywords else [])])
+        cells = ", ".join(["FACTORY", *(f"v{number}" for number, kind in enumerate(kinds) if kind in "PKfd")])
+        inner = f"def __init__({inputs}):\n  {'; '.join(body or ['pass'])}"
+        text = f"def outer({cells}):\n {inner}\n return __init__"
+        outer = compile(text, "<dataclass>", "exec").co_consts[0]
+        return next(each for each in outer.co_consts if hasattr(each, "co_code"))
+
+    class _LibraryAttribute:
+        """An attribute of a class for the standard library's functions, made when they ask for it."""
+
+        def __init__(self, name):
+            self._name = name
+
+        def __get__(self, made, owner):
+            import dataclasses
+
+            described = [(each.name, each.type, _for_library(each, dataclasses)) for each in owner.__fields__]
+            return getattr(dataclasses.make_dataclass(owner.__name__, described), self._name)
+
+    _LIBRARY_FIELDS = _LibraryAttribute("__dataclass_fields__")
+    _LIBRARY_PARAMS = _LibraryAttribute("__dataclass_params__")
+
+    def _for_library(each, library):
+        given = {
+            name: getattr(each, name) for name in ("init", "repr", "hash", "compare", "metadata", "kw_only")
+        }
+        if each.default is not _MISSING:
+            given["default"] = each.default
+        if each.default_factory is not _MISSING:
+            given["default_factory"] = each.default_factory
+        return library.field(**given)
+
     @recursive_repr()
     def _repr(self):
-        shown = (each for each in dataclasses.fields(self) if each.repr)
+        shown = (each for each in self.__fields__ if each.repr)
         values = ", ".join(
             f"{each.name}={each.metadata.get('repr', repr)(getattr(self, each.name))}" for each in shown
         )

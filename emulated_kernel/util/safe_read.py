@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import stat
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -68,7 +67,9 @@ def replace_file(target: Path, prefix: str, write: Callable[[IO[bytes]], None]) 
 
     `prefix` begins the temporary file's name. Raises: OSError.
     """
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=prefix, delete=False) as file:
+    from tempfile import NamedTemporaryFile
+
+    with NamedTemporaryFile(dir=target.parent, prefix=prefix, delete=False) as file:
         try:
             write(file)
             file.flush()

@@ -74,7 +74,7 @@ class ControlFile(FileDescription):
     @property
     def stream(self) -> bool:
         """Implement FileDescription.stream: whether lseek(2) fails with ESPIPE."""
-        return self.inner.stream
+        return not self.inner.node.has_position
 
     @property
     def acts_on_close(self) -> bool:
@@ -307,6 +307,7 @@ class PendingWrite:
                 raise file.gone()
             if file.inner is not self.inner:
                 raise KernelError(errno.ESTALE, "another kernel took this one's place meanwhile")
+            file.fs.note_user(self.client)
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
@@ -494,6 +495,10 @@ class ControlFs(FileSystem):
         if self.on_names_end is not None:
             self.on_names_end(removed)
 
+    def note_user(self, client: Client) -> None:
+        """Let the client's user answer for what the change allocates; see ControlLock.user. Lock: needs."""
+        self.lock.user = client.uid if client.uid != self.tree.owner.uid else 0
+
     def check_gate(self) -> None:
         """Check that no other kernel is being built to replace this one. Raises: _Gated."""
         if self.gate is not None:
@@ -589,6 +594,7 @@ class ControlFs(FileSystem):
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """Implement FileSystem.mkdir, and report to the watcher. In instances/, create a trace array."""
         with self.settled(), self._changing():
+            self.note_user(client)
             tree = self.tree
             self.calls.change(
                 client, ("mkdir", "mkdirat"), path, lambda: tree.mkdir(client, path, mode), mode

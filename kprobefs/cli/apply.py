@@ -19,10 +19,8 @@ MAX_WIDTH = 1024
 """Maximum length of a line of a message, in characters."""
 
 
-def which_mount(named: str | None, way: str = "--mount DIR") -> str:
+def which_mount(named: str | None) -> str:
     """Return the directory of the mount that `named` or $KPROBEFS selects, else of the only mount.
-
-    `way` is the command-line argument that selects a mount, for the error message.
 
     Raises: CliError.
     """
@@ -35,7 +33,7 @@ def which_mount(named: str | None, way: str = "--mount DIR") -> str:
     else:
         found = sorted({point.directory for point in mountpoints.our_mounts()})
         if len(found) != 1:
-            several = f"several mounts are active; select one with {way}"
+            several = f"several mounts are active ({', '.join(found)}); select one with --mount DIR"
             none = "no mount is active; run kprobefs mount DIR"
             raise CliError(several if found else none, ExitStatus.NOT_MOUNTED)
         [directory] = found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import struct
 from enum import Enum
 
@@ -155,7 +154,7 @@ _MACHINES = {
 def this_machine() -> Machine:
     """Return the machine's system calls. Raises: OSError (ENOSYS: they are unknown)."""
     try:
-        return _MACHINES[platform.machine()]
+        return _MACHINES[os.uname().machine]
     except KeyError:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import asdict
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import Daemon, Running, forget, known, running
 from kprobefs.common.errors import CliError, ExitStatus
@@ -27,14 +26,17 @@ class MountStatus:
 
     @property
     def details(self) -> list[str]:
-        """Words about the daemon for the output: pid, architecture, layout, traps and start time."""
+        """Words about the daemon for the output: its pid, options, and start time."""
         if self.daemon is None:
             return []
         return [
             f"pid {self.daemon.pid},",
             f"{self.daemon.arch},",
             f"{self.daemon.layout},",
+            *([f"kernel {self.daemon.kernel},"] if self.daemon.kernel else []),
+            *([f"kprobes of {self.daemon.profile},"] if self.daemon.profile else []),
             *([f"{self.daemon.traps} traps,"] if self.daemon.traps else []),
+            *([f"state in {self.daemon.state},"] if self.daemon.state else []),
             self.daemon.started,
         ]
 

@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TextIO
 
+from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.cli.parser import BENCH_OPTIONS, machine_options, program_parser
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
 
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from kprobefs.mount_options import Builder, MountOptions
 
 IMAGE = ("release", "source", "size")
@@ -241,11 +244,27 @@ def _completion(parsed: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
+def _directory(parsed: argparse.Namespace) -> str | None:
+    """Return the mount that DIR or --mount names, or None. Raises: CliError (both are given)."""
+    if parsed.directory is not None and parsed.mount is not None:
+        raise CliError(f"{parsed.chosen}: DIR and --mount select two mounts; give one", ExitStatus.USAGE)
+    return parsed.directory if parsed.mount is None else str(parsed.mount)
+
+
+def _needed_directory(parsed: argparse.Namespace) -> str:
+    """Return _directory(). Raises: CliError (none is given)."""
+    directory = _directory(parsed)
+    if directory is None:
+        message = f"the following arguments are required: DIR ({parsed.prog} --help)"
+        raise CliError(message, ExitStatus.USAGE)
+    return directory
+
+
 def _umount(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import control
     from kprobefs.common import mountpoints
 
-    directory = mountpoints.resolve(parsed.directory)
+    directory = mountpoints.resolve(_needed_directory(parsed))
     if parsed.stale:
         control.unmount_stale(directory)
     else:
@@ -257,7 +276,8 @@ def _status(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import control
     from kprobefs.common import mountpoints
 
-    states = control.states(mountpoints.resolve(parsed.directory) if parsed.directory else None)
+    chosen = _directory(parsed)
+    states = control.states(mountpoints.resolve(chosen) if chosen else None)
     if parsed.json:
         import json
 
@@ -274,8 +294,8 @@ def _status(parsed: argparse.Namespace) -> int:
                 escape_for_terminal(state.directory),
                 *map(escape_for_terminal, state.details),
             )
-    if parsed.directory and not states:
-        raise CliError(f"{parsed.directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+    if chosen and not states:
+        raise CliError(f"{chosen}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
     return max((state.condition.status for state in states), default=ExitStatus.OK)
 
 
@@ -303,7 +323,7 @@ def _trace(parsed: argparse.Namespace) -> int:
         if parsed.mount:
             return run_traced(apply.which_mount(parsed.mount), parsed.behind, tracing)
         options = _options(parsed, "")
-        return run(options, parsed.build or _builder(options), parsed.behind, tracing=tracing)
+        return run(options, parsed.build or _builder_for_run(options), parsed.behind, tracing=tracing)
 
 
 def _tour(parsed: argparse.Namespace) -> int:
@@ -323,7 +343,7 @@ def _top(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import apply
     from kprobefs.cli.top import top
 
-    top(apply.which_mount(parsed.directory, "DIR"), parsed.delay, parsed.count, as_json=parsed.json)
+    top(apply.which_mount(_directory(parsed)), parsed.delay, parsed.count, as_json=parsed.json)
     return ExitStatus.OK
 
 
@@ -331,7 +351,7 @@ def _reboot(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import control
     from kprobefs.common import mountpoints
 
-    control.reboot(mountpoints.resolve(parsed.directory))
+    control.reboot(mountpoints.resolve(_needed_directory(parsed)))
     return ExitStatus.OK
 
 
@@ -346,7 +366,7 @@ def _run(parsed: argparse.Namespace) -> int:
     options = _options(parsed, "")
     return run(
         options,
-        parsed.build or _builder(options),
+        parsed.build or _builder_for_run(options),
         command,
         as_system=parsed.as_system,
         real_root=parsed.real_root,
@@ -493,6 +513,14 @@ def _builder(options: MountOptions) -> Builder:
 
     prepare(options)
     return build_kernel
+
+
+def _builder_for_run(options: MountOptions) -> Builder:
+    """Return _builder(), with the exit status of `run` for a kernel that cannot be used. Raises: CliError."""
+    try:
+        return _builder(options)
+    except CliError as failure:
+        raise CliError(str(failure), ExitStatus.RUN_FAILED) from failure
 
 
 def _coloured(text: str, code: str, stream: TextIO) -> str:

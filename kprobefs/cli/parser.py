@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from typing import TYPE_CHECKING, NoReturn
 
 from emulated_kernel.util.config import MOST_SEED
 from kprobefs import __version__
 from kprobefs.common.errors import CliError, ExitStatus
 
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any, NoReturn
 
     from _typeshed import SupportsWrite
 
@@ -25,6 +28,8 @@ can't be executed, 127 if it doesn't exist.
 """
 MAX_CPUS = 64
 """Maximum number of CPUs of an emulated machine."""
+_MARGIN = 2
+"""Number of columns that help texts leave free, as those of argparse do."""
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
 """Options of mount(8) that are passed to FUSE."""
 BENCH_OPTIONS = {
@@ -41,8 +46,18 @@ BENCHES = (
 """Help text of the benchmarks."""
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Formatter of help texts that finds the terminal's width without shutil, which imports decompressors."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=terminal_columns() - _MARGIN)
+
+
 class _ArgumentParser(argparse.ArgumentParser):
     """Argument parser that reports wrong usage on one line, as a CliError."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_HelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         raise CliError(f"{message} ({self.prog} --help)", ExitStatus.USAGE)
@@ -50,6 +65,20 @@ class _ArgumentParser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         # argparse's own method hides errors of the write.
         (file or sys.stderr).write(message)
+
+
+def terminal_columns() -> int:
+    """Return the width of the terminal as shutil does: $COLUMNS, that of standard output, or 80."""
+    try:
+        columns = int(os.environ["COLUMNS"])
+    except (KeyError, ValueError):
+        columns = 0
+    if columns <= 0:
+        try:
+            columns = os.get_terminal_size(1).columns
+        except OSError:
+            columns = 0
+    return columns or 80
 
 
 def program_parser() -> argparse.ArgumentParser:
@@ -70,14 +99,14 @@ def program_parser() -> argparse.ArgumentParser:
     _add_mount_arguments(command)
 
     command = commands.add_parser("umount", help="end the daemon of a mount, and unmount")
-    command.add_argument("directory", metavar="DIR", help="directory of the mount")
+    _add_directory(command, "directory of the mount")
     command.add_argument("--force", action="store_true", help="kill a daemon that does not end")
     command.add_argument(
         "--stale", action="store_true", help="remove only a stale mount whose daemon is gone"
     )
 
     command = commands.add_parser("status", help="show the mounts and their conditions")
-    command.add_argument("directory", metavar="DIR", nargs="?", help="only this mount (default: all)")
+    _add_directory(command, "only this mount (default: all)")
     command.add_argument("--json", action="store_true", help="print a JSON array")
 
     command = commands.add_parser(
@@ -110,12 +139,7 @@ def program_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "top", help="watch the probes of a mount: mode, hits per second, cost, reason"
     )
-    command.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        help="mount to use (default: $KPROBEFS, or the only mount)",
-    )
+    _add_directory(command, "mount to use (default: $KPROBEFS, or the only mount)")
     command.add_argument(
         "-d", "--delay", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default: 1)"
     )
@@ -125,7 +149,7 @@ def program_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "reboot", help="boot the kernel of a mount again, keeping definitions and records"
     )
-    command.add_argument("directory", metavar="DIR", help="directory of the mount")
+    _add_directory(command, "directory of the mount")
 
     command = commands.add_parser("run", help="mount, run a command with the path in $KPROBEFS, and unmount")
     command.add_argument(
@@ -245,6 +269,12 @@ def _add_mount_arguments(command: argparse.ArgumentParser) -> None:
         "shows the records in instances/last",
     )
     _add_machine_options(command)
+
+
+def _add_directory(command: argparse.ArgumentParser, about: str) -> None:
+    """Let a command take a mount as its argument or by option -m."""
+    command.add_argument("directory", metavar="DIR", nargs="?", help=about)
+    command.add_argument("-m", "--mount", metavar="DIR", dest="mount", help="the same as DIR")
 
 
 def _add_mount_option(command: argparse.ArgumentParser) -> None:

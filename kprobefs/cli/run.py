@@ -12,14 +12,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from emulated_kernel.guests.common.process_memory import ProcessMemory
-from kprobefs.cli import as_system as as_system_places
-from kprobefs.cli.scratch_copies import tell_of_results
-from kprobefs.cli.trace import TraceSession
+from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.common import mountpoints
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon import daemon
@@ -32,6 +30,10 @@ END_TIMEOUT = 5.0
 POLL_INTERVAL = 0.01
 MOST_ENVIRONMENT = 4 << 20
 """Maximum bytes of a process's environment that are read. Linux limits it, with arguments, to 6 MiB."""
+
+if TYPE_CHECKING:
+    from kprobefs.cli.as_system import System
+    from kprobefs.cli.trace import TraceSession
 
 # Loaded before a fork, because nothing may be loaded afterwards.
 _libc = ctypes.CDLL(None)
@@ -54,6 +56,8 @@ def run(
     Return the command's exit status, or 128 + number if a signal ended it. Raises: CliError.
     """
     if as_system:
+        from kprobefs.cli import as_system as as_system_places
+
         as_system_places.enter_namespace(real_root=real_root)
     runner = _runner(command, tracing)
     try:
@@ -64,6 +68,8 @@ def run(
             with closing(runner.system) if runner.system is not None else nullcontext():
                 status = runner.run(directory, tracing)
             if tracing is not None:
+                from kprobefs.cli.scratch_copies import tell_of_results
+
                 tell_of_results(base / "mnt" / "scratch")
             return status
     except CliError:
@@ -146,7 +152,7 @@ class _Runner:
         self._passed: signal.Signals | None = None
         """The latest signal that was forwarded to the command."""
         self._stdout = stdout
-        self.system: as_system_places.System | None = None
+        self.system: System | None = None
         """The system's paths as the command sees them; None if it sees the same paths as the caller."""
 
     def run(self, directory: str, tracing: TraceSession | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from kprobefs.cli.control import MountStatus
@@ -20,7 +21,7 @@ def print_table(states: Sequence[MountStatus]) -> None:
     from rich.text import Text
 
     console = terminal.console()
-    heads = ["STATE", "DIRECTORY", "PID", "ARCH", "LAYOUT", "SINCE", "TRAPS"]
+    heads = ["STATE", "DIRECTORY", "PID", "KERNEL", "PROFILE", "SINCE", "LAYOUT", "ARCH", "TRAPS", "KEPT IN"]
     rows = [_cells(state) for state in states]
     widths = [max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)]
     while len(heads) > FEWEST and sum(widths[: len(heads)]) > console.width:
@@ -37,8 +38,9 @@ def print_table(states: Sequence[MountStatus]) -> None:
 
 def _cells(state: MountStatus) -> list[str]:
     daemon = state.daemon
-    details = ["-"] * 5
+    details = ["-"] * 8
     if daemon is not None:
         since = daemon.started.replace("T", " ")[:16]
-        details = [str(daemon.pid), daemon.arch, daemon.layout, since, daemon.traps or "-"]
+        words = (os.path.basename(daemon.kernel), daemon.profile, since, daemon.layout, daemon.arch)
+        details = [str(daemon.pid), *(word or "-" for word in (*words, daemon.traps, daemon.state))]
     return [state.condition.value, *(escape_for_terminal(text) for text in (state.directory, *details))]

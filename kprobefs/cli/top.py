@@ -9,11 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import asdict, dataclass, field, replace
 from kprobefs.common import mountpoints, terminal
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.mountpoints import MountState
@@ -30,12 +29,14 @@ COST_AGE = 10.0
 RECORDS = 500
 """Number of the newest trace lines that are searched for records of an opened probe."""
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
-BACK = "q quit  escape back  e enable  o optimize"
+BACK = "q quit  escape back  up/down scroll  e enable  o optimize"
+MOST_LINES = 1 << 20
+"""A number of rows that moves to the first or last line of any list."""
 MORE_KEYS = "? all keys"
 """End of the line of keys if the terminal is too narrow for all keys."""
 KEYS = (
     ("q", "quit"),
-    ("up down, j k", "choose a probe"),
+    ("up down, j k", "choose or scroll"),
     ("pgup pgdn", "by a screen; home, end"),
     ("enter", "open it"),
     ("escape", "back to the list"),
@@ -204,6 +205,8 @@ class View:
     chosen: int = 0
     opened: str = ""
     """Name of the event whose close-up is shown, or ""."""
+    scrolled: int = 0
+    """Number of lines of the close-up's code that are above the screen."""
     shows_keys: bool = False
     message: str = ""
     condition: str = ""
@@ -231,6 +234,13 @@ class View:
                 return probe
         return None
 
+    def _move(self, rows: int) -> None:
+        """Move the selection by a number of rows, or scroll the code in the close-up."""
+        if self.opened:
+            self.scrolled = max(0, self.scrolled + rows)
+        else:
+            self._choose(self.chosen + rows)
+
     def press(self, key: str, probes: Probes) -> bool:
         """Execute the command of a key; return False if the command is to quit."""
         self.message = "" if key else self.message
@@ -245,17 +255,17 @@ class View:
             case "escape":
                 self.opened = ""
             case "up" | "k":
-                self._choose(self.chosen - 1)
+                self._move(-1)
             case "down" | "j":
-                self._choose(self.chosen + 1)
+                self._move(1)
             case "page up":
-                self._choose(self.chosen - self.page)
+                self._move(-self.page)
             case "page down":
-                self._choose(self.chosen + self.page)
+                self._move(self.page)
             case "home":
-                self._choose(0)
+                self._move(-MOST_LINES)
             case "end":
-                self._choose(len(self.probes))
+                self._move(MOST_LINES)
             case "s":
                 names = list(SORTS)
                 self.sort = names[(names.index(self.sort) + 1) % len(names)]
@@ -263,6 +273,7 @@ class View:
                 self.is_reversed = not self.is_reversed
             case "\n" if self.selected is not None:
                 self.opened = self.selected.event
+                self.scrolled = 0
             case "e" | "o" if self.selected is not None:
                 self.message = probes.toggle(self.selected, "enabled" if key == "e" else "optimized")
         return True
@@ -364,16 +375,24 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
             recorded = [*told_of, *recorded]
     room = height - len(lines) - len(recorded) - 3
     if room > 0:
-        left = len(detour) - room + 1
-        kept = detour if left <= 1 else [*detour[: room - 1], f"... {left} more lines"]
-        lines += [
-            Text("runs out of line", style="bold"),
-            *(Text(f"  {escape_for_terminal(line)}") for line in kept),
-        ]
+        view.page = room
+        view.scrolled = min(view.scrolled, max(0, len(detour) - room))
+        last = view.scrolled + room
+        title = "runs out of line"
+        if len(detour) > room:
+            title = f"{title}, lines {view.scrolled + 1} to {last} of {len(detour)} (up, down)"
+        lines += [Text(title, style="bold"), *map(_code_line, detour[view.scrolled : last])]
     lines.append(Text("last records", style="bold"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Group(*lines[: height - 1 - len(recorded)], *recorded, _foot(view, BACK, width))
+
+
+def _code_line(line: str) -> Text:
+    from rich.text import Text
+
+    # The title of a part ends with a colon.
+    return Text(f"  {escape_for_terminal(line)}", style="bold" if line.endswith(":") else "")
 
 
 def _instruction(line: str, width: int) -> str:
@@ -403,12 +422,15 @@ def marked_bytes(text: str) -> list[Text]:
     for line in text.splitlines():
         kind, _, rest = line.partition(" ")
         marked = Text(f"{kind:<8}")
-        data = rest.split()
+        code, _, insns = rest.strip().partition("  ")
+        data = code.split()
         if kind == "original":
             original = data
         for number, byte in enumerate(data):
             patched = kind == "current" and original[number : number + 1] != [byte]
             marked.append(f"[{byte}]" if patched else f" {byte} ", style="bold red" if patched else "")
+        if insns:
+            marked.append(f"  {escape_for_terminal(insns)}", style="dim")
         found.append(marked)
     return found
 

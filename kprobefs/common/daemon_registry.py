@@ -12,14 +12,16 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from select import POLLIN, poll
-from typing import TextIO
 
-from emulated_kernel.util.fast_dataclass import dataclass
-from emulated_kernel.util.safe_read import open_regular
+from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from kprobefs.common.errors import CliError
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TextIO
 
 LOCK_ATTEMPTS = 5
 LOCK_PAUSE = 0.02
@@ -62,6 +64,12 @@ class Daemon:
     """Time of the daemon's start, in ISO 8601 with the offset from UTC."""
     traps: str = ""
     """`native` if hits of handlers in guest code need no Python, else `python`; empty before the boot."""
+    kernel: str = ""
+    """Path of the kernel's image or vmcore, or `built-in`."""
+    profile: str = ""
+    """Name of the profile of the kprobes, or `kernel` if the mounted kernel's own ones are used."""
+    state: str = ""
+    """Directory that keeps the state, or "" if nothing keeps it."""
 
 
 def process_of(pid: int) -> Process:
@@ -234,6 +242,8 @@ def _find(directory: str) -> Running | None:
 
 def sweep() -> None:
     """Remove the records of killed daemons, and their logs except the newest KEPT_LOGS."""
+    from emulated_kernel.util.safe_read import open_regular
+
     directory = runtime_directory()
     for path in directory.glob("*.json"):
         with suppress(OSError), open_regular(path, os.O_NOFOLLOW) as file:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from select import POLLIN, poll
-from typing import NoReturn
 
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, fork
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
@@ -447,12 +449,16 @@ def _unescape(field: str) -> str:
 
 
 def _umount2(directory: str, flags: int) -> None:
+    import ctypes
+
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.umount2(os.fsencode(directory), MNT_DETACH | flags) != 0:
         raise CliError(f"{directory}: can't unmount: {os.strerror(ctypes.get_errno())}")
 
 
 def _fusermount(directory: str) -> None:
+    import subprocess
+
     try:
         result = subprocess.run(
             ["fusermount", "-u", "-z", "--", directory],

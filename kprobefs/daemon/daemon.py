@@ -113,7 +113,10 @@ class DaemonStart:
         """
         os.close(self._writer)
         with os.fdopen(self._reader, "rb") as pipe:
-            answer = pipe.read()
+            # The pipe's end comes later, because a thread of the daemon still polls the closed descriptor.
+            answer = pipe.read(len(READY))
+            if answer != READY:
+                answer += pipe.read()
         if not answer:
             # A daemon that was killed leaves its mount and its record.
             sweep()

@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 
 from emulated_kernel.guests.builtin.modules import ModuleFile
@@ -18,13 +17,14 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import PAUSE
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import Steps
 from emulated_kernel.vfs.core.seq_file import SeqFile, SteppedFile, StreamFile, explained_steps, listing
-from emulated_kernel.vfs.trees.stats import probe_states, probes_file
+from emulated_kernel.vfs.trees.stats import probe_switches, probes_file
 from kprobefs.daemon.state import previous_boot
 from kprobefs.daemon.state.hit_counters import counts, set_counts
 from kprobefs.daemon.state.saved_state import SavedState
@@ -146,7 +146,7 @@ class RebootableKernel:
         # The return hook comes first: it cannot be changed once a return probe exists.
         if hook != self._return_hook:
             yield f"{RETURN_HOOK} = {hook}\n"
-        for line in saved_in_steps(self._all_files(kernel), probe_states(kernel.components)):
+        for line in saved_in_steps(self._all_files(kernel), probe_switches(kernel.components)):
             yield f"{line}\n" if line else PAUSE
 
     def _lines(self, kernel: Kernel) -> list[str]:

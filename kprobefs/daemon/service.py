@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.threads import start_thread
 from kprobefs import __version__
 from kprobefs.common import mountpoints
@@ -313,4 +313,7 @@ class Service:
             layout=self._options.layout,
             version=__version__,
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            kernel=self._options.kernel_name,
+            profile=self._options.profile_name,
+            state=self._options.state or "",
         )

@@ -9,7 +9,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from emulated_kernel.arch.architectures import arch_named
@@ -26,7 +25,7 @@ from emulated_kernel.kprobes.profile import (
 )
 from emulated_kernel.util import config
 from emulated_kernel.util.config import ElfMachine, MachineConfig
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 from kprobefs.common.progress import counted
 
 ARCHITECTURES = tuple(config.ARCHITECTURES)

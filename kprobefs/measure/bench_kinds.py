@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.aggr_kprobe import JPROBE
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES
 from emulated_kernel.util.config import MachineConfig
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 from kprobefs.common.progress import counted
 from kprobefs.measure.bench import FUNCTION, NOISE, caller, measured, notes, quantile
 

@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
@@ -14,7 +13,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile, RegisterSaving
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.util.config import MachineConfig
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 from kprobefs.common.progress import counted
 from kprobefs.measure.bench import (
     BOOSTED,

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.progress import Progress
 from kprobefs.common.terminal import wrap

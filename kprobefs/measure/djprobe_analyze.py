@@ -5,7 +5,6 @@ Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.2, and its tool djpro
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 from emulated_kernel.arch.analysis.detour_region import Region
@@ -16,7 +15,7 @@ from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from emulated_kernel.arch.x86.insn_attributes import DecodeCache
 from emulated_kernel.image.debuginfo import DebugInfo, DescribedFunction, open_debuginfo
 from emulated_kernel.image.linux.open_image import open_elf
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from kprobefs.common.errors import CliError, ExitStatus
 
 

@@ -26,7 +26,7 @@ from kprobefs.plan.planned_kernel import PlannedKernel, Variant
 _DETOUR_DISTANCE = 1 << 20
 """Distance in bytes from the end of the kernel to the address for which a detour is generated.
 
-The address of the real detour is chosen when the probe is registered. It changes no text in the listing.
+The address of the real detour is chosen when the probe is registered. Texts with symbols do not depend on it.
 """
 _PAGE = 1 << 12
 
@@ -125,6 +125,8 @@ class Explanation:
         verdicts = self.judge.verdicts(self.symbol)
         addresses = [*self.judge.checker.boundaries(self.symbol), start + len(code)]
         ends = dict(pairwise(addresses))
+        sweep = self.judge.arch.disassembler.insns(code, start, self._name)
+        texts = {(addr, size): text for addr, size, text in sweep}
         found = []
         for addr, verdict in verdicts.items():
             insn = code[addr - start : ends[addr] - start]
@@ -134,7 +136,7 @@ class Explanation:
                     addr,
                     addr - start,
                     insn,
-                    self._text(insn, addr),
+                    texts.get((addr, len(insn))) or self._text(insn, addr),
                     target if target in verdicts else None,
                     verdict,
                     self._reason(self.judge, verdict),

@@ -181,7 +181,7 @@ def _detour(explained: Explanation) -> Iterator[str]:
         yield f"  +{members[0].offset:#x} {part}"
         if part in ("copied instructions", "jump back"):
             for insn in members:
-                yield f"    {insn.text}{relocated(insn)}"
+                yield from _wrapped(f"{insn.text}{relocated(insn)}", "    ")
         else:
             yield from _wrapped("; ".join(insn.text for insn in members), "    ")
 

@@ -373,6 +373,7 @@ def test_what_is_known_of_probes_is_what_their_files_say(living: RebootableKerne
     living._kernel.call("lcm", 4, 6)
     told = {state.pop("event"): state for state in map(json.loads, user.read("/machine/probes").splitlines())}
     assert told.keys() == {"b/one", "a/two", "a/three", "a/four", "a/five", "kprobes/later"}
+    assert len(told) == user.read("/machine/probes").count("\n")
     for event, state in told.items():
         read = {name: user.read(f"/kprobes/stats/{event}/{name}").strip() for name in state}
         assert {name: str(value * 1) for name, value in state.items()} == read

@@ -230,7 +230,9 @@ class TestMount:
 
     def test_status_for_people(self, mounted: Daemon) -> None:
         result = kprobefs("status")
-        daemon = f"pid {mounted.process.pid}, x86_64, full, native traps, "
+        daemon = (
+            f"pid {mounted.process.pid}, x86_64, full, kernel built-in, kprobes of linux-6.1, native traps, "
+        )
         assert f"serving {mounted.directory} {daemon}" in result.stdout
         assert "\033" not in result.stdout
 

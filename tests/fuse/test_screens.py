@@ -227,7 +227,7 @@ def test_status(start: Start, mounted: Daemon, size: tuple[int, int]) -> None:
     status = start(size, "status", str(mounted.directory), **more)
     head, row, *further = status.ended()
     assert not status.wraps()
-    assert head.split() == ["STATE", "DIRECTORY", "PID", "ARCH", "LAYOUT", "SINCE"][: len(head.split())]
+    assert head.split() == ["STATE", "DIRECTORY", "PID", "KERNEL", "PROFILE", "SINCE"][: len(head.split())]
     directory = "".join([row.split()[1], *further]).replace(" ", "")
     assert (row.split()[0], directory) == ("serving", str(mounted.directory))
     assert str(mounted.process.pid) in row

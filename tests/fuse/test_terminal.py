@@ -57,7 +57,7 @@ class Watched:
             path = self.directory / "kprobes/stats" / str(probe["event"])
             path.mkdir(parents=True, exist_ok=True)
             (path / "cost").write_text("hits 5 median 12.5 ns in guest code\n")
-            (path / "bytes").write_text("original 0f 1f 44 00 00\ncurrent  e8 1f 8c ff 1e\n")
+            (path / "bytes").write_text("original 0f 1f 44 00 00  nop\ncurrent  e8 1f 8c ff 1e  call x\n")
             (path / "detour").write_text("".join(f"0x{line:x}: nop\n" for line in range(100)))
 
 
@@ -255,13 +255,42 @@ def test_an_opened_probe(watched: Watched) -> None:
     head, cost, reason, *lines = [line.rstrip() for line in drawn(view, watched.probes, 80, 24)]
     assert head == "g/a  ftrace  -/s  10 hits  1 missed"
     assert (cost, reason) == ("cost    12.5 ns", "reason  why")
-    assert lines[:2] == ["original 0f  1f  44  00  00", "current [e8] 1f [8c][ff][1e]"]
+    assert lines[:2] == ["original 0f  1f  44  00  00   nop", "current [e8] 1f [8c][ff][1e]  call x"]
     assert lines[2:14] == [
-        "runs out of line",
-        *(f"  0x{line:x}: nop" for line in range(10)),
-        "  ... 90 more lines",
+        "runs out of line, lines 1 to 11 of 100 (up, down)",
+        *(f"  0x{line:x}: nop" for line in range(11)),
     ]
     assert lines[14:20] == ["last records", *(f"  {record}" for record in records[-10::2])]
+
+
+def test_the_code_of_an_opened_probe_scrolls_to_its_end_and_no_further(watched: Watched) -> None:
+    watched.has({"event": "g/a"}, {"event": "g/b"})
+    view = View()
+    view.show(watched.probes.look())
+    assert view.press("\n", watched.probes)
+
+    def shown() -> list[int]:
+        lines = drawn(view, watched.probes, 80, 24)
+        return [int(line.split(":")[0], 16) for line in lines if line.endswith(": nop")]
+
+    first = shown()
+    assert first[0] == 0
+    for key, start in (
+        ("down", 1),
+        ("page down", 1 + len(first)),
+        ("up", len(first)),
+        ("end", 100 - len(first)),
+        ("down", 100 - len(first)),
+        ("home", 0),
+        ("up", 0),
+    ):
+        assert view.press(key, watched.probes)
+        assert shown() == list(range(start, start + len(first)))
+    assert view.chosen == 0
+    view.press("end", watched.probes)
+    for key in ("escape", "\n"):
+        assert view.press(key, watched.probes)
+    assert shown() == first
 
 
 def test_patched_bytes_are_marked() -> None:
@@ -298,6 +327,37 @@ def test_status_table_cuts_no_directory(width: int, monkeypatch: pytest.MonkeyPa
     assert ("2026-01-02 03:04" in lines[1]) == (width == 100)
 
 
+@pytest.mark.parametrize("command", ["umount", "status", "top", "reboot"])
+def test_a_mount_is_named_in_one_way(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "-m", "/nowhere"]) == ExitStatus.NOT_MOUNTED
+    assert main([command, "/nowhere"]) == ExitStatus.NOT_MOUNTED
+    one, other = capsys.readouterr().err.splitlines()
+    assert one == other == "kprobefs: /nowhere: kprobefs isn't mounted there"
+    assert main([command, "-m", "/nowhere", "/elsewhere"]) == ExitStatus.USAGE
+
+
+@pytest.mark.parametrize("option", ["--image", "--vmcore"])
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (("mount", "OPTION", "FILE", "DIRECTORY"), ExitStatus.USAGE),
+        (("run", "OPTION", "FILE", "--", "true"), ExitStatus.RUN_FAILED),
+        (("trace", "OPTION", "FILE", "p:vfs_read", "--", "true"), ExitStatus.RUN_FAILED),
+    ],
+)
+def test_a_kernel_that_cannot_be_used_has_one_status(
+    words: tuple[str, ...],
+    status: ExitStatus,
+    option: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mnt").mkdir()
+    values = {"OPTION": option, "FILE": "/etc/passwd", "DIRECTORY": str(tmp_path / "mnt")}
+    assert main([values.get(word, word) for word in words]) == status
+    assert capfd.readouterr().err.startswith("kprobefs: /etc/passwd: not a usable ")
+
+
 def test_probes_of_a_one_liner() -> None:
     definitions, events = tracing.named(
         ["p:vfs_read n=$arg3", "r8:vfs_read", "t:sched:sched_switch", "p:m:f+4"], "g"
@@ -309,9 +369,9 @@ def test_probes_of_a_one_liner() -> None:
             tracing.named([wrong], "g")
 
 
-@pytest.mark.parametrize(("words", "way"), [("top", "DIR"), ("save", "--mount DIR")])
-def test_of_several_mounts_one_is_asked_for_as_the_command_takes_it(
-    words: str, way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("words", ["top", "save"])
+def test_an_ambiguous_command_lists_the_mounts(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KPROBEFS", raising=False)
     points = [
@@ -319,7 +379,9 @@ def test_of_several_mounts_one_is_asked_for_as_the_command_takes_it(
     ]
     monkeypatch.setattr(mountpoints, "our_mounts", lambda: points)
     assert main(words.split()) == ExitStatus.NOT_MOUNTED
-    assert capsys.readouterr().err == f"kprobefs: several mounts are active; select one with {way}\n"
+    assert capsys.readouterr().err == (
+        "kprobefs: several mounts are active (/mnt/a, /mnt/b); select one with --mount DIR\n"
+    )
 
 
 @pytest.mark.parametrize("words", ["p:vfs_read", "p:vfs_read --", "nonsense -- true"])
@@ -695,12 +757,13 @@ class Terminal:
 
 def _bytes_shown(place: Path) -> set[str]:
     """Lines of a probe's bytes; those in brackets aren't the original."""
-    original, current = [line.split()[1:] for line in (place / "bytes").read_text().splitlines()]
+    lines = [line[9:].split("  ", 1) for line in (place / "bytes").read_text().splitlines()]
+    (original, was_text), (current, text) = [(code.split(), insns) for code, insns in lines]
     assert original != current
     marked = [f"[{now}]" if now != was else f" {now} " for was, now in zip(original, current, strict=True)]
     return {
-        f"original{''.join(f' {byte} ' for byte in original)}".rstrip(),
-        f"current {''.join(marked)}".rstrip(),
+        f"original{''.join(f' {byte} ' for byte in original)}  {was_text}",
+        f"current {''.join(marked)}  {text}",
     }
 
 
@@ -726,7 +789,7 @@ def test_on_a_terminal(directory: Path) -> None:
         lines, place = top.lines(), Path(running.path("kprobes/stats/kprobes/reads"))
         assert _bytes_shown(place) <= set(lines)
         detour = (place / "detour").read_text().splitlines()
-        at = lines.index("runs out of line") + 1
+        at = next(number for number, line in enumerate(lines) if line.startswith("runs out of line")) + 1
         assert detour
         assert lines[at : at + 3] == [f"  {line}"[:80].rstrip() for line in detour[:3]]
         records = lines[lines.index("last records") + 1 : lines.index(BACK)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, cast
 
 from emulated_kernel.image.kallsyms import Location
@@ -17,6 +18,12 @@ _MOST_DECIMAL = 9
 _UPPER_HALF = 1 << 63
 _DISTANCE = re.compile(r"(?:c\.)?(?:b[a-z]+|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
 """Pattern for a RISC-V branch or jump, whose last operand is the distance to the target in bytes."""
+_UPPER = re.compile(r"auipc (?P<register>\w+), (?P<pages>0x[0-9a-f]+|[0-9]+)")
+_LOWER = re.compile(
+    r"(?P<head>(?:jalr|addi) \w+, (?P<source>\w+), |[ls][bhwd]u? \w+, )"
+    r"(?P<number>-?0x[0-9a-f]+|-?[0-9]+)(?:\((?P<base>\w+)\))?"
+)
+"""Patterns for the two RISC-V instructions that form an address."""
 
 
 def address_names(lookup: Callable[[int], Location | None]) -> AddressName:
@@ -69,9 +76,13 @@ class Disassembler:
 
         The text has names instead of the addresses that `name` knows; other numbers are hexadecimal.
         """
-        for at, size, mnemonic, operands in self._engine.disasm_lite(code, addr):
-            text = f"{mnemonic} {operands}".rstrip()
-            yield at, size, self._named(text, at, size, name)
+        insns = [
+            (at, size, f"{mnemonic} {operands}".rstrip())
+            for at, size, mnemonic, operands in self._engine.disasm_lite(code, addr)
+        ]
+        if self._arch == "CS_ARCH_X86":
+            return ((at, size, self._named(text, at, size, name)) for at, size, text in insns)
+        return _riscv_named(insns, name)
 
     def lines(self, code: bytes, addr: int, name: AddressName = unnamed) -> list[str]:
         """Return one line per instruction of `code`: address, bytes, mnemonic and operands.
@@ -84,12 +95,7 @@ class Disassembler:
         ]
 
     def _named(self, text: str, addr: int, size: int, name: AddressName) -> str:
-        if self._arch != "CS_ARCH_X86":
-            found = _DISTANCE.fullmatch(text)
-            if found is None:
-                return text
-            target = addr + int(found[1], 0)
-            return text[: found.start(1)] + (name(target) or f"{target:#x}")
+        """Return the text of an x86 instruction with names and hexadecimal numbers."""
 
         def shown(found: re.Match[str]) -> str:
             number = int(found[1], 0)
@@ -113,3 +119,35 @@ class Disassembler:
     @property
     def _bits(self) -> int:
         return 32 if self._modes == ("CS_MODE_32",) else 64
+
+
+def _riscv_named(insns: list[tuple[int, int, str]], name: AddressName) -> Iterator[tuple[int, int, str]]:
+    """Iterate over RISC-V instructions, with names of branch targets.
+
+    An auipc and the instruction after it may form one address.
+    """
+    texts = [_with_target(text, at, name) for at, _, text in insns]
+    for number, ((at, _, high), (_, _, low)) in enumerate(pairwise(insns)):
+        upper = _UPPER.fullmatch(high)
+        lower = _LOWER.fullmatch(low)
+        if upper is None or lower is None or upper["register"] not in (lower["source"], lower["base"]):
+            continue
+        pages = int(upper["pages"], 0)
+        # The number of pages is signed.
+        pages -= (pages >> 19) << 20
+        target = name((at + (pages << 12) + int(lower["number"], 0)) % (1 << 64))
+        if target is not None:
+            base = f"({lower['base']})" if lower["base"] else ""
+            texts[number] = f"auipc {upper['register']}, %pcrel_hi({target})"
+            texts[number + 1] = f"{lower['head']}%pcrel_lo({target}){base}"
+    for (at, size, _), text in zip(insns, texts, strict=True):
+        yield at, size, text
+
+
+def _with_target(text: str, addr: int, name: AddressName) -> str:
+    """Return the text of a RISC-V instruction at `addr`, with a branch's target instead of the distance."""
+    found = _DISTANCE.fullmatch(text)
+    if found is None:
+        return text
+    target = addr + int(found[1], 0)
+    return text[: found.start(1)] + (name(target) or f"{target:#x}")

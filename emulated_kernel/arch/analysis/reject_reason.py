@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
 from enum import Enum, auto
 from errno import EILSEQ, EINVAL, ENOENT, ENOSPC, EOPNOTSUPP
 from typing import Self
 
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 class RejectSubject(Enum):
@@ -44,6 +43,7 @@ class RejectReason(Enum):
     BUG = "the ud2 of a BUG() or WARN()", EINVAL
     WITHIN_FENTRY = "within an fentry site", EILSEQ
     NOT_A_BOUNDARY = "not an instruction boundary", EILSEQ
+    EXCEPTION_INSN = "instruction only raises an exception", EILSEQ, RejectSubject.INSN
     NOT_COPYABLE = "instruction can't be copied", EINVAL, RejectSubject.INSN
     NOT_EMULATED = "control transfer that can be neither stepped nor emulated", EOPNOTSUPP, RejectSubject.INSN
     TOO_LONG = "no room for the breakpoint after the instruction's copy", ENOSPC, RejectSubject.INSN

@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import field
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +18,7 @@ from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import ModuleOp, ModuleState
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.safe_read import BoundedFileReader, read_regular
 
 MAX_SIZE = 4 << 20

@@ -8,7 +8,6 @@ import resource
 import select
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from time import monotonic
 
@@ -18,7 +17,7 @@ from emulated_kernel.guests.common.fork_events import ForkEvents
 from emulated_kernel.guests.common.proc import fields, read
 from emulated_kernel.guests.common.process_memory import ProcessMemory
 from emulated_kernel.guests.common.programs import program_of
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 EXEC_WITHIN = 1.0
 """Seconds after a fork during which the child's name is checked for an execve.

@@ -7,11 +7,13 @@ import mmap
 import os
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from errno import EIO, ENOEXEC
 from pathlib import Path
 
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
+from emulated_kernel.guests.linux.guest.need_resched import find_need_resched
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
@@ -125,6 +127,7 @@ def _booted(
         machine.watch_text(facts.symbols["do_sync_core"])
         load(machine, kernel.vmlinux)
         boot(machine, kernel, progress)
+        facts = replace(facts, need_resched=find_need_resched(machine, facts))
         _prepare(LinuxTasks(machine, facts))
     except GuestFault as fault:
         machine.close()

@@ -7,7 +7,6 @@ import mmap
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 from errno import ENOEXEC
 from functools import cached_property
 from itertools import starmap
@@ -22,6 +21,7 @@ from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Secti
 from emulated_kernel.image.text_tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
 from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinition
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import fields
 
 _ADDRESSES = ("mcount", "return_sites")
 _DEFINITIONS = ("events", "syscalls")

@@ -7,7 +7,6 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, BinaryIO, Self
@@ -25,7 +24,7 @@ from emulated_kernel.image.elf import (
 )
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.util.config import ElfMachine
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -23,7 +22,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.abi import KprobeOp
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 _MAX_NAME = 512
 _STACK_ALIGNMENT = 16

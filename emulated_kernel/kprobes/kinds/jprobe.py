@@ -6,8 +6,6 @@ Source: "Kernel Probes" (2010), section 1.2. Linux had jprobes up to 4.14.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
-from inspect import signature
 from typing import Any, TypeAlias
 
 from emulated_kernel.arch.arch_hooks import Arch, Registers
@@ -19,7 +17,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 MAX_STACK_SIZE = 64
 """Number of bytes of the stack that are saved for the probed function.
@@ -92,6 +90,8 @@ class Jprobes:
 
         Arguments that are not in registers are on the stack, after the return address if that is there too.
         """
+        from inspect import signature
+
         count = len(signature(handler).parameters)
         names = self._registers.arguments[:count]
         memory = self._memory

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from dataclasses import field
 from functools import partial
 from typing import Any, TypeAlias
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.aggr_kprobe import KRETPROBE
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint
-from emulated_kernel.kprobes.hit.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, RegsT
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 KRETPROBE_MAX_DATA_SIZE = 4096
 _MIN_MAXACTIVE = 10
@@ -221,9 +219,7 @@ class Kretprobes:
         def returned(instance: KretprobeInstance, regs: Any) -> None:
             if rp.handler is None:
                 return
-            ctlblk.set_running(table.valid(rp))
-            ctlblk.status = HitStatus.ACTIVE
-            ctlblk.by_breakpoint = by_breakpoint
+            ctlblk.set_running(table.valid(rp), by_breakpoint=by_breakpoint)
             try:
                 rp.handler(instance, regs)
             except BaseException as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 OPTIMIZE_DELAY = 5
 """Number of jiffies from a request to the optimizer's run; the delay lets one run serve several requests."""
@@ -42,7 +41,7 @@ class Optimizer:
     Mirrors: kernel/kprobes.c (v6.1), the part under CONFIG_OPTPROBES.
     """
 
-    queued: ClassVar[str] = "queued for the optimizer"
+    queued: ClassVar[str] = "waits for the optimizer"
     """Reason shown for a probe whose jump isn't written yet."""
 
     _table: ProbeTable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
@@ -11,7 +10,7 @@ from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, Asse
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.return_hook.shadow_stack import MISSED, RETURNED, ShadowStack, count
-from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 @dataclass(eq=False, slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.traps.trap import MemoryFault, Trap, TrapKind
 from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.fast_dataclass import replace
 
 _NESTING_LIMIT = 4
 

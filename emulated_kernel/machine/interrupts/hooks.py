@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from emulated_kernel.machine.cpu.model import CpuModel
@@ -23,6 +22,7 @@ from emulated_kernel.machine.unicorn_engine import (
     Engine,
 )
 from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.fast_dataclass import replace
 
 
 class TrapHooks:
@@ -67,7 +67,10 @@ class TrapHooks:
         self.words = TrapWords()
         """The words that the host's routine reads."""
         self.python = _word(self.words, "python")
-        """View of one word: 1 while Python handles a hit of the current CPU, and gets all traps; else 0."""
+        """View of one word: 1 while the guest runs within a hit that Python handles, else 0.
+
+        While it is 1, Python gets all traps.
+        """
         self._put_off: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()

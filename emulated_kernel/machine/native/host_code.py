@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import platform
 import sys
 from functools import cache
 
@@ -25,7 +24,7 @@ def routine_address(family: str) -> int | None:
     """
     if sys.platform != "linux" or os.environ.get(PYTHON_TRAPS):
         return None
-    code = ROUTINES.get((platform.machine(), family))
+    code = ROUTINES.get((os.uname().machine, family))
     return None if code is None else _mapped(code)
 
 

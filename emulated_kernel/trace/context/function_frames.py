@@ -7,7 +7,6 @@ Deviates: the analysis also covers modules, other kernels, and code that the hos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from random import Random
 
@@ -15,10 +14,12 @@ from emulated_kernel.arch.analysis.stack_frames import CFA, IP, Frame, FunctionF
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.kprobes.hit.ftrace import FTRACE_TRAMPOLINE
 from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART, HookSets
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.machine.text.text import Text
-from emulated_kernel.trace.symbols import FTRACE_TRAMPOLINE, KernelSymbols
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.util.fast_dataclass import replace
 
 _MOST = 2000
 """Maximum number of functions in the cache. A function takes about 8 kB, and 4 ms to analyse."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import field
 from enum import Enum
 
 from emulated_kernel.trace.hist.field import HistField, HistHit, Histogram, as_number, set_variables
@@ -12,7 +11,7 @@ from emulated_kernel.trace.hist.tracing_map import Element
 from emulated_kernel.trace.synth.synth_event import FIELDS_MAX, SyntheticEvent
 from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 
 class Handler(Enum):

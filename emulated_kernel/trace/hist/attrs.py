@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import field
 
 from emulated_kernel.trace.hist.hist_errors import HistError
 from emulated_kernel.trace.hist.tracing_map import MAX_BITS, MIN_BITS, VARS_MAX
@@ -11,7 +10,7 @@ from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.text.numbers import kstrtoul
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 ACTIONS_MAX = 8
 _HANDLERS = ("onmatch(", "onmax(", "onchange(")

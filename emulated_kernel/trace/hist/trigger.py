@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from dataclasses import field
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
@@ -26,7 +25,7 @@ from emulated_kernel.trace.trigger.triggers import (
     parse_trigger_filter,
 )
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 _PREFIX = "hist:"
 

@@ -5,7 +5,6 @@ Mirrors: kernel/trace/trace_functions_graph.c (v6.1)
 
 from __future__ import annotations
 
-from dataclasses import field
 from struct import Struct
 
 from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord, find_mark, latency_flags
@@ -13,7 +12,7 @@ from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType
 from emulated_kernel.trace.symbols import print_ip
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 NAME = "function_graph"
 """Name of the function_graph tracer in current_tracer."""

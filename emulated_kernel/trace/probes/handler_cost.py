@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from time import thread_time_ns
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -18,6 +17,7 @@ from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import RecordTarget, memory_size
+from emulated_kernel.util.fast_dataclass import replace
 
 HITS = {EntryKind.BREAKPOINT: 2000, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
 """Kind of entry -> number of hits in a round, so many that the cost of entering the guest is negligible."""

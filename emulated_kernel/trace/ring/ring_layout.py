@@ -28,12 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import LittleEndianStructure, c_uint64, sizeof
-from dataclasses import replace
 from enum import IntFlag
 
 from emulated_kernel.trace.ring.buffer_page import PAGE_DATA_SIZE
 from emulated_kernel.util.abi import PAGE_SIZE
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 MIN_PAGES = 2
 """Minimum number of sub-buffers in a ring."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.probe_checks import ProbeChecker
@@ -24,7 +23,7 @@ from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 
 class GraphUser(ABC):
@@ -116,13 +115,7 @@ class FunctionGraph:
                 errno.EBUSY, "function_graph: only it or the function profiler can run; stop the other one"
             )
         hooks = self._choose_hooks()
-        ctlblk = self._kprobes.hits.ctlblk
-
-        def returned(instance: RethookNode, regs: Any) -> None:
-            ctlblk.by_breakpoint = False
-            user.returned(instance, regs)
-
-        hook = hooks.add(returned, nodes=0, data_size=user.data_size, program=self._emit_return)
+        hook = hooks.add(user.returned, nodes=0, data_size=user.data_size, program=self._emit_return)
         hook.follows_convention = True
         running = _Running(user, hooks, hook, FtraceOps(self._entered, lambda: "ftrace_graph_func"))
         self._running = running

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.kprobes.hit.handling import stub_traps
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.probe_text import GONE, ProbeText
+from emulated_kernel.kprobes.probe_text import ProbeText
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
@@ -84,22 +84,27 @@ ProbeState = Mapping[str, str | int | bool]
 """Name of a file in an event's directory of stats/, such as hits or mode -> value."""
 
 
-def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Return the states of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
+def probe_switches(kernel: KernelComponents) -> Iterator[ProbeState]:
+    """Return mode and switches of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
     events = sorted(kernel.tracing.kprobe_events.events(), key=lambda event: f"{event.group}/{event.name}")
-    return (_probe_state(kernel, event) for event in events)
+    return (_named(event, _EventStats(event, kernel).switches()) for event in events)
 
 
-def _probe_state(kernel: KernelComponents, event: KprobeTraceEvent) -> ProbeState:
-    return {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
+def _named(event: KprobeTraceEvent, state: ProbeState) -> ProbeState:
+    return {"event": f"{event.group}/{event.name}", **state}
 
 
 def probes_file(kernel: KernelComponents) -> SeqFile:
     """Return the file machine/probes, which has the state of each kprobe event as a line of JSON."""
-    events = kernel.tracing.kprobe_events
-    return SeqFile(
-        0o400, listing_of(events.events, lambda event: f"{json.dumps(_probe_state(kernel, event))}\n")
-    )
+
+    def show(probe: TraceKprobe) -> str:
+        # Each read skips the records of earlier reads. That is faster in the list of probes than in events().
+        event = probe.event
+        if event.probes[0] is not probe:
+            return ""
+        return f"{json.dumps(_named(event, _EventStats(event, kernel).state()))}\n"
+
+    return SeqFile(0o400, listing_of(kernel.tracing.kprobe_events.probes, show))
 
 
 class _EventStats:
@@ -119,13 +124,13 @@ class _EventStats:
         files: dict[str, Node] = {
             "hits": _counter(self._hits, self._reset_hits),
             "nmissed": _counter(self._nmissed, self._reset_nmissed),
-            "mode": _text(self._mode),
-            "enabled": _switch(self._is_enabled, self._set_enabled),
-            "optimized": _switch(self._is_optimized, self._set_optimized),
-            "asked": _text(self._asked),
-            "reason": _addressed(self._reason, owner),
+            "mode": _text(lambda: self._mode(self._registered())),
+            "enabled": _switch(lambda: self._is_enabled(self._registered()), self._set_enabled),
+            "optimized": _switch(lambda: self._is_optimized(self._registered()), self._set_optimized),
+            "asked": _text(lambda: self._asked(self._registered())),
+            "reason": _addressed(lambda: self._reason(self._registered()), owner),
             "address": _addressed(lambda: self._lines(self._address), owner),
-            "bytes": _text(lambda: self._lines(self._bytes)),
+            "bytes": _addressed(lambda: self._lines(self._probe_text.replaced_text), owner),
             "detour": _addressed(lambda: self._lines(self._probe_text.out_of_line), owner),
             "cost": _text(self._cost),
         }
@@ -136,15 +141,24 @@ class _EventStats:
             files["memory"] = _text(self._memory)
         return Directory(_DIRECTORY, files)
 
-    def state(self) -> ProbeState:
+    def switches(self) -> ProbeState:
+        return self._switches(self._registered())
+
+    def _switches(self, found: list[EventProbe]) -> dict[str, str | int | bool]:
         return {
-            "mode": self._mode(),
-            "asked": self._asked(),
-            "enabled": self._is_enabled(),
-            "optimized": self._is_optimized(),
+            "mode": self._mode(found),
+            "asked": self._asked(found),
+            "enabled": self._is_enabled(found),
+        }
+
+    def state(self) -> ProbeState:
+        found = self._registered()
+        return {
+            **self._switches(found),
+            "optimized": self._is_optimized(found),
             "hits": self._hits(),
             "nmissed": self._nmissed(),
-            "reason": self._reason(),
+            "reason": self._reason(found),
         }
 
     def _hits(self) -> int:
@@ -153,8 +167,8 @@ class _EventStats:
     def _nmissed(self) -> int:
         return sum(probe.nmissed for probe in self._event.probes)
 
-    def _mode(self) -> str:
-        return self._lines(self._kprobes.mode) or "pending"
+    def _mode(self, found: Sequence[EventProbe]) -> str:
+        return "\n".join([self._kprobes.mode(kprobe) for kprobe in found]) or "pending"
 
     def _registered(self) -> list[EventProbe]:
         """Return the registered kprobes and kretprobes of the event.
@@ -174,8 +188,7 @@ class _EventStats:
         for kprobe in self._registered():
             kprobe.nmissed = 0
 
-    def _is_enabled(self) -> bool:
-        found = self._registered()
+    def _is_enabled(self, found: Sequence[EventProbe]) -> bool:
         return bool(found) and not any(kprobe.is_disabled for kprobe in found)
 
     def _set_enabled(self, enabled: bool) -> None:
@@ -185,8 +198,7 @@ class _EventStats:
             else:
                 self._kprobes.disable_kprobe(kprobe)
 
-    def _is_optimized(self) -> bool:
-        found = self._registered()
+    def _is_optimized(self, found: Sequence[EventProbe]) -> bool:
         return bool(found) and all(self._kprobes.table.is_patched(kprobe) for kprobe in found)
 
     def _set_optimized(self, wanted: bool) -> None:
@@ -194,12 +206,11 @@ class _EventStats:
         for kprobe in self._registered():
             self._kprobes.set_optimized(kprobe, wanted)
 
-    def _asked(self) -> str:
+    def _asked(self, found: Sequence[EventProbe]) -> str:
         """Return the last value written to `optimized` that has an effect, or "".
 
         "0" means that a probe's address is kept unoptimized, and "1" that the event has djprobes.
         """
-        found = self._registered()
         heads = [self._kprobes.table.valid(kprobe) for kprobe in found]
         if any(head is not None and head.is_held for head in heads):
             return "0"
@@ -219,20 +230,14 @@ class _EventStats:
         shared = {hook.stack: hook.stack.shared_memory for hook in hooks}
         return str(sum(hook.memory for hook in hooks) + sum(shared.values()))
 
-    def _reason(self) -> str:
+    def _reason(self, found: Sequence[EventProbe]) -> str:
         """Return the reasons why the probes are not in the best mode, or "" if they are."""
-        pending = "the place isn't there: it may be in a module"
-        return self._lines(self._kprobes.reason) if self._registered() else pending
+        if not found:
+            return "the place isn't there: it may be in a module"
+        return "\n".join([self._kprobes.reason(kprobe) for kprobe in found])
 
     def _address(self, kprobe: Kprobe) -> str:
         return f"0x{kprobe.address:x} {sprint_symbol(self._kernel.tracing.symbols, kprobe.address)}"
-
-    def _bytes(self, kprobe: Kprobe) -> str:
-        """Return two lines with the original and the current bytes of the text that the probe may replace."""
-        if kprobe.is_gone:
-            return GONE
-        original, current = self._probe_text.replaced(kprobe)
-        return f"original {original.hex(' ')}\ncurrent  {current.hex(' ')}"
 
     def _cost(self) -> str:
         pairs = [(probe, probe.handle) for probe in self._event.probes]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import field
 from itertools import count
 from typing import BinaryIO
 
@@ -18,7 +17,7 @@ from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, MIN_PAGES, Ring
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE, SavedCmdlines
 from emulated_kernel.trace.trace_arrays import Tracing
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 LAST = "last"
 """Name of the instance with the earlier records of the top directory.

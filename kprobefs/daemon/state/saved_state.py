@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -26,6 +25,7 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventIds, EventWatcher
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import asdict
 from emulated_kernel.util.safe_read import open_regular
 from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.client import Client

@@ -90,7 +90,7 @@ def test_what_is_no_kernel(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a kernel is taken for a whole one, and a boot may not take long."""
-    facts = KernelOffsets("6.1.0-made", {"do_sync_core": made.TEXT}, {}, 0, 0)
+    facts = KernelOffsets("6.1.0-made", {"do_sync_core": made.TEXT}, {}, {}, 0)
     monkeypatch.setattr(boot_cache, "kernel_offsets", lambda _kernel: facts)
     monkeypatch.setattr(boot_cache, "_BOOT_BUDGET", 0.2)
 
@@ -136,7 +136,7 @@ def no_room() -> Iterator[None]:
 def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelOffsets]:
     """In place of a booted kernel."""
     return LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0), KernelOffsets(
-        "", {}, {}, 0, 0
+        "", {}, {}, {}, 0
     )
 
 

@@ -37,13 +37,15 @@ class Kernel(NamedTuple):
 
 
 KERNELS = (
+    Kernel("linux-image-cloud-amd64", "bullseye", r"5\.10\.0-\d+-cloud-amd64", "ENOENT"),
     Kernel("linux-image-amd64", "", r"6\.1\.0-\d+-amd64", "ENOENT"),
     Kernel("linux-image-cloud-amd64", "trixie", r"6\.12\.\d+\+deb13-cloud-amd64", "EINVAL"),
     Kernel("linux-image-amd64", "trixie", r"6\.12\.\d+\+deb13-amd64", "EINVAL"),
+    Kernel("linux-image-cloud-amd64", "sid", r"[7-9]\.\d+\.\d+\+deb14-cloud-amd64", "EINVAL"),
 )
 
 
-@pytest.fixture(params=KERNELS, ids=lambda kernel: f"{kernel.meta}-{kernel.suite}")
+@pytest.fixture(scope="module", params=KERNELS, ids=lambda kernel: f"{kernel.meta}-{kernel.suite}")
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     found: Kernel = request.param
     return found

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -14,6 +16,7 @@ from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, TRACEFS
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
@@ -203,6 +206,33 @@ def test_one_whose_init_measures_how_fast_it_is(shell: Files) -> None:
         shell.write("/machine/modules", f"unload {name}\n")
     assert [line.split("] ")[1].split()[0] for line in said] == ["raid6:", "xor:"] * 2
     assert re.search(r"raid6: using algorithm sse2x4 gen\(\) [1-9]\d* MB/s", shell.read("/machine/dmesg"))
+
+
+@SOME
+def test_its_code_needs_no_python_after_its_load(shell: Files) -> None:
+    """Its blocks are counted only while it is loaded or unloaded, however often that happens."""
+    counted = LinuxMachine._count.__code__
+    entries = 0
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal entries
+        entries += event == "call" and frame.f_code is counted
+
+    for _ in range(2):
+        found = []
+        for work in (
+            lambda: shell.write("/machine/modules", f"load {NLS}\n"),
+            lambda: [shell.call(CALL) for _ in range(3)],
+            lambda: shell.write("/machine/modules", f"unload {NLS}\n"),
+        ):
+            entries = 0
+            sys.setprofile(note)
+            try:
+                work()
+            finally:
+                sys.setprofile(None)
+            found.append(entries > 0)
+        assert found == [True, False, True]
 
 
 @SOME

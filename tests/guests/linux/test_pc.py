@@ -50,6 +50,16 @@ def test_the_timer_interrupts_once_or_again_and_again() -> None:
     assert not pc.is_due
 
 
+def test_calibration_by_a_channel_that_does_not_count_fails_at_once() -> None:
+    """quick_pit_calibrate() counts how often pit_expect_msb() reads the value that it has written."""
+    pc = initialised()
+    for port, value in ((0x43, 0xB0), (0x42, 0xFF), (0x42, 0xFF)):
+        pc.write_port(port, value)
+    low, high = pc.read_port(0x42, 1), pc.read_port(0x42, 1)
+    assert high != 0xFF
+    assert low != 0xFF
+
+
 def test_state_comes_back() -> None:
     pc = initialised()
     program(pc, 0x34, 5000)

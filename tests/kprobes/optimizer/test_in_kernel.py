@@ -77,7 +77,7 @@ def test_optimized_after_a_few_requests(probed: Probed, files: Files) -> None:
     files.write("/tracing/events/kprobes/ev/enable", "1")
     stats = "/kprobes/stats/kprobes/ev"
     assert files.read(f"{stats}/mode") == "int3\n"
-    assert "queued for the optimizer" in files.read(f"{stats}/reason")
+    assert "waits for the optimizer" in files.read(f"{stats}/reason")
     for _ in range(5):
         listed = files.read("/kprobes/list")
     assert "gcd+0x5    [OPTIMIZED]" in listed

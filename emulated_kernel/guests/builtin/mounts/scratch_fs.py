@@ -8,7 +8,6 @@ import stat
 import struct
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import replace
 
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls
@@ -18,6 +17,7 @@ from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.client_facts import facts_of
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
 from emulated_kernel.vfs.core.client import GONE, INO_SPACES, Client, DirEntry, Stat, still_there
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import field
 from enum import Enum, auto
 from time import thread_time
 from typing import NoReturn
@@ -16,7 +15,7 @@ from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Memory
 from emulated_kernel.util.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, WouldBlock, YieldLock
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 
 HostfsHandler = Callable[[int, int, int], int]
 """Function that serves a control file: (operation, address of the user buffer, count) -> result.

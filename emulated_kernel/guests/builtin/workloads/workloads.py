@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import field, replace
 from functools import partial
 from time import monotonic
 
@@ -14,7 +13,7 @@ from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload
 from emulated_kernel.guests.common.request_clock import RequestObserver
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field, replace
 from emulated_kernel.util.threads import start_thread
 
 MAX_RATE = 10_000

@@ -16,6 +16,7 @@ _PIC_COMMAND = (0x20, 0xA0)
 _PIC_DATA = (0x21, 0xA1)
 _ICW1 = 0x10
 _PIT_CHANNEL0 = 0x40
+_PIT_CHANNEL2 = 0x42
 _PIT_CONTROL = 0x43
 _PORT_61 = 0x61
 _UART = range(0x3F8, 0x400)
@@ -163,6 +164,11 @@ class Pc:
             self._pit_reads ^= 1
             left = self._pit_count - self.tsc * PIT_HZ // (TSC_KHZ * 1000) % self._pit_count
             return left & 0xFF if self._pit_reads else left >> 8 & 0xFF
+        if port == _PIT_CHANNEL2:
+            # The channel never counts. If it were 0xff, the calibration of the TSC at boot would read it
+            # 100,000 times before it fails.
+            # Mirrors: arch/x86/kernel/tsc.c:pit_expect_msb (v6.1)
+            return 0
         if port == _PORT_61:
             # Toggle the output of channel 2 and the refresh bit, because code waits for a change of either.
             self._port_61 ^= 0x30

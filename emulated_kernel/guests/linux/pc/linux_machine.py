@@ -19,6 +19,7 @@ from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.guest_reader import DamageReports
+from emulated_kernel.machine.quirks.hook_range import HookRange
 from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import (
@@ -103,8 +104,8 @@ class LinuxMachine:
         Requests that come meanwhile are from a callback, in which nothing else can run.
         """
         self._is_text_stale = False
-        self._counted: list[range] = []
-        """Ranges of code in which blocks are counted."""
+        self._counted: dict[range, HookRange] = {}
+        """Range of code in which blocks can be counted -> the range of the hook."""
         self._blocks: int | None = None
         """Number of counted blocks since the last tick, or None if blocks are not counted now."""
         self._has_ticked = False
@@ -193,17 +194,22 @@ class LinuxMachine:
         """During the block, let the timer interrupt the code in a range, which may busy-wait for jiffies.
 
         Invariant: a run stops before a basic block, of which no instruction has been executed.
-        Unicorn: removing a hook drops the code that was translated with it, and crashes if that code was
-        already dropped. So the hook stays.
+        Outside of the block the code runs without the hook, which would call Python for each basic block.
         """
-        if code not in self._counted:
-            self._counted.append(code)
-            self.engine.add_hook(HOOK_BLOCK, CODE_CALLBACK(self._count), at=code)
+        hook = self._counted.get(code)
+        if hook is None:
+            added = self.engine.add_hook(HOOK_BLOCK, CODE_CALLBACK(self._count), at=code)
+            assert added.value is not None
+            hook = self._counted[code] = HookRange(added.value, code)
+        hook.use(True)
+        self.engine.flush_code()
         self._blocks = 0
         try:
             yield
         finally:
             self._blocks = None
+            hook.use(False)
+            self.engine.flush_code()
 
     def _count(self, *_block: int) -> None:
         if self._blocks is None:

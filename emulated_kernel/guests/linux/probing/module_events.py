@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import ChainMap
-from dataclasses import replace
 from functools import cache, partial
 
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import (
@@ -20,6 +19,7 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.trace.events.print_fmt import KernelNames
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 
 log = logging.getLogger("kprobefs.linux")
 

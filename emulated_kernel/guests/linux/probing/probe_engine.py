@@ -131,6 +131,7 @@ class KernelEngine:
             self._stacks.task_structs,
             self._caller(),
             self.limits,
+            self.guest.need_resched,
         )
 
     def _add_module_events(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from errno import ENODATA
 from functools import cached_property
 
@@ -23,6 +22,7 @@ from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 
 _WORD = 8
 _LIMIT = 1 << 16

@@ -38,16 +38,24 @@ def linux_tracing(
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
     limits: Limits,
+    need_resched: int,
 ) -> tuple[TracingComponents, KernelTracepoints]:
     """Build tracing and the tracepoints of a distribution's kernel.
 
     `live`: the kernel, with its text in memory. `printk`: writes a line to a log of the host. `call`: see
-    KernelTracepoints.__init__.
+    KernelTracepoints.__init__. `need_resched`: see RunningLinux.
     """
     kernel = live.core
     kprobes = engine.kprobes
     tasks = Tasks(machine, abi)
-    context = LinuxContext(kprobes.hits.ctlblk, machine, abi, arch, preemption=kprobes.profile.preemption)
+    context = LinuxContext(
+        kprobes.hits.ctlblk,
+        machine,
+        abi,
+        arch,
+        preemption=kprobes.profile.preemption,
+        need_resched=need_resched,
+    )
     points = KernelTracepoints(
         machine,
         kernel,
@@ -74,10 +82,11 @@ def linux_tracing(
         syscall_name=lambda number: _syscall_names(kernel).get(number),
         # Without the functions that ran at boot, whose text has been freed.
         fentry=kernel.mcount.between(*kernel.text),
-        resched=linux_need_resched(kernel),
+        resched=linux_need_resched(kernel, need_resched),
         limits=limits,
         log=printk,
         release=kernel.release,
+        types=lambda: kernel.btf,
         printk_formats=partial(printk_formats, kernel),
         marker_ip=_marker_ip(kernel),
         other_tracers=other_tracers(kernel, machine.memory, TRACERS),

@@ -1,0 +1,132 @@
+"""The files `detour` and `bytes`: named parts, where jumps arrive, and the same listing as `explain`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import MachineConfig
+from kprobefs.plan.explanation import Explanation
+from kprobefs.plan.place import find_place
+from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
+
+CASES = (("x86_64", "linux-6.1"), ("i386", "linux-6.1"), ("riscv64", "riscv-optprobes-2023"))
+STATS = "/kprobes/stats/kprobes/ev"
+LINE = re.compile(r"0x([0-9a-f]+): ((?:[0-9a-f]{2} )+) +(.*)")
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case[0])
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    arch, profile = request.param
+    with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def planned(kernel: Kernel) -> PlannedKernel:
+    return planned_kernel(kernel.config.arch, None, None, kernel.config.profile)
+
+
+def optimized_place(planned: PlannedKernel, function: str) -> Explanation:
+    found = Explanation(planned, find_place(function, planned.tables)).better_after
+    assert found is not None
+    return Explanation(planned, find_place(f"{function}+{found.offset:#x}", planned.tables))
+
+
+def define(kernel: Kernel, place: str, arguments: str = "") -> None:
+    kernel.write_file("/tracing/kprobe_events", f"p:ev {place} {arguments}\n")
+    kernel.write_file("/tracing/events/kprobes/ev/enable", "1")
+
+
+def parts(listing: str) -> dict[str, list[tuple[int, str]]]:
+    """Title of each part -> address and text of its instructions."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    title = ""
+    for line in listing.splitlines():
+        insn = LINE.fullmatch(line)
+        if insn is None:
+            title = line.removesuffix(":")
+            found[title] = []
+        else:
+            found[title].append((int(insn[1], 16), insn[3]))
+    return found
+
+
+def landing(listing: str, way: str) -> int:
+    (insns,) = [insns for title, insns in parts(listing).items() if title.endswith(f"(the {way} leads here)")]
+    return insns[0][0]
+
+
+def jump_target(kernel: Kernel, address: int) -> int:
+    """Where the jump or call in the text leads."""
+    probe_text = kernel.read_text(address, 5)
+    assert probe_text[0] in (0xE8, 0xE9)
+    return address + 5 + int.from_bytes(probe_text[1:], "little", signed=True)
+
+
+def test_the_detour_is_the_one_that_explain_shows(kernel: Kernel, planned: PlannedKernel) -> None:
+    explained = optimized_place(planned, "int_sqrt")
+    define(kernel, explained.title)
+    assert "waits for the optimizer" in kernel.read_file(f"{STATS}/reason")
+    kernel.wait_for_kprobe_optimizer()
+    assert kernel.read_file(f"{STATS}/reason") == ""
+    shown = parts(kernel.read_file(f"{STATS}/detour"))
+    wanted: dict[str, list[str]] = {}
+    for insn in explained.detour:
+        wanted.setdefault(insn.part, []).append(insn.text)
+    assert {
+        title.removesuffix(" (the jump leads here)"): [text for _, text in insns]
+        for title, insns in shown.items()
+    } == wanted
+
+
+@pytest.mark.parametrize("arguments", ["", "a=%di:u32", "a=@jiffies:u64"])
+def test_the_jump_arrives_at_the_marked_part(arguments: str) -> None:
+    planned = planned_kernel("x86_64", None, None, None)
+    explained = optimized_place(planned, "int_sqrt")
+    with Kernel() as kernel:
+        define(kernel, explained.title, arguments)
+        kernel.wait_for_kprobe_optimizer()
+        for _ in range(3):
+            listing = kernel.read_file(f"{STATS}/detour")
+            assert landing(listing, "jump") == jump_target(kernel, explained.address)
+            titles = list(parts(listing))
+            assert titles[-2:] == ["copied instructions", "jump back"]
+            kernel.call("int_sqrt", 81)
+
+
+def test_the_call_arrives_at_the_marked_part() -> None:
+    with Kernel() as kernel:
+        define(kernel, "int_sqrt", "a=%di")
+        address = kernel.kallsyms_lookup_name("int_sqrt")
+        for _ in range(3):
+            listing = kernel.read_file(f"{STATS}/detour")
+            assert landing(listing, "call") == jump_target(kernel, address)
+            assert "callq" in kernel.read_file(f"{STATS}/bytes")
+            kernel.call("int_sqrt", 81)
+
+
+def test_bytes_have_the_instructions_of_the_listing(kernel: Kernel, planned: PlannedKernel) -> None:
+    explained = optimized_place(planned, "int_sqrt")
+    inside = "; ".join(insn.text for insn in explained.insns if insn.address in explained.bracket)
+    define(kernel, explained.title)
+    for _ in range(2):
+        original, current = kernel.read_file(f"{STATS}/bytes").splitlines()
+        assert original.endswith(f"  {inside}")
+        assert not current.endswith(f"  {inside}")
+        kernel.wait_for_kprobe_optimizer()
+
+
+def test_numbers_are_symbols_or_hexadecimal(kernel: Kernel, planned: PlannedKernel) -> None:
+    explained = optimized_place(planned, "int_sqrt")
+    define(kernel, explained.title, "a=@jiffies:u64")
+    for _ in range(3):
+        kernel.wait_for_kprobe_optimizer()
+        listing = kernel.read_file(f"{STATS}/detour")
+        assert not re.search(
+            r"(?<![0-9a-fx])[0-9]{4,}", re.sub(r"0x[0-9a-f]+: (?:[0-9a-f]{2} )+", "", listing)
+        )
+        kernel.call("int_sqrt", 81)
