@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, FailureCount, PerCpuVars
-from emulated_kernel.kprobes.sight import Sight
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
@@ -132,11 +131,6 @@ class Kprobe(FailureCount, Generic[RegsT]):
     _cells: PerCpuVars | None = field(default=None, init=False, repr=False)
     _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
     """The assembled handlers of a registered probe, which count the hits whose code faulted."""
-
-    @property
-    def sight(self) -> Sight:
-        """What the handlers can see of the system call in which the probe is hit."""
-        return Sight.MEMORY
 
     @property
     def nmissed(self) -> int:

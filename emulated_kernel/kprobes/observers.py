@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.kprobes.sight import Sight
+from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.machine.text.text import OriginalBytes
 
 MOST_WORDS = 16
@@ -47,7 +47,7 @@ class Observers:
                 return Sight.MEMORY
             patch = range(head.address, head.address + self._size(head))
             for member in head.members:
-                seen = max(seen, member.sight)
+                seen = max(seen, member.sight if isinstance(member, LimitedSight) else Sight.MEMORY)
             if seen is Sight.MEMORY:
                 break
         return seen

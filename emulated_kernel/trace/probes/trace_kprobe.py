@@ -15,7 +15,7 @@ from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.kprobes.sight import Sight
+from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, HitCounter
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
 from emulated_kernel.trace.context.probe_hit import ProbeHit
@@ -73,7 +73,7 @@ class ProbeEngine:
 
 
 @dataclass(eq=False, slots=True)
-class EventKprobe(Kprobe):
+class EventKprobe(Kprobe, LimitedSight):
     """The kprobe that a TraceKprobe, `user`, registers with the probe engine."""
 
     user: TraceKprobe = field(kw_only=True)
