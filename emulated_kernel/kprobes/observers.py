@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.registry import Kprobes
@@ -31,26 +31,51 @@ class Observers:
         self._fentry_size = kprobes.probe_checker.fentry_size
         self._breakpoint_size = breakpoint_size
         self._loops = tuple(loops)
+        self._patched: tuple[tuple[int, int], ...] = ()
+        """Items of the patched words for which `_heads` was found."""
+        self._heads: Sequence[AggrKprobe] | None = ()
 
     def sight(self) -> Sight:
         """Return the greatest sight of the patches; it is MEMORY for patches that are not a probe's."""
-        words = self._originals.words
-        if len(words) > MOST_WORDS or (self._sites is not None and self._sites.has_tracers):
+        if self._sites is not None and self._sites.has_tracers:
+            return Sight.MEMORY
+        heads = self._patching()
+        if heads is None:
             return Sight.MEMORY
         seen = Sight.NOTHING
+        for head in heads:
+            for member in head.members:
+                seen = max(seen, member.sight if isinstance(member, LimitedSight) else Sight.MEMORY)
+        return seen
+
+    def _patching(self) -> Sequence[AggrKprobe] | None:
+        """Return the entries of the probes that have patched the text, or None if there are other patches.
+
+        The result is kept until the text changes.
+        """
+        words = self._originals.words
+        if len(words) > MOST_WORDS:
+            return None
+        patched = tuple(words.items())
+        heads = self._heads
+        if patched != self._patched or any(self._table.get(head.address) is not head for head in heads or ()):
+            heads = self._find_heads()
+            self._patched = patched
+            self._heads = heads
+        return heads
+
+    def _find_heads(self) -> Sequence[AggrKprobe] | None:
+        found: list[AggrKprobe] = []
         patch = range(0)
         for address in self._originals:
             if address in patch:
                 continue
             head = self._head_at(address)
             if head is None or any(address in loop for loop in self._loops):
-                return Sight.MEMORY
+                return None
             patch = range(head.address, head.address + self._size(head))
-            for member in head.members:
-                seen = max(seen, member.sight if isinstance(member, LimitedSight) else Sight.MEMORY)
-            if seen is Sight.MEMORY:
-                break
-        return seen
+            found.append(head)
+        return found
 
     def _head_at(self, address: int) -> AggrKprobe | None:
         """Return the entry of the probes for which the byte at an address is patched, or None."""

@@ -97,6 +97,10 @@ class ControlFile(FileDescription):
                     fs.calls.on_file(informed, self.path, self, ATTRIBUTE_CALLS)
             return fs.tree.stat(self.inner.node)
 
+    def informed(self, client: Client) -> Client:
+        """Implement FileDescription.informed, by GuestCalls.informed_of_file()."""
+        return self.fs.calls.informed_of_file(client)
+
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Implement FileDescription.read, by GuestCalls.read()."""
         step = partial(self._read, client, size, offset)
@@ -379,6 +383,10 @@ class GuestCalls:
         """
         del opened
         return client
+
+    def informed_of_file(self, client: Client) -> Client:
+        """Return the client with the facts that a read or write of an open file needs. Lock: leaves."""
+        return self.informed(client)
 
     def request(self, client: Client) -> AbstractContextManager[object]:
         """Return the context in which a client's request runs. The methods below enter the context."""

@@ -341,6 +341,10 @@ class FileDescription:
         """
         return self.fs.getattr(still_there(self.path), client)
 
+    def informed(self, client: Client) -> Client:
+        """Return `client` with the facts that a read or write of the file needs; see FileSystem.informed."""
+        return self.fs.informed(client)
+
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Return at most `size` bytes, or b"" at the end of the file. Lock: takes. May begin a request.
 

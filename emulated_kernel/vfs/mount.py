@@ -399,7 +399,7 @@ class Mount:
             opened = self._handles[handle]
         except KeyError:
             raise self._no_handle(handle) from None
-        return opened.read(opened.fs.informed(client), size, offset)
+        return opened.read(opened.informed(client), size, offset)
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """Forward to the description of `handle`; see FileDescription.read_page."""
@@ -413,7 +413,7 @@ class Mount:
             opened = self._handles[handle]
         except KeyError:
             raise self._no_handle(handle) from None
-        return opened.write(opened.fs.informed(client), data, offset)
+        return opened.write(opened.informed(client), data, offset)
 
     def wait(self, handle: int, timeout: float) -> None:
         """Forward to the description of `handle`; see FileDescription.wait."""

@@ -140,7 +140,7 @@ def test_optimized_probes_see_no_more() -> None:
 @pytest.mark.parametrize(
     ("definitions", "lookup", "opened", "read"),
     [
-        (PLAIN, ["call without its path"], [f"call without {HITS}"], ["call"]),
+        (PLAIN, ["call without its path"], [f"call without {HITS}"], []),
         (OF_NUMBERS, ["call without its path"], [f"call without {HITS}"], ["call"]),
         (OF_TEXT, ["call without its path"], ["call"], ["call"]),
     ],
