@@ -112,6 +112,9 @@ class KnownNodes:
 
     libfuse counts the lookups that it has answered. The host's kernel forgets a node by the number of all
     lookups, so that the lookups that the session has answered are subtracted before libfuse gets the request.
+
+    Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files.
+    Gains: two thirds of a round of open, read and close by path.
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:
