@@ -10,6 +10,7 @@ from struct import Struct
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
+from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNKS
 from emulated_kernel.guests.linux.probing.kernel_calls import CALLS
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
@@ -40,12 +41,12 @@ def linux_tracing(
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
     limits: Limits,
-    need_resched: int,
+    guest: RunningLinux,
 ) -> tuple[TracingComponents, KernelTracepoints]:
     """Build tracing and the tracepoints of a distribution's kernel.
 
     `live`: the kernel, with its text in memory. `printk`: writes a line to a log of the host. `call`: see
-    KernelTracepoints.__init__. `need_resched`: see RunningLinux.
+    KernelTracepoints.__init__. `guest`: the running kernel, which has its flags of tasks.
     """
     kernel = live.core
     kprobes = engine.kprobes
@@ -56,7 +57,7 @@ def linux_tracing(
         abi,
         arch,
         preemption=kprobes.profile.preemption,
-        need_resched=need_resched,
+        need_resched=guest.need_resched,
     )
     points = KernelTracepoints(
         machine,
@@ -64,7 +65,7 @@ def linux_tracing(
         arch,
         kprobes.poker,
         ProbeHit(machine.memory, tasks, context.trace_ctx),
-        SyscallWork(kernel, machine.memory, task_structs),
+        SyscallWork(kernel, machine.memory, task_structs, guest.syscall_trace),
         call,
     )
     traced = TracedKernel(
@@ -84,7 +85,7 @@ def linux_tracing(
         syscall_name=lambda number: _syscall_names(kernel).get(number),
         # Without the functions that ran at boot, whose text has been freed.
         fentry=kernel.mcount.between(*kernel.text),
-        resched=linux_need_resched(kernel, need_resched),
+        resched=linux_need_resched(kernel, guest.need_resched),
         limits=limits,
         log=printk,
         release=kernel.release,
