@@ -306,7 +306,9 @@ def functions(image: Path, count: int) -> list[str]:
     traced, refused, symbols = (part.splitlines() for part in done.stdout.split("\n\n")[:3])
     excluded = {line.split("\t")[-1] for line in refused}
     counts = Counter(line.split()[2] for line in symbols)
-    found = [name for name in traced if counts[name] == 1 and name not in excluded]
+    # Linux also refuses a symbol such as name.part.0 if it refuses the symbol without the suffix.
+    plain = (name for name in traced if name.isidentifier())
+    found = [name for name in plain if counts[name] == 1 and name not in excluded]
     if len(found) < count:
         raise SystemExit(f"{image}: only {len(found)} functions for {count} events")
     return found[:count]
@@ -382,7 +384,7 @@ def table(sides: Sequence[Side], *, has_spread: bool) -> Iterator[str]:
         found = [Distribution(name, unit, tuple(side.samples[name, unit])) for side in sides]
         cells = [_cell(figure, has_spread=has_spread) for figure in found]
         shares = [
-            "-" if figure.is_noise or found[0].is_noise else f"{found[0].median / figure.median:.2g}"
+            "-" if figure.is_noise or found[0].is_noise else _ratio(found[0].median / figure.median)
             for figure in found[1:]
         ]
         yield f"| {' | '.join([name, *cells, *shares])} |"
@@ -393,6 +395,10 @@ def _cell(figure: Distribution, *, has_spread: bool) -> str:
         return "noise"
     median, low, high = (_number(value, figure.unit) for value in (figure.median, *_ends(figure)))
     return f"{median} {figure.unit}" + (f" ({low} to {high})" if has_spread else "")
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _ends(figure: Distribution) -> tuple[float, float]:
@@ -434,7 +440,8 @@ def write(options: argparse.Namespace, sides: Sequence[Side], skipped: Sequence[
     _, marker, after = rest.partition(MARKERS[1])
     if not marker:
         raise SystemExit(f"{readme}: the lines {MARKERS} are missing")
-    text = f"[The report](docs/reports/{name}) has the spread and the machine.\n\n"
+    text = f"Debian's kernel beside QEMU without KVM, by the same script; [the report](docs/reports/{name}) has the\n"
+    text += "commit, the machine and the spread:\n\n"
     text += "\n".join(table(sides, has_spread=False))
     readme.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")
 
