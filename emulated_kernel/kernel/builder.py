@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from functools import partial
+from functools import cache, partial
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.architectures import arch_named
@@ -22,6 +22,7 @@ from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.image.types_file import load_types
 from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named
 from emulated_kernel.kprobes.quiescence import GracePeriod
@@ -185,6 +186,7 @@ def _traced_kernel(
         limits=machine.config.limits,
         log=guest.log,
         measured=machine,
+        types=cache(partial(load_types, image.path)),
     )
 
 

@@ -69,7 +69,7 @@ class TraceArrays(TaskObserver):
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
         system = self._system
-        errors = ErrorLog(self._clock)
+        errors = ErrorLog(self._clock, system.interface.texts)
         pids = EventPids(array.rewire_tracer, FunctionPids)
         registry = system.events
         probes = FunctionProbes(self._functions, array, registry, top or array)

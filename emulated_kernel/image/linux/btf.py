@@ -304,6 +304,21 @@ class Btf:
         word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
         return bool(word >> 24 & 1), word & 0xFF
 
+    def kind(self, number: int) -> Kind:
+        """Return the kind of the type with an id."""
+        return self.type(number).kind
+
+    def name(self, number: int) -> str:
+        """Return the name of the type with an id, or "" if it has none."""
+        return self.text(self.type(number).name)
+
+    def referred(self, number: int) -> int:
+        """Return the id of the type that a pointer points to, or of which an array consists, resolved."""
+        kind = self.type(number)
+        if kind.kind is Kind.ARRAY:
+            return self.resolve(self.array_of(number)[0])
+        return self.resolve(kind.size_or_type)
+
     def text(self, offset: int) -> str:
         """Return the string at an offset of the string table."""
         end = self._texts.find(b"\0", offset, offset + _LONGEST)

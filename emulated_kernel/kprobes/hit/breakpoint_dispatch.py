@@ -66,7 +66,9 @@ class BreakpointDispatch:
             return
         breakpoints = self.breakpoints
         address = head.address
-        if head.stub is not None and head.stub.target != self._leads_to(head):
+        leads_to = self._leads_to(head)
+        head.continues_at = None if head.has_post_handler and not head.is_optimized else leads_to
+        if head.stub is not None and head.stub.target != leads_to:
             self._drop_stub(head)
         in_clock_loop = self._in_clock_loop(address)
         if in_clock_loop:
@@ -137,6 +139,7 @@ class BreakpointDispatch:
             return
         breakpoints[address] = route
         if not may_compile:
+            self._leave_to_python(head)
             route(regs)
             return
         leads_to = self._leads_to(head)
@@ -145,6 +148,15 @@ class BreakpointDispatch:
         # If a handler has changed or removed the probe, the breakpoint has another route now.
         if breakpoints.get(address) is route:
             self._make_stub(head, leads_to)
+
+    def _leave_to_python(self, head: AggrKprobe) -> None:
+        """Let Python handle the probe's hits until the handlers change, but not the end of their steps."""
+        if head.is_disabled:
+            return
+        head.is_python = True
+        if not head.has_post_handler:
+            assert head.insn is not None
+            self._install_step_end(head, head.insn)
 
     def compile_stub(self, head: AggrKprobe) -> bool:
         """Compile the handlers for hits by the breakpoint before the first hit; return True if there is code.
@@ -170,7 +182,7 @@ class BreakpointDispatch:
         self._install_step_end(head, insn)
         self.breakpoints[head.address] = hits.by_stub(head, stub)
         if leads_to is None:
-            self.breakpoints[stub.tail] = lambda regs: hits.singlestep(head, insn, regs, False)
+            self.breakpoints[stub.tail] = lambda regs: hits.singlestep(head, regs, reentered=False)
 
     def _first_by_detour(self, head: AggrKprobe, trap: int, regs: Regs) -> None:
         if not head.may_compile:
@@ -187,7 +199,7 @@ class BreakpointDispatch:
             and self._split_jumps.may_patch()
             and self._compiler.may_make(head.nr_handlers)
         ):
-            self._compiler.keep_sample(head, self.hits.frame_at(regs.sp))
+            self._compiler.keep_sample(head, self.hits.frames[regs.sp])
             self.compile_detour(head)
 
     def compile_detour(self, head: AggrKprobe) -> None:

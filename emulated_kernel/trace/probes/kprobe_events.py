@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import ClassVar
 
-from emulated_kernel.trace.probes.definition import ProbeDefinition, locate, parse_definition
+from emulated_kernel.trace.probes.definition import ProbeDefinition, ProbedSymbols, locate, parse_definition
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent, ProbeEngine, TraceKprobe
 from emulated_kernel.trace.probes.trace_probe import ProbeKind
@@ -65,7 +65,11 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         engine = self._engine
         letters = "prj" if engine.has_jprobes else "pr"
-        return parse_definition(argv, engine.arch, engine.symbols, log, letters)
+        return parse_definition(argv, self._probed_symbols(), log, letters)
+
+    def _probed_symbols(self) -> ProbedSymbols:
+        engine = self._engine
+        return ProbedSymbols(engine.arch, engine.symbols, self.interface, engine.types, engine.is_entry)
 
     @staticmethod
     def _log_failure(failure: KernelError, log: TraceProbeLog) -> None:

@@ -86,6 +86,7 @@ def linux_tracing(
         limits=limits,
         log=printk,
         release=kernel.release,
+        types=lambda: kernel.btf,
         printk_formats=partial(printk_formats, kernel),
         marker_ip=_marker_ip(kernel),
         other_tracers=other_tracers(kernel, machine.memory, TRACERS),
