@@ -94,6 +94,7 @@ class Kprobes:
         self.split_jumps = split_jumps
         hits = HitHandling(machine, arch, compiler, split_jumps)
         self.hits = hits
+        self._report = hits.failures.report
         self.sites: FtraceSites | None = None
         if profile.ftrace:
             self.sites = FtraceSites(machine, arch, hits, compiler, poker, split_jumps, lock)
@@ -213,7 +214,7 @@ class Kprobes:
         if old is not None:
             self._register_aggregate(old, kprobe, member)
             return
-        head = AggrKprobe(address, self.hits.failures.report, kprobe.flags)
+        head = AggrKprobe(address, self._report, kprobe.flags)
         head.rejection = rejection
         head.add(kprobe, member)
         head.refresh_handlers()

@@ -49,6 +49,10 @@ class BreakpointDispatch:
         self._breakpoint_size = len(machine.model.filler)
         self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
+        # Bound once, because thousands of probes keep them.
+        self._on_first_breakpoint = self._first_by_breakpoint
+        self._on_step_end = hits.on_step_end
+        self._on_debug_trap = hits.on_debug_trap
 
     def install(self, head: AggrKprobe) -> None:
         """Route all traps of the probe according to the probe's current state.
@@ -70,7 +74,7 @@ class BreakpointDispatch:
         if in_clock_loop:
             breakpoints[address] = self._clock.holding(self.hits.by_breakpoint(head))
         elif head.stub is None:
-            breakpoints[address] = partial(self._first_by_breakpoint, head)
+            breakpoints[address] = partial(self._on_first_breakpoint, head)
         else:
             breakpoints[address] = self.hits.by_stub(head, head.stub)
         self._install_step_end(head, insn)
@@ -94,7 +98,7 @@ class BreakpointDispatch:
         hits.steps.add(head, insn)
         next_ip = head.address + insn.prepared.length
         target = hits.after_step(head, next_ip)
-        on_end = hits.on_debug_trap if insn.lead else hits.on_step_end
+        on_end = self._on_debug_trap if insn.lead else self._on_step_end
         ended: Callable[[Regs], object]
         if self._in_clock_loop(head.address):
             ended = self._clock.holding(partial(on_end, head, next_ip))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
+from typing import Any
 
 from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.guests.linux.initramfs import STUB
@@ -19,6 +21,7 @@ from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.guest_reader import DamageReports
+from emulated_kernel.machine.native.host_code import routine_address
 from emulated_kernel.machine.quirks.hook_range import HookRange
 from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
@@ -147,10 +150,29 @@ class LinuxMachine:
             (_IN, IN_CALLBACK(read_port)),
             (_OUT, OUT_CALLBACK(write_port)),
             (_SYSCALL, INSN_CALLBACK(syscall)),
-            (_RDTSC, INSN_CALLBACK(rdtsc)),
             (_RDTSCP, INSN_CALLBACK(rdtscp)),
         ):
             self.engine.add_hook(HOOK_INSN, callback, instruction=number)
+        self._hook_rdtsc(INSN_CALLBACK(rdtsc))
+
+    def _hook_rdtsc(self, callback: Any) -> None:
+        """Let Unicorn call the host's routine for rdtsc, or the callback on a host without a routine."""
+        routine = routine_address("rdtsc")
+        if routine is None:
+            self.engine.add_hook(HOOK_INSN, callback, instruction=_RDTSC)
+            return
+        assert isinstance(self.regs, FastRegs)
+        words = self.pc.words
+        words.low = self.regs.address_of("ax")
+        words.high = self.regs.address_of("dx")
+        words.read_in_python = ctypes.cast(callback, ctypes.c_void_p).value
+        self.engine.add_hook(
+            HOOK_INSN,
+            ctypes.c_void_p(routine),
+            instruction=_RDTSC,
+            data=ctypes.addressof(words),
+            keep=(callback, words),
+        )
 
     def call_at(self, address: int, function: Callable[[], object]) -> None:
         """Let `function` be called whenever the guest reaches an address.
