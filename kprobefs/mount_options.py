@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Callable, Sequence
+from errno import ENOENT
 
 from emulated_kernel.kprobes import profile
 from emulated_kernel.util import config
@@ -55,6 +57,8 @@ class MountOptions:
     """"kprobefs", or "kernel": the distribution's kernel `machine.image` serves its own kprobes."""
     state: str | None = None
     """Directory in which definitions and records outlive the daemon, or None."""
+    modules: tuple[str, ...] = ()
+    """Paths of packages and directories with more modules of the distribution's kernel."""
     vmcore: str | None = None
     """Path of the ELF vmcore whose kernel is mounted, or None."""
 
@@ -114,10 +118,19 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"
         raise CliError(f"--vmcore: {why}", ExitStatus.USAGE)
+    if options.modules and machine.image is None:
+        why = "no distribution's kernel given; add --image, or leave it out"
+        raise CliError(f"--modules: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES and machine.image is None:
         why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
         raise CliError(f"--kprobes kernel: {why}", ExitStatus.USAGE)
+    for path in options.modules:
+        if not os.path.exists(path):
+            raise CliError(f"--modules: {path}: {os.strerror(ENOENT)}", ExitStatus.USAGE)
     if not runs_linux(options):
+        if options.modules:
+            why = "only possible with a distribution's kernel; leave it out"
+            raise CliError(f"--modules: {why}", ExitStatus.USAGE)
         return
     if options.isolate:
         raise CliError("--isolate: not possible with a distribution's kernel; leave it out", ExitStatus.USAGE)

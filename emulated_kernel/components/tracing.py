@@ -10,7 +10,7 @@ from emulated_kernel.components.records import ProbeRegistries, TracingComponent
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.trace.array.services import RELEASE, TracingServices
+from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, NeedResched
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.context.call_stack import CallStack
@@ -22,9 +22,10 @@ from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
+from emulated_kernel.trace.fetch.fetchargs import no_types
 from emulated_kernel.trace.hist.services import HistServices
-from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.hist.trigger import HistCommand
+from emulated_kernel.trace.interface import Interface, InterfaceRule, interface_named
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
 from emulated_kernel.trace.probes.eprobe import EventProbes
@@ -45,7 +46,11 @@ from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.graphs import build_graphs
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.util.fast_dataclass import dataclass
-from emulated_kernel.util.limits import Limits
+from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +77,12 @@ class TracedKernel:
     limits: Limits
     log: Callable[[str], None]
     """Writes a line to the kernel log."""
-    release: str = RELEASE
-    """Release of the kernel, as uname -r prints it."""
+    release: str = ""
+    """Release of the kernel, as uname -r prints it; "" selects that of the interface."""
+    types: Callable[[], Btf | None] = no_types
+    """Returns the kernel's BTF, or None if it has none."""
+    interface: Interface | None = None
+    """The kernel's version of tracefs; None selects that of the profile."""
     printk_formats: Callable[[], Iterable[str]] = tuple
     """Returns the lines of the file printk_formats."""
     has_graph: bool = True
@@ -88,24 +97,31 @@ class TracedKernel:
 
 def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> TracingComponents:
     """Build tracing, with nothing enabled, over a kernel whose probes are registered with `engine`."""
+    interface = kernel.interface or interface_named(engine.kprobes.profile.interface)
     registry = EventRegistry()
     cmdlines = SavedCmdlines()
+    lock = engine.kprobes.lock
     records = GuestRecords(
-        kernel.machine.records, kernel.tasks, cmdlines, kernel.machine.clock, kernel.machine.damage
+        kernel.machine.records,
+        kernel.tasks,
+        cmdlines,
+        kernel.machine.clock,
+        kernel.machine.damage,
+        MemoryBudget(kernel.limits, None, Limit.USER_RECORD_BYTES, lambda: lock.user),
     )
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch)
-    system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines)
+    system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines, interface)
     functions = _build_functions(kernel, engine, arch)
     arrays = _build_arrays(kernel, engine, system, functions)
     addresses = records.places(
         kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched
     )
     graph, profiler = _build_graphs(kernel, engine, arrays, functions, addresses)
-    commands = EventCommands(registry, arrays.top.errors, kernel.log, kernel.limits)
+    commands = EventCommands(registry, arrays.top.errors, kernel.log, kernel.limits, interface)
     probes = _build_probes(kernel, engine, arch, addresses)
     kprobe_events = KprobeEvents(probes, commands)
-    fprobe_events = FprobeEvents(probes, commands) if engine.kprobes.profile.fprobe_events else None
+    fprobe_events = FprobeEvents(probes, commands) if InterfaceRule.FPROBE_EVENTS in interface else None
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)
     # A command is offered to each kind in this order.
@@ -149,6 +165,7 @@ def _build_services(
     records: GuestRecords,
     markers: PrintEvent,
     cmdlines: SavedCmdlines,
+    interface: Interface,
 ) -> TracingServices:
     """Build the services that all trace arrays share."""
     machine = kernel.machine
@@ -171,7 +188,8 @@ def _build_services(
         printk=kernel.log,
         clocks=ClockSource(machine.clock),
         tracer_options=TracerOptions(kernel.other_tracers),
-        release=kernel.release,
+        interface=interface,
+        release=kernel.release or interface.release,
     )
 
 
@@ -186,9 +204,11 @@ def _build_arrays(
     kernel: TracedKernel, engine: ProbeRegistries, system: TracingServices, functions: KernelFunctions
 ) -> TraceArrays:
     """Build the collection of trace arrays, with only the top trace array."""
-    hists = HistCommand(HistServices(system.events, kernel.syscall_name, HistMemory(kernel.limits)))
+    lock = engine.kprobes.lock
+    memory = MemoryBudget(kernel.limits, Limit.HIST_BYTES, Limit.USER_HIST_BYTES, lambda: lock.user)
+    hists = HistCommand(HistServices(system.events, kernel.syscall_name, memory))
     now_ns = kernel.machine.clock.now_ns
-    return TraceArrays(system, hists, functions, now_ns, engine.kprobes.lock, kernel.limits)
+    return TraceArrays(system, hists, functions, now_ns, lock, kernel.limits)
 
 
 def _build_graphs(
@@ -229,6 +249,7 @@ def _build_probes(
         hit,
         addresses,
         kprobes.profile.jprobes,
+        kernel.types,
     )
 
 

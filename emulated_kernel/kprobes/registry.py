@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.text_tables import ProbedTables
@@ -78,7 +79,8 @@ class Kprobes:
         self._records = machine.records
         self._slot_size = arch.max_insn_size
         strategy = arch.strategy(profile.strategies) if profile.optimizer else None
-        verdict = arch.probe_checker(image, strategy, ftrace=profile.ftrace)
+        rules = probe_rules_named(profile.probe_rules)
+        verdict = arch.probe_checker(image, strategy, ftrace=profile.ftrace, rules=rules)
         self.probe_checker = verdict
         text = machine.text
         poker = TextPoker(text, arch.breakpoint, lock)
@@ -92,6 +94,7 @@ class Kprobes:
         self.split_jumps = split_jumps
         hits = HitHandling(machine, arch, compiler, split_jumps)
         self.hits = hits
+        self._report = hits.failures.report
         self.sites: FtraceSites | None = None
         if profile.ftrace:
             self.sites = FtraceSites(machine, arch, hits, compiler, poker, split_jumps, lock)
@@ -99,7 +102,7 @@ class Kprobes:
         self.routes = routes
         self.trampoline = None if self.sites is None else (self.sites.trampoline, self.sites.trampoline_size)
         """Address and size in bytes of the code that armed fentry sites call."""
-        copies = InsnCopier(text, image, verdict, arch, routes, profile, garbage)
+        copies = InsnCopier(text, image, verdict, arch, routes, profile, rules, garbage)
         self._copies = copies
         self.slots = copies.slots
         breakpoints = Breakpoints(text, arch, poker)
@@ -211,7 +214,7 @@ class Kprobes:
         if old is not None:
             self._register_aggregate(old, kprobe, member)
             return
-        head = AggrKprobe(address, self.hits.failures.report, kprobe.flags)
+        head = AggrKprobe(address, self._report, kprobe.flags)
         head.rejection = rejection
         head.add(kprobe, member)
         head.refresh_handlers()

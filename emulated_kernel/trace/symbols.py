@@ -46,7 +46,7 @@ class KernelSymbols:
         self.lookup_name = kallsyms.lookup_name
         """Returns the address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
         self.count_name = kallsyms.count_name
-        """Returns the number of symbols that have a given name, in the kernel and all modules."""
+        """Returns the number of symbols with the name `NAME` everywhere, or `MODULE:NAME` in a module."""
         self.has_module = kallsyms.has_module
         """Returns True if a module of that name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline = hook_sets.first.trampoline.is_one

@@ -12,7 +12,6 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.event_pids import EventPids
-from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.output.options import INHERITED_OPTIONS, TraceOption
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, MIN_PAGES, memory_size, pages_for
@@ -25,7 +24,7 @@ from emulated_kernel.trace.trigger.triggers import EventTriggers
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
-from emulated_kernel.util.limits import Limit, Limits
+from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +69,7 @@ class TraceArrays(TaskObserver):
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
         system = self._system
-        errors = ErrorLog(self._clock)
+        errors = ErrorLog(self._clock, system.interface.texts)
         pids = EventPids(array.rewire_tracer, FunctionPids)
         registry = system.events
         probes = FunctionProbes(self._functions, array, registry, top or array)
@@ -126,9 +125,14 @@ class TraceArrays(TaskObserver):
         return tracing
 
     @property
-    def hist_memory(self) -> HistMemory:
+    def hist_memory(self) -> MemoryBudget:
         """The memory budget that all histograms of the kernel share."""
         return self._hists.system.memory
+
+    @property
+    def record_memory(self) -> MemoryBudget:
+        """The memory of all ring buffers and snapshots."""
+        return self._system.memory.budget
 
     def instance_memory(self) -> tuple[int, int]:
         """Return the sizes of the memory that a new instance allocates: of pages, and of each CPU's cells.

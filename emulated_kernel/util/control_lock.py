@@ -38,6 +38,7 @@ class ControlLock:
         "at_release",
         "is_abandoned",
         "turn",
+        "user",
         "waiting",
     )
 
@@ -53,6 +54,11 @@ class ControlLock:
         """One token for each thread that waits for the lock; each wait has a new token."""
         self.turn = 0
         """Count of the entries from outside so far. Quotas for one entry restart when it changes."""
+        self.user = 0
+        """User id of the client whose change is made under the lock; 0 for root and the owner of the mount.
+
+        Each entry from outside sets it to 0.
+        """
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Returns a context manager, which a thread enters while it waits longer than PATIENCE.
 
@@ -72,6 +78,7 @@ class ControlLock:
         if not self._depth:
             self._owner = threading.get_ident()
             self.turn += 1
+            self.user = 0
         self._depth += 1
         return self
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from types import MappingProxyType
 
@@ -27,6 +29,10 @@ class Limit(Enum):
     """
     HIST_BYTES = "hist_bytes"
     """Maximum size of the host's memory for keys and variables of all histograms, in bytes."""
+    USER_HIST_BYTES = "user_hist_bytes"
+    """Maximum part of HIST_BYTES of a user who is neither root nor the owner of the mount."""
+    USER_RECORD_BYTES = "user_record_bytes"
+    """Maximum size of all ring buffers and snapshots that such a user has allocated, in bytes."""
     SCRATCH_BYTES = "scratch_bytes"
     """Maximum size of the data in scratch/ and dev/, in bytes; data takes whole pages."""
     RUN_BUDGET_MS = "run_budget_ms"
@@ -40,6 +46,8 @@ DEFAULTS: Mapping[Limit, int | None] = MappingProxyType(
         Limit.OPEN_FILES: 65536,
         Limit.USER_OPEN_FILES: 16384,
         Limit.HIST_BYTES: 512 << 20,
+        Limit.USER_HIST_BYTES: 128 << 20,
+        Limit.USER_RECORD_BYTES: 128 << 20,
         Limit.SCRATCH_BYTES: None,
     }
 )
@@ -51,6 +59,8 @@ ERRNO = {
     Limit.OPEN_FILES: errno.ENFILE,
     Limit.USER_OPEN_FILES: errno.ENFILE,
     Limit.HIST_BYTES: errno.ENOMEM,
+    Limit.USER_HIST_BYTES: errno.ENOMEM,
+    Limit.USER_RECORD_BYTES: errno.ENOMEM,
 }
 """Limit -> errno of a request that would exceed it. The guest enforces SCRATCH_BYTES itself, with ENOSPC."""
 RECORD_BYTES = "record_bytes"
@@ -84,6 +94,11 @@ def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -
     return limit, int(text)
 
 
+def limit_line(limit: Limit, most: int | None, used: int) -> str:
+    """Return the line of a limit in machine/limits: its name, the most that is possible, and the use."""
+    return f"{limit.value} {UNLIMITED if most is None else most} {used}\n"
+
+
 class Limits:
     """Limits of one mount; they persist when its kernel is rebooted.
 
@@ -103,6 +118,12 @@ class Limits:
     def __setitem__(self, limit: Limit, value: int | None) -> None:
         self._values[limit] = value
 
+    def open_file_lines(self) -> Iterator[str]:
+        """Yield the lines of machine/limits for open files, which each mount limits."""
+        used = {Limit.OPEN_FILES: self.open_files, Limit.USER_OPEN_FILES: self.user_open_files}
+        for limit, count in used.items():
+            yield limit_line(limit, self._values[limit], count)
+
     def check(self, limit: Limit, in_use: int) -> None:
         """Check that one more of a resource may be allocated; `in_use` are allocated already.
 
@@ -111,3 +132,72 @@ class Limits:
         most = self._values[limit]
         if most is not None and in_use >= most:
             raise KernelError(ERRNO[limit], f"the limit of {limit.value} is reached: {most}")
+
+
+class MemoryBudget:
+    """Memory that clients of one kernel occupy, with a limit for all users and a share for each user.
+
+    Root and the owner of the mount, who are user 0 here, have no share.
+    """
+
+    def __init__(
+        self, limits: Limits, total: Limit | None, share: Limit, user: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Create an empty budget. `user` returns the user for whom memory is allocated now."""
+        self._limits = limits
+        self._total = total
+        self._share = share
+        self.user = user
+        self.used = 0
+        """Number of bytes in use."""
+        self._by_user: Counter[int] = Counter()
+
+    @property
+    def most_by_user(self) -> int:
+        """Number of bytes of the user who has most, or 0."""
+        return max(self._by_user.values(), default=0)
+
+    def take(self, size: int, user: int) -> bool:
+        """Charge bytes to a user. Return False, with nothing changed, if a limit would be exceeded."""
+        most = None if self._total is None else self._limits[self._total]
+        if most is not None and self.used + size > most:
+            return False
+        if user:
+            share = self._limits[self._share]
+            if share is not None and self._by_user[user] + size > share:
+                return False
+        self._add(size, user)
+        return True
+
+    def _add(self, size: int, user: int) -> None:
+        self.used += size
+        if user:
+            self._by_user[user] += size
+
+    def give_back(self, size: int, user: int) -> None:
+        """Take back bytes that were charged to a user."""
+        self.used -= size
+        if user:
+            self._by_user[user] -= size
+            if not self._by_user[user]:
+                del self._by_user[user]
+
+    @contextmanager
+    def exchanged(self, freed: Sequence[tuple[int, int]], size: int, user: int) -> Iterator[None]:
+        """Charge `size` bytes to a user in place of the charges `freed`, which have a size and a user each.
+
+        An exception in the `with` block undoes that. Raises: KernelError ENOMEM (a limit would be exceeded).
+        """
+        for charge in freed:
+            self.give_back(*charge)
+        is_taken = self.take(size, user)
+        try:
+            if not is_taken:
+                raise KernelError(errno.ENOMEM, f"{self._share.value} is reached; free memory first")
+            yield
+        except BaseException:
+            if is_taken:
+                self.give_back(size, user)
+            for charge in freed:
+                self._add(*charge)
+            raise

@@ -74,7 +74,7 @@ class ControlFile(FileDescription):
     @property
     def stream(self) -> bool:
         """Implement FileDescription.stream: whether lseek(2) fails with ESPIPE."""
-        return self.inner.stream
+        return not self.inner.node.has_position
 
     @property
     def acts_on_close(self) -> bool:
@@ -89,12 +89,17 @@ class ControlFile(FileDescription):
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Implement FileDescription.getattr, and let the guest repeat the client's call."""
         fs = self.fs
+        informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock:
             self.check()
-            if client is not None and fs.calls.sees_lookups:
+            if informed is not None:
                 with suppress(KernelError):
-                    fs.calls.on_file(client(), self.path, self, ATTRIBUTE_CALLS)
+                    fs.calls.on_file(informed, self.path, self, ATTRIBUTE_CALLS)
             return fs.tree.stat(self.inner.node)
+
+    def informed(self, client: Client) -> Client:
+        """Implement FileDescription.informed, by GuestCalls.informed_of_file()."""
+        return self.fs.calls.informed_of_file(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Implement FileDescription.read, by GuestCalls.read()."""
@@ -204,10 +209,11 @@ class ControlDirectory(OpenDirectory):
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Implement FileDescription.getattr, and let the guest repeat the client's call."""
         fs = self.fs
+        informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock:
-            if client is not None and fs.calls.sees_lookups:
+            if informed is not None:
                 with suppress(KernelError):
-                    fs.calls.on_file(client(), self.path, None, ATTRIBUTE_CALLS)
+                    fs.calls.on_file(informed, self.path, None, ATTRIBUTE_CALLS)
             return fs.tree.getattr(still_there(self.path))
 
     def listed(self, client: Client) -> None:
@@ -305,6 +311,7 @@ class PendingWrite:
                 raise file.gone()
             if file.inner is not self.inner:
                 raise KernelError(errno.ESTALE, "another kernel took this one's place meanwhile")
+            file.fs.note_user(self.client)
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
@@ -368,12 +375,18 @@ class GuestCalls:
         """Whether looked_up() and on_file() have work to do when a client asks for attributes."""
         return False
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that the guest needs; see FileSystem.informed().
 
-        Lock: leaves, unlike the methods below.
+        If `opened` is empty, the request is a lookup that has found its file. Lock: leaves, unlike the
+        methods below.
         """
+        del opened
         return client
+
+    def informed_of_file(self, client: Client) -> Client:
+        """Return the client with the facts that a read or write of an open file needs. Lock: leaves."""
+        return self.informed(client)
 
     def request(self, client: Client) -> AbstractContextManager[object]:
         """Return the context in which a client's request runs. The methods below enter the context."""
@@ -490,18 +503,22 @@ class ControlFs(FileSystem):
         if self.on_names_end is not None:
             self.on_names_end(removed)
 
+    def note_user(self, client: Client) -> None:
+        """Let the client's user answer for what the change allocates; see ControlLock.user. Lock: needs."""
+        self.lock.user = client.uid if client.uid != self.tree.owner.uid else 0
+
     def check_gate(self) -> None:
         """Check that no other kernel is being built to replace this one. Raises: _Gated."""
         if self.gate is not None:
             raise _Gated(self.gate)
 
     @contextmanager
-    def _changing(self, *, is_change: bool = True) -> Iterator[None]:
-        """Hold the lock; if `is_change` is set, wait first while another kernel is built to replace this."""
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock, after waiting while another kernel is built to replace this one."""
         while True:
             with self.lock:
                 gate = self.gate
-                if gate is None or not is_change:
+                if gate is None:
                     yield
                     return
             with self.lock.waiting():
@@ -511,29 +528,27 @@ class ControlFs(FileSystem):
         """Return the open files, without directories, in the order in which they were opened."""
         return [opened for opened in self.opened if isinstance(opened, ControlFile)]
 
-    @property
-    def sees_lookups(self) -> bool:
-        """Implement FileSystem.sees_lookups, by GuestCalls.sees_lookups."""
-        return self.calls.sees_lookups
-
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Implement FileSystem.informed, by GuestCalls.informed()."""
-        return self.calls.informed(client)
+        return self.calls.informed(client, opened)
 
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """Implement FileSystem.getattr by the tree, and let the guest repeat the client's call."""
-        with self.lock:
-            if client is None or not self.calls.sees_lookups:
-                return self.tree.getattr(path)
-            try:
+        """Implement FileSystem.getattr by the tree, and let the guest repeat the client's call.
+
+        What has to be read of the client depends on the result of the lookup.
+        """
+        found = None
+        try:
+            with self.lock:
                 found = self.tree.getattr(path)
-            except KernelError:
-                self.calls.looked_up(client(), path, None)
-                raise
-            self.calls.looked_up(client(), path, found)
             return found
+        finally:
+            if client is not None and self.calls.sees_lookups:
+                informed = self.calls.informed(client(), None if found is None else "")
+                with self.lock:
+                    self.calls.looked_up(informed, path, found)
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """Implement FileSystem.readdir, by the tree."""
@@ -548,13 +563,20 @@ class ControlFs(FileSystem):
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
         """Implement FileSystem.open, by GuestCalls.open(), and report O_TRUNC to the watcher."""
-        with self.settled(), self._changing(is_change=bool(flags & os.O_TRUNC)):
-            file = ControlFile(self, path, flags, client)
-            self.calls.open(client, file)
-            self.opened[file] = None
-            if self.watcher is not None and flags & os.O_TRUNC:
+        if not flags & os.O_TRUNC:
+            with self.lock:
+                return self._open(client, path, flags)
+        with self.settled(), self._changing():
+            file = self._open(client, path, flags)
+            if self.watcher is not None:
                 self.watcher.truncated(path)
             return file
+
+    def _open(self, client: Client, path: str, flags: int) -> ControlFile:
+        file = ControlFile(self, path, flags, client)
+        self.calls.open(client, file)
+        self.opened[file] = None
+        return file
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
         """Refuse to create a file. Raises: KernelError EACCES, EEXIST."""
@@ -580,6 +602,7 @@ class ControlFs(FileSystem):
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """Implement FileSystem.mkdir, and report to the watcher. In instances/, create a trace array."""
         with self.settled(), self._changing():
+            self.note_user(client)
             tree = self.tree
             self.calls.change(
                 client, ("mkdir", "mkdirat"), path, lambda: tree.mkdir(client, path, mode), mode

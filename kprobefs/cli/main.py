@@ -501,6 +501,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         isolate=parsed.isolate,
         is_ordered=parsed.isolate or parsed.seed is not None,
         kprobes=parsed.kprobes,
+        modules=tuple(os.path.abspath(path) for path in parsed.modules),
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
     )
     check_kprobes(options, is_limited=bool(parsed.limit))

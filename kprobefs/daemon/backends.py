@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kprobefs.common.errors import CliError, ExitStatus, explained, resource_hint
@@ -102,7 +103,7 @@ def _native_mount(options: MountOptions) -> Mount:
     image = str(options.machine.image)
     with explained(image):
         tasks = started(image, options.machine.seed)
-        modules = ModuleFiles(kernel_file(image), tasks.release)
+        modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
     served = native_mount(
         tasks,
         HostProcesses(),
@@ -129,7 +130,7 @@ def _probed_mount(options: MountOptions) -> Mount:
     with explained(image):
         tasks, kernel = started_with_kernel(image, options.machine.seed)
         engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
-        modules = ModuleFiles(kernel_file(image), tasks.release)
+        modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
     served = probed_mount(engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
     served.has_native_traps = engine.machine.hooks.is_native
     # Most pages of the kernel's file are read only at the start.

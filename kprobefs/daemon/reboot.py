@@ -24,7 +24,7 @@ from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import Steps
 from emulated_kernel.vfs.core.seq_file import SeqFile, SteppedFile, StreamFile, explained_steps, listing
-from emulated_kernel.vfs.trees.stats import probe_states, probes_file
+from emulated_kernel.vfs.trees.stats import probe_switches, probes_file
 from kprobefs.daemon.state import previous_boot
 from kprobefs.daemon.state.hit_counters import counts, set_counts
 from kprobefs.daemon.state.saved_state import SavedState
@@ -146,7 +146,7 @@ class RebootableKernel:
         # The return hook comes first: it cannot be changed once a return probe exists.
         if hook != self._return_hook:
             yield f"{RETURN_HOOK} = {hook}\n"
-        for line in saved_in_steps(self._all_files(kernel), probe_states(kernel.components)):
+        for line in saved_in_steps(self._all_files(kernel), probe_switches(kernel.components)):
             yield f"{line}\n" if line else PAUSE
 
     def _lines(self, kernel: Kernel) -> list[str]:

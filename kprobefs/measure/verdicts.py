@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from enum import Enum
 
 from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Location, Symbol
@@ -72,7 +73,10 @@ class Judge:
         names = (LINUX_RULES.get(name, name) for name in profile.strategies)
         builds_jumps = profile.optimizer and subject.has_optprobes is not False
         self.strategy = self.arch.strategy(names) if builds_jumps else None
-        self.checker = self.arch.probe_checker(subject.tables, self.strategy, ftrace=profile.ftrace)
+        rules = probe_rules_named(profile.probe_rules)
+        self.checker = self.arch.probe_checker(
+            subject.tables, self.strategy, ftrace=profile.ftrace, rules=rules
+        )
         self._is_x86 = not subject.arch.startswith("riscv")
 
     def reasons(self, symbol: Symbol) -> Collection[RejectReason | None]:

@@ -269,6 +269,47 @@ class TestPipe:
             os.open(pipe, os.O_RDONLY)
         os.close(descriptor)
 
+    @pytest.mark.parametrize("place", ["", "instances/other/"])
+    def test_files_without_a_position(self, mounted: Daemon, place: str) -> None:
+        """Those that have no llseek in Linux; they are written and read on from where they are."""
+        os.makedirs(mounted.path("tracing/instances/other"), exist_ok=True)
+        raw = (
+            "per_cpu/cpu0/trace_pipe_raw",
+            "per_cpu/cpu0/snapshot_raw",
+            "per_cpu/cpu0/trace_pipe",
+            "trace_pipe",
+        )
+        names = (
+            "trace_marker",
+            "trace_marker_raw",
+            "free_buffer",
+            *(() if place else ("saved_cmdlines_size",)),
+        )
+        for name, flags in [*((each, os.O_RDONLY) for each in raw), *((each, os.O_WRONLY) for each in names)]:
+            descriptor = os.open(mounted.path("tracing", place + name), flags | os.O_NONBLOCK)
+            for whence in (os.SEEK_SET, os.SEEK_CUR, os.SEEK_END):
+                with assert_errno(errno.ESPIPE):
+                    os.lseek(descriptor, 0, whence)
+            os.close(descriptor)
+        for name in ("trace", "tracing_on", "buffer_size_kb", "set_event", "trace_clock"):
+            descriptor = os.open(mounted.path("tracing", place + name), os.O_RDONLY)
+            assert os.lseek(descriptor, 1, os.SEEK_SET) == 1
+            os.close(descriptor)
+
+    def test_use_of_files_without_a_position(self, mounted: Daemon, marker: str) -> None:
+        descriptor = os.open(marker, os.O_WRONLY | os.O_APPEND)
+        for number in range(3):
+            assert os.write(descriptor, b"mark %d\n" % number) == 7
+        os.close(descriptor)
+        text = Path(mounted.path("tracing/trace")).read_text()
+        assert [line[-1] for line in text.splitlines() if ": mark " in line] == ["0", "1", "2"]
+        descriptor = os.open(mounted.path("tracing/saved_cmdlines_size"), os.O_RDWR)
+        assert os.write(descriptor, b"300\n") == 4
+        os.close(descriptor)
+        descriptor = os.open(mounted.path("tracing/saved_cmdlines_size"), os.O_RDONLY)
+        assert [os.read(descriptor, 3) for _ in range(3)] == [b"655", b"2\n", b""]
+        os.close(descriptor)
+
     def test_flags_set_later_count(self, pipe: str) -> None:
         descriptor = os.open(pipe, os.O_RDONLY)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK)

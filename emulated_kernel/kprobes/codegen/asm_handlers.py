@@ -84,6 +84,9 @@ class HandlerPoint(Enum):
     RETURN = "return_code"
 
 
+_ATTRIBUTES = {point: point.value for point in HandlerPoint}
+
+
 class AssembledHandlers:
     """The assembled handlers of one registered probe, and the guest memory of their cells."""
 
@@ -188,5 +191,6 @@ class AssemblyOwner(ABC):
 
 def handler_texts(probe: object) -> dict[HandlerPoint, str]:
     """Return a map: time at which a handler in assembly runs -> its text, for the handlers of a probe."""
-    given = {point: getattr(probe, point.value, None) for point in HandlerPoint}
-    return {point: text for point, text in given.items() if text is not None}
+    return {
+        point: text for point, name in _ATTRIBUTES.items() if (text := getattr(probe, name, None)) is not None
+    }

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.aggr_kprobe import KRETPROBE
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint
-from emulated_kernel.kprobes.hit.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, RegsT
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.registry import Kprobes
@@ -220,9 +219,7 @@ class Kretprobes:
         def returned(instance: KretprobeInstance, regs: Any) -> None:
             if rp.handler is None:
                 return
-            ctlblk.set_running(table.valid(rp))
-            ctlblk.status = HitStatus.ACTIVE
-            ctlblk.by_breakpoint = by_breakpoint
+            ctlblk.set_running(table.valid(rp), by_breakpoint=by_breakpoint)
             try:
                 rp.handler(instance, regs)
             except BaseException as error:

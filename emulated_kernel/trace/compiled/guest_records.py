@@ -22,6 +22,7 @@ from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControls, RingMemory
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import MemoryBudget
 
 _CELL = 8
 _NO_PID = 0xFFFFFFFF
@@ -37,8 +38,13 @@ class GuestRecords(TaskObserver):
         cmdlines: SavedCmdlines,
         clock: GuestClock,
         damage: DamageReports,
+        budget: MemoryBudget,
     ) -> None:
         self._cells = cells
+        self.budget = budget
+        """The pages of ring buffers, by the users who allocated them."""
+        self._users: dict[int, tuple[int, int]] = {}
+        """Address of pages -> their size, and the user to whom they are charged."""
         self._damage = damage
         self.tasks = tasks
         self._cmdlines = cmdlines
@@ -73,9 +79,11 @@ class GuestRecords(TaskObserver):
 
         Raises: KernelError ENOMEM.
         """
-        with ExitStack() as block:
+        pages = [memory.address for memory in old]
+        user = self.budget.user()
+        former = [self._users[address] for address in pages]
+        with self.budget.exchanged(former, sum(sizes), user), ExitStack() as block:
             try:
-                pages = [memory.address for memory in old]
                 new = block.enter_context(self._cells.exchanged_pages(pages, sizes))
             except HardwareError as error:
                 raise KernelError(
@@ -83,15 +91,21 @@ class GuestRecords(TaskObserver):
                     f"ring buffers: no memory or disk space for {sum(sizes)} bytes; choose smaller sizes",
                 ) from error
             yield [self._pages(address, size) for address, size in zip(new, sizes, strict=True)]
+            for address in pages:
+                del self._users[address]
+            self._users |= {address: (size, user) for address, size in zip(new, sizes, strict=True)}
 
     def _pages(self, address: int, size: int) -> RingMemory:
-        cells = self._cells
         return RingMemory(
-            cells.view(address, size),
+            self._cells.view(address, size),
             address,
-            release=lambda: cells.free_pages(address),
+            release=lambda: self._free(address),
             report=self._damage.report,
         )
+
+    def _free(self, address: int) -> None:
+        self._cells.free_pages(address)
+        self.budget.give_back(*self._users.pop(address))
 
     def allocate_controls(self, cpus: int) -> RingControls:
         """Allocate control blocks for the ring buffers of `cpus` CPUs. Raises: KernelError ENOMEM."""
@@ -168,10 +182,12 @@ class GuestRecords(TaskObserver):
 
     def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:
         """Return a host call for guest code that calls RingBuffer.make_room for its CPU's buffer."""
+        requests = self._requests
+        current = self.tasks.cpu
 
         def make_room() -> bool:
-            cpu = self.tasks.cpu()
-            time_stamp, length = self._requests[cpu]
-            return buffers[cpu].make_room(int(length), int(time_stamp))
+            cpu = current()
+            request = requests[cpu]
+            return buffers[cpu].make_room(request[1], request[0])
 
         return make_room

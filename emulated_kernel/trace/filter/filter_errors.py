@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-from enum import Enum
 
+from emulated_kernel.trace.text.error_log import CommandError
 from emulated_kernel.util.errors import KernelError
 
 
-class FilterError(Enum):
-    """Errors of filters. The texts are an interface, since tools match them.
+class FilterError(CommandError):
+    """Errors of filters.
 
     Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1).
     """
@@ -40,6 +40,6 @@ class FilterParseError(KernelError):
     """
 
     def __init__(self, error: FilterError | None, column: int = 0, code: int = errno.EINVAL) -> None:
-        super().__init__(code, error.value if error else "malformed filter")
+        super().__init__(code, error.texts[0] if error else "malformed filter")
         self.error = error
         self.column = column

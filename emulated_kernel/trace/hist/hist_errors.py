@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from emulated_kernel.trace.text.error_log import CommandError
 
 
-class HistError(Enum):
-    """Errors of histogram triggers. The texts are an interface, since tools match them.
+class HistError(CommandError):
+    """Errors of histogram triggers.
 
     Mirrors: kernel/trace/trace_events_hist.c:ERRORS (v6.1).
     """

@@ -9,10 +9,9 @@ from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.hist.field import Histogram
-from emulated_kernel.trace.hist.tracing_map import HistMemory
 from emulated_kernel.trace.synth.synth_event import SYSTEM, SyntheticEvent
 from emulated_kernel.util.fast_dataclass import dataclass, field
-from emulated_kernel.util.limits import Limits
+from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
 
 class HistHolder(Trigger):
@@ -43,7 +42,9 @@ class HistServices:
     registry: EventRegistry
     syscall_name: Callable[[int], str | None]
     """Function that returns the name of a system call by its number, such as sys_read, or None."""
-    memory: HistMemory = field(default_factory=lambda: HistMemory(Limits()))
+    memory: MemoryBudget = field(
+        default_factory=lambda: MemoryBudget(Limits(), Limit.HIST_BYTES, Limit.USER_HIST_BYTES)
+    )
     """The memory budget of all histograms of the kernel."""
     _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
-from emulated_kernel.util.limits import Limit, Limits
+from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
 DEFAULT_BITS = 11
 MIN_BITS = 7
@@ -68,30 +68,17 @@ Rank = Callable[[Element], int]
 """Function that returns the number by which an element is sorted."""
 
 
-class HistMemory:
-    """The budget of host memory for all histograms of a kernel."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self.used = 0
-        """Number of bytes that the histograms use."""
-
-    def has_room(self, size: int) -> bool:
-        """Return True if the use of `size` more bytes stays within the limit."""
-        most = self._limits[Limit.HIST_BYTES]
-        return most is None or self.used + size <= most
-
-
 class TracingMap:
     """The map of a histogram: key -> element. Mirrors: kernel/trace/tracing_map.c (v6.1)."""
 
-    def __init__(self, bits: int, key_size: int, sums: int, memory: HistMemory | None = None) -> None:
+    def __init__(self, bits: int, key_size: int, sums: int, memory: MemoryBudget | None = None) -> None:
         """Create an empty map for at most 2**bits elements.
 
         `key_size`: size of a key in bytes. `sums`: number of sums in each element. `memory`: the budget to
         which the map and its elements are charged; None: a budget without other users.
         """
-        self._memory = memory or HistMemory(Limits())
+        self._memory = memory or MemoryBudget(Limits(), Limit.HIST_BYTES, Limit.USER_HIST_BYTES)
+        self._user = self._memory.user()
         self._charged = 0
         """Number of bytes that the map has charged to the budget."""
         self.bits = bits
@@ -138,7 +125,7 @@ class TracingMap:
         self._elements.clear()
         self.hits = 0
         self.drops = 0
-        self._memory.used -= self._charged - self._own_charge
+        self._memory.give_back(self._charged - self._own_charge, self._user)
         self._charged = self._own_charge
 
     @property
@@ -152,21 +139,22 @@ class TracingMap:
 
         Return False, with nothing changed, if the budget has no room.
         """
-        if not self._memory.has_room(size):
+        if not self._memory.take(size, self._user):
             return False
-        self._memory.used += size
         self._charged += size
         return True
 
     def allocate(self) -> None:
         """Charge the map without elements to the budget. Raises: KernelError ENOMEM."""
         if not self._charge(HIST_SIZE):
-            raise KernelError(errno.ENOMEM, "histogram: the limit of hist_bytes is reached; remove others")
+            raise KernelError(
+                errno.ENOMEM, "histogram: hist_bytes or user_hist_bytes is reached; remove others"
+            )
         self._own_charge = HIST_SIZE
 
     def release(self) -> None:
         """Return all bytes of the map to the budget. The map must not count any more hits."""
-        self._memory.used -= self._charged
+        self._memory.give_back(self._charged, self._user)
         self._charged = 0
         self._own_charge = 0
 

@@ -38,7 +38,9 @@ class Moves(Enum):
 
     def after(self, count: int) -> int:
         """Return the distance in bytes for a write that took `count` bytes."""
-        return {Moves.NOT: 0, Moves.BY_ONE: 1, Moves.BY_BYTES: count}[self]
+        if self is Moves.BY_BYTES:
+            return count
+        return 1 if self is Moves.BY_ONE else 0
 
 
 class File(Node):
@@ -59,6 +61,8 @@ class File(Node):
     """Whether a write replaces this kernel by a new one. The write is not made by a guest task."""
     opened_as: ClassVar[type[OpenFile]]
     """Class of the file's open files. Its constructor raises the errno of the file's open on Linux."""
+    has_position: ClassVar[bool] = True
+    """Whether lseek(2) works. Linux: false for a file whose file_operations have no llseek, or no_llseek."""
     __slots__ = ("moves",)
 
     def __init__(self, mode: int, moves: Moves = Moves.BY_BYTES) -> None:
@@ -129,9 +133,6 @@ class Piece(NamedTuple):
 
 class OpenFile:
     """An open file. Subclasses override `_read` and `_write`, which raise EINVAL by default."""
-
-    stream = False
-    """Whether the file has no position, so that lseek(2) and pread(2) return ESPIPE."""
 
     def __init__(self, node: File, flags: int, client: Client) -> None:
         """Open the file for `client`. Later reads use the rights of this client, whoever reads."""

@@ -401,6 +401,7 @@ class MarkerFile(CommandFile):
     """A CommandFile whose writes are recorded together with the writing task: trace_marker."""
 
     notes_writer = True
+    has_position = False
     writer = HostfsWriter.TRACING_MARK
     __slots__ = ()
 
@@ -547,6 +548,7 @@ class LastCloseFile(File):
     """A file whose last close has an effect, such as free_buffer. Writes do nothing and cannot fail."""
 
     opened_as = _OpenLastClose
+    has_position = False
     __slots__ = ("on_close",)
 
     def __init__(self, mode: int, on_close: Callable[[], None]) -> None:
@@ -593,6 +595,13 @@ class AttributeFile(File):
         super().__init__(mode, moves)
         self.show = show
         self.store = store
+
+
+class UnseekableAttribute(AttributeFile):
+    """An AttributeFile without an llseek in Linux."""
+
+    has_position = False
+    __slots__ = ()
 
 
 class _OpenSteppedAttribute(_OpenAttribute):
@@ -650,8 +659,6 @@ class SysctlFile(OneReadFile):
 class OpenPipe(OpenFile):
     """An open PipeFile."""
 
-    stream = True
-
     def __init__(self, node: PipeFile, flags: int, client: Client) -> None:
         """Connect to the stream. Raises: KernelError EBUSY (the stream has a reader and allows only one)."""
         super().__init__(node, flags, client)
@@ -676,6 +683,7 @@ class OpenPipe(OpenFile):
 class PipeFile(File):
     """A file without a position, whose reads consume a stream and block while the stream is empty."""
 
+    has_position = False
     opened_as = OpenPipe
     __slots__ = ("connect",)
 

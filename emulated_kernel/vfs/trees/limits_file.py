@@ -10,7 +10,7 @@ from types import MappingProxyType
 from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
-from emulated_kernel.util.limits import RECORD_BYTES, UNLIMITED, Limit, Limits, parse_limit
+from emulated_kernel.util.limits import RECORD_BYTES, Limit, Limits, limit_line, parse_limit
 from emulated_kernel.vfs.core.node import Node
 from emulated_kernel.vfs.core.seq_file import SteppedFile, each_line, listing
 
@@ -50,6 +50,8 @@ class _LimitsFile:
             Limit.OPEN_FILES: lambda: limits.open_files,
             Limit.USER_OPEN_FILES: lambda: limits.user_open_files,
             Limit.HIST_BYTES: lambda: trace.arrays.hist_memory.used,
+            Limit.USER_HIST_BYTES: lambda: trace.arrays.hist_memory.most_by_user,
+            Limit.USER_RECORD_BYTES: lambda: trace.arrays.record_memory.most_by_user,
         }
         # What the kernel itself has room for may be less than the limit.
         self._room: dict[Limit, Callable[[], int]] = {
@@ -65,7 +67,7 @@ class _LimitsFile:
             if limit in self._room:
                 possible = count + self._room[limit]()
                 most = possible if most is None else min(most, possible)
-            yield f"{limit.value} {UNLIMITED if most is None else most} {count}\n"
+            yield limit_line(limit, most, count)
         yield f"{RECORD_BYTES} {self._records.pages_size} {self._records.pages_used}\n"
         for limit, guest_limit in self._further.items():
             yield f"{limit.value} {guest_limit.show()}\n"

@@ -52,12 +52,14 @@ def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
         The result is the same dictionary while the group exists.
         """
         members = registry.in_group(name)
-        return members if any(events.find(name, event) is not None for event in members) else None
+        for event in members.values():
+            if events.own(event) is not None:
+                return members
+        return None
 
     def group_directory(members: Mapping[str, TraceEvent]) -> Directory:
         def find(name: str) -> KprobeTraceEvent | None:
-            event = members.get(name)
-            return None if event is None else events.find(event.group, name)
+            return events.own(members.get(name))
 
         return DynamicDirectory(
             _DIRECTORY,
@@ -82,14 +84,14 @@ ProbeState = Mapping[str, str | int | bool]
 """Name of a file in an event's directory of stats/, such as hits or mode -> value."""
 
 
-def probe_states(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Return the states of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
+def probe_switches(kernel: KernelComponents) -> Iterator[ProbeState]:
+    """Return mode and switches of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
     events = sorted(kernel.tracing.kprobe_events.events(), key=lambda event: f"{event.group}/{event.name}")
-    return (_probe_state(kernel, event) for event in events)
+    return (_named(event, _EventStats(event, kernel).switches()) for event in events)
 
 
-def _probe_state(kernel: KernelComponents, event: KprobeTraceEvent) -> ProbeState:
-    return {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
+def _named(event: KprobeTraceEvent, state: ProbeState) -> ProbeState:
+    return {"event": f"{event.group}/{event.name}", **state}
 
 
 def probes_file(kernel: KernelComponents) -> SeqFile:
@@ -98,7 +100,9 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
     def show(probe: TraceKprobe) -> str:
         # Each read skips the records of earlier reads. That is faster in the list of probes than in events().
         event = probe.event
-        return f"{json.dumps(_probe_state(kernel, event))}\n" if event.probes[0] is probe else ""
+        if event.probes[0] is not probe:
+            return ""
+        return f"{json.dumps(_named(event, _EventStats(event, kernel).state()))}\n"
 
     return SeqFile(0o400, listing_of(kernel.tracing.kprobe_events.probes, show))
 
@@ -137,12 +141,20 @@ class _EventStats:
             files["memory"] = _text(self._memory)
         return Directory(_DIRECTORY, files)
 
-    def state(self) -> ProbeState:
-        found = self._registered()
+    def switches(self) -> ProbeState:
+        return self._switches(self._registered())
+
+    def _switches(self, found: list[EventProbe]) -> dict[str, str | int | bool]:
         return {
             "mode": self._mode(found),
             "asked": self._asked(found),
             "enabled": self._is_enabled(found),
+        }
+
+    def state(self) -> ProbeState:
+        found = self._registered()
+        return {
+            **self._switches(found),
             "optimized": self._is_optimized(found),
             "hits": self._hits(),
             "nmissed": self._nmissed(),

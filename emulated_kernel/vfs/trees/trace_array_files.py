@@ -121,10 +121,13 @@ def list_file(lines: WrittenList) -> File:
 
 
 def number_file(
-    value: Callable[[], int], store: Callable[[int], None], moves: Moves = Moves.BY_BYTES
+    value: Callable[[], int],
+    store: Callable[[int], None],
+    moves: Moves = Moves.BY_BYTES,
+    kind: type[AttributeFile] = AttributeFile,
 ) -> File:
     """Return a file that shows a number or a switch. A write passes the number, as kstrtoul() parses it."""
-    return AttributeFile(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)), moves)
+    return kind(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)), moves)
 
 
 def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> File:

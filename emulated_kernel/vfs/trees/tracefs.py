@@ -16,8 +16,16 @@ from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE, ROOT
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File, Moves
-from emulated_kernel.vfs.core.seq_file import AttributeFile, EditedFile, LinesFile, SeqFile, listing, single
-from emulated_kernel.vfs.trees.readme import README
+from emulated_kernel.vfs.core.seq_file import (
+    AttributeFile,
+    EditedFile,
+    LinesFile,
+    SeqFile,
+    UnseekableAttribute,
+    listing,
+    single,
+)
+from emulated_kernel.vfs.trees.readme import readme_text
 from emulated_kernel.vfs.trees.trace_array_files import (
     instances_directory,
     number_file,
@@ -36,9 +44,11 @@ def _top_files(trace: TracingComponents) -> dict[str, Node]:
     functions = trace.functions
     uprobe_events = trace.uprobe_events
     events = arrays.top.events
-    cmdlines = arrays.top.array.system.cmdlines
+    system = arrays.top.array.system
+    cmdlines = system.cmdlines
+    readme = readme_text(system.interface)
     return {
-        "README": AttributeFile(READ_ONLY, show=lambda: README),
+        "README": AttributeFile(READ_ONLY, show=lambda: readme),
         "available_events": SeqFile(
             READ_ONLY, listing(lambda: (f"{event.group}:{event.name}\n" for event in events.switchable()))
         ),
@@ -51,7 +61,7 @@ def _top_files(trace: TracingComponents) -> dict[str, Node]:
         "kprobe_profile": kprobe_profile_file(trace.kprobe_events),
         "printk_formats": SeqFile(READ_ONLY, listing(trace.printk_formats)),
         "saved_cmdlines": SeqFile(READ_ONLY, listing(cmdlines.records)),
-        "saved_cmdlines_size": number_file(lambda: cmdlines.size, cmdlines.resize),
+        "saved_cmdlines_size": number_file(lambda: cmdlines.size, cmdlines.resize, kind=UnseekableAttribute),
         "saved_tgids": SeqFile(READ_ONLY, listing(cmdlines.tgid_records)),
         "synthetic_events": _definitions_file(trace.synthetic_events),
         "uprobe_events": _definitions_file(uprobe_events),

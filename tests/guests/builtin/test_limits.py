@@ -70,6 +70,8 @@ def test_what_is_shown(mount: Mount) -> None:
         "open_files": ["65536", "1"],
         "user_open_files": ["16384", "0"],
         "hist_bytes": [str(512 << 20), "0"],
+        "user_hist_bytes": [str(128 << 20), "0"],
+        "user_record_bytes": [str(128 << 20), "0"],
         "scratch_bytes": ["max", "0"],
         "run_budget_ms": ["200"],
     }
@@ -176,6 +178,66 @@ def test_the_memory_of_records_is_shown_and_fixed(mount: Mount) -> None:
     assert int(shown(mount)["record_bytes"][1]) > before + (1 << 20)
     with refused(errno.EINVAL):
         write(mount, LIMITS, "record_bytes 1000000\n")
+
+
+USERS = [Client(FIRST_PID, uid, 60) for uid in (5, 6)]
+
+
+def write_as(client: Client, mount: Mount, path: str, text: str) -> None:
+    handle = mount.open(client, path, os.O_WRONLY)
+    try:
+        mount.write(client, handle, text.encode(), 0)
+    finally:
+        mount.release(handle)
+
+
+def test_the_memory_of_one_user_s_histograms(mount: Mount) -> None:
+    """Further elements and histograms of that user are refused, and those of others are not."""
+    one, other = USERS
+    names = "abcd"
+    for name in names:
+        write(mount, EVENTS, f"p:{name} int_sqrt a=$arg1\n")
+    triggers = [f"/tracing/events/kprobes/{name}/trigger" for name in names]
+    write_as(one, mount, triggers[0], "hist:keys=a\n")
+    empty = int(shown(mount)["user_hist_bytes"][1])
+    write(mount, LIMITS, f"user_hist_bytes {2 * empty - 1}\n")
+    with refused(errno.ENOMEM):
+        write_as(one, mount, triggers[1], "hist:keys=a\n")
+    for client, trigger in ((other, triggers[2]), (CLIENT, triggers[3])):
+        write_as(client, mount, trigger, "hist:keys=a\n")
+    write(mount, "/machine/call", "".join(f"int_sqrt {number}\n" for number in range(100)))
+    entries = [
+        read(mount, f"/tracing/events/kprobes/{name}/hist").partition("Entries: ")[2] for name in "acd"
+    ]
+    counts = [int(text.split()[0]) for text in entries]
+    assert 0 < counts[0] == counts[1] < counts[2] == 100
+    assert 2 * empty - 1 - empty // 2 < int(shown(mount)["user_hist_bytes"][1]) < 2 * empty
+    for trigger in (triggers[0], triggers[2], triggers[3]):
+        write(mount, trigger, "!hist:keys=a\n")
+    assert (shown(mount)["user_hist_bytes"][1], shown(mount)["hist_bytes"][1]) == ("0", "0")
+
+
+def test_the_record_memory_of_one_user(mount: Mount) -> None:
+    """Instances, sizes and snapshots count for the user who makes them."""
+    one, other = USERS
+    mount.mkdir(one, "/tracing/instances/one", 0o755)
+    each = int(shown(mount)["user_record_bytes"][1])
+    write(mount, LIMITS, f"user_record_bytes {each * 3 // 2}\n")
+    with refused(errno.ENOMEM):
+        mount.mkdir(one, "/tracing/instances/two", 0o755)
+    for client in (other, CLIENT):
+        mount.mkdir(client, f"/tracing/instances/of{client.uid}", 0o755)
+    with refused(errno.ENOMEM):
+        write_as(one, mount, "/tracing/instances/one/snapshot", "1\n")
+    with refused(errno.ENOMEM):
+        write_as(one, mount, "/tracing/instances/one/buffer_size_kb", f"{each // 500}\n")
+    write_as(one, mount, "/tracing/instances/one/buffer_size_kb", "100\n")
+    write_as(one, mount, "/tracing/instances/one/snapshot", "1\n")
+    assert shown(mount)["user_record_bytes"][1] == str(each)
+    mount.rmdir(CLIENT, "/tracing/instances/of6")
+    assert int(shown(mount)["user_record_bytes"][1]) < each
+    mount.rmdir(CLIENT, "/tracing/instances/one")
+    assert shown(mount)["user_record_bytes"][1] == "0"
 
 
 def marks(mount: Mount, numbers: range) -> None:

@@ -191,8 +191,27 @@ def test_instances_and_directories(shell: Files) -> None:
         mount.getattr("/tracing/instances/mine")
     top = {entry.name for entry in mount.readdir("/")}
     assert top >= {"kprobes", "tracing", "scratch", "machine", "kprobe_events", "kprobe_profile"}
-    files = {"dmesg", "kallsyms", "meminfo", "modules", "version"}
+    files = {"dmesg", "kallsyms", "limits", "meminfo", "modules", "version"}
     assert {entry.name for entry in mount.readdir("/machine")} == {".", "..", *files}
+
+
+def test_the_limits_in_force(shell: Files) -> None:
+    """Only those that this mount has, and nobody can set them."""
+    mount = shell.mount
+    before = shell.read("/machine/limits")
+    handle = mount.open(STRANGER, "/machine/version", os.O_RDONLY)
+    after = shell.read("/machine/limits")
+    mount.release(handle)
+    found = [[line.split() for line in text.splitlines()] for text in (before, after)]
+    assert [(name, most) for name, most, _ in found[0]] == [
+        ("open_files", "65536"),
+        ("user_open_files", "16384"),
+    ]
+    assert int(found[1][0][2]) == int(found[0][0][2]) + 1
+    assert (found[0][1][2], found[1][1][2]) == ("0", "1")
+    with pytest.raises(KernelError) as refused:
+        mount.open(SHELL, "/machine/limits", os.O_WRONLY)
+    assert refused.value.errno == errno.EACCES
 
 
 def test_what_the_guest_s_proc_tells(shell: Files) -> None:
@@ -467,3 +486,20 @@ def test_entries_of_a_directory_that_are_none() -> None:
     with pytest.raises(KernelError, match="entries of a directory that are none"):
         list(syscalls._entries(bytes(64), 0))
     assert list(syscalls._entries(bytes(10), 0)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "flags"), [("/scratch/appended", os.O_CREAT), ("/tracing/set_event_pid", 0)]
+)
+def test_a_seek_after_an_appending_write(shell: Files, path: str, flags: int) -> None:
+    """The offset of the next request decides, whatever the end of the file was."""
+    mount = shell.mount
+    if flags:
+        mount.release(mount.create(SHELL, path, 0o600, os.O_WRONLY))
+    handle = mount.open(SHELL, path, os.O_RDWR | os.O_APPEND)
+    text = b"4711\n"
+    assert mount.write(SHELL, handle, text, 0) == len(text)
+    assert mount.read(SHELL, handle, 100, len(text)) == b""
+    assert mount.read(SHELL, handle, 100, 0) == text
+    mount.release(handle)
+    mount.release(mount.open(SHELL, "/tracing/set_event_pid", os.O_WRONLY | os.O_TRUNC))

@@ -40,6 +40,7 @@ class GuestFile(FileDescription):
         """The task that made the last call on the file."""
         self.seekable = seekable
         self.position = 0
+        """Offset that the host passes for an operation that continues at the guest's own file position."""
         self.status = flags & STATUS_FLAGS
         """Status flags of the client's open file; the guest's file gets them before the next call."""
 
@@ -112,11 +113,9 @@ class GuestFile(FileDescription):
                 return syscalls.write(task, self.fd, data, offset if jumped else None)
 
             count = guest.slept(client, task, begin)
-            if appends:
-                # The guest appends at its own end of file; the host's offset may differ from it.
-                self.position = syscalls.fstat(self.fd).size
-            elif not jumped:
-                self.position += count
+            if not jumped:
+                # The host continues here after it has appended, wherever the guest's end of the file is.
+                self.position = offset + count
             return count
 
     def wait(self, timeout: float) -> None:
@@ -220,8 +219,9 @@ class GuestFs(FileSystem):
         assert client is not None
         return Request(self.guest, client)
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
+        del opened
         return self.guest.clients.informed(client)
 
     # Names

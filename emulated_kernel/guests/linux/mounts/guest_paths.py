@@ -10,6 +10,7 @@ LASTING = ("kprobes", "machine", "scratch", "tracing")
 """Directories of the mount's root that exist as long as the mount."""
 MACHINE = "/machine"
 DMESG = "/machine/dmesg"
+LIMITS = "/machine/limits"
 MODULES = "/machine/modules"
 FORWARDED = {f"{MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")}
 """Path of a file of machine/ -> path in the guest's procfs that it shows."""

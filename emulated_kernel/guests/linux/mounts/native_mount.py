@@ -17,6 +17,7 @@ from emulated_kernel.guests.linux.mounts.guest_paths import (
     DMESG,
     FORWARDED,
     LASTING,
+    LIMITS,
     LINKED,
     MACHINE,
     MODULES,
@@ -77,8 +78,8 @@ class ModulesFs(GuestFs):
         return file
 
 
-class _LogFile(FileDescription):
-    """An open file of machine/dmesg, with the kernel log at the time of the open."""
+class _TextFile(FileDescription):
+    """An open file of machine/ with its text at the time of the open."""
 
     __slots__ = ("_text",)
 
@@ -87,10 +88,7 @@ class _LogFile(FileDescription):
         self._text = text
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Read from the open file; see FileDescription.
-
-        The log can be read even if the guest has died. Lock: leaves.
-        """
+        """Read from the open file, even if the guest has died; see FileDescription. Lock: leaves."""
         del client
         return self._text[offset : offset + size]
 
@@ -104,16 +102,25 @@ class _LogFile(FileDescription):
 
 
 class MachineFs(FileSystem):
-    """File system of machine/ with dmesg, the kernel log.
+    """File system of machine/ with dmesg, the kernel log, and limits.
 
     Other files are mounted there from the guest's /proc.
     """
 
     guest: LinuxGuest
 
-    def __init__(self, guest: LinuxGuest) -> None:
+    def __init__(self, guest: LinuxGuest, limits: Limits) -> None:
         super().__init__(guest.lock)
         self.guest = guest
+        self._texts: dict[str, Callable[[], bytes]] = {
+            DMESG: self._log,
+            LIMITS: lambda: "".join(limits.open_file_lines()).encode(),
+        }
+        """Path of a file -> function that returns its text."""
+
+    def _log(self) -> bytes:
+        with self.guest.running:
+            return self.guest.log_text()
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         """Return a file's attributes; see FileSystem. Lock: leaves."""
@@ -121,9 +128,18 @@ class MachineFs(FileSystem):
         owner = self.guest.owner
         if path == MACHINE:
             return Stat(_HOST_INO, stat.S_IFDIR | 0o755, 2, owner.uid, owner.gid)
-        if path == DMESG:
-            return Stat(_HOST_INO + 1, stat.S_IFREG | 0o444, 1, owner.uid, owner.gid)
-        raise KernelError(errno.ENOENT, path)
+        return Stat(self._number(path), stat.S_IFREG | 0o444, 1, owner.uid, owner.gid)
+
+    def _number(self, path: str) -> int:
+        """Return the inode number of a file. Raises: KernelError ENOENT."""
+        if path not in self._texts:
+            raise KernelError(errno.ENOENT, path)
+        return _HOST_INO + 1 + [*self._texts].index(path)
+
+    def is_always_open(self, path: str) -> bool:
+        """Return True, as for all files of machine/; see FileSystem."""
+        del path
+        return True
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """Return the entries of a directory; see FileSystem. Lock: leaves."""
@@ -133,7 +149,7 @@ class MachineFs(FileSystem):
         return [
             DirEntry(".", stat.S_IFDIR, _HOST_INO),
             DirEntry("..", stat.S_IFDIR, _HOST_INO),
-            DirEntry("dmesg", stat.S_IFREG, _HOST_INO + 1),
+            *(DirEntry(each.rpartition("/")[2], stat.S_IFREG, self._number(each)) for each in self._texts),
         ]
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
@@ -142,9 +158,7 @@ class MachineFs(FileSystem):
         self.getattr(path)
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise KernelError(errno.EACCES, path)
-        with self.guest.running:
-            text = self.guest.log_text()
-        file = _LogFile(self, path, flags, text)
+        file = _TextFile(self, path, flags, self._texts[path]())
         self.opened[file] = None
         return file
 
@@ -178,6 +192,7 @@ def native_mount(
     }
     files = GuestFs(guest, paths)
     table: dict[str, FileSystem] = dict.fromkeys(paths, files)
-    table[MACHINE] = MachineFs(guest)
+    limits = Limits()
+    table[MACHINE] = MachineFs(guest, limits)
     table[MODULES] = ModulesFs(guest, paths)
-    return Mount(table, limits=Limits(), lasting=LASTING)
+    return Mount(table, limits=limits, lasting=LASTING)

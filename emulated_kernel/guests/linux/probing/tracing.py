@@ -10,6 +10,7 @@ from struct import Struct
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
+from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNKS
 from emulated_kernel.guests.linux.probing.kernel_calls import CALLS
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
@@ -38,23 +39,31 @@ def linux_tracing(
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
     limits: Limits,
+    guest: RunningLinux,
 ) -> tuple[TracingComponents, KernelTracepoints]:
     """Build tracing and the tracepoints of a distribution's kernel.
 
     `live`: the kernel, with its text in memory. `printk`: writes a line to a log of the host. `call`: see
-    KernelTracepoints.__init__.
+    KernelTracepoints.__init__. `guest`: the running kernel, which has its flags of tasks.
     """
     kernel = live.core
     kprobes = engine.kprobes
     tasks = Tasks(machine, abi)
-    context = LinuxContext(kprobes.hits.ctlblk, machine, abi, arch, preemption=kprobes.profile.preemption)
+    context = LinuxContext(
+        kprobes.hits.ctlblk,
+        machine,
+        abi,
+        arch,
+        preemption=kprobes.profile.preemption,
+        need_resched=guest.need_resched,
+    )
     points = KernelTracepoints(
         machine,
         kernel,
         arch,
         kprobes.poker,
         ProbeHit(machine.memory, tasks, context.trace_ctx),
-        SyscallWork(kernel, machine.memory, task_structs),
+        SyscallWork(kernel, machine.memory, task_structs, guest.syscall_trace),
         call,
     )
     traced = TracedKernel(
@@ -74,10 +83,11 @@ def linux_tracing(
         syscall_name=lambda number: _syscall_names(kernel).get(number),
         # Without the functions that ran at boot, whose text has been freed.
         fentry=kernel.mcount.between(*kernel.text),
-        resched=linux_need_resched(kernel),
+        resched=linux_need_resched(kernel, guest.need_resched),
         limits=limits,
         log=printk,
         release=kernel.release,
+        types=lambda: kernel.btf,
         printk_formats=partial(printk_formats, kernel),
         marker_ip=_marker_ip(kernel),
         other_tracers=other_tracers(kernel, machine.memory, TRACERS),
