@@ -131,14 +131,14 @@ class OfflineEngine:
         judge = kernel.whole.judge
         kprobes = OfflineKprobes(judge)
         symbols = KernelSymbols(judge.subject.tables.kallsyms, None, None, tuple)
-        # Only hits use the context, and nothing is hit.
+        # Only hits use the context, and only fprobe events use fprobes; there are neither.
         hit = ProbeHit(cast("Any", None), cast("Any", None), cast("Any", None))
         engine = ProbeEngine(
             judge.arch,
             symbols,
             kprobes,
             OfflineKretprobes(judge, kprobes),
-            None,
+            cast("Any", None),
             hit,
             None,
             judge.profile.jprobes,

@@ -23,6 +23,7 @@ from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe
 from emulated_kernel.trace.text.chars import ALNUM
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
+from emulated_kernel.util.errors import KernelError
 
 FPROBE_EVENT_SYSTEM = "fprobes"
 _RETURN_VALUE = re.compile(rf"\$retval(?![_{ALNUM}])")
@@ -36,7 +37,7 @@ class TraceFprobe(TraceKprobe):
     Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.12).
     """
 
-    __slots__ = ("_fprobe", "_fprobes", "_is_hooked", "_missed_before", "_stays")
+    __slots__ = ("_fprobe", "_is_hooked", "_missed_before", "_stays")
 
     def __init__(self, kind: FprobeEvents, definition: ProbeDefinition, engine: ProbeEngine) -> None:
         super().__init__(kind, definition, engine)
@@ -52,55 +53,62 @@ class TraceFprobe(TraceKprobe):
             nr_maxactive=self.maxactive,
             entry_data_size=len(self.captured) * engine.arch.word_size,
         )
-        assert engine.fprobes is not None, "there are fprobe events only with a registry of fprobes"
-        self._fprobes = engine.fprobes
         self._stays = InterfaceRule.FPROBES_STAY in kind.interface
         self._is_hooked = False
         self._missed_before = 0
         """Number of missed hits before the last registration of the fprobe."""
 
     def register(self) -> None:
-        """Look up the arguments' symbols and the functions, and register the fprobe if the kernel does so.
+        """Look up the functions, and register the fprobe if the kernel does so now.
 
-        Raises: KernelError EINVAL (no function can be traced), ENOENT (no symbol of an argument).
+        Raises: KernelError EINVAL or ENOENT (no function can be traced), ENOENT (no symbol of an argument).
         Mirrors: kernel/trace/trace_fprobe.c:__register_trace_fprobe (v6.12).
         """
-        engine = self.engine
-        args = tuple(resolve_symbol(arg, engine.symbols, engine.arch.bits) for arg in self.args)
-        self.args = self.args if args == self.args else args
-        self.address = self._fprobes.matching(self._fprobe)[0]
+        try:
+            self.address = self.engine.fprobes.matching(self._fprobe)[0]
+        except KernelError as failure:
+            if InterfaceRule.FPROBE_EINVAL not in self.kind.interface:
+                raise
+            raise KernelError(errno.ENOENT, str(failure.strerror)) from None
         if self._stays:
             self._fprobe.is_disabled = not self.event.is_enabled
             self._attach()
         elif self.event.is_enabled:
             self._attach()
 
+    def awaits_module(self) -> bool:
+        """Return False, because an fprobe's functions must exist when it is defined."""
+        return False
+
     def _attach(self) -> None:
+        engine = self.engine
+        args = tuple(resolve_symbol(arg, engine.symbols, engine.arch.bits) for arg in self.args)
+        self.args = self.args if args == self.args else args
         self._missed_before += self._fprobe.nmissed
-        self._fprobes.register_fprobe(self._fprobe)
+        self.engine.fprobes.register_fprobe(self._fprobe)
         self._is_hooked = True
 
     def _unhook(self) -> None:
         if self._is_hooked:
-            self._fprobes.unregister_fprobe(self._fprobe)
+            self.engine.fprobes.unregister_fprobe(self._fprobe)
             self._is_hooked = False
 
     def enable(self) -> None:
-        """Register or enable the fprobe. Raises: KernelError, as register_fprobe()."""
+        """Register or enable the fprobe. Raises: KernelError ENOENT, errors of register_fprobe()."""
         if self._stays and self._is_hooked:
-            self._fprobes.enable_fprobe(self._fprobe)
+            self.engine.fprobes.enable_fprobe(self._fprobe)
         elif self.address and not self._is_hooked:
             self._attach()
 
     def disable(self) -> None:
         if self._stays and self._is_hooked:
-            self._fprobes.disable_fprobe(self._fprobe)
+            self.engine.fprobes.disable_fprobe(self._fprobe)
         else:
             self._unhook()
 
     def handler_changed(self) -> None:
         if self.address:
-            self._fprobes.handler_changed(self._fprobe)
+            self.engine.fprobes.handler_changed(self._fprobe)
 
     @property
     def nmissed(self) -> int:
@@ -195,6 +203,11 @@ class FprobeEvents(KprobeEvents):
         event = event or default_name(f"{symbol}__{'exit' if is_return else 'entry'}")
         place = ProbePoint(symbol, 0, None, is_return)
         return ProbeDefinition(group, event, place, None, maxactive, args, tuple(context.captured))
+
+    def _refusal(self, failure: KernelError) -> KernelError:
+        if InterfaceRule.FPROBE_EINVAL in self.interface:
+            return KernelError(errno.EINVAL, str(failure.strerror))
+        return failure
 
     def _maxactive(self, head: str, log: TraceProbeLog) -> int:
         """Return maxactive, or 0 if the command has none. Raises: KernelError EINVAL (logged)."""
