@@ -196,7 +196,7 @@ def _types(
         return
     known = {"$retval": prototype.result} if probe.place.is_return else {}
     if not probe.place.is_return:
-        for argument, own in zip(explained.arguments, prototype.parameters, strict=True):
+        for argument, own in zip(explained.arguments, prototype.parameters, strict=False):
             known |= dict.fromkeys(argument.places, own)
     for number, arg in enumerate(probe.args):
         found = _EXPRESSION.fullmatch(arg.expression)
