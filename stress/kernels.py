@@ -46,8 +46,12 @@ MODULES = ("dummy", "nls_cp437", "nls_utf8")
 REQUESTS = 400
 """Maximum number of requests until a probe must have become a jump."""
 TROUBLE = re.compile(r"\b(?:BUG|Oops|WARNING|Call Trace|general protection fault)\b")
-HEAD = "| kernel | way of probing | checks | failed | first boot | start |"
-RULE = "| --- | --- | --- | --- | --- | --- |"
+HEAD = "| kernel | way of probing | checks | failed | not possible | first boot | start |"
+RULE = "| --- | --- | --- | --- | --- | --- | --- |"
+
+
+class NotBuilt(Exception):
+    """Raised by a check of something that the kernel was built without, or that is not on this machine."""
 
 
 class CheckFailed(Exception):
@@ -268,13 +272,17 @@ def graph(checked: Checked) -> None:
 
 def _load_module(checked: Checked) -> str:
     error = KernelError(ENOENT)
+    missing: list[bool] = []
     for name in MODULES:
         try:
             checked.write("/machine/modules", f"load {name}")
         except KernelError as why:
             error = why
+            missing.append(why.errno == ENOENT)
         else:
             return name
+    if all(missing):
+        raise NotBuilt
     raise CheckFailed(f"no module could be loaded: {error}")
 
 
@@ -297,6 +305,8 @@ def module_probed(checked: Checked) -> None:
                 raise CheckFailed(f"{function} is not listed")
             checked.define()
             return
+    if not functions:
+        raise NotBuilt
     raise CheckFailed(f"no function of the module can be probed: {functions}")
 
 
@@ -313,6 +323,8 @@ def module_goes(checked: Checked) -> None:
 def histogram(checked: Checked) -> None:
     """Check that a hist trigger counts the hits."""
     checked.define("p:kprobes/h do_sys_openat2")
+    if "hist" not in {entry.name for entry in checked.mount.readdir(f"{EVENTS}/kprobes/h")}:
+        raise NotBuilt
     checked.write(f"{EVENTS}/kprobes/h/trigger", "hist:keys=common_pid")
     checked.work()
     text = checked.read(f"{EVENTS}/kprobes/h/hist")
@@ -386,13 +398,16 @@ class Result:
     boot: float
     start: float
     failed: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    """Checks of what the kernel was built without, or of modules that are not on this machine."""
 
     def row(self) -> str:
         """Return the row of the table."""
-        passed = self.count - len(self.failed)
+        possible = self.count - len(self.missing)
+        passed = possible - len(self.failed)
         return (
-            f"| {self.release} | `{self.engine}` | {passed} of {self.count} | {', '.join(self.failed)} "
-            f"| {self.boot:.1f} s | {self.start:.2f} s |"
+            f"| {self.release} | `{self.engine}` | {passed} of {possible} | {', '.join(self.failed)} "
+            f"| {', '.join(self.missing)} | {self.boot:.1f} s | {self.start:.2f} s |"
         )
 
 
@@ -412,6 +427,8 @@ def check(image: Path, engine: str, boot: float) -> Result:
     for each in checks:
         try:
             each(checked)
+        except NotBuilt:
+            result.missing.append(each.__name__)
         except (CheckFailed, KernelError) as error:
             result.failed[each.__name__] = str(error)
     mount.close()

@@ -385,7 +385,14 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--image",
         metavar="FILE",
-        help="kernel to run: an image, a distribution's vmlinuz or .deb, or host (default: built in)",
+        help="kernel to run: an image, a distribution's vmlinuz or package, or host (default: built in)",
+    )
+    group.add_argument(
+        "--modules",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="package or directory with more modules of the distribution's kernel; can be repeated",
     )
     group.add_argument(
         "--vmcore",
@@ -439,9 +446,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile",
         choices=PROFILES,
-        default=PROFILES[0],
         metavar="NAME",
-        help="kprobes feature set to emulate: %(choices)s (default: %(default)s)",
+        help=f"kprobes feature set to emulate: %(choices)s (default: {PROFILES[0]}, or with a distribution's "
+        "kernel that of its version)",
     )
     group.add_argument(
         "--return-hook",

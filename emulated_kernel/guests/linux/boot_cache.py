@@ -12,9 +12,9 @@ from pathlib import Path
 
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
-from emulated_kernel.guests.linux.guest.need_resched import find_need_resched
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
+from emulated_kernel.guests.linux.guest.thread_flags import with_thread_flags
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, kernel_offsets
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
@@ -24,7 +24,6 @@ from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import replace
 
 _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc", PROC))
 log = logging.getLogger("kprobefs.linux")
@@ -127,7 +126,7 @@ def _booted(
         machine.watch_text(facts.symbols["do_sync_core"])
         load(machine, kernel.vmlinux)
         boot(machine, kernel, progress)
-        facts = replace(facts, need_resched=find_need_resched(machine, facts))
+        facts = with_thread_flags(machine, facts)
         _prepare(LinuxTasks(machine, facts))
     except GuestFault as fault:
         machine.close()

@@ -23,6 +23,13 @@ _SYMBOLS = (
     "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "page_offset_base", RESCHEDULE,
     "wake_up_new_task", "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
 )  # fmt: skip
+SYSCALL_WORK = "task_struct.thread_info.syscall_work"
+"""Path of the flags of system calls since v5.11; before, they are in thread_info.flags."""
+TRACE_SYSCALLS = "syscall_regfunc", "syscall_unregfunc"
+"""Symbols of the functions that set and clear the flag of traced system calls in all tasks.
+
+They are wanted only of kernels without SYSCALL_WORK.
+"""
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
 """Symbols of switches. If one is set, a free page must keep the pattern that was written at its free."""
@@ -113,6 +120,8 @@ class KernelOffsets:
     """Flags in d_flags of dentries that only the kernel can look up."""
     need_resched: int = 0
     """Bit of TIF_NEED_RESCHED in thread_info.flags, which only the booted kernel tells; 0 before the boot."""
+    syscall_trace: int = 0
+    """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
 
 
 def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
@@ -132,6 +141,9 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
         offsets[STATE[0]] = kernel.btf.offset(STATE[0] if kernel.btf.has(STATE[0]) else STATE[1])
         offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf) | _of_timers(kernel.btf)
         per_cpu = _per_cpu_offsets(kernel)
+        if not kernel.btf.has(SYSCALL_WORK):
+            found = {name: kernel.kallsyms.lookup_name(name) for name in TRACE_SYSCALLS}
+            symbols |= {name: address for name, address in found.items() if address is not None}
     except KernelError as error:
         if error.errno != ENOENT:
             raise

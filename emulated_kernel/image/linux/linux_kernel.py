@@ -206,6 +206,11 @@ class LinuxKernel:
             raise unusable(f"its symbols lack {name}")
         return address
 
+    @property
+    def is_preemptible(self) -> bool:
+        """Whether preempt_disable() counts: the kernel was built with CONFIG_PREEMPTION."""
+        return self.kallsyms.lookup_name("preempt_schedule") is not None
+
     def per_cpu(self, name: str) -> int | None:
         """Return the per-CPU offset of a variable, or None.
 

@@ -13,7 +13,8 @@ from time import monotonic
 
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux.compression import unpack
-from emulated_kernel.image.linux.deb import AR_MAGIC, PackageTar
+from emulated_kernel.image.linux.deb import PackageTar
+from emulated_kernel.image.linux.packages import MAGIC_SIZE, is_package, open_package
 from emulated_kernel.image.linux.unusable import read_as, unusable
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
@@ -28,6 +29,8 @@ _ELF = b"\x7fELF"
 _FILE = re.compile(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 _MODULE_PACKAGES = "linux-modules-", "linux-modules-extra-"
 """Beginnings of the names of packages with modules, to which the kernel's release is added."""
+_PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-modules*-{}.rpm"
+"""Patterns of the files of these packages, for the kernel's release."""
 
 
 class ModuleFiles:
@@ -94,14 +97,14 @@ class ModuleFiles:
         """Return the packages next to the kernel's file that have modules of its release."""
         return sorted(
             path
-            for name in _MODULE_PACKAGES
-            for path in self._image.parent.glob(f"{escape(name + self._release)}_*.deb")
+            for pattern in _PACKAGES
+            for path in self._image.parent.glob(pattern.format(escape(self._release)))
         )
 
     def _missing(self, name: str) -> str:
         """Return what is wrong if no source has a module, and where more modules may be."""
         packages = " or ".join(each + self._release for each in _MODULE_PACKAGES)
-        return f"no module {name} comes with this kernel; put {packages} next to it"
+        return f"no module {name} comes with this kernel; put {packages} next to it, or give --modules"
 
 
 class _Directory:
@@ -151,7 +154,7 @@ class _Package:
         Raises: OSError, UnusableFile.
         """
         with self._lock, open_regular(self._path) as file, read_as(f"package ({self._path.name})"):
-            self._is_package = file.read(len(AR_MAGIC)) == AR_MAGIC
+            self._is_package = is_package(file.read(MAGIC_SIZE))
             if not self._is_package:
                 return None
             found_as = identity(file.fileno())
@@ -159,7 +162,7 @@ class _Package:
                 self._forget(found_as)
             found = {name: self._kept[name] for name in names if name in self._kept}
             if len(found) < len(names):
-                found |= self._unpack(PackageTar(file), names - found.keys())
+                found |= self._unpack(open_package(file), names - found.keys())
             self._keep(found)
             return found
 

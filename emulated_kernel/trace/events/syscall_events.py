@@ -21,13 +21,15 @@ class SyscallTracepoint:
     Mirrors: kernel/trace/trace_syscalls.c:ftrace_syscall_enter, ftrace_syscall_exit (v6.1).
     """
 
-    def __init__(self, raw: Tracepoint, word_size: int) -> None:
+    def __init__(self, raw: Tracepoint, word_size: int, start: int = 0, preempt_count: int = 1) -> None:
         """Create the dispatcher for entries or exits.
 
-        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. Its records begin with the number of
-        the system call.
+        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. At `start` in its records is the number
+        of the system call. `preempt_count` is what the tracepoint adds to the count of the records' context.
         """
         self._raw = raw
+        self._start = start
+        self._preempt_count = preempt_count
         self.word_size = word_size
         self._events: dict[int, SyscallEvent] = {}
 
@@ -44,13 +46,14 @@ class SyscallTracepoint:
             self._raw.unsubscribe(self._record)
 
     def _record(self, raw: bytes, hit: ProbeHit) -> None:
+        raw = raw[self._start :]
         number = int.from_bytes(raw[: self.word_size], "little", signed=True)
         event = self._events.get(number)
         if event is None:
             return
         payload = raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :])
         # Linux: the tracepoint's own preempt_disable_notrace() is counted here; other events subtract it.
-        with within_another(hit, preempt_count=1):
+        with within_another(hit, preempt_count=self._preempt_count):
             event.record(payload, hit)
 
 

@@ -87,6 +87,22 @@ def test_what_is_no_kernel(
     assert said.startswith(f"kprobefs: {tmp_path}/image: ")
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--modules", "/"), "--modules: no distribution's kernel given; add --image"),
+        (("--image", "here", "--modules", "/not/there"), "--modules: /not/there: No such file"),
+    ],
+)
+def test_modules_of_no_kernel(
+    options: tuple[str, ...], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mount", *options, str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert why in err
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a kernel is taken for a whole one, and a boot may not take long."""

@@ -350,22 +350,47 @@ def _varint(value: int) -> bytes:
 PACKERS = ("gzip", "bzip2", "xz", "lzma", "zstd", "lz4")
 
 
-def deb(files: dict[str, bytes], packed_by: str | None = "xz", block: int = 0) -> bytes:
-    """A Debian package with these files; `block`: bytes of each of its xz stream's blocks."""
-    tar = io.BytesIO()
-    with tarfile.open(fileobj=tar, mode="w", format=tarfile.GNU_FORMAT) as archive:
+def tar(files: dict[str, bytes]) -> bytes:
+    """A tar archive with these files."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name, data in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
+    return made.getvalue()
+
+
+def rpm(files: dict[str, bytes], packed_by: str = "zstd") -> bytes:
+    """An RPM package with these files: a lead, a signature, a header and a cpio archive."""
+    archive = b""
+    for name, data in (*files.items(), ("TRAILER!!!", b"")):
+        mode = 0o100644 if data else 0
+        numbers = (1, mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(name) + 1, 0)
+        archive += b"070701" + b"".join(b"%08x" % number for number in numbers) + name.encode() + b"\0"
+        archive += bytes(-len(archive) % 4) + data
+        archive += bytes(-len(archive) % 4)
+    signature = struct.pack(">4s4xII", b"\x8e\xad\xe8\x01", 1, 5) + bytes(16 + 5)
+    header = struct.pack(">4s4xII", b"\x8e\xad\xe8\x01", 2, 9) + bytes(32 + 9)
+    lead = b"\xed\xab\xee\xdb\x03\0".ljust(96, b"\0")
+    return lead + signature + bytes(-len(signature) % 8) + header + packed(archive, packed_by)
+
+
+def deb(files: dict[str, bytes], packed_by: str | None = "xz", block: int = 0, depends: str = "") -> bytes:
+    """A Debian package with these files; `block`: bytes of each of its xz stream's blocks."""
     suffix = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "lzma": ".lzma", "zstd": ".zst", None: ""}[
         packed_by
     ]
     if block:
-        data = xz_blocks(tar.getvalue(), block)
+        data = xz_blocks(tar(files), block)
     else:
-        data = packed(tar.getvalue(), packed_by) if packed_by else tar.getvalue()
-    members = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", f"data.tar{suffix}": data}
+        data = packed(tar(files), packed_by) if packed_by else tar(files)
+    control = packed(tar({"./control": f"Package: made\nDepends: {depends}\n".encode()}), "xz")
+    members = {
+        "debian-binary": b"2.0\n",
+        "control.tar.xz": control if depends else b"odd",
+        f"data.tar{suffix}": data,
+    }
     return b"!<arch>\n" + b"".join(_ar_member(name, content) for name, content in members.items())
 
 

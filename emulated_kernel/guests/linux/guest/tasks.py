@@ -45,6 +45,7 @@ class LinuxTasks(RunningLinux):
         self.per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
         self.current_cell = self.per_cpu + facts.per_cpu[CURRENT_TASK]
         self.need_resched = facts.need_resched
+        self.syscall_trace = facts.syscall_trace
         table = TaskTable(machine.memory, structs, self.current_cell, self.per_cpu + facts.per_cpu[STACK_TOP])
         self.table = table
         self.init = table.adopt(table.running())

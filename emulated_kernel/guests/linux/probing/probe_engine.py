@@ -6,6 +6,7 @@ import errno
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 
 from emulated_kernel.arch.x86.arch import X86_64
@@ -54,8 +55,13 @@ class KernelEngine:
         lock: ControlLock | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Build the engine over `kernel`, which has the text in memory; blacklist TAKEN_OVER."""
+        """Build the engine over `kernel`, which has the text in memory; blacklist TAKEN_OVER.
+
+        Over a kernel without preemption, the rules of `profile` for such kernels apply.
+        """
         kernel.forbid(TAKEN_OVER)
+        if not kernel.is_preemptible:
+            profile = replace(profile, preemption=False)
         self.guest = guest
         self.lock = lock or ControlLock()
         self.limits = limits or Limits()
@@ -131,7 +137,7 @@ class KernelEngine:
             self._stacks.task_structs,
             self._caller(),
             self.limits,
-            self.guest.need_resched,
+            self.guest,
         )
 
     def _add_module_events(

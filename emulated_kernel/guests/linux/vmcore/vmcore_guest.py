@@ -17,8 +17,8 @@ from typing import IO, TypeVar
 
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
-from emulated_kernel.guests.linux.guest.need_resched import single_flag
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
+from emulated_kernel.guests.linux.guest.thread_flags import single_flag
 from emulated_kernel.guests.linux.kernel_offsets import (
     CURRENT_TASK,
     RESCHEDULE,
