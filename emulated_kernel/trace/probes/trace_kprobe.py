@@ -15,10 +15,11 @@ from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, HitCounter
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
 from emulated_kernel.trace.context.probe_hit import ProbeHit
-from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, argument_insn, no_types
+from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, argument_insn, no_types, sight_of
 from emulated_kernel.trace.fetch.memory import FetchEnvironment
 from emulated_kernel.trace.fetch.store_args import store
 from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbol
@@ -72,7 +73,7 @@ class ProbeEngine:
 
 
 @dataclass(eq=False, slots=True)
-class EventKprobe(Kprobe):
+class EventKprobe(Kprobe, LimitedSight):
     """The kprobe that a TraceKprobe, `user`, registers with the probe engine."""
 
     user: TraceKprobe = field(kw_only=True)
@@ -80,6 +81,14 @@ class EventKprobe(Kprobe):
     @property
     def maxactive(self) -> int:
         return 0
+
+    @property
+    def sight(self) -> Sight:
+        # A trigger can be an event probe, which follows the fields of the record.
+        user = self.user
+        return (
+            Sight.MEMORY if user.event.needs_entry else max(map(sight_of, user.args), default=Sight.NOTHING)
+        )
 
 
 EventProbe = EventKprobe | Kretprobe
