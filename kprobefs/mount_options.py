@@ -31,7 +31,7 @@ ARCHITECTURES = tuple(config.ARCHITECTURES)
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
-"""Profiles for probing a distribution's kernel with kprobefs's own engine."""
+"""Profiles that a distribution's kernel can have in place of the one that follows its version."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
 SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
 
@@ -61,6 +61,8 @@ class MountOptions:
     """Paths of packages and directories with more modules of the distribution's kernel."""
     vmcore: str | None = None
     """Path of the ELF vmcore whose kernel is mounted, or None."""
+    follows_version: bool = False
+    """Whether a distribution's kernel has the interface of its own version instead of that of the profile."""
 
     @property
     def source(self) -> str:
@@ -75,7 +77,10 @@ class MountOptions:
     @property
     def profile_name(self) -> str:
         """Name of the profile, or `kernel` if the mounted kernel's own kprobes are used, for `status`."""
-        return KERNEL_KPROBES if self.kprobes == KERNEL_KPROBES else self.machine.profile
+        if self.kprobes == KERNEL_KPROBES:
+            return KERNEL_KPROBES
+        is_builtin = self.vmcore is None and self.machine.image is None
+        return self.machine.profile if is_builtin or not self.follows_version else "that of the kernel"
 
 
 Builder = Callable[[MountOptions], "Mount"]

@@ -23,6 +23,7 @@ from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
 from emulated_kernel.trace.fetch.fetchargs import no_types
+from emulated_kernel.trace.filter.words import FilterWords
 from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.interface import Interface, InterfaceRule, interface_named
@@ -118,7 +119,9 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched
     )
     graph, profiler = _build_graphs(kernel, engine, arrays, functions, addresses)
-    commands = EventCommands(registry, arrays.top.errors, kernel.log, kernel.limits, interface)
+    commands = EventCommands(
+        registry, arrays.top.errors, kernel.log, kernel.limits, interface, system.filter_words
+    )
     probes = _build_probes(kernel, engine, arch, addresses)
     kprobe_events = KprobeEvents(probes, commands)
     fprobe_events = FprobeEvents(probes, commands) if InterfaceRule.FPROBE_EVENTS in interface else None
@@ -189,8 +192,23 @@ def _build_services(
         clocks=ClockSource(machine.clock),
         tracer_options=TracerOptions(kernel.other_tracers),
         interface=interface,
+        filter_words=_filter_words(kernel, arch, interface),
         release=kernel.release or interface.release,
     )
+
+
+def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface) -> FilterWords:
+    """Return the words of event filters, with the kernel's functions and CPUs."""
+    symbols = kernel.symbols
+
+    def find(place: str | int) -> range | None:
+        address = symbols.lookup_name(place) if isinstance(place, str) else place
+        found = symbols.lookup(address) if address else None
+        if found is None:
+            return None
+        return range(found.symbol.address, found.symbol.address + found.symbol.size)
+
+    return FilterWords(interface, len(kernel.machine.per_cpu_bases), arch.word_size, find)
 
 
 def _build_functions(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> KernelFunctions:
@@ -206,7 +224,7 @@ def _build_arrays(
     """Build the collection of trace arrays, with only the top trace array."""
     lock = engine.kprobes.lock
     memory = MemoryBudget(kernel.limits, Limit.HIST_BYTES, Limit.USER_HIST_BYTES, lambda: lock.user)
-    hists = HistCommand(HistServices(system.events, kernel.syscall_name, memory))
+    hists = HistCommand(HistServices(system.events, kernel.syscall_name, memory, system.interface))
     now_ns = kernel.machine.clock.now_ns
     return TraceArrays(system, hists, functions, now_ns, lock, kernel.limits)
 

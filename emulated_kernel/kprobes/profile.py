@@ -90,6 +90,8 @@ class Profile:
 
 
 DEFAULT = "linux-6.1"
+KERNEL_INTERFACE = "kernel"
+"""Name of the interface that a distribution's kernel has by what it says of itself."""
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
 """Names of policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
 _OLD: dict[str, Any] = {

@@ -13,6 +13,8 @@ from emulated_kernel.util.linux_rule import LinuxRule
 
 _PROBE = "kernel/trace/trace_probe.c"
 _KPROBE = "kernel/trace/trace_kprobe.c"
+_HIST = "kernel/trace/trace_events_hist.c"
+_FILTER = "kernel/trace/trace_events_filter.c"
 
 
 class InterfaceRule(LinuxRule):
@@ -92,6 +94,33 @@ class InterfaceRule(LinuxRule):
         f"{_KPROBE}:trace_kprobe_create",
         "Maxactive is only for function exit",
     )
+    FILTER_FUNCTIONS = (
+        "6.12",
+        "filters compare `FIELD.function` with a function's name or an address in it",
+        f"{_FILTER}:parse_pred",
+    )
+    FILTER_CPUS = (
+        "6.12",
+        "filters compare sets of CPUs, numbers and `CPU` with `CPUS{LIST}`",
+        f"{_FILTER}:parse_pred",
+    )
+    TRIGGER_FILTER_LOGGED = (
+        "6.12",
+        "a wrong filter of a trigger is in error_log",
+        "kernel/trace/trace_events_trigger.c:set_trigger_filter",
+    )
+    HIST_NOHITCOUNT = (
+        "6.12",
+        "histograms with `nohitcount` or `NOHC` do not show the number of hits",
+        f"{_HIST}:parse_hist_trigger_attrs",
+        "[:nohitcount]",
+    )
+    HIST_COMMON_STACKTRACE = (
+        "6.12",
+        "a key that is a call chain is named `common_stacktrace`; `stacktrace` means the same",
+        f"{_HIST}:event_hist_trigger_print",
+        "common_stacktrace",
+    )
     FPROBE_EVENTS = (
         "6.12",
         "dynamic_events takes `f` lines: events at entries and returns of functions",
@@ -104,6 +133,11 @@ class InterfaceRule(LinuxRule):
         "kernel/trace/trace_fprobe.c:__register_trace_fprobe",
         "",
         "7.2",
+    )
+    FPROBE_EINVAL = (
+        "7.2",
+        "an `f` line fails with EINVAL if its probe cannot be registered, and an unknown symbol is named so",
+        "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
     )
     FPROBE_WITHOUT_MAXACTIVE = (
         "7.2",

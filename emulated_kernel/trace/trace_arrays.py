@@ -82,8 +82,8 @@ class TraceArrays(TaskObserver):
             array,
             # Linux: enabling an event in any trace array expands only the top array's buffers.
             ArrayEvents(registry, array, (top or array).expand),
-            EventFilters(array, errors),
-            EventTriggers(array, registry, errors, system.symbols, commands),
+            EventFilters(array, errors, system.filter_words),
+            EventTriggers(array, registry, errors, system.symbols, commands, system.filter_words),
             errors,
             functions,
         )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from typing import Self
+
+_OLDEST = "5.10"
+"""Version of a kernel whose release has no number."""
 
 
 class LinuxRule(Enum):
@@ -41,6 +45,12 @@ class LinuxRule(Enum):
 
     def _is_in(self, number: tuple[int, ...]) -> bool:
         return _number(self.since) <= number and (not self.until or number < _number(self.until))
+
+
+def series_of(release: str) -> str:
+    """Return the version in a release: `6.12` for `6.12.117+deb13-cloud-amd64`."""
+    found = re.match(r"\d+\.\d+", release)
+    return found[0] if found else _OLDEST
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -474,7 +474,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     from pathlib import Path
 
     from emulated_kernel.util.config import DEFAULT_SEED, HOST, MachineConfig
-    from kprobefs.mount_options import MountOptions, check_kprobes, parsed_limits
+    from kprobefs.mount_options import PROFILES, MountOptions, check_kprobes, parsed_limits
 
     image = None
     if parsed.image is not None:
@@ -486,7 +486,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         clock=parsed.clock,
         pauses=not parsed.isolate,
         seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
-        profile=parsed.profile,
+        profile=parsed.profile or PROFILES[0],
         image=image,
         return_hook=parsed.return_hook,
         save_regs=parsed.save_regs,
@@ -503,6 +503,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         kprobes=parsed.kprobes,
         modules=tuple(os.path.abspath(path) for path in parsed.modules),
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
+        follows_version=parsed.profile is None,
     )
     check_kprobes(options, is_limited=bool(parsed.limit))
     return options

@@ -446,9 +446,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile",
         choices=PROFILES,
-        default=PROFILES[0],
         metavar="NAME",
-        help="kprobes feature set to emulate: %(choices)s (default: %(default)s)",
+        help=f"kprobes feature set to emulate: %(choices)s (default: {PROFILES[0]}, or with a distribution's "
+        "kernel that of its version)",
     )
     group.add_argument(
         "--return-hook",

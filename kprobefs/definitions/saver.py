@@ -69,9 +69,11 @@ def saved_in_steps(files: Files, probes: Iterable[ProbeState] | None = None) -> 
     yield from _switched_off(files, OPTIMIZATION)
     yield from arrays[""].lines("dynamic_events")
     for prefix, array in arrays.items():
+        yield PAUSE
         yield from (line and f"{prefix}{line}" for line in array.settings())
     yield from _options_of_tracers(files, tracefs)
     for prefix, array in arrays.items():
+        yield PAUSE
         yield from (f"{prefix}{line}" for line in array.switches())
     yield from _single_probes(files, arrays.values(), probes)
     for value in _content(files, STACK_TRACER):

@@ -30,12 +30,13 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.guests.linux.probing.told_interface import profile_of, told_interface
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.kprobes.profile import DEFAULT, profile_named
+from emulated_kernel.kprobes.profile import DEFAULT, KERNEL_INTERFACE, profile_named
 from emulated_kernel.trace.interface import LINUX_6_1, Interface, InterfaceRule, interface_named
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -122,6 +123,39 @@ FPROBE_PLACES = ("vfs_read", "vfs_write", "vfs_read%return", "vfs_write%return")
     "vfs_read+0", "no_such_function", "vfs_read%nothing", "nothing:at_all", "0xffffffff81000000",
 )  # fmt: skip
 
+FILTERED = ("sched/sched_switch", "kmem/kfree", "ipi/ipi_send_cpumask", "irq/softirq_entry")
+"""Events with strings, addresses and sets of CPUs."""
+FIELDS = (
+    "prev_pid", "prev_comm", "call_site", "ptr", "cpumask", "callsite", "vec", "CPU", "common_pid", "comm",
+    "nothing", "call_site.function", "ptr.function", "prev_pid.function", "CPU.function", "callsite.function",
+    "comm.ustring", "vec.function", *("call_site.function", "CPU", "vec", "cpumask") * 3,
+)  # fmt: skip
+OPERATORS = ("==", "!=", "&") * 4 + (">", "~", " == ", "= ", "")
+VALUES = (
+    "0", "1", "-1", "0x10", '"sh"', "'s*'", "vfs_read", "no_such_function", "0xffffffff81200000", "12x",
+    "CPUS{0}", "CPUS{0-1}", "CPUS{}", "CPUS{0", "CPUS 0}", "CPUS{all}", "CPUS{N}", "CPUS{0-0:1/2}", "CPUS{x}",
+    "CPUS{3}", "CPUS{ 0 }", "CPUS{0,}", *("CPUS{0}", "1", "vfs_read", "0xffffffff81200000") * 3, "CPU",
+    "x" * 30, "1" * 24, "vfs_read)", "",
+)  # fmt: skip
+
+HISTOGRAMS = (
+    "keys=prev_pid", "keys=prev_pid:vals=next_prio", "keys=stacktrace", "keys=common_stacktrace",
+    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=prev_comm:vals=next_prio",
+    "keys=prev_pid:vals=hitcount", "keys=prev_pid:vals=next_prio.percent",
+    "keys=prev_pid:vals=next_prio.graph",
+    "keys=nothing", "key=prev_pid.hex", "keys=prev_pid.execname", "keys=common_pid.execname",
+    "vals=next_prio",
+    "keys=prev_pid:x=next_prio", "keys=prev_pid:vals=nothing", "keys=prev_state.log2",
+    "keys=prev_pid.buckets=10",
+)  # fmt: skip
+ATTRIBUTES = (
+    "", "", ":nohitcount", ":NOHC", ":sort=hitcount", ":sort=next_prio", ":size=256", ":size=1", ":pause",
+    ":clear",
+    ":name=x", ":nothing", ":nohitcount:nohitcount", ":sort=prev_pid.descending", ":vals=next_prio",
+    ":sort=stacktrace", ":sort=common_stacktrace", " if prev_pid > 0", " if nothing",
+    ":nohitcount if prev_pid==0",
+)  # fmt: skip
+
 
 @dataclass
 class Tally:
@@ -197,6 +231,63 @@ def compare_definitions(linux: Mount, ours: Mount, count: int, seed: int, interf
     for definition in definitions(count, seed, interface):
         theirs = answer(linux, definition)
         tally.add(definition, theirs, answer(ours, definition), is_refused=bool(theirs[0]))
+    return tally
+
+
+def filters(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Events, and filters that are right in most of their parts."""
+    dice = random.Random(seed)
+    for _ in range(count):
+        terms = [
+            "".join(map(dice.choice, (FIELDS, OPERATORS, VALUES)))
+            for _ in range(dice.choice((1, 1, 1, 2, 3)))
+        ]
+        yield dice.choice(FILTERED), dice.choice((" && ", " || ", "&&", " ")).join(terms)
+
+
+def filtered(mount: Mount, event: str, text: str) -> tuple[str, str, str]:
+    """errno, filter and error_log behind a filter of an event."""
+    path = f"/tracing/events/{event}/filter"
+    write(mount, "/tracing/error_log", "", os.O_TRUNC)
+    result = write(mount, path, text)
+    return result, read(mount, path), TIME.sub("", read(mount, "/tracing/error_log"))
+
+
+def compare_filters(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
+    """Both kernels' answers to each filter."""
+    tally = Tally()
+    have = {line.replace(":", "/") for line in read(linux, "/tracing/available_events").splitlines()}
+    for event, text in filters(count, seed):
+        if event not in have:
+            continue
+        theirs = filtered(linux, event, text)
+        tally.add(f"{event}: {text}", theirs, filtered(ours, event, text), is_refused=bool(theirs[0]))
+    return tally
+
+
+def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
+    """errno, trigger file, error_log and hist file behind a trigger that is removed again."""
+    path = "/tracing/events/sched/sched_switch"
+    write(mount, "/tracing/error_log", "", os.O_TRUNC)
+    result = write(mount, f"{path}/trigger", command)
+    log = TIME.sub("", read(mount, "/tracing/error_log"))
+    shown = read(mount, f"{path}/trigger")
+    counted = read(mount, f"{path}/hist")
+    for line in shown.splitlines():
+        if not line.startswith("#"):
+            write(mount, f"{path}/trigger", "!" + re.sub(r" \[\w+\]$", "", line))
+    kept = [line for line in counted.splitlines() if not line.startswith(("{", " ", "}"))]
+    return result, shown, log, "\n".join(kept)
+
+
+def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
+    """Both kernels' answers to each histogram trigger; what they have counted is left out."""
+    tally = Tally()
+    dice = random.Random(seed)
+    for _ in range(count):
+        command = f"hist:{dice.choice(HISTOGRAMS)}{dice.choice(ATTRIBUTES)}{dice.choice(ATTRIBUTES)}"
+        theirs = histogram(linux, command)
+        tally.add(command, theirs, histogram(ours, command), is_refused=bool(theirs[0]))
     return tally
 
 
@@ -390,13 +481,19 @@ def main() -> int:
     parser.add_argument("image", help="a vmlinuz, a vmlinux, a Debian package, or host")
     parser.add_argument("--count", type=int, default=500, metavar="N", help="questions of each kind")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
-    parser.add_argument("--profile", default=DEFAULT, metavar="NAME", help="the profile of our engine")
+    parser.add_argument(
+        "--profile", default=DEFAULT, metavar="NAME", help="the profile of our engine, or kernel"
+    )
     parser.add_argument("--only", metavar="WHAT", help="compare only what begins with this")
     options = parser.parse_args()
-    profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
-    rules = probe_rules_named(profile.probe_rules)
-    interface = interface_named(profile.interface)
     tasks, kernel = started_with_kernel(options.image, options.seed)
+    if options.profile == KERNEL_INTERFACE:
+        profile = profile_of(kernel)
+        interface = told_interface(kernel)
+    else:
+        profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
+        interface = interface_named(profile.interface)
+    rules = probe_rules_named(profile.probe_rules)
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     engine = LinuxEngine(*started_with_kernel(options.image, options.seed), profile)
     ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
@@ -410,6 +507,8 @@ def main() -> int:
             linux, Kernel(profile=profile).mount(), count, seed, LINUX_6_1
         ),
         "definitions over it": lambda: compare_definitions(linux, ours, count, seed + 1, interface),
+        "filters over it": lambda: compare_filters(linux, ours, count, seed),
+        "histograms over it": lambda: compare_histograms(linux, ours, count, seed),
         "records over it": lambda: compare_records(linux, ours, recorded_definitions(engine, interface)),
     }
     for what, compare in compared.items():

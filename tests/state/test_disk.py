@@ -17,6 +17,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.memory import record_memory
 from emulated_kernel.trace.array.previous_boot import PreviousBootRecords
 from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import RingMemory
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
@@ -215,3 +216,28 @@ def test_a_directory_that_isnt_ours(tmp_path: Path) -> None:
         StateDirectory(str(tmp_path / "file"))
     with pytest.raises(CliError, match="No such file"):
         StateDirectory(str(tmp_path / "no" / "where"))
+
+
+def test_killed_while_a_buffer_grows_in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records are lost, as documented, and the daemon serves; no other bytes are taken for records."""
+    run = Run(place, MachineConfig())
+    most = run.kernel.machine.records.pages_size >> 10
+    run.write("/tracing/buffer_size_kb", f"{most * 6 // 10}\n")
+    run.write("/kprobe_events", DEFINITIONS)
+    run.write("/tracing/events/kprobes/reads/enable", "1")
+    run.hit(50)
+
+    def killed(*_arguments: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, suppress(SystemExit):
+        patch.setattr(RingBuffer, "_format", killed)
+        run.write("/tracing/buffer_size_kb", f"{most * 8 // 10}\n")
+    run.die()
+    again = Run(place, MachineConfig())
+    assert again.found() == "0 records, 0 torn"
+    assert again.records("/tracing/instances/last") == []
+    assert again.read("/kprobe_events").startswith("p:kprobes/reads vfs_read")
+    again.hit(5)
+    assert again.records("/tracing")
+    again.end()

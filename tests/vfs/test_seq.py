@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.array.trace_pipe import TracePipe
-from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.util.errors import KernelError, WouldBlock, YieldLock
 from emulated_kernel.vfs.core.node import Directory
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY, Cursor, File, OpenFile, finish
 from emulated_kernel.vfs.core.seq_file import (
@@ -89,6 +90,33 @@ def test_large_listings_are_rendered_as_far_as_needed() -> None:
 
     assert len(SeqReader(listing(records)).read(80, 0)) == 80
     assert len(shown) == 10
+
+
+@given(st.lists(st.text(max_size=9)), st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20))))
+def test_reads_anywhere_one_after_another(records: list[str], reads: list[tuple[int, int]]) -> None:
+    """Where the records do not change, a read shows what is there, whatever was read before."""
+    text = "".join(records).encode("utf-8", "surrogateescape")
+    reader = SeqReader(listing(lambda: records))
+    for position, size in reads:
+        assert reader.read(size, position) == text[position : position + size]
+
+
+def test_the_memory_of_open_files_that_were_read_at_their_end() -> None:
+    """A read at the end renders what is before, and keeps none of it."""
+    lines = [f"{number:079d}\n" for number in range(20_000)]
+    readers = [SeqReader(listing(lambda: lines)) for _ in range(40)]
+    tracemalloc.start()
+    try:
+        for reader in readers:
+            while True:
+                try:
+                    assert reader.read(3, 80 * len(lines) - 4) == b"999"
+                    break
+                except YieldLock:
+                    pass
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_read_after_write_begins_at_the_start() -> None:

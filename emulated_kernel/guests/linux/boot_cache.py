@@ -24,7 +24,6 @@ from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import replace
 
 _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc", PROC))
 log = logging.getLogger("kprobefs.linux")

@@ -10,6 +10,7 @@ from emulated_kernel.trace.context.call_stack import CallStack
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords
 from emulated_kernel.trace.interface import Interface
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.ring.trace_clock import ClockSource
@@ -50,6 +51,7 @@ class TracingServices:
     release: str
     """Release of the kernel, as uname -r prints it."""
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
+    filter_words: FilterWords = NO_WORDS
     is_expanded: bool = False
     """Whether new buffers get their full size. Buffers stay small until something is traced.
 

@@ -9,6 +9,7 @@ from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.filter.filter_errors import FilterError, FilterParseError
 from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.filter.predicates import EventFilter
+from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords
 from emulated_kernel.trace.text.chars import SPACES, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.util.abi import PAGE_SIZE
@@ -35,8 +36,9 @@ class EventFilters:
     Mirrors: kernel/trace/trace_events_filter.c (v6.1).
     """
 
-    def __init__(self, recorder: Recorder, error_log: ErrorLog) -> None:
+    def __init__(self, recorder: Recorder, error_log: ErrorLog, words: FilterWords = NO_WORDS) -> None:
         self._recorder = recorder
+        self._words = words
         self._error_log = error_log
 
     def text(self, event: TraceEvent) -> str:
@@ -88,7 +90,7 @@ class EventFilters:
 
     def _set(self, event: TraceEvent, text: str) -> FilterParseError | None:
         try:
-            event.set_filter(self._recorder, parse_event_filter(text, event.fields))
+            event.set_filter(self._recorder, parse_event_filter(text, event.fields, self._words))
         except FilterParseError as failure:
             return failure
         return None

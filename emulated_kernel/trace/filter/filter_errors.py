@@ -11,13 +11,15 @@ from emulated_kernel.util.errors import KernelError
 class FilterError(CommandError):
     """Errors of filters.
 
-    Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1).
+    Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1, v6.12).
     """
 
     INVALID_OP = "Invalid operator"
     TOO_MANY_OPEN = "Too many '('"
     TOO_MANY_CLOSE = "Too few '('"
     MISSING_QUOTE = "Missing matching quote"
+    MISSING_BRACE_OPEN = "Missing '{'"
+    MISSING_BRACE_CLOSE = "Missing '}'"
     OPERAND_TOO_LONG = "Operand too long"
     EXPECT_STRING = "Expecting string field"
     EXPECT_DIGIT = "Expecting numeric field"
@@ -31,6 +33,8 @@ class FilterError(CommandError):
     ERRNO = "Error"
     """Text in error_log if only an errno is known."""
     NO_FILTER = "No filter found"
+    NO_FUNCTION = "Function not found"
+    INVALID_CPULIST = "Invalid cpulist"
 
 
 class FilterParseError(KernelError):

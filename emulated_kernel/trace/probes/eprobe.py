@@ -231,7 +231,7 @@ class EventProbes(ProbeKind[Eprobe]):
             raise log.error(0, ProbeError.NO_EP_FILTER)
         text = " ".join(words)
         try:
-            return parse_event_filter(text, target.fields)
+            return parse_event_filter(text, target.fields, self.filter_words)
         except FilterParseError as failure:
             log_filter_error(self.error_log, text, failure)
             raise KernelError(errno.EINVAL, "malformed filter") from None

@@ -23,6 +23,7 @@ from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe
 from emulated_kernel.trace.text.chars import ALNUM
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
+from emulated_kernel.util.errors import KernelError
 
 FPROBE_EVENT_SYSTEM = "fprobes"
 _RETURN_VALUE = re.compile(rf"\$retval(?![_{ALNUM}])")
@@ -58,22 +59,31 @@ class TraceFprobe(TraceKprobe):
         """Number of missed hits before the last registration of the fprobe."""
 
     def register(self) -> None:
-        """Look up the arguments' symbols and the functions, and register the fprobe if the kernel does so.
+        """Look up the functions, and register the fprobe if the kernel does so now.
 
-        Raises: KernelError EINVAL (no function can be traced), ENOENT (no symbol of an argument).
+        Raises: KernelError EINVAL or ENOENT (no function can be traced), ENOENT (no symbol of an argument).
         Mirrors: kernel/trace/trace_fprobe.c:__register_trace_fprobe (v6.12).
         """
-        engine = self.engine
-        args = tuple(resolve_symbol(arg, engine.symbols, engine.arch.bits) for arg in self.args)
-        self.args = self.args if args == self.args else args
-        self.address = engine.fprobes.matching(self._fprobe)[0]
+        try:
+            self.address = self.engine.fprobes.matching(self._fprobe)[0]
+        except KernelError as failure:
+            if InterfaceRule.FPROBE_EINVAL not in self.kind.interface:
+                raise
+            raise KernelError(errno.ENOENT, str(failure.strerror)) from None
         if self._stays:
             self._fprobe.is_disabled = not self.event.is_enabled
             self._attach()
         elif self.event.is_enabled:
             self._attach()
 
+    def awaits_module(self) -> bool:
+        """Return False, because an fprobe's functions must exist when it is defined."""
+        return False
+
     def _attach(self) -> None:
+        engine = self.engine
+        args = tuple(resolve_symbol(arg, engine.symbols, engine.arch.bits) for arg in self.args)
+        self.args = self.args if args == self.args else args
         self._missed_before += self._fprobe.nmissed
         self.engine.fprobes.register_fprobe(self._fprobe)
         self._is_hooked = True
@@ -84,7 +94,7 @@ class TraceFprobe(TraceKprobe):
             self._is_hooked = False
 
     def enable(self) -> None:
-        """Register or enable the fprobe. Raises: KernelError, as register_fprobe()."""
+        """Register or enable the fprobe. Raises: KernelError ENOENT, errors of register_fprobe()."""
         if self._stays and self._is_hooked:
             self.engine.fprobes.enable_fprobe(self._fprobe)
         elif self.address and not self._is_hooked:
@@ -193,6 +203,11 @@ class FprobeEvents(KprobeEvents):
         event = event or default_name(f"{symbol}__{'exit' if is_return else 'entry'}")
         place = ProbePoint(symbol, 0, None, is_return)
         return ProbeDefinition(group, event, place, None, maxactive, args, tuple(context.captured))
+
+    def _refusal(self, failure: KernelError) -> KernelError:
+        if InterfaceRule.FPROBE_EINVAL in self.interface:
+            return KernelError(errno.EINVAL, str(failure.strerror))
+        return failure
 
     def _maxactive(self, head: str, log: TraceProbeLog) -> int:
         """Return maxactive, or 0 if the command has none. Raises: KernelError EINVAL (logged)."""

@@ -67,8 +67,12 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
             self._register(self.probe_class(self, definition, self._engine), log)
         except KernelError as failure:
             self._log_failure(failure, log)
-            raise
+            raise self._refusal(failure) from failure
         return True
+
+    def _refusal(self, failure: KernelError) -> KernelError:
+        """Return the error of a command whose probe cannot be registered."""
+        return failure
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         engine = self._engine

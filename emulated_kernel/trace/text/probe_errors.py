@@ -44,12 +44,15 @@ class ProbeError(CommandError):
     NO_RETVAL = "This function returns 'void' type"
     BAD_STACK_NUM = "Invalid stack number"
     BAD_ARG_NUM = "Invalid argument number"
-    BAD_VAR = "Invalid $-variable specified"
+    BAD_VAR = "Invalid $-variable specified", "Invalid $-valiable specified"
     BAD_REG_NAME = "Invalid register name"
     BAD_MEM_ADDR = "Invalid memory address"
     BAD_IMM = "Invalid immediate value"
     IMMSTR_NO_CLOSE = "String is not closed with '\"'"
-    FILE_ON_KPROBE = "File offset is not available with kprobe"
+    FILE_ON_KPROBE = (
+        "File offset is not available with kprobe",
+        "File offset is not available for kernel probes",
+    )
     TOO_MANY_OPS = "Dereference is too much nested"
     DEREF_NEED_BRACE = "Dereference needs a brace"
     BAD_DEREF_OFFS = "Invalid dereference offset"

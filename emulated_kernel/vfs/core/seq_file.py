@@ -200,14 +200,18 @@ class SeqReader:
     """Reads records as a seq_file does, with a buffer of whole records that are rendered when needed.
 
     A read at 0 starts again from the first record. A read that continues returns the rest of the buffer, and
-    then the current records from the next index on. A read at another position renders all records before it.
-    Mirrors: fs/seq_file.c:seq_read_iter (v6.1).
+    then the current records from the next index on. A read at another position renders all records before it,
+    and drops them. The buffer has less than twice the data that no read has returned yet.
+    Mirrors: fs/seq_file.c:seq_read_iter, traverse (v6.1).
     """
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self._buffer = b""
         self._start = 0
+        """Number of bytes of the buffer that reads have returned."""
+        self._skipped = 0
+        """Number of bytes before the buffer that are still to be rendered and dropped."""
         self._index = 0
         self._position = 0
         self._is_paused = False
@@ -220,22 +224,23 @@ class SeqReader:
         """
         if position != self._position or (position == 0 and not self._is_paused):
             self._buffer = b""
-            self._start = position
+            self._start = 0
+            self._skipped = position
             self._index = 0
             self._position = position
         self._is_paused = True
-        self._fill(self._start + size)
+        self._fill(size)
         self._is_paused = False
         data = self._buffer[self._start : self._start + size]
         self._start += len(data)
         self._position += len(data)
-        if self._start == len(self._buffer):
-            self._buffer = b""
+        if 2 * self._start >= len(self._buffer):
+            self._buffer = self._buffer[self._start :]
             self._start = 0
         return data
 
     def _fill(self, size: int) -> None:
-        missing = size - len(self._buffer)
+        missing = self._skipped + self._start + size - len(self._buffer)
         if missing <= 0:
             return
         rendered: list[str] = []
@@ -249,7 +254,9 @@ class SeqReader:
                 is_paused = True
                 break
         self._index += len(rendered)
-        self._buffer += encode("".join(rendered))
+        data = encode("".join(rendered))
+        self._buffer += data[self._skipped :]
+        self._skipped = max(0, self._skipped - len(data))
         if is_paused:
             raise YieldLock
 

@@ -45,6 +45,8 @@ def _types(interface: Interface) -> str:
 def readme_text(interface: Interface) -> str:
     """Return the text of README for an interface."""
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
+    nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
+    stack = "common_stacktrace" if InterfaceRule.HIST_COMMON_STACKTRACE in interface else "stacktrace"
     return f"""\
 Files of this directory.
 
@@ -150,10 +152,10 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
    hist:keys=<field1[,field2,...]>
        [:<var1>=<field|var_ref|numeric_literal>[,<var2>=...]]
        [:values=<field1[,field2,...]>][:sort=<field1[,field2,...]>][:size=#entries]
-       [:pause][:continue][:clear][:name=histname1][:<handler>.<action>][ if <filter>]
+       [:pause][:continue][:clear][:name=histname1]{nohitcount}[:<handler>.<action>][ if <filter>]
    A field may have a modifier: .hex .sym .sym-offset .syscall .execname (of common_pid) .log2 .buckets=size
    .usecs (of common_timestamp) .percent .graph. Variables and values may be sums, differences, products
-   and quotients. Further fields are common_timestamp, common_cpu, and, as a key, stacktrace.
+   and quotients. Further fields are common_timestamp, common_cpu, and, as a key, {stack}.
    Handlers:
       onmatch(matching.event) - the other event was hit before with the same key
       onmax(var)              - the variable is greater than ever before for this key

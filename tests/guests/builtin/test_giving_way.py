@@ -311,3 +311,17 @@ def test_a_short_take_ends_it(
     taken = write(mount, "/kprobe_events", TEXT, WRITER)
     assert PIECE_SIZE < taken < 2 * PIECE_SIZE
     assert read(mount, "/kprobe_events").count("long/") == TEXT[:taken].count(b"\n")
+
+
+def test_a_reboot_of_many_instances_gives_way_for_each(between: Between) -> None:
+    """The settings of one instance are read in one step, and so are its switches."""
+    times = []
+    for instances in (0, 30):
+        living = RebootableKernel(MachineConfig(), RootLayout.FULL, Owner())
+        for number in range(instances):
+            living.mount.mkdir(OTHER, f"/tracing/instances/i{number}", 0o755)
+        left = between(lambda: None)
+        write(living.mount, "/machine/power", "reboot\n")
+        times.append(len(left))
+        living.mount.close()
+    assert times[1] - times[0] >= 2 * 30
