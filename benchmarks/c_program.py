@@ -19,7 +19,7 @@ def passthrough(cpu: int, *options: str) -> Iterator[Path]:
         program, mount = Path(directory, "passthrough"), Path(directory, "mnt")
         subprocess.run(["gcc", "-O2", "-o", program, SOURCE], check=True)
         mount.mkdir()
-        command = [program, Path(directory, "backing"), mount, *options]
+        command = [str(program), f"{directory}/backing", str(mount), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             if process.stdout.readline() != "mounted\n":

@@ -53,6 +53,9 @@ class Nothing:
     def is_control(self, _path: str) -> bool:
         return False
 
+    def writes_at_once(self, _handle: int) -> bool:
+        return False
+
     def name_lasts(self, _path: str) -> bool:
         return False
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Callable, Sequence
+from errno import ENOENT
 
 from emulated_kernel.kprobes import profile
 from emulated_kernel.util import config
@@ -29,7 +31,7 @@ ARCHITECTURES = tuple(config.ARCHITECTURES)
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
-"""Profiles for probing a distribution's kernel with kprobefs's own engine."""
+"""Profiles that a distribution's kernel can have in place of the one that follows its version."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
 SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
 
@@ -55,8 +57,12 @@ class MountOptions:
     """"kprobefs", or "kernel": the distribution's kernel `machine.image` serves its own kprobes."""
     state: str | None = None
     """Directory in which definitions and records outlive the daemon, or None."""
+    modules: tuple[str, ...] = ()
+    """Paths of packages and directories with more modules of the distribution's kernel."""
     vmcore: str | None = None
     """Path of the ELF vmcore whose kernel is mounted, or None."""
+    follows_version: bool = False
+    """Whether a distribution's kernel has the interface of its own version instead of that of the profile."""
 
     @property
     def source(self) -> str:
@@ -71,7 +77,10 @@ class MountOptions:
     @property
     def profile_name(self) -> str:
         """Name of the profile, or `kernel` if the mounted kernel's own kprobes are used, for `status`."""
-        return KERNEL_KPROBES if self.kprobes == KERNEL_KPROBES else self.machine.profile
+        if self.kprobes == KERNEL_KPROBES:
+            return KERNEL_KPROBES
+        is_builtin = self.vmcore is None and self.machine.image is None
+        return self.machine.profile if is_builtin or not self.follows_version else "that of the kernel"
 
 
 Builder = Callable[[MountOptions], "Mount"]
@@ -114,10 +123,19 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"
         raise CliError(f"--vmcore: {why}", ExitStatus.USAGE)
+    if options.modules and machine.image is None:
+        why = "no distribution's kernel given; add --image, or leave it out"
+        raise CliError(f"--modules: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES and machine.image is None:
         why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
         raise CliError(f"--kprobes kernel: {why}", ExitStatus.USAGE)
+    for path in options.modules:
+        if not os.path.exists(path):
+            raise CliError(f"--modules: {path}: {os.strerror(ENOENT)}", ExitStatus.USAGE)
     if not runs_linux(options):
+        if options.modules:
+            why = "only possible with a distribution's kernel; leave it out"
+            raise CliError(f"--modules: {why}", ExitStatus.USAGE)
         return
     if options.isolate:
         raise CliError("--isolate: not possible with a distribution's kernel; leave it out", ExitStatus.USAGE)

@@ -1,4 +1,4 @@
-"""Generate the tables of docs/reference that map functions, files, options and refusals to the code.
+"""Generate the tables of docs/reference: functions, files, options, refusals, and rules by version.
 
 Run `python scripts/reference_tables.py` to write them, and `--check` to compare them with the code.
 """
@@ -20,10 +20,13 @@ from types import FunctionType, MethodType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from emulated_kernel.arch.analysis.probe_rules import PROBE_RULES, ProbeRule  # noqa: E402
 from emulated_kernel.arch.analysis.reject_reason import RejectReason  # noqa: E402
 from emulated_kernel.kernel.api import Kernel  # noqa: E402
 from emulated_kernel.trace.filter.filter_errors import FilterError  # noqa: E402
 from emulated_kernel.trace.hist.hist_errors import HistError  # noqa: E402
+from emulated_kernel.trace.interface import INTERFACES, InterfaceRule  # noqa: E402
+from emulated_kernel.trace.text.error_log import CommandError  # noqa: E402
 from emulated_kernel.trace.text.probe_errors import ProbeError  # noqa: E402
 from emulated_kernel.util.config import MachineConfig  # noqa: E402
 from emulated_kernel.vfs.core.node import Directory, Node  # noqa: E402
@@ -266,7 +269,8 @@ def _answer(kind: str, name: str) -> tuple[str, str]:
     """Return the errno, if the reason has only one, and the text of a reason."""
     reason = ERRORS[kind][name]
     number = reason.errno if isinstance(reason, RejectReason) else 0
-    return f"`{errno.errorcode[number]}`" if number else "", str(reason.value)
+    text = reason.texts[0] if isinstance(reason, CommandError) else reason.value
+    return f"`{errno.errorcode[number]}`" if number else "", str(text)
 
 
 def _lines(places: set[str]) -> str:
@@ -329,11 +333,36 @@ def _errnos(node: ast.AST, raising: Mapping[str, tuple[int, str]]) -> list[str]:
     return [word for word in words if re.fullmatch(r"E[A-Z0-9]+", word)]
 
 
+def versions() -> str:
+    """Return the page that lists the rules that not all versions of Linux have."""
+    head = (
+        "Rules in which versions of Linux differ. A version is the first one that has the rule, among those "
+        "whose sources were compared: 5.10, 6.1, 6.12, 7.2 and 7.3."
+    )
+    parts = [f"# Rules by version\n\n{head} {NOTE}\n"]
+    for title, kind, named in (
+        ("Interface of tracefs", InterfaceRule, {each.name: each.rules for each in INTERFACES.values()}),
+        ("Places of probes and jumps", ProbeRule, PROBE_RULES),
+    ):
+        rows = (
+            (
+                rule.since + (f" to before {rule.until}" if rule.until else ""),
+                rule.what,
+                f"`{rule.source}`",
+                ", ".join(f"`{name}`" for name, rules in named.items() if rule in rules),
+            )
+            for rule in kind
+        )
+        parts.append(f"## {title}\n\n" + table(("Linux", "rule", "source", "sets that have it"), rows))
+    return "\n".join(parts)
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "kernel-functions.md": kernel_functions,
     "mount-files.md": mount_files,
     "options.md": options,
     "refusals.md": refusals,
+    "versions.md": versions,
 }
 
 

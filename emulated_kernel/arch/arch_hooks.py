@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler, unnamed
+from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import CFA, IP, Frame, FrameInsn
 from emulated_kernel.arch.probe_checks import OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.program.asm_source import Assembler
@@ -239,10 +240,19 @@ class Arch(ABC):
         return self.breakpoint
 
     @abstractmethod
-    def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:
+    def prepare(
+        self,
+        code: bytes,
+        addr: int,
+        slot_addr: int,
+        *,
+        rules: ProbeRules = frozenset(),
+        may_fault: bool = False,
+    ) -> ArchSpecificInsn:
         """Analyse the instruction at `addr`, and copy it for out-of-line execution at `slot_addr`.
 
         `may_fault`: an exception table entry exists for `addr`, so the instruction can't be boosted.
+        `rules`: as for probe_checker().
 
         Raises: KernelError EINVAL (the instruction can't be copied), EOPNOTSUPP (the instruction can be
         neither stepped nor emulated).
@@ -396,11 +406,17 @@ class Arch(ABC):
 
     @abstractmethod
     def probe_checker(
-        self, image: ProbedTables, strategy: OptimizationPolicy[Any] | None, *, ftrace: bool
+        self,
+        image: ProbedTables,
+        strategy: OptimizationPolicy[Any] | None,
+        *,
+        ftrace: bool,
+        rules: ProbeRules = frozenset(),
     ) -> ProbeChecker[Any]:
         """Return a checker that decides where probes can be placed and optimized in the kernel of `image`.
 
-        `ftrace`: ftrace calls the probes on fentry sites.
+        `ftrace`: ftrace calls the probes on fentry sites. `rules`: the rules that the kernel has in addition
+        to those of Linux 6.1.
         """
 
     def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:

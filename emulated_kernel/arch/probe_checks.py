@@ -140,6 +140,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
         self._image = image
         self._symbols = image.kallsyms
         self._ftrace = ftrace
+        # Bound once, because the rejections of thousands of probes keep them.
+        self._texts = {RejectSubject.INSN: self.insn_text, RejectSubject.REGISTER: self.register_text}
         self.mcount: Set[int] = frozenset()
         """Addresses of all fentry sites."""
         self.fentry: Set[int] = frozenset()
@@ -485,10 +487,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
         )
 
     def _named(self, finding: Rejection) -> Rejection:
-        if finding.reason.about is None:
-            return finding
-        is_insn = finding.reason.about is RejectSubject.INSN
-        return replace(finding, blamed=self.insn_text if is_insn else self.register_text)
+        about = finding.reason.about
+        return finding if about is None else replace(finding, blamed=self._texts[about])
 
     def register_text(self, addr: int) -> str:
         """Return text that names the register that isn't free at `addr`, and why.

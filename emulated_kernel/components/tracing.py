@@ -10,7 +10,7 @@ from emulated_kernel.components.records import ProbeRegistries, TracingComponent
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.trace.array.services import RELEASE, TracingServices
+from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, NeedResched
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.context.call_stack import CallStack
@@ -22,8 +22,11 @@ from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
+from emulated_kernel.trace.fetch.fetchargs import no_types
+from emulated_kernel.trace.filter.words import FilterWords
 from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand
+from emulated_kernel.trace.interface import Interface, InterfaceRule, interface_named
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
 from emulated_kernel.trace.probes.eprobe import EventProbes
@@ -45,6 +48,10 @@ from emulated_kernel.trace.tracers.graphs import build_graphs
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +78,12 @@ class TracedKernel:
     limits: Limits
     log: Callable[[str], None]
     """Writes a line to the kernel log."""
-    release: str = RELEASE
-    """Release of the kernel, as uname -r prints it."""
+    release: str = ""
+    """Release of the kernel, as uname -r prints it; "" selects that of the interface."""
+    types: Callable[[], Btf | None] = no_types
+    """Returns the kernel's BTF, or None if it has none."""
+    interface: Interface | None = None
+    """The kernel's version of tracefs; None selects that of the profile."""
     printk_formats: Callable[[], Iterable[str]] = tuple
     """Returns the lines of the file printk_formats."""
     has_graph: bool = True
@@ -87,6 +98,7 @@ class TracedKernel:
 
 def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> TracingComponents:
     """Build tracing, with nothing enabled, over a kernel whose probes are registered with `engine`."""
+    interface = kernel.interface or interface_named(engine.kprobes.profile.interface)
     registry = EventRegistry()
     cmdlines = SavedCmdlines()
     lock = engine.kprobes.lock
@@ -100,17 +112,19 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     )
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch)
-    system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines)
+    system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines, interface)
     functions = _build_functions(kernel, engine, arch)
     arrays = _build_arrays(kernel, engine, system, functions)
     addresses = records.places(
         kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched
     )
     graph, profiler = _build_graphs(kernel, engine, arrays, functions, addresses)
-    commands = EventCommands(registry, arrays.top.errors, kernel.log, kernel.limits)
+    commands = EventCommands(
+        registry, arrays.top.errors, kernel.log, kernel.limits, interface, system.filter_words
+    )
     probes = _build_probes(kernel, engine, arch, addresses)
     kprobe_events = KprobeEvents(probes, commands)
-    fprobe_events = FprobeEvents(probes, commands) if engine.kprobes.profile.fprobe_events else None
+    fprobe_events = FprobeEvents(probes, commands) if InterfaceRule.FPROBE_EVENTS in interface else None
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)
     # A command is offered to each kind in this order.
@@ -154,6 +168,7 @@ def _build_services(
     records: GuestRecords,
     markers: PrintEvent,
     cmdlines: SavedCmdlines,
+    interface: Interface,
 ) -> TracingServices:
     """Build the services that all trace arrays share."""
     machine = kernel.machine
@@ -176,8 +191,24 @@ def _build_services(
         printk=kernel.log,
         clocks=ClockSource(machine.clock),
         tracer_options=TracerOptions(kernel.other_tracers),
-        release=kernel.release,
+        interface=interface,
+        filter_words=_filter_words(kernel, arch, interface),
+        release=kernel.release or interface.release,
     )
+
+
+def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface) -> FilterWords:
+    """Return the words of event filters, with the kernel's functions and CPUs."""
+    symbols = kernel.symbols
+
+    def find(place: str | int) -> range | None:
+        address = symbols.lookup_name(place) if isinstance(place, str) else place
+        found = symbols.lookup(address) if address else None
+        if found is None:
+            return None
+        return range(found.symbol.address, found.symbol.address + found.symbol.size)
+
+    return FilterWords(interface, len(kernel.machine.per_cpu_bases), arch.word_size, find)
 
 
 def _build_functions(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> KernelFunctions:
@@ -193,7 +224,7 @@ def _build_arrays(
     """Build the collection of trace arrays, with only the top trace array."""
     lock = engine.kprobes.lock
     memory = MemoryBudget(kernel.limits, Limit.HIST_BYTES, Limit.USER_HIST_BYTES, lambda: lock.user)
-    hists = HistCommand(HistServices(system.events, kernel.syscall_name, memory))
+    hists = HistCommand(HistServices(system.events, kernel.syscall_name, memory, system.interface))
     now_ns = kernel.machine.clock.now_ns
     return TraceArrays(system, hists, functions, now_ns, lock, kernel.limits)
 
@@ -236,6 +267,7 @@ def _build_probes(
         hit,
         addresses,
         kprobes.profile.jprobes,
+        kernel.types,
     )
 
 

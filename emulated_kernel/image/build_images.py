@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.image import prototypes
+from emulated_kernel.image import prototypes, types_file
 from emulated_kernel.image.builtin_image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.elf import SHN_UNDEF, STB_WEAK, ElfFile
 from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
@@ -57,6 +57,8 @@ SOURCE = Path(__file__).parent / "src"
 MANIFEST = PREBUILT / "manifest.json"
 EXIT_OTHER_COMPILER = 77
 _SCRIPT = "vmlinux.lds"
+_TYPES_TOOL = "pahole"
+_DEBUG_FLAGS = "-gdwarf-4"
 _NOTES = ".prototypes"
 """Suffix of the files into which gcc writes a source file's prototypes (-aux-info)."""
 
@@ -82,6 +84,8 @@ class BuildTarget:
     flags: str
     linker_flags: str
     has_modules: bool = True
+    has_types: bool = False
+    """Whether a file with BTF is beside the image."""
 
 
 def _riscv(isa: str, flags: str) -> BuildTarget:
@@ -114,6 +118,7 @@ TARGETS = {
             '-pg -mfentry -mrecord-mcount -mnop-mcount -DKERNEL_MACHINE="x86_64"'
         ),
         linker_flags="-m elf_x86_64 -z max-page-size=0x1000 -z noexecstack --build-id=none",
+        has_types=True,
     ),
     "i386": BuildTarget(
         compiler="gcc",
@@ -139,6 +144,7 @@ TARGETS["x86_64-retpoline"] = replace(
     flags=f"{TARGETS['x86_64'].flags} -mindirect-branch=thunk-extern -mindirect-branch-register "
     "-fno-jump-tables -DCONFIG_RETPOLINE",
     has_modules=False,
+    has_types=False,
 )
 
 
@@ -152,6 +158,8 @@ class Built:
     """Module name -> contents of the module file."""
     arguments: str = ""
     """Contents of the file prototypes.FILE_NAME: the argument counts of the image's functions."""
+    types: bytes = b""
+    """Contents of the file types_file.FILE_NAME: BTF of the image; empty if the target has none."""
 
 
 class BuildError(Exception):
@@ -188,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
 def write(arch: str) -> int:
     """Build an image, write it and its manifest entry into prebuilt/, and return exit status 0."""
     built = build(arch)
+    if TARGETS[arch].has_types and not built.types:
+        raise BuildError(f"{arch}: its types are part of prebuilt/; install {_TYPES_TOOL} (package dwarves)")
     _write_files(built, PREBUILT / arch / "vmlinux")
     _write_modules(PREBUILT / arch / MODULES, built.modules)
     manifest = read_manifest()
@@ -200,7 +210,8 @@ def write(arch: str) -> int:
 def write_image(arch: str, output: Path) -> int:
     """Build an image into a file that `--image` accepts, and return exit status 0.
 
-    The argument counts of the image's functions are written to another file in the same directory.
+    The argument counts of the image's functions are written to another file in the same directory. If pahole
+    is installed, so are the types of the kernel.
     """
     built = build(arch)
     _write_files(built, output)
@@ -212,6 +223,8 @@ def _write_files(built: Built, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(built.data)
     output.with_name(prototypes.FILE_NAME).write_text(built.arguments)
+    if built.types:
+        output.with_name(types_file.FILE_NAME).write_bytes(built.types)
 
 
 def write_module(arch: str, directory: Path) -> int:
@@ -248,8 +261,12 @@ def check(arch: str) -> int:
     if expected is None:
         print(f"{arch}: not in the manifest")
         return 1
-    for kind in ("compiler", "linker"):
-        version = tool_version(getattr(TARGETS[arch], kind))
+    target = TARGETS[arch]
+    tools = {"compiler": target.compiler, "linker": target.linker}
+    if target.has_types:
+        tools["types"] = _TYPES_TOOL
+    for kind, tool in tools.items():
+        version = tool_version(tool)
         if version != expected[kind]:
             print(f"{arch}: not checked: built by {expected[kind]}, here is {version or 'no ' + kind}")
             return EXIT_OTHER_COMPILER
@@ -259,6 +276,8 @@ def check(arch: str) -> int:
     same = built.data == (there / "vmlinux").read_bytes() and built.manifest == expected
     same &= built.modules == {path.stem: path.read_bytes() for path in (there / MODULES).glob("*.ko")}
     same &= built.arguments == (counts.read_text() if counts.exists() else "")
+    types = there / types_file.FILE_NAME
+    same &= built.types == (types.read_bytes() if types.exists() else b"")
     if not same:
         print(f"{arch}: prebuilt image and sources differ")
         return 1
@@ -295,6 +314,8 @@ def build(arch: str) -> Built:
         image = load_image(vmlinux, arch.partition("-")[0])
         modules = _build_modules(target, work) if target.has_modules else {}
         arguments = _argument_counts(work, image, modules)
+        has_types = target.has_types and bool(tool_version(_TYPES_TOOL))
+        types = _build_types(target, work) if has_types else b""
     manifest = {
         "sha256": hashlib.sha256(data).hexdigest(),
         "size": len(data),
@@ -306,8 +327,23 @@ def build(arch: str) -> Built:
         "flags": f"{COMMON_FLAGS} {target.flags}",
         "linker_flags": target.linker_flags,
         "modules": _describe_modules(modules),
+        **({"types": tool_version(_TYPES_TOOL)} if target.has_types else {}),
     }
-    return Built(data, manifest, modules, arguments)
+    return Built(data, manifest, modules, arguments, types)
+
+
+def _build_types(target: BuildTarget, work: Path) -> bytes:
+    """Return the BTF of an image, made from an image with debugging information.
+
+    gcc's code does not depend on that information. Raises: BuildError.
+    """
+    directory = work / "types"
+    directory.mkdir()
+    described = replace(target, flags=f"{target.flags} {_DEBUG_FLAGS}")
+    vmlinux = _link_with_symbols(described, _compile_all(described, directory), directory)
+    output = directory / types_file.FILE_NAME
+    _run([_TYPES_TOOL, "--btf_encode", f"--btf_encode_detached={output}", str(vmlinux)])
+    return output.read_bytes()
 
 
 def _argument_counts(work: Path, image: KernelImage, modules: dict[str, bytes]) -> str:

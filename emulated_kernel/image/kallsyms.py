@@ -160,6 +160,9 @@ class Kallsyms:
     Mirrors: kernel/kallsyms.c (v6.1)
     """
 
+    _last: tuple[int, Location | None] = (-1, None)
+    """Address and result of the last lookup(), because several checks of a probe look its address up."""
+
     def __init__(
         self, symbols: Iterable[Symbol], start: int = 0, end: int = 1 << 64, word_size: int = 8
     ) -> None:
@@ -267,13 +270,18 @@ class Kallsyms:
         """
         if not self.start <= address < self.end:
             return self._in_modules(address)
+        last, found = self._last
+        if address == last:
+            return found
         addresses = self._table.addresses
         index = bisect_right(addresses, address) - 1
         if index < 0:
             return None
         first = bisect_left(addresses, addresses[index])
         symbol = self._met.get(first) or self._symbol(first)
-        return Location(symbol, address - symbol.address)
+        found = Location(symbol, address - symbol.address)
+        self._last = address, found
+        return found
 
     # Overridden by LiveKallsyms, which knows modules.
 

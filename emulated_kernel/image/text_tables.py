@@ -145,16 +145,20 @@ def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
         yield StaticCall(address + at + site, address + at + 4 + key & ~_KEY_FLAGS)
 
 
-def bugs(address: int, data: bytes, string: Callable[[int, int], str]) -> dict[int, BugEntry]:
+def bugs(
+    address: int, data: bytes, string: Callable[[int, int], str], *, has_format: bool = False
+) -> dict[int, BugEntry]:
     """Decode a bug table: return address of the trap instruction -> entry.
 
-    `string(address, limit)` reads a string of at most `limit` bytes.
-    Mirrors: include/asm-generic/bug.h:struct bug_entry (v6.1), with CONFIG_DEBUG_BUGVERBOSE.
+    `string(address, limit)` reads a string of at most `limit` bytes. `has_format`: a format string precedes
+    the file's name.
+    Mirrors: include/asm-generic/bug.h:struct bug_entry (v6.1, v7.2), with CONFIG_DEBUG_BUGVERBOSE.
     """
     found = {}
-    for at, (bug, file, line, flags) in _entries("<iiHH", data):
+    file_at = 8 if has_format else 4
+    for at, (bug, *_, file, line, flags) in _entries("<iiiHH" if has_format else "<iiHH", data):
         where = address + at + bug
-        found[where] = BugEntry(where, string(address + at + 4 + file, _LONGEST), line, flags)
+        found[where] = BugEntry(where, string(address + at + file_at + file, _LONGEST), line, flags)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from functools import partial
+from functools import cache, partial
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.architectures import arch_named
@@ -21,8 +21,11 @@ from emulated_kernel.guests.builtin.workloads.workloads import Workloads
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.builtin_image import KernelImage, load_image
+from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.image.types_file import load_types
 from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
+from emulated_kernel.kprobes.observers import Observers
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named
 from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.machine.machine import Machine
@@ -90,6 +93,9 @@ def _build_on_machine(
     clock = RequestClock(machine.clock, pauses=config.pauses)
     engine = build_probe_engine(_probed_kernel(machine, live, arch, guest, clock, lock, profile))
     tracing = build_trace(_traced_kernel(machine, live, arch, guest, engine), engine, arch)
+    loops = _ranges(live.kallsyms, "strncpy_from_user", "do_strncpy_from_user")
+    observers = Observers(engine.kprobes, machine.text.ledger, len(arch.breakpoint), loops)
+    guest.sight = observers.sight
     requests = RequestObserver(clock, engine.kprobes)
     # The hook sets are missing: this kernel itself drops the pending calls of a task that ends.
     guest.runner.events.watch(requests, tracing.guest_records, tracing.arrays)
@@ -108,6 +114,12 @@ def _build_on_machine(
         clock=ClockSwitch(machine.clock, tracing.arrays, lock),
         loads=Workloads(guest, lock, requests),
     )
+
+
+def _ranges(symbols: Kallsyms, *names: str) -> list[range]:
+    """Return the address ranges of functions, if they exist."""
+    found = [symbol for name in names for symbol in symbols.by_name(name)]
+    return [range(each.address, each.address + each.size) for each in found]
 
 
 def _boot(machine: Machine, image: KernelImage, watch: ProcessWatch, lock: ControlLock) -> Guest:
@@ -187,6 +199,7 @@ def _traced_kernel(
         limits=machine.config.limits,
         log=guest.log,
         measured=machine,
+        types=cache(partial(load_types, image.path)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection
@@ -30,6 +30,8 @@ KRETPROBE = "r"
 FailureReport = Callable[[Kprobe, BaseException], None]
 """Function that takes a probe and the exception that a handler of this probe raised."""
 _PostCall = Callable[[Kprobe, Regs], object]
+PreCall = tuple[Callable[[Any, Regs], "int | None"], Any]
+"""Function that calls pre_handlers, and its first argument."""
 
 # Integers, because operators of Flag take a microsecond, and arming all tests thousands of probes.
 _DISABLED_OR_GONE = (KprobeFlag.DISABLED | KprobeFlag.GONE).value
@@ -39,13 +41,19 @@ _OPTIMIZED = KprobeFlag.OPTIMIZED.value
 
 
 class HitCost:
-    """Host time for handling hits: from the breakpoint to the instruction after the probed one."""
+    """Host time for handling hits in Python: from the breakpoint until no more of the hit needs Python."""
 
     __slots__ = ("latest",)
 
     def __init__(self) -> None:
         self.latest: deque[int] | None = None
         """Cost of the latest hits in nanoseconds; None before the first hit, as most probes are never hit."""
+
+    def kept(self) -> deque[int]:
+        """Return `latest`, to which the cost of each hit is appended."""
+        if self.latest is None:
+            self.latest = deque(maxlen=COSTS_KEPT)
+        return self.latest
 
     def text(self, hits: int) -> str:
         """Return the number of hits, and the median of the latest hits' nanoseconds."""
@@ -126,12 +134,20 @@ class AggrKprobe(AssemblyOwner):
     _with_post_handler: int = field(default=0, init=False, repr=False)
     _with_assembly: int = field(default=0, init=False, repr=False)
     _with_post_assembly: int = field(default=0, init=False, repr=False)
-    _pre_handlers: list[tuple[PreHandler, Kprobe]] | None = field(default=None, init=False, repr=False)
-    """Pre_handlers of enabled members.
+    continues_at: int | None = field(default=None, init=False, repr=False)
+    """Address at which a hit by the breakpoint continues after the pre_handlers, if no Python follows.
 
-    None: they are collected at the next hit, because thousands of members may change before that hit.
+    None: Python emulates the instruction, or a handler runs after it.
     """
-    _post_handlers: list[tuple[_PostCall, Kprobe]] = field(default_factory=list, init=False, repr=False)
+    pre_call: PreCall | None = field(default=None, init=False, repr=False)
+    """Function that calls the pre_handlers in Python, and its first argument.
+
+    It is the handler of the only enabled member that has one, and this member; otherwise `run_pre_handlers`
+    and this object. None: collect() finds it at the next hit, because thousands of members may change before.
+    """
+    _pre_handlers: Sequence[tuple[PreHandler, Kprobe]] = field(default=(), init=False, repr=False)
+    """Pre_handlers of enabled members."""
+    _post_handlers: Sequence[tuple[_PostCall, Kprobe]] = field(default=(), init=False, repr=False)
     """Post_handlers of enabled members."""
 
     # State
@@ -225,7 +241,7 @@ class AggrKprobe(AssemblyOwner):
 
     def refresh_handlers(self) -> None:
         """Recompute which handlers exist, after a change of the members or their flags."""
-        self._pre_handlers = None
+        self.pre_call = None
         self.has_assembly = self._with_assembly > 0
         self.has_post_assembly = self._with_post_assembly > 0
         self.has_post_handler = self._with_post_handler > 0
@@ -241,10 +257,9 @@ class AggrKprobe(AssemblyOwner):
         """Return the enabled members, in the order in which their handlers run."""
         return [kprobe for kprobe in self.by_run if not kprobe.is_disabled]
 
-    def _collected(self) -> list[tuple[PreHandler, Kprobe]]:
-        """Return the pre_handlers of enabled members; collect pre_handlers and post_handlers if necessary."""
-        pre_handlers = self._pre_handlers
-        if pre_handlers is None:
+    def collect(self) -> PreCall:
+        """Collect the enabled members' handlers in Python, if they may have changed; return `pre_call`."""
+        if self.pre_call is None:
             enabled = self._enabled()
             pre_handlers = [
                 (kprobe.pre_handler, kprobe) for kprobe in enabled if kprobe.pre_handler is not None
@@ -255,13 +270,14 @@ class AggrKprobe(AssemblyOwner):
                 for kprobe in enabled
                 if kprobe.post_handler is not None
             ]
-        return pre_handlers
+            is_single = len(pre_handlers) == 1 and self.jprobe is None
+            self.pre_call = pre_handlers[0] if is_single else (AggrKprobe.run_pre_handlers, self)
+        return self.pre_call
 
     def run_pre_handlers(self, regs: Regs) -> int | None:
         """Call the members' pre_handlers in Python; return 1 if one of them has ended the hit, else None."""
         self._stopped_by = None
-        pre_handlers = self._pre_handlers
-        for pre_handler, kprobe in self._collected() if pre_handlers is None else pre_handlers:
+        for pre_handler, kprobe in self._pre_handlers:
             try:
                 if pre_handler(kprobe, regs):
                     self._stopped_by = kprobe
@@ -271,12 +287,8 @@ class AggrKprobe(AssemblyOwner):
         return None
 
     def run_all_pre_handlers(self, regs: Regs) -> None:
-        """Call the members' pre_handlers in Python; no result can change where a detour continues.
-
-        Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1).
-        """
-        pre_handlers = self._pre_handlers
-        for pre_handler, kprobe in self._collected() if pre_handlers is None else pre_handlers:
+        """Call the members' pre_handlers in Python, whatever their results are."""
+        for pre_handler, kprobe in self._pre_handlers:
             try:
                 pre_handler(kprobe, regs)
             except BaseException as error:
@@ -284,7 +296,7 @@ class AggrKprobe(AssemblyOwner):
 
     def run_post_handlers(self, regs: Regs) -> None:
         """Call the members' post_handlers in Python, after the probed instruction."""
-        self._collected()
+        self.collect()
         for post_handler, kprobe in self._post_handlers:
             try:
                 post_handler(kprobe, regs)
@@ -311,7 +323,7 @@ class AggrKprobe(AssemblyOwner):
     @property
     def has_python_post_handler(self) -> bool:
         """Whether a Python handler runs after the step."""
-        self._collected()
+        self.collect()
         return bool(self._post_handlers)
 
     @property

@@ -73,8 +73,10 @@ class Profile:
     """Method by which commit_kprobes() waits before it writes jumps; None if the kernel has no djprobes."""
     jprobes: bool = False
     """Whether register_jprobe() exists (Linux up to 4.14)."""
-    fprobe_events: bool = False
-    """Whether dynamic_events accepts `f` lines (Linux since 6.5)."""
+    interface: str = "linux-6.1"
+    """Name of the version of tracefs: a key of INTERFACES."""
+    probe_rules: str = "linux-6.1"
+    """Name of the rules about places of probes and jumps: a key of PROBE_RULES."""
     fault_handlers: bool = False
     """Whether a probe may have a fault_handler (Linux up to 5.13)."""
     return_hook: str = "rethook"
@@ -88,6 +90,8 @@ class Profile:
 
 
 DEFAULT = "linux-6.1"
+KERNEL_INTERFACE = "kernel"
+"""Name of the interface that a distribution's kernel has by what it says of itself."""
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
 """Names of policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
 _OLD: dict[str, Any] = {
@@ -110,7 +114,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         for profile in (
             Profile(DEFAULT),
             Profile("linux-6.1-nopreempt", preemption=False),
-            Profile("linux-6.1-fprobe", fprobe_events=True),
+            Profile("linux-6.1-fprobe", interface="linux-6.1-fprobe"),
             Profile("kprobes-2010", False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT, **_OLD),
             Profile("optprobes-2009", False, **_OLD),
             Profile(

@@ -41,8 +41,10 @@ _CTL_TCG_BUFFER_SIZE = _CTL_WRITE | 1 << 26 | 13
 TRANSLATED = 16 << 20
 """Size in bytes of the buffer for translated code. By default, code fills one GiB before any is freed."""
 
-INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
-INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p)
+# Callbacks for traps use neither the pointer to the engine nor the pointer to the data. Both are narrowed,
+# because Python makes no object for a small number.
+INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint8)
+INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_uint8, ctypes.c_uint8)
 CODE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p)
 
 INSN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)

@@ -69,7 +69,7 @@ class TraceArrays(TaskObserver):
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
         system = self._system
-        errors = ErrorLog(self._clock)
+        errors = ErrorLog(self._clock, system.interface.texts)
         pids = EventPids(array.rewire_tracer, FunctionPids)
         registry = system.events
         probes = FunctionProbes(self._functions, array, registry, top or array)
@@ -82,8 +82,8 @@ class TraceArrays(TaskObserver):
             array,
             # Linux: enabling an event in any trace array expands only the top array's buffers.
             ArrayEvents(registry, array, (top or array).expand),
-            EventFilters(array, errors),
-            EventTriggers(array, registry, errors, system.symbols, commands),
+            EventFilters(array, errors, system.filter_words),
+            EventTriggers(array, registry, errors, system.symbols, commands, system.filter_words),
             errors,
             functions,
         )

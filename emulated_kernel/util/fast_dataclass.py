@@ -225,13 +225,12 @@ else:
         return found
 
     def _is_class_variable(annotation):
-        if not isinstance(annotation, str):
-            annotation = str(annotation).removeprefix("typing.")
-        if annotation.rpartition(".")[2] == "KW_ONLY" or annotation.startswith(
-            ("InitVar", "dataclasses.InitVar")
-        ):
-            raise TypeError(f"dataclass() of emulated_kernel has no {annotation}")
-        return annotation.startswith(("ClassVar", "typing.ClassVar"))
+        """Return True for ClassVar. Raises: TypeError (InitVar, KW_ONLY)."""
+        text = annotation if isinstance(annotation, str) else str(annotation)
+        kind = text.partition("[")[0].rpartition(".")[2]
+        if kind in ("InitVar", "KW_ONLY"):
+            raise TypeError(f"dataclass() of emulated_kernel has no {kind}")
+        return kind == "ClassVar"
 
     def _of_library(given, missing):
         default, factory = (
@@ -249,7 +248,10 @@ else:
         )
 
     def _fields_of(base):
-        return vars(base).get("__fields__", ())
+        own = vars(base)
+        if "__dataclass_fields__" in own and "__fields__" not in own:
+            raise TypeError(f"dataclass() of emulated_kernel: {base.__name__} is a class of the library's")
+        return own.get("__fields__", ())
 
     def _with_slots(plain, own_fields, inherited, weakref_slot):
         """Return a class like `plain` with slots for its fields. Raises: TypeError (it has slots already)."""
@@ -342,7 +344,7 @@ else:
         return next(each for each in outer.co_consts if hasattr(each, "co_code"))
 
     class _LibraryAttribute:
-        """An attribute of a class for the standard library's functions, made when they ask for it."""
+        """An attribute of a class for the standard library's functions, which is made when they first ask."""
 
         def __init__(self, name):
             self._name = name
@@ -351,7 +353,10 @@ else:
             import dataclasses
 
             described = [(each.name, each.type, _for_library(each, dataclasses)) for each in owner.__fields__]
-            return getattr(dataclasses.make_dataclass(owner.__name__, described), self._name)
+            found = getattr(dataclasses.make_dataclass(owner.__name__, described), self._name)
+            if "__fields__" in vars(owner):
+                setattr(owner, self._name, found)
+            return found
 
     _LIBRARY_FIELDS = _LibraryAttribute("__dataclass_fields__")
     _LIBRARY_PARAMS = _LibraryAttribute("__dataclass_params__")

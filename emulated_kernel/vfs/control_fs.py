@@ -89,12 +89,17 @@ class ControlFile(FileDescription):
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Implement FileDescription.getattr, and let the guest repeat the client's call."""
         fs = self.fs
+        informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock:
             self.check()
-            if client is not None and fs.calls.sees_lookups:
+            if informed is not None:
                 with suppress(KernelError):
-                    fs.calls.on_file(client(), self.path, self, ATTRIBUTE_CALLS)
+                    fs.calls.on_file(informed, self.path, self, ATTRIBUTE_CALLS)
             return fs.tree.stat(self.inner.node)
+
+    def informed(self, client: Client) -> Client:
+        """Implement FileDescription.informed, by GuestCalls.informed_of_file()."""
+        return self.fs.calls.informed_of_file(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Implement FileDescription.read, by GuestCalls.read()."""
@@ -204,10 +209,11 @@ class ControlDirectory(OpenDirectory):
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Implement FileDescription.getattr, and let the guest repeat the client's call."""
         fs = self.fs
+        informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock:
-            if client is not None and fs.calls.sees_lookups:
+            if informed is not None:
                 with suppress(KernelError):
-                    fs.calls.on_file(client(), self.path, None, ATTRIBUTE_CALLS)
+                    fs.calls.on_file(informed, self.path, None, ATTRIBUTE_CALLS)
             return fs.tree.getattr(still_there(self.path))
 
     def listed(self, client: Client) -> None:
@@ -369,12 +375,18 @@ class GuestCalls:
         """Whether looked_up() and on_file() have work to do when a client asks for attributes."""
         return False
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that the guest needs; see FileSystem.informed().
 
-        Lock: leaves, unlike the methods below.
+        If `opened` is empty, the request is a lookup that has found its file. Lock: leaves, unlike the
+        methods below.
         """
+        del opened
         return client
+
+    def informed_of_file(self, client: Client) -> Client:
+        """Return the client with the facts that a read or write of an open file needs. Lock: leaves."""
+        return self.informed(client)
 
     def request(self, client: Client) -> AbstractContextManager[object]:
         """Return the context in which a client's request runs. The methods below enter the context."""
@@ -501,12 +513,12 @@ class ControlFs(FileSystem):
             raise _Gated(self.gate)
 
     @contextmanager
-    def _changing(self, *, is_change: bool = True) -> Iterator[None]:
-        """Hold the lock; if `is_change` is set, wait first while another kernel is built to replace this."""
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock, after waiting while another kernel is built to replace this one."""
         while True:
             with self.lock:
                 gate = self.gate
-                if gate is None or not is_change:
+                if gate is None:
                     yield
                     return
             with self.lock.waiting():
@@ -516,29 +528,27 @@ class ControlFs(FileSystem):
         """Return the open files, without directories, in the order in which they were opened."""
         return [opened for opened in self.opened if isinstance(opened, ControlFile)]
 
-    @property
-    def sees_lookups(self) -> bool:
-        """Implement FileSystem.sees_lookups, by GuestCalls.sees_lookups."""
-        return self.calls.sees_lookups
-
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Implement FileSystem.informed, by GuestCalls.informed()."""
-        return self.calls.informed(client)
+        return self.calls.informed(client, opened)
 
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """Implement FileSystem.getattr by the tree, and let the guest repeat the client's call."""
-        with self.lock:
-            if client is None or not self.calls.sees_lookups:
-                return self.tree.getattr(path)
-            try:
+        """Implement FileSystem.getattr by the tree, and let the guest repeat the client's call.
+
+        What has to be read of the client depends on the result of the lookup.
+        """
+        found = None
+        try:
+            with self.lock:
                 found = self.tree.getattr(path)
-            except KernelError:
-                self.calls.looked_up(client(), path, None)
-                raise
-            self.calls.looked_up(client(), path, found)
             return found
+        finally:
+            if client is not None and self.calls.sees_lookups:
+                informed = self.calls.informed(client(), None if found is None else "")
+                with self.lock:
+                    self.calls.looked_up(informed, path, found)
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """Implement FileSystem.readdir, by the tree."""
@@ -553,13 +563,20 @@ class ControlFs(FileSystem):
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
         """Implement FileSystem.open, by GuestCalls.open(), and report O_TRUNC to the watcher."""
-        with self.settled(), self._changing(is_change=bool(flags & os.O_TRUNC)):
-            file = ControlFile(self, path, flags, client)
-            self.calls.open(client, file)
-            self.opened[file] = None
-            if self.watcher is not None and flags & os.O_TRUNC:
+        if not flags & os.O_TRUNC:
+            with self.lock:
+                return self._open(client, path, flags)
+        with self.settled(), self._changing():
+            file = self._open(client, path, flags)
+            if self.watcher is not None:
                 self.watcher.truncated(path)
             return file
+
+    def _open(self, client: Client, path: str, flags: int) -> ControlFile:
+        file = ControlFile(self, path, flags, client)
+        self.calls.open(client, file)
+        self.opened[file] = None
+        return file
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
         """Refuse to create a file. Raises: KernelError EACCES, EEXIST."""

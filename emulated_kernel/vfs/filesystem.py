@@ -85,8 +85,10 @@ class FileSystem(ABC):
         """Whether getattr() needs its client now, for the guest to repeat the client's call. Lock: leaves."""
         return False
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return `client` with the facts about its process that a request needs. Lock: leaves.
+
+        `opened` is the path of the file that the request opens, if it is an open(2).
 
         The mount calls this method before each request. The method can take 0.2 s if the process's memory
         cannot be read at once.
@@ -319,6 +321,9 @@ class FileDescription:
         """Whether a write reads files of the host, which can take long. Lock: leaves."""
         return False
 
+    writes_at_once: ClassVar[bool] = False
+    """Whether write() neither waits nor keeps its data, which may be a view of a front end's buffer."""
+
     def check(self) -> None:
         """Check that the description is usable. Raises: KernelError ESTALE, EIO (see `error`)."""
         if self.error:
@@ -335,6 +340,10 @@ class FileDescription:
         `client`: see FileSystem.getattr.
         """
         return self.fs.getattr(still_there(self.path), client)
+
+    def informed(self, client: Client) -> Client:
+        """Return `client` with the facts that a read or write of the file needs; see FileSystem.informed."""
+        return self.fs.informed(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Return at most `size` bytes, or b"" at the end of the file. Lock: takes. May begin a request.

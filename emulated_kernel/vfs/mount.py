@@ -293,7 +293,7 @@ class Mount:
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_room(self._limits, fs, path, client)
-        return self._add(fs.open(fs.informed(client), path, flags), client)
+        return self._add(fs.open(fs.informed(client, path), path, flags), client)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Create a regular file, open it, and return its handle. Raises: KernelError, as open()."""
@@ -328,16 +328,19 @@ class Mount:
         self._handles[handle] = opened
         if client.uid:
             self._users[handle] = client.uid
-            self._open_files[client.uid] += 1
+            self._count_user(client.uid, 1)
         if opened.acts_on_close:
             self.acting.add(handle)
-        self._count()
-        return handle
-
-    def _count(self) -> None:
-        """Set the numbers of open files that machine/limits shows."""
         if self._limits is not None:
             self._limits.open_files = len(self._handles)
+        return handle
+
+    def _count_user(self, uid: int, change: int) -> None:
+        """Count an open (1) or a close (-1) of a user other than root, and set what machine/limits shows."""
+        self._open_files[uid] += change
+        if not self._open_files[uid]:
+            del self._open_files[uid]
+        if self._limits is not None:
             self._limits.user_open_files = max(self._open_files.values(), default=0)
 
     def _opened(self, handle: int) -> FileDescription:
@@ -382,6 +385,10 @@ class Mount:
         """Return True if a write to the handle reads files of the host, which can take long."""
         return self._opened(handle).reads_host
 
+    def writes_at_once(self, handle: int) -> bool:
+        """Return True if a write to the handle neither waits nor keeps its data."""
+        return self._opened(handle).writes_at_once
+
     def set_status_flags(self, handle: int, flags: int) -> None:
         """Forward to the description of `handle`; see FileDescription.set_status_flags."""
         self._opened(handle).set_status_flags(flags)
@@ -392,7 +399,7 @@ class Mount:
             opened = self._handles[handle]
         except KeyError:
             raise self._no_handle(handle) from None
-        return opened.read(opened.fs.informed(client), size, offset)
+        return opened.read(opened.informed(client), size, offset)
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """Forward to the description of `handle`; see FileDescription.read_page."""
@@ -406,7 +413,7 @@ class Mount:
             opened = self._handles[handle]
         except KeyError:
             raise self._no_handle(handle) from None
-        return opened.write(opened.fs.informed(client), data, offset)
+        return opened.write(opened.informed(client), data, offset)
 
     def wait(self, handle: int, timeout: float) -> None:
         """Forward to the description of `handle`; see FileDescription.wait."""
@@ -442,10 +449,9 @@ class Mount:
         self._pollers.pop(handle, None)
         user = self._users.pop(handle, None)
         if user is not None:
-            self._open_files[user] -= 1
-            if not self._open_files[user]:
-                del self._open_files[user]
-        self._count()
+            self._count_user(user, -1)
+        if self._limits is not None:
+            self._limits.open_files = len(self._handles)
         if opened is not None:
             try:
                 opened.release()

@@ -447,6 +447,21 @@ def _explain(parsed: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
+def _check(parsed: argparse.Namespace) -> int:
+    from kprobefs.plan import check_command
+
+    form = "json" if parsed.json else "sarif" if parsed.sarif else "text"
+    passed = check_command.run(
+        parsed.files,
+        arch=parsed.arch,
+        images=parsed.image,
+        vmcore=parsed.vmcore,
+        profile=parsed.profile,
+        form=form,
+    )
+    return ExitStatus.OK if passed else ExitStatus.FAILURE
+
+
 def _djprobe_analyze(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
@@ -474,7 +489,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     from pathlib import Path
 
     from emulated_kernel.util.config import DEFAULT_SEED, HOST, MachineConfig
-    from kprobefs.mount_options import MountOptions, check_kprobes, parsed_limits
+    from kprobefs.mount_options import PROFILES, MountOptions, check_kprobes, parsed_limits
 
     image = None
     if parsed.image is not None:
@@ -486,7 +501,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         clock=parsed.clock,
         pauses=not parsed.isolate,
         seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
-        profile=parsed.profile,
+        profile=parsed.profile or PROFILES[0],
         image=image,
         return_hook=parsed.return_hook,
         save_regs=parsed.save_regs,
@@ -501,7 +516,9 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         isolate=parsed.isolate,
         is_ordered=parsed.isolate or parsed.seed is not None,
         kprobes=parsed.kprobes,
+        modules=tuple(os.path.abspath(path) for path in parsed.modules),
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
+        follows_version=parsed.profile is None,
     )
     check_kprobes(options, is_limited=bool(parsed.limit))
     return options
@@ -549,5 +566,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "bench": _bench,
     "coverage": _coverage,
     "explain": _explain,
+    "check": _check,
 }
 """Name of a command -> the function that runs it with the parsed options and returns the exit status."""

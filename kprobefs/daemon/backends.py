@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kprobefs.common.errors import CliError, ExitStatus, explained, resource_hint
 from kprobefs.mount_options import CLOCKS, KERNEL_KPROBES, MountOptions, check_image, runs_linux
 
 if TYPE_CHECKING:
+    from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+    from emulated_kernel.kprobes.profile import Profile
     from emulated_kernel.vfs.core.node import Owner
     from emulated_kernel.vfs.mount import Mount
     from kprobefs.daemon.state.saved_state import SavedState
@@ -102,7 +105,7 @@ def _native_mount(options: MountOptions) -> Mount:
     image = str(options.machine.image)
     with explained(image):
         tasks = started(image, options.machine.seed)
-        modules = ModuleFiles(kernel_file(image), tasks.release)
+        modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
     served = native_mount(
         tasks,
         HostProcesses(),
@@ -123,18 +126,25 @@ def _probed_mount(options: MountOptions) -> Mount:
     from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
     from emulated_kernel.image.linux.module_files import ModuleFiles
     from emulated_kernel.image.linux.open_image import kernel_file
-    from emulated_kernel.kprobes.profile import profile_named
 
     image = str(options.machine.image)
     with explained(image):
         tasks, kernel = started_with_kernel(image, options.machine.seed)
-        engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
-        modules = ModuleFiles(kernel_file(image), tasks.release)
+        engine = LinuxEngine(tasks, kernel, _linux_profile(options, kernel))
+        modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
     served = probed_mount(engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
     served.has_native_traps = engine.machine.hooks.is_native
     # Most pages of the kernel's file are read only at the start.
     kernel.release_pages()
     return served
+
+
+def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
+    """Return the profile that the options name, or the one that follows the kernel."""
+    from emulated_kernel.guests.linux.probing.told_interface import profile_of
+    from emulated_kernel.kprobes.profile import profile_named
+
+    return profile_of(kernel) if options.follows_version else profile_named(options.machine.profile)
 
 
 def _convert_vmcore(vmcore: str) -> None:
@@ -151,13 +161,12 @@ def _vmcore_mount(options: MountOptions, vmcore: str) -> Mount:
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
     from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
     from emulated_kernel.image.linux.unusable import read_as, unmapped
-    from emulated_kernel.kprobes.profile import profile_named
     from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 
     try:
         with explained(vmcore), read_as("dump"):
             guest, kernel = started_core(vmcore)
-            engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
+            engine = KernelEngine(guest, kernel, _linux_profile(options, kernel))
             served = vmcore_mount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
             served.has_native_traps = engine.machine.hooks.is_native
             return served

@@ -54,6 +54,7 @@ from kprobefs.fuse.protocol import (
     FUSE_RMDIR,
     FUSE_ROOT_ID,
     FUSE_SETATTR,
+    FUSE_WRITE,
     GETATTR_IN,
     HANDLE_FLAGS,
     IN_HEADER,
@@ -67,6 +68,8 @@ from kprobefs.fuse.protocol import (
     READ_IN,
     RELEASE_IN,
     UNIQUE,
+    WRITE_IN,
+    WRITE_OUT,
 )
 from kprobefs.fuse.worker_threads import FAILED
 
@@ -684,6 +687,8 @@ class AtOnce(NamedTuple):
     """Takes uid, gid, pid and fh."""
     open: Callable[[int, int, int, str, int], tuple[int, bool] | int]
     """Takes uid, gid, pid, path and flags; returns fh, and whether the file is a stream."""
+    write: Callable[[int, int, int, int, int, int, memoryview], int | None]
+    """Takes uid, gid, pid, fh, offset, flags and data; returns the count, or None if libfuse has to write."""
     skip_client: Callable[[], None]
     """Records that the next attributes are only for libfuse."""
     validity: int
@@ -693,8 +698,8 @@ class AtOnce(NamedTuple):
 class SessionLoop:
     """The loop that reads requests from /dev/fuse; several threads may run it.
 
-    The loop answers READ and RELEASE itself, and LOOKUP, GETATTR and OPEN of control files with known nodes.
-    It passes all other requests to libfuse.
+    The loop answers READ and RELEASE itself, LOOKUP, GETATTR and OPEN of control files with known nodes, and
+    WRITE of files whose writes do not wait. It passes all other requests to libfuse.
 
     close(2) returns when its RELEASE is in the queue of /dev/fuse, but nobody waits for the reply. Therefore
     a thread that has read a request waits for the RELEASEs that other threads have read before, if an open
@@ -734,12 +739,13 @@ class SessionLoop:
             FUSE_LOOKUP: self._look_up,
             FUSE_GETATTR: self._get_attributes,
             FUSE_OPEN: self._open,
+            FUSE_WRITE: self._write,
             FUSE_FORGET: self._forget,
             FUSE_BATCH_FORGET: self._forget_batch,
             FUSE_RMDIR: self._remove,
             FUSE_INIT: self._initialise,
         }
-        """Opcode -> function that answers it for a control file.
+        """Opcode -> function that answers the request if it can.
 
         It returns the data of the reply, or -errno, or _DONE if nothing is left to do, or None if libfuse has
         to answer.
@@ -858,6 +864,17 @@ class SessionLoop:
             return found
         handle, is_stream = found
         return OPEN_OUT.pack(handle, FOPEN_DIRECT_IO | is_stream * FOPEN_NONSEEKABLE)
+
+    def _write(self, _nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
+        """Write to a file whose write does not wait, from the request's buffer."""
+        _, _, _, uid, gid, pid = IN_HEADER.unpack_from(request)
+        handle, offset, _, flags = WRITE_IN.unpack_from(request, IN_HEADER.size)
+        with memoryview(request)[IN_HEADER.size + WRITE_IN.size : size] as data:
+            count = self._operations.write(uid, gid, pid, handle, offset, flags, data)
+        if count is None or -MAX_ERRNO <= count < 0:
+            return count
+        # A damaged guest may return any number.
+        return WRITE_OUT.pack(count) if 0 <= count <= _INT_MAX else -errno.EIO
 
     @staticmethod
     def _forget(nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:

@@ -319,6 +319,7 @@ class _Operations:
             getattr=partial(guarded, self.getattr_at_once),
             fgetattr=partial(guarded, self.fgetattr_at_once),
             open=partial(guarded, self.open_at_once),
+            write=partial(guarded, self.write_at_once),
             skip_client=self.attributes.skip_client,
             validity=int(ATTRIBUTES_VALIDITY * 1e9),
         )
@@ -371,6 +372,18 @@ class _Operations:
         if len(data) > size:
             raise ValueError(f"{len(data)} bytes for a read of {size}")
         return data
+
+    def write_at_once(
+        self, uid: int, gid: int, pid: int, handle: int, offset: int, flags: int, data: Any
+    ) -> int | None:
+        """Write a view of data for SessionLoop; return None if the write may wait, so that libfuse writes."""
+        if not self._mount.writes_at_once(handle):
+            return None
+        if self.reserve.is_scarce:
+            self._needs_memory(bytes(data))
+        if flags & STATUS_FLAGS != self._status.get(handle, 0):
+            self._set_status_flags(handle, flags)
+        return self._mount.write(_cached_client(pid, uid, gid), handle, data, offset)
 
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
         del path

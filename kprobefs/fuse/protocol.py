@@ -36,6 +36,10 @@ OPCODE_OFFSET = 4
 """Offset of the opcode in struct fuse_in_header."""
 READ_IN = struct.Struct("=QQI4xQI4x")
 """Layout of struct fuse_read_in: fh, offset, size, lock_owner, flags."""
+WRITE_IN = struct.Struct("=QQI12xI4x")
+"""Layout of struct fuse_write_in: fh, offset, size, flags. The data follow."""
+WRITE_OUT = struct.Struct("=I4x")
+"""Layout of struct fuse_write_out: size."""
 RELEASE_IN = struct.Struct("=Q")
 """Layout of the beginning of struct fuse_release_in: fh."""
 FORGET_IN = struct.Struct("=Q")

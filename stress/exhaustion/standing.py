@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
-from emulated_kernel.kprobes.hit.ctlblk import HitStatus
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.text.stale_fetch import WINDOW
 from tests.kprobes.optimizer.conftest import Probed
@@ -29,7 +28,6 @@ class Standing:
     memory: Pieces
     hits: int
     running: AggrKprobe | None = None
-    status: HitStatus = HitStatus.STEP_DONE
 
     @property
     def ip(self) -> int:
@@ -93,7 +91,7 @@ class OtherCpu:
             regs.ip = addr = behind - trap_size
             to_come = hits - (self.count() - counted)
             state, memory = regs.snapshot(), [*self.bench.changed(), *self.own()]
-            found[addr] = Standing(places[addr], state, memory, to_come, ctlblk.running, ctlblk.status)
+            found[addr] = Standing(places[addr], state, memory, to_come, ctlblk.running)
             unmet[addr].close()
             handler = usual[addr]
             if handler is not None:
@@ -156,7 +154,6 @@ class OtherCpu:
         self._put(standing)
         ctlblk = self.probed.kernel.kprobes.hits.ctlblk
         ctlblk.set_running(standing.running)
-        ctlblk.status = standing.status
         before = self.count()
         deviation = self.bench.deviation(registers, self.expected)
         ctlblk.set_running(None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from emulated_kernel.vfs.trees.readme import README
+from emulated_kernel.trace.interface import LINUX_6_1
+from emulated_kernel.vfs.trees.readme import readme_text
 from stress.fuzz.grammar import Grammar
 
 _WORDS = {
@@ -525,7 +526,7 @@ _VALUES = {
 
 GRAMMAR = Grammar(_WORDS | _PROBES | _TRIGGERS | _VALUES)
 """Grammar with the rules for all files."""
-TOKENS = sorted({token.encode() for token in (*GRAMMAR.tokens, *README.split())})
+TOKENS = sorted({token.encode() for token in (*GRAMMAR.tokens, *readme_text(LINUX_6_1).split())})
 """Words that the mutator inserts into texts: those of the rules, and those of the text of tracing/README."""
 
 RULES = {

@@ -12,6 +12,7 @@ from emulated_kernel.guests.linux.guest.page_reporting import PageReporting
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.task_table import TaskTable
 from emulated_kernel.guests.linux.initramfs import ROOTS
+from emulated_kernel.guests.linux.kernel_offsets import STACK_TOP
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
 from stress.hostile.corruption import Readers, Watched
@@ -93,6 +94,7 @@ def readers(engine: LinuxEngine) -> Readers:
     files._words = machine.memory.words
     structs = tasks._structs
     pages = PageReporting(machine.memory, tasks.root, tasks.facts)
+    cells = (tasks.current_cell, tasks.per_cpu + tasks.facts.per_cpu[STACK_TOP])
 
     def lstat() -> object:
         files._answers.clear()
@@ -105,7 +107,7 @@ def readers(engine: LinuxEngine) -> Readers:
         "lstat again": lambda: files.lstat("/scratch/file"),
         "fstat": lambda: [files.fstat(fd) for fd in ROOTS.values()],
         "is_seekable": lambda: [files.is_seekable(fd) for fd in ROOTS.values()],
-        "adopt": lambda: TaskTable(machine.memory, structs, tasks.current_cell).adopt(tasks.init.address),
+        "adopt": lambda: TaskTable(machine.memory, structs, *cells).adopt(tasks.init.address),
         "free pages": lambda: [*islice(pages._blocks(), 4096)],
         "zones": lambda: PageReporting(machine.memory, tasks.root, tasks.facts),
     }

@@ -204,7 +204,8 @@ class Maker:
             return ir.IncreasePerCpu(offset, dst)
         if kind == 6:
             high = high if rng.random() < 0.7 else None
-            return ir.ComputePerCpu(rng.choice((Arithmetic.ADD, Arithmetic.SUB)), dst, offset, high)
+            bitwise = () if high is not None else (Arithmetic.OR, Arithmetic.XOR)
+            return ir.ComputePerCpu(rng.choice((Arithmetic.ADD, Arithmetic.SUB, *bitwise)), dst, offset, high)
         return ir.AddAndFetch(dst, self.shared(), rng.choice((1, 57, 127, 128, 1000)), high)
 
     def faulting(self) -> None:

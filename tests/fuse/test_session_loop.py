@@ -53,6 +53,8 @@ for _ in range(50):
 _STRANGE = {511: 511, 512: errno.EIO, 524: errno.EOPNOTSUPP, 4095: errno.EIO}
 """What files of a kernel may answer, and what their clients get."""
 _TOO_MUCH = 1 << 20
+_AT_ONCE = 9
+"""Handle of a file whose writes need no libfuse."""
 _ACTING = 8
 """Handle of a file that acts when it is closed, which takes a while."""
 _COUNTS = (-600, -5000, (1 << 32) - 600, 1 << 63, 5)
@@ -127,6 +129,8 @@ class _Recorded:
         if path.endswith("/acting/file"):
             self.acting.add(_ACTING)
             return _ACTING
+        if path.endswith("/at_once/file"):
+            return _AT_ONCE
         return 7
 
     def create(self, _client: Client, path: str, _mode: int, _flags: int) -> int:
@@ -178,13 +182,18 @@ class _Recorded:
             _testcapi.remove_mem_hooks()
             _testcapi.set_nomemory(count, count + 1)
 
-    def write(self, _client: Client, _handle: int, _data: bytes, offset: int) -> int:
+    def write(self, _client: Client, handle: int, data: bytes, offset: int) -> int:
+        assert isinstance(data, memoryview) == (handle == _AT_ONCE)
+        assert bytes(data) == b"data"
         if offset in _STRANGE:
             raise KernelError(offset)
         return _COUNTS[offset]
 
     def reads_host(self, _handle: int) -> bool:
         return False
+
+    def writes_at_once(self, handle: int) -> bool:
+        return handle == _AT_ONCE
 
     def release(self, handle: int) -> None:
         self._asked("release", handle)
@@ -362,6 +371,8 @@ def test_lookups_that_libfuse_has_not_answered_are_subtracted(tmp_path: Path) ->
     assert nodes.by_id[17] is node
     assert nodes.forget(17, 2) == 1
     assert 17 not in nodes.by_id
+    assert nodes.forget(1, 1) == 1
+    assert nodes.path_of(1, b"file") == "/file"
     assert not nodes.answer(4, 1, b"file", node, 0, bytes(88), 0)
     os.close(device)
     # The reply is not sent.
@@ -515,10 +526,11 @@ def _said(command: list[str], place: Path) -> str:
         raise
 
 
-def test_whatever_a_file_answers_its_client_gets_an_answer(place: Path) -> None:
+@pytest.mark.parametrize("name", ["scratch/file", "scratch/at_once/file"])
+def test_whatever_a_file_answers_its_client_gets_an_answer(place: Path, name: str) -> None:
     """FUSE refuses an errno beyond 511, and more data than a read has asked for."""
     with _served(place):
-        fd = os.open(place / "scratch/file", os.O_RDWR)
+        fd = os.open(place / name, os.O_RDWR)
         for given, got in (*_STRANGE.items(), (_TOO_MUCH, errno.EIO)):
             with pytest.raises(OSError, match=re.escape(f"[Errno {got}]")):
                 os.pread(fd, 100, given)

@@ -155,6 +155,31 @@ def test_beside_kprobes(kernel: Kernel) -> None:
     assert hits == ["b", "a"] * 2
 
 
+def test_a_hit_that_ends_in_its_handler_is_not_the_jprobes_open_one(kernel: Kernel) -> None:
+    """A pre_handler skips the function at a place where a jprobe left hits open until it was removed."""
+    jprobe = Jprobe(mirror(kernel, MIRROR), symbol_name="gcd")
+    skips: list[bool] = []
+
+    def skip(_kprobe: Kprobe, regs: Any) -> int:
+        if not skips:
+            return 0
+        regs.ip = kernel.machine.memory.read_word(regs.sp)
+        regs.sp += 8
+        regs.ax = 5
+        return 1
+
+    probe = Kprobe(symbol_name="gcd", pre_handler=skip)
+    kernel.register_kprobe(probe)
+    kernel.register_jprobe(jprobe)
+    assert kernel.call("gcd", 12, 18) == 6
+    kernel.unregister_jprobe(jprobe)
+    skips.append(True)
+    for _ in range(3):
+        assert kernel.call("gcd", 12, 18) == 5
+        assert kernel.kprobes.hits.may_interrupt()
+    assert probe.nmissed == 0
+
+
 def test_arrays_are_all_or_nothing(kernel: Kernel) -> None:
     entry = mirror(kernel, MIRROR)
     jprobes = [Jprobe(entry, symbol_name=name) for name in ("gcd", "int_sqrt")]

@@ -21,6 +21,7 @@ from emulated_kernel.kprobes.profile import Profile, Stepper, TrampolineForm
 from emulated_kernel.machine.native import host_code
 from emulated_kernel.machine.traps.trap import TrapKind
 from emulated_kernel.trace.probes import handler_cost
+from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.config import MachineConfig
 from kprobefs.measure.bench import FUNCTION, Loop, caller, loop_of_calls
 from tests.kprobes.boundaries import verdict
@@ -195,6 +196,70 @@ def test_a_handler_in_python_beside_native_hits_misses_none(arch: str, mode: str
         assert kernel.kprobes.hits.may_interrupt()
 
 
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_a_handler_in_python_is_one_entry_into_python(arch: str, mode: str) -> None:
+    """The step after it ends in the guest, unless a post_handler in Python follows."""
+    with booted(arch, mode) as kernel:
+        seen: list[str] = []
+        probe = Kprobe(
+            symbol_name=FUNCTION,
+            offset=kernel.arch.call_size,
+            pre_handler=lambda _kprobe, _regs: seen.append("pre"),
+        )
+        after = Kprobe(
+            symbol_name=FUNCTION,
+            offset=kernel.arch.call_size,
+            post_handler=lambda _kprobe, _regs: seen.append("post"),
+        )
+        kernel.register_kprobe(probe)
+        caller(kernel, 1)()
+        for handlers, traps in ((["pre"], 1), (["pre", "post"], 2), (["pre"], 1)):
+            if len(handlers) == 2:
+                kernel.register_kprobe(after)
+            elif after.addr is not None:
+                kernel.unregister_kprobe(after)
+            caller(kernel, 1)()
+            seen.clear()
+            with counted_entries(kernel) as entered:
+                caller(kernel, 100)()
+            assert len(entered) == 100 * traps
+            assert seen == handlers * 100
+        assert (probe.nmissed, after.nmissed) == (0, 0)
+        assert kernel.kprobes.hits.may_interrupt()
+
+
+@pytest.mark.parametrize(("arch", "mode"), CASES)
+def test_a_step_after_a_handler_in_python_has_no_state(arch: str, mode: str) -> None:
+    """Other CPUs hit the same probe meanwhile, and none of their hits is missed."""
+    with booted(arch, mode, quantum=5, cpus=2) as kernel:
+        machine = kernel.machine
+        hits = kernel.kprobes.hits
+        seen: list[int] = []
+        probe = Kprobe(
+            symbol_name=FUNCTION,
+            offset=kernel.arch.call_size,
+            pre_handler=lambda _kprobe, _regs: seen.append(machine.cpu),
+        )
+        kernel.register_kprobe(probe)
+        loops = [PreemptedLoop(kernel) for _ in range(2)]
+        for number, loop in enumerate(loops):
+            machine.switch_to(number)
+            loop.start(200 + number, apart=True)
+        going = [True, True]
+        steps = 0
+        while any(going):
+            for number, loop in enumerate(loops):
+                machine.switch_to(number)
+                going[number] = going[number] and loop.preempted()
+                is_within = hits.steps.at(machine.regs.ip) is not None
+                steps += is_within
+                assert hits.ctlblk.running is None
+                assert hits.may_interrupt() is not is_within
+        machine.switch_to(0)
+        assert (seen.count(0), seen.count(1), probe.nmissed) == (200, 201, 0)
+        assert (steps > 0) is (mode != "boosted")
+
+
 def test_while_python_has_a_cpu_hits_are_missed_in_python() -> None:
     """The hit of a handler is open while a function in the guest runs for it."""
     with booted("x86_64", "stepped") as kernel:
@@ -222,14 +287,15 @@ class PreemptedLoop:
         self._kernel = kernel
         self._loops: dict[int, Loop] = {}
 
-    def start(self, turns: int) -> None:
-        """Put the current CPU at the start of a loop."""
+    def start(self, turns: int, *, apart: bool = False) -> None:
+        """Put the current CPU at the start of a loop; `apart`: on a stack that no other loop uses."""
         machine = self._kernel.machine
+        stack_top = machine.alloc_pages(2 * PAGE_SIZE) + PAGE_SIZE if apart else machine.calls.stack_top
         if turns not in self._loops:
             self._loops[turns] = loop_of_calls(self._kernel, turns)
         code, begin = self._loops[turns]
         begin()
-        start = machine.regs.snapshot()._replace(ip=code, sp=machine.calls.stack_top)
+        start = machine.regs.snapshot()._replace(ip=code, sp=stack_top)
         machine.regs.restore(machine.model.as_called(machine.memory, start, machine.calls._return_pad))
 
     def preempted(self) -> bool:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unicorn import arm64_const, x86_const
 
+from emulated_kernel.guests.linux.pc.devices import Pc
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.interrupts.trap_handlers import Redirect, TrapHandlers
@@ -183,6 +184,44 @@ def test_the_routine_does_what_the_tables_say(
     assert (bytes(after[:8]), int.from_bytes(after[8:16], "little"), after[16]) == expected
     if family == "riscv":
         assert uc.reg_read(host.result) & 0xFF == 1
+
+
+@given(tsc=st.integers(0, 2**64 - 1), steps=st.integers(0, 2**64 - 1), followed=st.booleans())
+def test_rdtsc_advances_the_time_as_python_does(
+    host: X86Host | ArmHost, tsc: int, steps: int, followed: bool
+) -> None:
+    uc = host.uc
+    pc = Pc(steps)
+    pc.words.tsc, pc.words.followed, pc.words.read_in_python = tsc, followed, CALLBACK
+    pc.words.low, pc.words.high = DATA_AT, DATA_AT + 8
+    before = bytes(pc.words)
+    uc.mem_write(DATA_AT, bytes(range(16)))
+    uc.mem_write(WORDS_AT, before)
+    code = ROUTINES[host.name, "rdtsc"]
+    uc.mem_write(CODE_AT, code)
+    uc.ctl_remove_cache(CODE_AT, CODE_AT + len(code))
+    given_ = (7, WORDS_AT)
+    for register, value in zip(host.arguments, given_, strict=False):
+        uc.reg_write(register, value)
+    for register in host.kept:
+        uc.reg_write(register, register)
+    host.enter()
+    uc.ctl_exits_enabled(True)
+    uc.ctl_set_exits([RETURNED, CALLBACK])
+    uc.emu_start(CODE_AT, 0, count=100)
+    assert [uc.reg_read(register) for register in host.kept] == [*host.kept]
+    words, result = (bytes(uc.mem_read(at, size)) for at, size in ((WORDS_AT, len(before)), (DATA_AT, 16)))
+    if followed:
+        assert uc.reg_read(host.pc) == CALLBACK
+        assert tuple(uc.reg_read(register) for register in host.arguments[:2]) == given_
+        assert host.leaves
+        assert (words, result) == (before, bytes(range(16)))
+        return
+    assert uc.reg_read(host.pc) == RETURNED
+    assert uc.reg_read(host.result) & 0xFFFFFFFF == 1
+    now = pc.read_tsc()
+    assert words == bytes(pc.words)
+    assert result == b"".join((half & 0xFFFFFFFF).to_bytes(8, "little") for half in (now, now >> 32))
 
 
 STUB, CELLS_AT, GATE_AT, SP_AT = 0xFFFFFFFF70000100, DATA_AT + 0x400, DATA_AT + 0x500, DATA_AT + 0x600

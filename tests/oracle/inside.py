@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Asks a distribution's kernel, running in the emulator, what ours answers.
 
-    inside.py IMAGE [--count N] [--seed N]
+    inside.py IMAGE [--profile NAME] [--count N] [--seed N] [--only WHAT]
 
 Definitions, of which most are wrong, go to kprobe_events of both; probes on places of the kernel's own
 text are given to it, where our verdict over the same text is asked; and what a workload records is
@@ -17,27 +17,32 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from emulated_kernel.arch.analysis.probe_rules import ProbeRules, probe_rules_named
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.guests.linux.probing.told_interface import profile_of, told_interface
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.kprobes.profile import DEFAULT, KERNEL_INTERFACE, profile_named
+from emulated_kernel.trace.interface import LINUX_6_1, Interface, InterfaceRule, interface_named
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.parts import guest_of
+from tests.profiles import LINUX_6_12
 
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
@@ -48,14 +53,27 @@ RECORDED = (
     "p:k/created shmem_create mode=%cx:x16",
     "p:k/written shmem_write_begin at=%dx size=%cx:u32 c=$comm",
     "r:k/begun shmem_write_begin result=$retval:s32",
-    "p:k/inside shmem_write_end+5 at=%dx copied=%r8:u32 at8=+8(%si):x64",
-    "p:k/later shmem_write_end+21 copied=%r8:u32",
+    "p:k/inside shmem_write_end+{first} at=%dx copied=%r8:u32 at8=+8(%si):x64",
+    "p:k/later shmem_write_end+{second} copied=%r8:u32",
     "r:k/read shmem_file_read_iter size=$retval:s64",
     "p:k/ends shmem_evict_inode bytes=+0(%di):x8[4]",
     "p:k/opened shmem_file_llseek to=%si",
     "r:k/made shmem_get_inode",
 )
 """On what requests for scratch/ run through, and for nothing else."""
+OFFSETS = {"first": 5, "second": 21}
+"""Least offsets of instructions in shmem_write_end."""
+RECORDED_BY_NAME = (
+    "p:k/n1 shmem_create dentry:%pd mode=mode dir->i_ino dentry->d_name.len",
+    "p:k/n2 shmem_file_llseek $arg*",
+    "r:k/n3 shmem_file_read_iter $retval iocb->ki_pos $arg2 iocb->ki_filp:%pD",
+    "p:k/n4 shmem_file_llseek file->f_flags whence c=whence:char file->f_inode->i_opflags",
+    "f:k/n5 shmem_create name=dentry->d_name.name:string $arg4:x16 c=$comm",
+    "f:k/n6 shmem_file_read_iter%return ret=$retval iocb->ki_flags s=$stack0:x8",
+    "f:k/n7 shmem_write_b*",
+    "f:k/n8 __shmem_get_inode $retval->i_ino mode $retval->i_sb->s_id:string",
+)
+"""The same with arguments by name, for kernels since 6.12."""
 STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
 """Whose, which Linux knows from the next switch of tasks on; when; and in which context: a probe is a jump
 from when its optimizer has come to it."""
@@ -86,6 +104,58 @@ ARGUMENTS = (
     "a=b=%di", "imm=\\0x10:u8", "+0(\\1)",
 )  # fmt: skip
 
+BY_NAME = (
+    "file", "count", "buf", "pos", "count:u8", "file:x32", "x=file", "x=count", "nothing", "_x", "$arg*",
+    "$arg*", "$arg1", "$arg2:u8", "$arg4", "$arg5", "$arg0", "$argx", "$arg*:u8", "$arg1x", "x=$arg1",
+    "x=$arg*", "file->f_flags", "file->f_inode->i_ino", "file->f_path.dentry->d_name.name:string",
+    "file->f_path.dentry->d_iname:string", "file->nothing", "file->f_path.nothing", "file.f_path",
+    "file-f_path",
+    "file->", "file->.", "count->x", "buf:string", "buf:ustring", "file:string", "file->f_inode:%pd",
+    "file->f_path.dentry:%pd", "file:%pD", "x=file:%pD", "$arg1:%pD", "$retval", "$retval:u8", "$retval->x",
+    "$retvalx", "$retval.x", "r=$retval", "+8(file)", "+0(file->f_inode)", "+0(file):x8[4]", "buf:char",
+    "file->f_mode", "file->f_inode->i_opflags", "file->f_inode->i_mode:x16", "+u0(buf):char[4]",
+    "file->f_inode->i_sb->s_id:string", "file->f_inode->i_sb->s_iflags", "$comm:char", "%di:char",
+    "x=%di:%pd", "file->f_op", "+0(+8(file)):string", "+8(%di):b4@2/", "+8(%di):symstr", "+0(buf):b9@2/8",
+)  # fmt: skip
+"""Arguments that name parameters and fields, which kernels since 6.12 have."""
+FPROBE_KINDS = ("f",) * 6 + ("f:", "f8", "f0", "f99999", "fx")
+FPROBE_PLACES = ("vfs_read", "vfs_write", "vfs_read%return", "vfs_write%return") * 3 + (
+    "vfs_read+0", "no_such_function", "vfs_read%nothing", "nothing:at_all", "0xffffffff81000000",
+)  # fmt: skip
+
+FILTERED = ("sched/sched_switch", "kmem/kfree", "ipi/ipi_send_cpumask", "irq/softirq_entry")
+"""Events with strings, addresses and sets of CPUs."""
+FIELDS = (
+    "prev_pid", "prev_comm", "call_site", "ptr", "cpumask", "callsite", "vec", "CPU", "common_pid", "comm",
+    "nothing", "call_site.function", "ptr.function", "prev_pid.function", "CPU.function", "callsite.function",
+    "comm.ustring", "vec.function", *("call_site.function", "CPU", "vec", "cpumask") * 3,
+)  # fmt: skip
+OPERATORS = ("==", "!=", "&") * 4 + (">", "~", " == ", "= ", "")
+VALUES = (
+    "0", "1", "-1", "0x10", '"sh"', "'s*'", "vfs_read", "no_such_function", "0xffffffff81200000", "12x",
+    "CPUS{0}", "CPUS{0-1}", "CPUS{}", "CPUS{0", "CPUS 0}", "CPUS{all}", "CPUS{N}", "CPUS{0-0:1/2}", "CPUS{x}",
+    "CPUS{3}", "CPUS{ 0 }", "CPUS{0,}", *("CPUS{0}", "1", "vfs_read", "0xffffffff81200000") * 3, "CPU",
+    "x" * 30, "1" * 24, "vfs_read)", "",
+)  # fmt: skip
+
+HISTOGRAMS = (
+    "keys=prev_pid", "keys=prev_pid:vals=next_prio", "keys=stacktrace", "keys=common_stacktrace",
+    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=prev_comm:vals=next_prio",
+    "keys=prev_pid:vals=hitcount", "keys=prev_pid:vals=next_prio.percent",
+    "keys=prev_pid:vals=next_prio.graph",
+    "keys=nothing", "key=prev_pid.hex", "keys=prev_pid.execname", "keys=common_pid.execname",
+    "vals=next_prio",
+    "keys=prev_pid:x=next_prio", "keys=prev_pid:vals=nothing", "keys=prev_state.log2",
+    "keys=prev_pid.buckets=10",
+)  # fmt: skip
+ATTRIBUTES = (
+    "", "", ":nohitcount", ":NOHC", ":sort=hitcount", ":sort=next_prio", ":size=256", ":size=1", ":pause",
+    ":clear",
+    ":name=x", ":nothing", ":nohitcount:nohitcount", ":sort=prev_pid.descending", ":vals=next_prio",
+    ":sort=stacktrace", ":sort=common_stacktrace", " if prev_pid > 0", " if nothing",
+    ":nohitcount if prev_pid==0",
+)  # fmt: skip
+
 
 @dataclass
 class Tally:
@@ -104,12 +174,17 @@ class Tally:
             self.differences.append(f"{what}\n  Linux {linux!r:.300}\n  ours  {ours!r:.300}")
 
 
-def definitions(count: int, seed: int) -> Iterator[str]:
+def definitions(count: int, seed: int, interface: Interface) -> Iterator[str]:
     """Definitions that are right in most of their parts."""
     dice = random.Random(seed)
+    arguments = ARGUMENTS + (BY_NAME if InterfaceRule.BTF_ARGS in interface else ())
+    kinds = [(KINDS, PLACES)] * 2
+    if InterfaceRule.FPROBE_EVENTS in interface:
+        kinds.append((FPROBE_KINDS, FPROBE_PLACES))
     for _ in range(count):
-        words = [dice.choice(KINDS) + dice.choice(NAMES), dice.choice(PLACES)]
-        words += dice.sample(ARGUMENTS, k=dice.choice((0, 0, 1, 1, 1, 2, 3)))
+        letters, places = dice.choice(kinds)
+        words = [dice.choice(letters) + dice.choice(NAMES), dice.choice(places)]
+        words += dice.sample(arguments, k=dice.choice((0, 0, 1, 1, 1, 2, 3)))
         yield " ".join(words)
 
 
@@ -139,22 +214,80 @@ def write(mount: Mount | Mount, path: str, text: str, flags: int = 0) -> str:
 
 
 def answer(mount: Mount | Mount, definition: str) -> tuple[str, str, str]:
-    """errno, error_log and kprobe_events behind a definition."""
-    for path in ("/tracing/kprobe_events", "/tracing/error_log"):
+    """errno, error_log and dynamic_events behind a definition."""
+    file = "/tracing/dynamic_events" if definition.startswith("f") else "/tracing/kprobe_events"
+    for path in ("/tracing/dynamic_events", "/tracing/error_log"):
         write(mount, path, "", os.O_TRUNC)
-    result = write(mount, "/tracing/kprobe_events", definition, os.O_APPEND)
+    result = write(mount, file, definition, os.O_APPEND)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
     # A word that Linux spells so up to 6.1.
-    events = ADDRESS.sub("(address)", read(mount, "/tracing/kprobe_events"))
+    events = ADDRESS.sub("(address)", read(mount, "/tracing/dynamic_events"))
     return result, log.replace("$-valiable", "$-variable"), events
 
 
-def compare_definitions(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
+def compare_definitions(linux: Mount, ours: Mount, count: int, seed: int, interface: Interface) -> Tally:
     """Both kernels' answers to each."""
     tally = Tally()
-    for definition in definitions(count, seed):
+    for definition in definitions(count, seed, interface):
         theirs = answer(linux, definition)
         tally.add(definition, theirs, answer(ours, definition), is_refused=bool(theirs[0]))
+    return tally
+
+
+def filters(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Events, and filters that are right in most of their parts."""
+    dice = random.Random(seed)
+    for _ in range(count):
+        terms = [
+            "".join(map(dice.choice, (FIELDS, OPERATORS, VALUES)))
+            for _ in range(dice.choice((1, 1, 1, 2, 3)))
+        ]
+        yield dice.choice(FILTERED), dice.choice((" && ", " || ", "&&", " ")).join(terms)
+
+
+def filtered(mount: Mount, event: str, text: str) -> tuple[str, str, str]:
+    """errno, filter and error_log behind a filter of an event."""
+    path = f"/tracing/events/{event}/filter"
+    write(mount, "/tracing/error_log", "", os.O_TRUNC)
+    result = write(mount, path, text)
+    return result, read(mount, path), TIME.sub("", read(mount, "/tracing/error_log"))
+
+
+def compare_filters(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
+    """Both kernels' answers to each filter."""
+    tally = Tally()
+    have = {line.replace(":", "/") for line in read(linux, "/tracing/available_events").splitlines()}
+    for event, text in filters(count, seed):
+        if event not in have:
+            continue
+        theirs = filtered(linux, event, text)
+        tally.add(f"{event}: {text}", theirs, filtered(ours, event, text), is_refused=bool(theirs[0]))
+    return tally
+
+
+def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
+    """errno, trigger file, error_log and hist file behind a trigger that is removed again."""
+    path = "/tracing/events/sched/sched_switch"
+    write(mount, "/tracing/error_log", "", os.O_TRUNC)
+    result = write(mount, f"{path}/trigger", command)
+    log = TIME.sub("", read(mount, "/tracing/error_log"))
+    shown = read(mount, f"{path}/trigger")
+    counted = read(mount, f"{path}/hist")
+    for line in shown.splitlines():
+        if not line.startswith("#"):
+            write(mount, f"{path}/trigger", "!" + re.sub(r" \[\w+\]$", "", line))
+    kept = [line for line in counted.splitlines() if not line.startswith(("{", " ", "}"))]
+    return result, shown, log, "\n".join(kept)
+
+
+def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
+    """Both kernels' answers to each histogram trigger; what they have counted is left out."""
+    tally = Tally()
+    dice = random.Random(seed)
+    for _ in range(count):
+        command = f"hist:{dice.choice(HISTOGRAMS)}{dice.choice(ATTRIBUTES)}{dice.choice(ATTRIBUTES)}"
+        theirs = histogram(linux, command)
+        tally.add(command, theirs, histogram(ours, command), is_refused=bool(theirs[0]))
     return tally
 
 
@@ -217,16 +350,21 @@ def places(
         yield dice.choice(boundaries) + (dice.random() < 0.1)
 
 
-def compare_places(linux: Mount, kernel: ProbedTables, places: Iterable[int]) -> Tally:
+def compare_places(linux: Mount, kernel: ProbedTables, places: Iterable[int], rules: ProbeRules) -> Tally:
     """errno of the definition, and what kprobes/list says of the armed probe.
 
     `kernel`: with its text as it runs.
     """
     arch = X86_64()
-    verdict = arch.probe_checker(kernel, arch.strategies["optprobe-linux"], ftrace=True)
+    verdict = arch.probe_checker(kernel, arch.strategies["optprobe-linux"], ftrace=True, rules=rules)
     tally, expected = Tally(), {}
     write(linux, "/tracing/kprobe_events", "", os.O_TRUNC)
-    for addr in dict.fromkeys(places):
+    moved: dict[int, None] = {}
+    for addr in places:
+        where = kernel.kallsyms.lookup(addr)
+        # A probe on a function's landing pad is placed behind it.
+        moved[addr if where is None else verdict.function_entry(where, addr) or addr] = None
+    for addr in moved:
         if kernel.read(addr, len(LONG_CALL)) == LONG_CALL:
             continue
         finding = verdict.check_traced(addr) or verdict.may_probe(addr)
@@ -259,7 +397,7 @@ def compare_places(linux: Mount, kernel: ProbedTables, places: Iterable[int]) ->
     return tally
 
 
-def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> Tally:
+def compare_modules(image: str, names: Iterable[str], count: int, seed: int, rules: ProbeRules) -> Tally:
     """Places in modules that the kernel has loaded: it and our engine, in one guest, judge them."""
     from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
@@ -275,7 +413,7 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> 
             raise SystemExit(f"{name} can't be loaded")
         module = engine.live.find(name)
         assert module is not None
-        tally = compare_places(linux, engine.live, module_places(engine.live, module, count, seed))
+        tally = compare_places(linux, engine.live, module_places(engine.live, module, count, seed), rules)
         whole.compared += tally.compared
         whole.refused += tally.refused
         whole.differences += tally.differences
@@ -283,11 +421,11 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> 
     return whole
 
 
-def recorded(mount: Mount | Mount) -> tuple[list[str], list[str]]:
+def recorded(mount: Mount | Mount, lines: Sequence[str]) -> tuple[list[str], list[str]]:
     """What a workload in scratch/ leaves in the trace and in kprobe_profile; without times."""
-    write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
-    for definition in RECORDED:
-        assert not write(mount, "/tracing/kprobe_events", definition, os.O_APPEND), definition
+    write(mount, "/tracing/dynamic_events", "", os.O_TRUNC)
+    for definition in lines:
+        assert not write(mount, "/tracing/dynamic_events", definition, os.O_APPEND), definition
     assert not write(mount, "/tracing/events/k/enable", "1")
     for turn in range(8):
         handle = mount.create(CLIENT, f"/scratch/file{turn % 3}", 0o640, os.O_RDWR)
@@ -298,14 +436,32 @@ def recorded(mount: Mount | Mount) -> tuple[list[str], list[str]]:
     assert not write(mount, "/tracing/events/k/enable", "0")
     lines = read(mount, "/tracing/trace").splitlines()
     profile = read(mount, "/kprobe_profile").splitlines()
-    write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
+    write(mount, "/tracing/dynamic_events", "", os.O_TRUNC)
     return [STAMP.sub(" ", line) for line in lines if not line.startswith("#")], profile
 
 
-def compare_records(linux: Mount, ours: Mount) -> Tally:
+def recorded_definitions(engine: LinuxEngine, interface: Interface) -> list[str]:
+    """The probes of compare_records()."""
+    kallsyms = engine.kernel.kallsyms
+    start = kallsyms.lookup_name("shmem_write_end") or 0
+    where = kallsyms.lookup(start)
+    assert where is not None
+    starts = [at - start for at in engine.kprobes.probe_checker.boundaries(where.symbol)]
+    offsets = {name: min(at for at in starts if at >= least) for name, least in OFFSETS.items()}
+    by_name = RECORDED_BY_NAME if InterfaceRule.BTF_ARGS in interface else ()
+    lines = [*(line.format(**offsets) for line in RECORDED), *by_name]
+    return [line for line in lines if "*" in line.split()[1] or kallsyms.count_name(_symbol(line)) == 1]
+
+
+def _symbol(line: str) -> str:
+    return re.split(r"[+%]", line.split()[1])[0]
+
+
+def compare_records(linux: Mount, ours: Mount, lines: Sequence[str]) -> Tally:
     """Of the same kernel, probed by itself and by ours: hits, misses, and each record."""
     tally = Tally()
-    (their_lines, their_profile), (our_lines, our_profile) = recorded(linux), recorded(ours)
+    their_lines, their_profile = recorded(linux, lines)
+    our_lines, our_profile = recorded(ours, lines)
     tally.add("kprobe_profile", their_profile, our_profile, is_refused=False)
     tally.add("records", len(their_lines), len(our_lines), is_refused=False)
     for theirs, mine in zip(their_lines, our_lines, strict=False):
@@ -325,19 +481,40 @@ def main() -> int:
     parser.add_argument("image", help="a vmlinuz, a vmlinux, a Debian package, or host")
     parser.add_argument("--count", type=int, default=500, metavar="N", help="questions of each kind")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--profile", default=DEFAULT, metavar="NAME", help="the profile of our engine, or kernel"
+    )
+    parser.add_argument("--only", metavar="WHAT", help="compare only what begins with this")
     options = parser.parse_args()
     tasks, kernel = started_with_kernel(options.image, options.seed)
+    if options.profile == KERNEL_INTERFACE:
+        profile = profile_of(kernel)
+        interface = told_interface(kernel)
+    else:
+        profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
+        interface = interface_named(profile.interface)
+    rules = probe_rules_named(profile.probe_rules)
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
-    engine = LinuxEngine(*started_with_kernel(options.image, options.seed))
+    engine = LinuxEngine(*started_with_kernel(options.image, options.seed), profile)
     ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     is_perfect = True
-    for what, tally in (
-        ("places", compare_places(linux, kernel, kernel_places(kernel, options.count, options.seed))),
-        ("places in modules", compare_modules(options.image, MODULES, options.count, options.seed)),
-        ("definitions", compare_definitions(linux, Kernel().mount(), options.count, options.seed)),
-        ("definitions over it", compare_definitions(linux, ours, options.count, options.seed + 1)),
-        ("records over it", compare_records(linux, ours)),
-    ):
+    count = options.count
+    seed = options.seed
+    compared: dict[str, Callable[[], Tally]] = {
+        "places": lambda: compare_places(linux, kernel, kernel_places(kernel, count, seed), rules),
+        "places in modules": lambda: compare_modules(options.image, MODULES, count, seed, rules),
+        "definitions": lambda: compare_definitions(
+            linux, Kernel(profile=profile).mount(), count, seed, LINUX_6_1
+        ),
+        "definitions over it": lambda: compare_definitions(linux, ours, count, seed + 1, interface),
+        "filters over it": lambda: compare_filters(linux, ours, count, seed),
+        "histograms over it": lambda: compare_histograms(linux, ours, count, seed),
+        "records over it": lambda: compare_records(linux, ours, recorded_definitions(engine, interface)),
+    }
+    for what, compare in compared.items():
+        if not what.startswith(options.only or ""):
+            continue
+        tally = compare()
         print(f"{what}: {tally.compared} answers, {tally.refused} refusals, {len(tally.differences)} differ")
         print("".join(f"{difference}\n" for difference in tally.differences[:20]), end="")
         is_perfect = is_perfect and not tally.differences

@@ -7,6 +7,7 @@ from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.trace.interface import LINUX_6_1
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
@@ -19,7 +20,7 @@ CLIENT = Client(1, 0, 0)
 
 def test_definitions_are_answered_alike() -> None:
     linux = debian_kernel.mount()
-    found = inside.compare_definitions(linux, Kernel().mount(), DEFINITIONS, 1)
+    found = inside.compare_definitions(linux, Kernel().mount(), DEFINITIONS, 1, LINUX_6_1)
     linux.close()
     assert not found.differences, "\n".join(found.differences[:5])
     assert DEFINITIONS == found.compared > found.refused > DEFINITIONS // 2
@@ -29,10 +30,10 @@ def test_our_engine_over_it_answers_and_records_alike() -> None:
     linux = debian_kernel.mount()
     engine = LinuxEngine(*debian_kernel.with_kernel())
     ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
-    defined = inside.compare_definitions(linux, ours, DEFINITIONS // 2, 2)
+    defined = inside.compare_definitions(linux, ours, DEFINITIONS // 2, 2, LINUX_6_1)
     assert not defined.differences, "\n".join(defined.differences[:5])
     assert defined.compared > defined.refused > 0
-    found = inside.compare_records(linux, ours)
+    found = inside.compare_records(linux, ours, inside.recorded_definitions(engine, LINUX_6_1))
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > 60
     for path in ("/scratch", "/kprobes"):
@@ -47,7 +48,7 @@ def test_places_are_judged_alike() -> None:
     """errno of a probe there, and whether its kernel makes it a jump."""
     tasks, kernel = debian_kernel.with_kernel()
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
-    found = inside.compare_places(linux, kernel, inside.kernel_places(kernel, PLACES, 1))
+    found = inside.compare_places(linux, kernel, inside.kernel_places(kernel, PLACES, 1), frozenset())
     linux.close()
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > PLACES > found.refused > PLACES // 20
@@ -55,6 +56,6 @@ def test_places_are_judged_alike() -> None:
 
 def test_places_in_modules_are_judged_alike() -> None:
     """Both in one guest, which tells our engine what it has loaded."""
-    found = inside.compare_modules(str(debian_kernel.image()), [MODULE], PLACES, 1)
+    found = inside.compare_modules(str(debian_kernel.image()), [MODULE], PLACES, 1, frozenset())
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > PLACES > found.refused > PLACES // 20

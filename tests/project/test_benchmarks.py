@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.image.linux import debian
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = {
     "events.py": ["--counts", "10", "--rounds", "1", "--daemons", "1"],
@@ -37,7 +39,7 @@ def run(name: str, *options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-@pytest.mark.parametrize("name", sorted({*QUICK, "real_linux.py", "round.py"}))
+@pytest.mark.parametrize("name", sorted({*QUICK, "qemu.py", "real_linux.py", "round.py"}))
 def test_says_what_it_measures(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,3 +164,88 @@ def test_rows_of_the_sources_are_filled_in(tmp_path: Path) -> None:
     )
     for label in done.stdout.splitlines():
         assert sum(line.startswith(f"| {label} |") for line in before) == 1, label
+
+
+# Beside virtual machines
+
+SIDE = (
+    "import qemu\n"
+    "from pathlib import Path\n"
+    "def side(title, *lines):\n"
+    "    return qemu.Side(title, lambda _prepared: ['printf', '%s\\n', *lines])\n"
+    "reads = 'cat-7  [000] .....  0.1: reads: (vfs_read+0x0/0xd0) count=0x20000'\n"
+)
+"""A side whose machine prints lines."""
+
+
+def test_the_rows_of_both_sides_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "docs/reports").mkdir(parents=True)
+    shutil.copy(BENCHMARKS.parent / "README.md", tmp_path)
+    of_common(
+        SIDE
+        + "first = side('machine', 'booting', 'READY', reads, 'ROW 900 ns a hit', 'ROW -9 ns a return',\n"
+        "    'ROW 2500000 us register 1000 events', 'DONE')\n"
+        "other = side('here', 'READY', reads, 'ROW 60 ns a hit', 'ROW 80 ns a return',\n"
+        "    'ROW 250000 us register 1000 events', 'DONE')\n"
+        "for each in (first, other, first, other):\n"
+        "    qemu.round_of(each, None)\n"
+        f"given = ['--image', 'kernel.deb', '--pages', {str(tmp_path)!r}]\n"
+        "qemu.write(qemu.parser().parse_args(given), [first, other], ['virtme-ng: no access to /dev/kvm'])"
+    )
+    [report] = (tmp_path / "docs/reports").glob("*-qemu.md")
+    text = report.read_text()
+    assert "Skipped: virtme-ng: no access to /dev/kvm." in text
+    assert "kernel.deb" in text
+    assert re.search(HOST, text)
+    assert "| a hit | 900 ns (900 to 900) | 60 ns (60 to 60) | 15 |" in text
+    assert "| a return | noise | 80 ns (80 to 80) | - |" in text
+    readme = (tmp_path / "README.md").read_text()
+    assert "| register 1000 events | 2.5 s | 0.25 s | 10 |" in readme
+    assert f"](docs/reports/{report.name})" in readme
+    for start in ("first start, to the script", "start, to the script", "start, to the first trace line"):
+        assert re.search(rf"^\| {start} \| [\d.]+ s \| [\d.]+ s \| [\d.]+ \|$", readme, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (("READY", "FAILED a hit: 9 hits, not 10", "DONE"), "machine: FAILED a hit: 9 hits, not 10"),
+        (("READY", "panic"), "panic"),
+    ],
+)
+def test_a_script_that_fails_gives_no_figures(lines: tuple[str, ...], said: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        of_common(SIDE + f"qemu.round_of(side('machine', *{lines!r}), None)")
+    assert failed.value.stderr.strip().endswith(said)
+
+
+def test_without_its_programs_nothing_is_compared(tmp_path: Path) -> None:
+    command = [sys.executable, BENCHMARKS / "qemu.py", "--json"]
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert json.loads(done.stdout) == []
+    packages = "qemu-system-x86 busybox-static gcc make cpio dpkg apt"
+    assert (
+        f"skipped: missing programs; apt install {packages}" in done.stderr or os.uname().machine != "x86_64"
+    )
+
+
+@pytest.mark.mounted
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_script_runs_on_a_mount() -> None:
+    """The script checks its counts of hits and of definitions itself."""
+    command = [sys.executable, BENCHMARKS / "qemu.py", "--json", "--sides", "kprobefs", "--no-first-start"]
+    sizes = ["--rounds", "1", "--turns", "1", "--calls", "1", "--events", "30"]
+    image = debian.package("linux-image-cloud-amd64")
+    done = subprocess.run(
+        [*command, *sizes, "--image", str(image)], check=False, capture_output=True, text=True, timeout=870
+    )
+    if "skipped:" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[0])
+    assert done.returncode == 0, done.stderr
+    found = {(figure["name"].rpartition(", ")[0], figure["unit"]) for figure in json.loads(done.stdout)}
+    hits = {f"a {what}, {way}" for what in ("hit", "record") for way in ("stepped", "optimized", "by ftrace")}
+    assert {(name, "ns") for name in {*hits, "a hit, emulated", "a return", "a record of a return"}} <= found
+    many = ("register 30 events", "read list, 30 events", "read kprobe_profile, 30 events", "clear 30 events")
+    assert {(name, "s") for name in many} <= found

@@ -30,11 +30,12 @@ from emulated_kernel.machine import cpu_parts as cpu_parts_module
 from emulated_kernel.machine.cpu_parts import cpu_parts
 from emulated_kernel.trace.compiled.fetch import _EMITTERS
 from emulated_kernel.trace.fetch.fetch_types import SymbolString, fetch_types
+from emulated_kernel.trace.interface import INTERFACES, Interface
 from emulated_kernel.trace.ring.trace_clock import TRACE_CLOCKS
 from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
 from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.trees.readme import README
+from emulated_kernel.vfs.trees.readme import readme_text
 from kprobefs.cli.main import COMMANDS
 from kprobefs.cli.parser import program_parser
 from kprobefs.measure.verdicts import LINUX_RULES
@@ -129,19 +130,21 @@ def test_tracefs_has_the_files_of_its_instances() -> None:
 
 
 def test_guest_code_fetches_each_type_but_symbol_strings() -> None:
-    kinds = {type(each) for each in fetch_types(8).values()}
+    kinds = {type(each) for interface in INTERFACES.values() for each in fetch_types(8, interface).values()}
     assert kinds - _EMITTERS.keys() == {SymbolString}
     assert _EMITTERS.keys() <= kinds
 
 
-def test_the_readme_of_tracefs_lists_each_fetch_type() -> None:
-    shown = re.search(r"^ *type: (.*?)\n *s:", README, re.DOTALL | re.MULTILINE)
+@pytest.mark.parametrize("interface", INTERFACES.values(), ids=lambda each: each.name)
+def test_the_readme_of_tracefs_lists_each_fetch_type(interface: Interface) -> None:
+    shown = re.search(r"^ *type: (.*?)\n *s:", readme_text(interface), re.DOTALL | re.MULTILINE)
     assert shown is not None
     listed = set(re.findall(r"\w+", shown[1]))
     for prefix, bits in re.findall(r"\b([sux])([\d/]+)", shown[1]):
         listed |= {prefix + each for each in bits.split("/")}
-    assert listed >= fetch_types(8).keys()
-    for name, each in fetch_types(8).items():
+    types = fetch_types(8, interface)
+    assert listed >= types.keys()
+    for name, each in types.items():
         assert (each.name, bool(each.print_fmt), bool(each.field_type)) == (name, True, True)
 
 

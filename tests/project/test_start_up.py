@@ -113,8 +113,9 @@ UNUSED_BY_HELP = UNUSED_BY_STATUS | {"json", "pathlib"}
         ("import kprobefs.cli.main; kprobefs.cli.main.main(['--help'])", UNUSED_BY_HELP),
         ("import kprobefs.cli.main; kprobefs.cli.main.main(['status'])", UNUSED_BY_STATUS),
         (BOOT, SOURCE_READERS),
+        ("import kprobefs.cli.run, emulated_kernel.guests.linux.mounts.probed_mount", SOURCE_READERS),
     ],
-    ids=["help", "status", "mount"],
+    ids=["help", "status", "mount", "distribution"],
 )
 def test_a_command_imports_what_it_uses(script: str, unused: set[str]) -> None:
     """But for what Python's own parser takes to print help of a known width."""
@@ -254,6 +255,36 @@ def test_options_that_our_dataclass_does_not_carry(options: dict[str, bool]) -> 
         dataclass(**options)
     with pytest.raises(TypeError, match=r"has no field\(hash=\)$"):
         dataclass(type("Made", (), {"__annotations__": {"n": int}, "n": dataclasses.field(hash=False)}))
+
+
+@pytest.mark.parametrize(
+    "annotation", ["InitVar[int]", "dataclasses.InitVar", dataclasses.InitVar[int], "KW_ONLY"]
+)
+def test_annotations_that_our_dataclass_does_not_carry(annotation: object) -> None:
+    with pytest.raises(TypeError, match=r"has no (InitVar|KW_ONLY)$"):
+        dataclass(type("Made", (), {"__annotations__": {"one": annotation}}))
+
+
+@pytest.mark.parametrize(
+    "annotation", ["ClassVar", "ClassVar[int]", "typing.ClassVar[int]", ClassVar[int], ClassVar]
+)
+def test_class_variables_are_no_fields(annotation: object) -> None:
+    made = dataclass(type("Made", (), {"__annotations__": {"one": annotation, "two": "ClassVariable"}}))
+    assert [each.name for each in dataclasses.fields(made)] == ["two"]
+
+
+def test_the_library_s_classes_are_no_bases_of_ours() -> None:
+    base = dataclasses.dataclass(type("Base", (), {"__annotations__": {"one": "int"}}))
+    with pytest.raises(TypeError, match="Base is a class of the library's"):
+        dataclass(type("Derived", (base,), {}))
+    ours = dataclass(type("Ours", (), {"__annotations__": {"one": "int"}}))
+    theirs = dataclasses.dataclass(type("Theirs", (ours,), {"__annotations__": {"two": "int"}}))
+    assert [each.name for each in dataclasses.fields(theirs)] == ["one", "two"]
+    assert repr(theirs(1, 2)).endswith("Theirs(one=1, two=2)")
+    plain = type("Plain", (ours,), {})
+    assert dataclasses.fields(plain) == dataclasses.fields(plain)
+    last = dataclass(type("Last", (plain,), {"__annotations__": {"three": "int"}}))
+    assert last(1, 3) == dataclasses.replace(last(1, 2), three=3)
 
 
 @immutable

@@ -35,12 +35,17 @@ class Ends:
 
 
 @pytest.fixture
-def mount(strict_lock: None) -> Iterator[Mount]:
+def kernel(strict_lock: None) -> Iterator[Kernel]:
     del strict_lock
     with Kernel() as kernel:
-        mount = kernel.mount()
-        yield mount
-        mount.close()
+        yield kernel
+
+
+@pytest.fixture
+def mount(kernel: Kernel) -> Iterator[Mount]:
+    mount = kernel.mount()
+    yield mount
+    mount.close()
 
 
 def write(mount: Mount, path: str, text: str, flags: int = os.O_APPEND) -> None:
@@ -92,6 +97,31 @@ def test_each_removal_is_reported_when_the_lock_is_free(mount: Mount) -> None:
     write(mount, "/tracing/synthetic_events", "made int x\n")
     write(mount, "/tracing/synthetic_events", "!made\n")
     assert ends.take() == ["synthetic/made"]
+
+
+def test_a_path_leads_to_what_is_there_now(kernel: Kernel, mount: Mount) -> None:
+    """Whoever has removed what was there when the path was looked up before, and made another."""
+
+    def inodes(*paths: str) -> list[int]:
+        return [mount.getattr(path).ino for _ in range(2) for path in paths]
+
+    paths = (EVENT, f"{EVENT}/enable", STATS, f"{STATS}/hits")
+    found = []
+    for letter in "pr":
+        write(mount, "/kprobe_events", f"{letter}:reads vfs_read\n")
+        found.append(inodes(*paths))
+        assert mount.exists(f"{STATS}/active") == (letter == "r")
+        write(mount, "/kprobe_events", "-:reads\n")
+        assert not any(mount.exists(path) for path in (*paths, f"{STATS}/active", "/kprobes/stats/kprobes"))
+    assert set(found[0]).isdisjoint(found[1])
+    instance = "/tracing/instances/one"
+    for _ in range(2):
+        mount.mkdir(ROOT, instance, 0o755)
+        inodes(instance, f"{instance}/trace")
+        with kernel.lock:
+            kernel.trace_arrays.remove("one")
+        assert not mount.exists(instance)
+        assert not mount.exists(f"{instance}/trace")
 
 
 @pytest.mark.parametrize(

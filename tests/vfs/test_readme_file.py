@@ -7,8 +7,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from emulated_kernel.trace.interface import LINUX_6_1
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.trees.readme import README
+from emulated_kernel.vfs.trees.readme import readme_text
 from tests.vfs import oracle
 from tests.vfs.files import names, read
 
@@ -52,6 +53,9 @@ BY_SELFTESTS = (
     " <type>\\[<array-size>\\]",
 )
 """What Linux's selftests require of it."""
+
+
+README = readme_text(LINUX_6_1)
 
 
 def _words(text: str) -> set[str]:

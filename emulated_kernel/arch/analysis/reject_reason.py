@@ -43,6 +43,7 @@ class RejectReason(Enum):
     BUG = "the ud2 of a BUG() or WARN()", EINVAL
     WITHIN_FENTRY = "within an fentry site", EILSEQ
     NOT_A_BOUNDARY = "not an instruction boundary", EILSEQ
+    EXCEPTION_INSN = "instruction only raises an exception", EILSEQ, RejectSubject.INSN
     NOT_COPYABLE = "instruction can't be copied", EINVAL, RejectSubject.INSN
     NOT_EMULATED = "control transfer that can be neither stepped nor emulated", EOPNOTSUPP, RejectSubject.INSN
     TOO_LONG = "no room for the breakpoint after the instruction's copy", ENOSPC, RejectSubject.INSN

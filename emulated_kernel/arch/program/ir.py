@@ -181,9 +181,9 @@ class IncreasePerCpu(Op):
 
 
 class ComputePerCpu(Op):
-    """dst = dst op the word at `offset` in the per-CPU data, where op is ADD or SUB.
+    """dst = dst op the word at `offset` in the per-CPU data, where op is ADD, SUB, OR or XOR.
 
-    With `high`, both operands have 8 bytes.
+    With `high`, both operands have 8 bytes, and op is ADD or SUB.
     """
 
     op: Arithmetic

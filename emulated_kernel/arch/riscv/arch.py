@@ -8,6 +8,7 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
+from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import Frame, FrameInsn
 from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
@@ -75,7 +76,16 @@ class Riscv(Arch):
         """
         return encoder.EBREAK if length == RVI_SIZE else encoder.C_EBREAK
 
-    def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:  # noqa: ARG002
+    def prepare(
+        self,
+        code: bytes,
+        addr: int,
+        slot_addr: int,
+        *,
+        rules: ProbeRules = frozenset(),
+        may_fault: bool = False,
+    ) -> ArchSpecificInsn:
+        del slot_addr, rules, may_fault
         return out_of_line.prepare(code, addr, self.breakpoint, compressed=self.compressed)
 
     def relative_jump(self, source: int, target: int) -> bytes:
@@ -103,8 +113,14 @@ class Riscv(Arch):
         return detours.relocated(region, to, compressed=self.compressed)
 
     def probe_checker(
-        self, image: ProbedTables, strategy: OptimizationPolicy[Any] | None, *, ftrace: bool
+        self,
+        image: ProbedTables,
+        strategy: OptimizationPolicy[Any] | None,
+        *,
+        ftrace: bool,
+        rules: ProbeRules = frozenset(),
     ) -> RiscvProbeChecker:
+        del rules
         return RiscvProbeChecker(
             image, strategy, self.disassembler, compressed=self.compressed, ftrace=ftrace
         )

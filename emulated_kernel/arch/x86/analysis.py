@@ -32,11 +32,19 @@ class X86FunctionAnalysis:
 
     `known`: cache of instruction attributes. `bug_size`: size in bytes of a BUG(). Kernels of 2007 stored
     line and file after the ud2 (i386: 8 bytes); later kernels store them in a table (2 bytes).
+    `has_jump_tables`: whether an indirect jump may lead to any place of its function.
     """
 
     def __init__(
-        self, function: Function, known: DecodeCache, layout: TextLayout = _NOWHERE, bug_size: int = UD2_SIZE
+        self,
+        function: Function,
+        known: DecodeCache,
+        layout: TextLayout = _NOWHERE,
+        bug_size: int = UD2_SIZE,
+        *,
+        has_jump_tables: bool = True,
     ) -> None:
+        self._has_jump_tables = has_jump_tables
         self.function = function
         self.layout = layout
         self.bits = known.bits
@@ -52,7 +60,8 @@ class X86FunctionAnalysis:
     @cached_property
     def flow(self) -> FunctionFlow:
         """Instructions and jumps of the function. Probe registration needs them; liveness doesn't."""
-        return FunctionFlow(self.function, self.layout, self._code, self._known, self._bug_size)
+        thunks = self.layout.thunks if self._has_jump_tables else None
+        return FunctionFlow(self.function, thunks, self._code, self._known, self._bug_size)
 
     @cached_property
     def patched(self) -> frozenset[int]:
@@ -75,9 +84,13 @@ class FunctionFlow:
     """
 
     def __init__(
-        self, function: Function, layout: TextLayout, code: bytes, known: DecodeCache, bug_size: int
+        self, function: Function, thunks: range | None, code: bytes, known: DecodeCache, bug_size: int
     ) -> None:
-        self._thunks = layout.thunks
+        """Decode a function.
+
+        `thunks`: addresses of the indirect and return thunks; None if indirect jumps are no hazards.
+        """
+        self._thunks = thunks
         self.hazard: Rejection | None = None
         """Hazard with the lowest address that forbids optimization in the whole function, or None."""
         self._calls: list[RelativeBranch] = []
@@ -128,7 +141,8 @@ class FunctionFlow:
 
     def _look_at_branch(self, addr: int, facts: InsnAttributes, displacement: bytes) -> None:
         if facts.branch is ControlTransfer.INDIRECT_JUMP:
-            self._forbid(RejectReason.INDIRECT_JUMP, addr)
+            if self._thunks is not None:
+                self._forbid(RejectReason.INDIRECT_JUMP, addr)
             return
         target = addr + facts.length + int.from_bytes(displacement, "little", signed=True)
         if facts.branch is ControlTransfer.CALL:

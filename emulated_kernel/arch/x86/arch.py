@@ -8,6 +8,7 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
+from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import Frame, FrameInsn
 from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
@@ -65,8 +66,16 @@ class X86(Arch):
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
         return tuple(at for at, _, _ in decode_all(code, addr, self.bits))
 
-    def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> ArchSpecificInsn:
-        return out_of_line.prepare(code, addr, slot_addr, self.bits, may_fault=may_fault)
+    def prepare(
+        self,
+        code: bytes,
+        addr: int,
+        slot_addr: int,
+        *,
+        rules: ProbeRules = frozenset(),
+        may_fault: bool = False,
+    ) -> ArchSpecificInsn:
+        return out_of_line.prepare(code, addr, slot_addr, self.bits, rules, may_fault=may_fault)
 
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
         return stack_frames.frame_insns(code, addr, self.bits, switches_stack=switches_stack)
@@ -101,9 +110,14 @@ class X86(Arch):
         return turn + b"\x75" + back.to_bytes(1, "little", signed=True) + b"\xc3"  # jnz at; ret
 
     def probe_checker(
-        self, image: ProbedTables, strategy: OptimizationPolicy[Any] | None, *, ftrace: bool
+        self,
+        image: ProbedTables,
+        strategy: OptimizationPolicy[Any] | None,
+        *,
+        ftrace: bool,
+        rules: ProbeRules = frozenset(),
     ) -> X86ProbeChecker:
-        return X86ProbeChecker(image, strategy, self.disassembler, bits=self.bits, ftrace=ftrace)
+        return X86ProbeChecker(image, strategy, self.disassembler, bits=self.bits, ftrace=ftrace, rules=rules)
 
 
 class X86_64(X86):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from errno import EINVAL, ENOSPC, EOPNOTSUPP, ERANGE
 
+from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.arch_hooks import ArchSpecificInsn
 from emulated_kernel.arch.x86 import emulate
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, X86Emulation, X86Operation
@@ -29,13 +30,21 @@ _TWO_BYTE_ROWS = (
 _NOT_BOOSTABLE = opcodes("62 70-7f 9a c0-c1 cc-ce d0-d3 d6 d8-df e0-e3 e8-e9 eb f0-f4 f6-f7 fe")
 _GROUP_5 = 0xFF
 _JMP_INDIRECT = 4
+_INC_DEC = (0, 1)
+_BOOSTED_REGS = {
+    **dict.fromkeys(opcodes("c0-c1 d0-d3"), (0, 1, 2, 3, 4, 5, 7)),
+    **dict.fromkeys(opcodes("f6-f7"), (0, 2, 3, 4, 5, 6, 7)),
+    0xFE: _INC_DEC,
+    _GROUP_5: (*_INC_DEC, _JMP_INDIRECT),
+}
+"""Opcode of a group -> values of the reg field of ModRM whose instructions Linux 6.12 boosts."""
 
 
-def can_boost(insn: X86Insn, *, may_fault: bool = False) -> bool:
+def can_boost(insn: X86Insn, rules: ProbeRules, *, may_fault: bool = False) -> bool:
     """Return True if `insn` neither transfers control nor depends on its address.
 
     `may_fault`: the instruction is in __ex_table, so it can't be boosted.
-    Mirrors: arch/x86/kernel/kprobes/core.c:can_boost (v6.1)
+    Mirrors: arch/x86/kernel/kprobes/core.c:can_boost (v6.1, v6.12)
     """
     if may_fault or len(insn.opcode) > 2:
         return False
@@ -44,6 +53,8 @@ def can_boost(insn: X86Insn, *, may_fault: bool = False) -> bool:
     if _CS_PREFIX in insn.prefixes or ADDRESS_SIZE_PREFIX in insn.prefixes:
         return False
     opcode = insn.opcode[0]
+    if ProbeRule.BOOST_BY_MODRM in rules and opcode in _BOOSTED_REGS:
+        return insn.reg in _BOOSTED_REGS[opcode]
     if opcode == _GROUP_5:
         return insn.reg == _JMP_INDIRECT
     return opcode not in _NOT_BOOSTABLE
@@ -105,9 +116,9 @@ def masks_exceptions(insn: X86Insn) -> bool:
 
 
 def prepare(
-    code: bytes, addr: int, slot_addr: int, bits: int = 64, *, may_fault: bool = False
+    code: bytes, addr: int, slot_addr: int, bits: int, rules: ProbeRules, *, may_fault: bool = False
 ) -> ArchSpecificInsn:
-    """Prepare the instruction at `addr` for out-of-line execution at `slot_addr`.
+    """Prepare the instruction at `addr` for out-of-line execution at `slot_addr`, by the kernel's `rules`.
 
     `may_fault`: the instruction has an exception table entry.
     Raises: KernelError EINVAL, EOPNOTSUPP, ENOSPC (the instruction has 15 bytes).
@@ -121,7 +132,7 @@ def prepare(
     return ArchSpecificInsn(
         length=insn.length,
         slot_bytes=copied + INT3,
-        boostable=room and can_boost(insn, may_fault=may_fault),
+        boostable=room and can_boost(insn, rules, may_fault=may_fault),
         emulate=emulation,
     )
 

@@ -17,6 +17,8 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_INSN_SIZE = 15
+_REMEMBERED = 256
+"""Number of decoded instructions in the cache. A registration decodes the same few several times."""
 _EMULATE_PREFIXES = (b"\x0f\x0bxen", b"\x0f\x0bkvm")
 EMULATE_PREFIX_SIZE = 5
 
@@ -94,7 +96,7 @@ def decode_insn(code: bytes, bits: int = 64) -> X86Insn:
     return _decode(bytes(code[:MAX_INSN_SIZE]), bits)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_REMEMBERED)
 def _decode(code: bytes, bits: int) -> X86Insn:
     try:
         return _Decoder(code, bits).decode()

@@ -11,6 +11,7 @@ from errno import EOPNOTSUPP
 from functools import cache
 from typing import Any, NamedTuple
 
+from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, can_boost, check_copyable, prepare_emulation
 from emulated_kernel.arch.x86.insn import EMULATE_PREFIX_SIZE, MAX_INSN_SIZE, X86Insn, decode_insn, opcodes
@@ -20,8 +21,11 @@ _RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")
 _CALL = 0xE8
 _JMP_FAR = 0xEA
 _GROUP_5 = 0xFF
+_ESCAPE = 0x0F
+_UNDEFINED = opcodes("0b b9 ff")
+_INTERRUPTS = opcodes("cc-ce f1")
 _UD2 = b"\x0f\x0b"
-_BY_REG = (b"\xff", b"\x8e", b"\xf6", b"\xf7", b"\x0f\x01")
+_BY_REG = (*(bytes([opcode]) for opcode in opcodes("8e c0-c1 d0-d3 f6-f7 fe-ff")), b"\x0f\x01")
 """Opcodes whose ModRM selects an instruction or segment register on which a probe rule depends."""
 
 
@@ -57,9 +61,10 @@ class DecodeCache:
     No head is a prefix of another head, so each leaf belongs to one head.
     """
 
-    def __init__(self, bits: int) -> None:
-        """Create an empty cache for the decoder mode of 32 or 64 bits."""
+    def __init__(self, bits: int, rules: ProbeRules = frozenset()) -> None:
+        """Create an empty cache for the decoder mode of 32 or 64 bits, and for a kernel with `rules`."""
         self.bits = bits
+        self._rules = rules
         self._root: dict[int, Any] = {}
 
     def all(self, code: bytes, start: int, bug_size: int) -> dict[int, InsnAttributes]:
@@ -91,7 +96,7 @@ class DecodeCache:
 
     def _add(self, code: bytes) -> InsnAttributes:
         insn = decode_insn(code, self.bits)
-        facts = _facts(insn, self.bits)
+        facts = _facts(insn, self.bits, self._rules)
         # The bytes of a ud2 may also begin a forced-emulation prefix, which has five bytes.
         size = max(insn.head_size, EMULATE_PREFIX_SIZE) if facts.is_ud2 else insn.head_size
         node = self._root
@@ -118,14 +123,16 @@ def _alike(modrm: int) -> tuple[int, ...]:
     return tuple(mod << 6 | reg << 3 | each for reg in range(8) for each in rms)
 
 
-def _facts(insn: X86Insn, bits: int) -> InsnAttributes:
+def _facts(insn: X86Insn, bits: int, rules: ProbeRules) -> InsnAttributes:
     branch = _branch(insn)
     refusal = _refusal(insn, bits)
     rejection: RejectReason | None = None
     if refusal is RejectReason.NOT_COPYABLE:
         rejection = RejectReason.NOT_COPYABLE_TO_DETOUR
-    elif not can_boost(insn):
+    elif not can_boost(insn, rules):
         rejection = RejectReason.NOT_BOOSTABLE
+    if ProbeRule.EXCEPTION_INSNS in rules and is_exception_insn(insn):
+        refusal = RejectReason.EXCEPTION_INSN
     return InsnAttributes(
         length=insn.length,
         refusal=refusal,
@@ -155,6 +162,16 @@ def _branch(insn: X86Insn) -> ControlTransfer | None:
     if is_relative_jump(insn):
         return ControlTransfer.JUMP
     return ControlTransfer.CALL if insn.opcode[0] == _CALL else None
+
+
+def is_exception_insn(insn: X86Insn) -> bool:
+    """Return True for INT3, INT N, INTO, INT1, UD0, UD1 and UD2, whose only effect is an exception.
+
+    Mirrors: arch/x86/kernel/kprobes/core.c:is_exception_insn (v6.12).
+    """
+    if insn.opcode[0] == _ESCAPE:
+        return insn.opcode[1] in _UNDEFINED
+    return insn.opcode[0] in _INTERRUPTS
 
 
 def is_indirect_jump(insn: X86Insn) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from functools import cached_property
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, TextLayout, reserved_range
+from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.x86 import djprobe
@@ -197,9 +199,11 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         *,
         bits: int,
         ftrace: bool,
+        rules: ProbeRules = frozenset(),
     ) -> None:
         self.bits = bits
-        self._facts = DecodeCache(bits)
+        self._rules = rules
+        self._facts = DecodeCache(bits, rules)
         super().__init__(image, strategy, disassembler, ftrace=ftrace)
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
@@ -220,7 +224,17 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return NOP5 if len(code) == len(NOP5) else code
 
     def analyse(self, function: Function) -> X86FunctionAnalysis:
-        return X86FunctionAnalysis(function, self._facts, self.layout)
+        return X86FunctionAnalysis(
+            function, self._facts, self.layout, has_jump_tables=not self._excludes_jump_tables
+        )
+
+    @cached_property
+    def _excludes_jump_tables(self) -> bool:
+        """Whether the build of the kernel has no jump tables, and the kernel's version counts on that.
+
+        Builds with retpolines or landing pads have none, because both restrict indirect jumps.
+        """
+        return ProbeRule.NO_JUMP_TABLES in self._rules and (bool(self.layout.thunks) or self._has_pads)
 
     def insns(self, analysis: X86FunctionAnalysis) -> Collection[int]:
         return analysis.flow.facts

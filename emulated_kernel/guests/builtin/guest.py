@@ -15,6 +15,7 @@ from emulated_kernel.guests.builtin.runner.syscalls import Syscalls, check
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
+from emulated_kernel.kprobes.sight import Sight
 from emulated_kernel.machine.guest_calls import MAX_ARGUMENTS
 from emulated_kernel.machine.guest_info import Message
 from emulated_kernel.machine.task_events import TaskEvents
@@ -50,6 +51,8 @@ class Guest:
         Sleeping reads can share it, because data are written when a read ends, and one read ends at a time.
         """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
+        self.sight: Callable[[], Sight] = lambda: Sight.MEMORY
+        """Function that returns what the armed probes can see; the kernel's builder sets it. Lock: needs."""
         self.patched = machine.text.ledger.words
         """Empty while none of the guest's text is patched."""
 

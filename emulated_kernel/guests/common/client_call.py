@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import lru_cache
+from io import FileIO
 from time import sleep
 
 from emulated_kernel.guests.common.process_memory import ProcessMemory
@@ -70,6 +72,9 @@ addresses. p: of a path, s: of a text, o: of output or data, t: of two struct ti
 open_how.
 """
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
+_PLAIN_OPENS = frozenset({"open", "openat"})
+_CREATING = os.O_CREAT | os.O_EXCL | os.O_DIRECTORY
+"""Flags of an open(2) that can end at the lookup of a file that exists, or that must match a new name."""
 SIZES = {"t": 32, "h": 24}
 """Letter of a structure in `ARGUMENTS` -> size of that structure in bytes."""
 
@@ -92,6 +97,8 @@ _LONGEST = 2 * PAGE_SIZE
 """Maximum number of bytes that are read of a string; a path is shorter."""
 _LINE = 256
 """Number of bytes to read of /proc/PID/syscall; its line is shorter."""
+_KEPT = 32
+"""Maximum number of files /proc/PID/syscall that stay open."""
 _TRIES = 20
 """Maximum number of reads of /proc/PID/syscall while the process is still running.
 
@@ -171,12 +178,15 @@ class ClientCall:
         return sum(bool(text) for _at, text in self.paths) == count
 
 
-def client_call(pid: int, memory: ProcessMemory) -> ClientCall | None:
+def client_call(pid: int, memory: ProcessMemory, instead: str | None = None) -> ClientCall | None:
     """Return the system call in which a process or thread waits for kprobefs.
 
     Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`.
     If the memory of the process can't be read in time, the call is hidden; return None if the call
     needs more than its paths.
+
+    If `instead` is given, the memory is not read for an open(2) of an existing file, whose path becomes
+    `instead`. If that is empty, the call is hidden.
     """
     fields = _waiting_in(pid)
     name = _NAMES.get(int(fields[0])) if fields else None
@@ -187,6 +197,9 @@ def client_call(pid: int, memory: ProcessMemory) -> ClientCall | None:
     # This is a 32-bit program: its numbers name other calls, so the argument is no descriptor.
     if kinds[0] == "f" and args[0] & 0xFFFFFFFF >= _FD_LIMIT:
         return None
+    if instead is not None and name in _PLAIN_OPENS and not args[-2] & _CREATING:
+        paths = {kinds.index("p"): os.fsencode(instead)} if instead else {}
+        return ClientCall(name, args, paths, is_hidden=not instead)
     pointers = [at for at, kind in enumerate(kinds) if kind in "psth"]
     named = [at for at in pointers if args[at]]
     data = dict.fromkeys(pointers, b"")
@@ -217,22 +230,30 @@ def next_fd(pid: int) -> int | None:
     return next(fd for fd in range(len(used) + 1) if fd not in used)
 
 
+@lru_cache(_KEPT)
+def _syscall_file(pid: int) -> FileIO:
+    """Open /proc/PID/syscall. A kept file saves two system calls, and fails when its process has ended.
+
+    The file is closed when it is no longer kept and no thread reads it. Raises: OSError.
+    """
+    return FileIO(f"/proc/{pid}/syscall")
+
+
 def _waiting_in(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/syscall; [] if the process is in no call or the file is unreadable."""
-    try:
-        file = os.open(f"/proc/{pid}/syscall", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return []
-    try:
-        for _ in range(_TRIES):
-            fields = os.pread(file, _LINE, 0).split()
-            if fields != [b"running"]:
-                return fields if fields and fields[0].isdigit() else []
-            sleep(_TRY_INTERVAL)
-    except OSError:
-        pass
-    finally:
-        os.close(file)
+    for _ in range(2):
+        try:
+            file = _syscall_file(pid)
+            for _ in range(_TRIES):
+                fields = os.pread(file.fileno(), _LINE, 0).split()
+                if fields != [b"running"]:
+                    return fields if fields and fields[0].isdigit() else []
+                sleep(_TRY_INTERVAL)
+        # Another process can have the pid of the process for which the file was opened.
+        except ProcessLookupError:
+            _syscall_file.cache_clear()
+        except OSError:
+            return []
     return []
 
 

@@ -136,8 +136,11 @@ class ProcessWatch:
         """
         return None
 
-    def call(self, pid: int, uid: int) -> ClientCall | None:  # noqa: ARG002
-        """Return the system call in which the process waits for kprobefs, or None if it is unknown."""
+    def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:  # noqa: ARG002
+        """Return the system call in which the process waits for kprobefs, or None if it is unknown.
+
+        `instead`: see client_call().
+        """
         return None
 
     def next_fd(self, pid: int) -> int | None:  # noqa: ARG002
@@ -421,12 +424,12 @@ class HostProcesses(ProcessWatch):
             return None
         return min(allowed) if len(allowed) == 1 < self._cpus else None
 
-    def call(self, pid: int, uid: int) -> ClientCall | None:
+    def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:
         """Return client_call() for processes of root and of this process's user; None for other processes.
 
         A process of another user could delay each read of its memory up to the timeout.
         """
-        return client_call(pid, self._memory) if uid in (0, self._uid) else None
+        return client_call(pid, self._memory, instead) if uid in (0, self._uid) else None
 
     def next_fd(self, pid: int) -> int | None:
         return next_fd(pid)

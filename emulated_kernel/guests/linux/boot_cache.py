@@ -14,6 +14,7 @@ from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
+from emulated_kernel.guests.linux.guest.thread_flags import with_thread_flags
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, kernel_offsets
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
@@ -125,6 +126,7 @@ def _booted(
         machine.watch_text(facts.symbols["do_sync_core"])
         load(machine, kernel.vmlinux)
         boot(machine, kernel, progress)
+        facts = with_thread_flags(machine, facts)
         _prepare(LinuxTasks(machine, facts))
     except GuestFault as fault:
         machine.close()

@@ -14,18 +14,29 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import is_word
 
+RESCHEDULE = "resched_curr"
+"""Symbol of the function that asks the running task of a run queue to reschedule."""
+THREAD_FLAGS = "task_struct.thread_info.flags"
+"""Path of a task's flags."""
 _SYMBOLS = (
     "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",
-    "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "page_offset_base", "pid_max",
+    "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "page_offset_base", RESCHEDULE,
     "wake_up_new_task", "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
 )  # fmt: skip
+SYSCALL_WORK = "task_struct.thread_info.syscall_work"
+"""Path of the flags of system calls since v5.11; before, they are in thread_info.flags."""
+TRACE_SYSCALLS = "syscall_regfunc", "syscall_unregfunc"
+"""Symbols of the functions that set and clear the flag of traced system calls in all tasks.
+
+They are wanted only of kernels without SYSCALL_WORK.
+"""
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
 """Symbols of switches. If one is set, a free page must keep the pattern that was written at its free."""
 _OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
 _MEMBERS = (
-    "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.__state", "task_struct.comm",
-    "task_struct.mm", "task_struct.thread_info.flags", "task_struct.cred", "mm_struct.pgd",
+    "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.comm",
+    "task_struct.mm", THREAD_FLAGS, "task_struct.cred", "mm_struct.pgd",
     "pid_namespace.idr.idr_next",
     "cred.uid", "cred.cap_permitted", "cred.cap_effective", "task_struct.files", "files_struct.fdt",
     "files_struct.count", "filename.name",
@@ -37,8 +48,16 @@ _OF_FREE_PAGES = (
     "zone.present_pages", "zone.vm_stat",
 )  # fmt: skip
 _SIZES = "page", "zone", "free_area"
+STATE = "task_struct.__state", "task_struct.state"
+"""Paths of a task's state since v5.14, an unsigned int, and before, a long."""
 TIMEKEEPER = "tk_core"
-"""Symbol of the kernel's timekeeper."""
+"""Key of the address of the kernel's timekeeper."""
+_TIMEKEEPERS = "tk_core", "timekeeper_data"
+"""Symbols of the timekeeper, and of an array of several since v6.17, whose first one is the kernel's."""
+PID_MAX = "pid_max"
+"""Key of the address of the limit of pids: a variable or, since v6.14, a member of the pid namespace."""
+STACK_TOP = "cpu_current_top_of_stack"
+"""Key of the offset in the per-CPU area of the word with the end of the running task's struct pt_regs."""
 COARSE_CLOCKS = ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
 """Functions that return the timestamps of files; the second exists since Linux 6.13."""
 TIME_READ = "read_tsc"
@@ -68,9 +87,11 @@ These wheels precede the wheel of deferrable timers.
 """
 _MIGRATING = "tmigr_cpu"
 """Structure that exists in kernels with two wheels whose timers wake an idle CPU (since Linux 6.9)."""
+CURRENT_TASK = "current_task"
+"""Symbol of the word with the address of the running task's task_struct."""
 RUN_QUEUES = "runqueues"
 """Symbol of the CPU's run queue."""
-_OF_TICKS = JIFFIES, TICK_NSEC, *TICK_TIMES, TIMER_BASES, RUN_QUEUES
+_OF_TICKS = JIFFIES, TICK_NSEC, *TICK_TIMES
 _OF_TIMERS = "timer_base.next_expiry", "rq.nr_running"
 _BEHIND_COUNT = 8
 """Offset of the timekeeper in tk_core before Linux 6.13, after a sequence count and an empty lock."""
@@ -88,14 +109,19 @@ In newer kernels, the flags are an enum, whose values BTF gives.
 
 @dataclass(frozen=True)
 class KernelOffsets:
-    """Addresses by symbol, and offsets by path of a member. `current_task`: offset in the per-CPU area."""
+    """Addresses by symbol, and offsets by path of a member."""
 
     release: str
     symbols: dict[str, int]
     offsets: dict[str, int]
-    current_task: int
+    per_cpu: dict[str, int]
+    """Name of a per-CPU variable -> its offset in the per-CPU area, which can be negative."""
     asks: int
     """Flags in d_flags of dentries that only the kernel can look up."""
+    need_resched: int = 0
+    """Bit of TIF_NEED_RESCHED in thread_info.flags, which only the booted kernel tells; 0 before the boot."""
+    syscall_trace: int = 0
+    """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
 
 
 def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
@@ -104,31 +130,85 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
     Raises: KernelError ENOEXEC (the kernel lacks one of them), ENODATA (it has no BTF).
     """
     symbols = {name: kernel.required(name) for name in _SYMBOLS}
-    for name in (*_OPTIONAL, *_OF_NODES, TIMEKEEPER, TIME_READ, *COARSE_CLOCKS, *_OF_TICKS):
+    for name in (*_OPTIONAL, *_OF_NODES, TIME_READ, *COARSE_CLOCKS, *_OF_TICKS):
         if (address := kernel.kallsyms.lookup_name(name)) is not None:
             symbols[name] = address
+    if (timekeeper := timekeeper_address(kernel)) is not None:
+        symbols[TIMEKEEPER] = timekeeper
     try:
+        symbols[PID_MAX] = _pid_max(kernel)
         offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | inode_offsets(kernel.btf)
+        offsets[STATE[0]] = kernel.btf.offset(STATE[0] if kernel.btf.has(STATE[0]) else STATE[1])
         offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf) | _of_timers(kernel.btf)
-        current = kernel.per_cpu("current_task")
+        per_cpu = _per_cpu_offsets(kernel)
+        if not kernel.btf.has(SYSCALL_WORK):
+            found = {name: kernel.kallsyms.lookup_name(name) for name in TRACE_SYSCALLS}
+            symbols |= {name: address for name, address in found.items() if address is not None}
     except KernelError as error:
         if error.errno != ENOENT:
             raise
         raise unusable(error.strerror or "") from None
-    if current is None:
-        raise unusable("its symbols lack current_task and pcpu_hot")
-    return KernelOffsets(kernel.release, symbols, offsets, current, dentry_slow_path_flags(kernel.btf))
+    return KernelOffsets(kernel.release, symbols, offsets, per_cpu, dentry_slow_path_flags(kernel.btf))
+
+
+def timekeeper_address(kernel: LinuxKernel) -> int | None:
+    """Return the address of the variable with the kernel's timekeeper; None if it has another name."""
+    found = (kernel.kallsyms.lookup_name(name) for name in _TIMEKEEPERS)
+    return next((address for address in found if address is not None), None)
+
+
+def timekeeper_offset(btf: Btf) -> int:
+    """Return the offset of the timekeeper in its variable."""
+    return btf.offset(_TIMEKEEPER_AT) if btf.has(_TIMEKEEPER_AT) else _BEHIND_COUNT
+
+
+def _pid_max(kernel: LinuxKernel) -> int:
+    """Return the address of the limit of pids. Raises: KernelError ENOENT, ENODATA (it is unknown)."""
+    address = kernel.kallsyms.lookup_name("pid_max")
+    if address is not None:
+        return address
+    return kernel.required("init_pid_ns") + kernel.btf.offset("pid_namespace.pid_max")
+
+
+def _per_cpu_offsets(kernel: LinuxKernel) -> dict[str, int]:
+    """Return KernelOffsets.per_cpu. Raises: KernelError ENOEXEC, ENOENT, ENODATA (a variable is unknown)."""
+    found = {name: kernel.per_cpu(name) for name in (CURRENT_TASK, RUN_QUEUES, TIMER_BASES)}
+    found[STACK_TOP] = _stack_top(kernel)
+    for name in (CURRENT_TASK, RUN_QUEUES, STACK_TOP):
+        if found[name] is None:
+            raise unusable(f"its symbols lack {name}")
+    return {name: offset for name, offset in found.items() if offset is not None}
+
+
+def _stack_top(kernel: LinuxKernel) -> int | None:
+    """Return the offset of the word with the end of the running task's struct pt_regs.
+
+    Mirrors: arch/x86/include/asm/processor.h:cpu_current_top_of_stack (v5.10, v6.1),
+    arch/x86/include/asm/current.h:struct pcpu_hot (v6.12)
+    """
+    own = kernel.per_cpu(STACK_TOP)
+    hot = kernel.kallsyms.lookup_name("pcpu_hot")
+    if own is not None or hot is None:
+        segment = kernel.per_cpu("cpu_tss_rw")
+        if own is not None or segment is None:
+            return own
+        return segment + kernel.btf.offset("tss_struct.x86_tss.sp1")
+    return hot + kernel.btf.offset("pcpu_hot.top_of_stack")
 
 
 def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a snapshot's offsets after checking that they are a release and numbers.
+    """Return a snapshot's offsets after checking that they are a release and numbers of 64 bits.
 
     Raises: KeyError, TypeError, ValueError (they are not).
     """
-    numbers = [value for name, value in kept.items() if name != "release"]
-    words = (word for each in numbers for word in (each.values() if isinstance(each, dict) else (each,)))
-    if not isinstance(kept["release"], str) or not all(map(is_word, words)):
-        raise ValueError("facts: not a release and numbers")
+    if not isinstance(kept["release"], str):
+        raise ValueError("facts: the release is no text")
+    # Offsets of variables that are linked at addresses of the kernel are negative.
+    distances = [abs(offset) for offset in kept["per_cpu"].values()]
+    others = [value for name, value in kept.items() if name not in ("release", "per_cpu")]
+    words = (word for each in others for word in (each.values() if isinstance(each, dict) else (each,)))
+    if not all(map(is_word, (*distances, *words))):
+        raise ValueError("facts: not numbers of 64 bits")
     return kept
 
 
@@ -164,7 +244,7 @@ def _of_time(btf: Btf) -> dict[str, int]:
     found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
     if not found.keys() >= set(_OF_TIME):
         return {}
-    return found | {TIMEKEEPER: btf.offset(_TIMEKEEPER_AT) if btf.has(_TIMEKEEPER_AT) else _BEHIND_COUNT}
+    return found | {TIMEKEEPER: timekeeper_offset(btf)}
 
 
 def _of_timers(btf: Btf) -> dict[str, int]:

@@ -112,6 +112,8 @@ class Btf:
             raise unusable("its BTF is truncated")
         self._found: dict[tuple[Kind, str], int] = {}
         """Cache of find(): kind and name -> type id, or 0 for a type that doesn't exist."""
+        self._located: dict[str, tuple[int, Member] | str] = {}
+        """Cache of locate(): path -> result, or message of ENOENT. Each event looks up the same few paths."""
         starts, self._names = self._scan() if index is None else index
         self._starts = array("I", starts)
         if len(starts) != len(self._names) or (starts and self._starts[-1] + _TYPE.size > len(self._types)):
@@ -154,6 +156,20 @@ class Btf:
 
     def locate(self, path: str) -> tuple[int, Member]:
         """Return a member's offset in bits, and the member. `path` may omit anonymous members."""
+        found = self._located.get(path)
+        if found is None:
+            try:
+                found = self._locate(path)
+            except KernelError as error:
+                if error.errno != ENOENT:
+                    raise
+                found = error.strerror or ""
+            self._located[path] = found
+        if isinstance(found, str):
+            raise KernelError(ENOENT, found)
+        return found
+
+    def _locate(self, path: str) -> tuple[int, Member]:
         structure, *names = path.split(".")
         number = self.find(Kind.STRUCT, structure)
         offset = 0
@@ -287,6 +303,21 @@ class Btf:
         """Return whether an integer type is signed, and its width in bits."""
         word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
         return bool(word >> 24 & 1), word & 0xFF
+
+    def kind(self, number: int) -> Kind:
+        """Return the kind of the type with an id."""
+        return self.type(number).kind
+
+    def name(self, number: int) -> str:
+        """Return the name of the type with an id, or "" if it has none."""
+        return self.text(self.type(number).name)
+
+    def referred(self, number: int) -> int:
+        """Return the id of the type that a pointer points to, or of which an array consists, resolved."""
+        kind = self.type(number)
+        if kind.kind is Kind.ARRAY:
+            return self.resolve(self.array_of(number)[0])
+        return self.resolve(kind.size_or_type)
 
     def text(self, offset: int) -> str:
         """Return the string at an offset of the string table."""

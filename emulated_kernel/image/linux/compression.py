@@ -164,6 +164,9 @@ _FORMATS: tuple[tuple[bytes, str, Callable[[_Rest], Iterator[bytes]]], ...] = (
     (b"\x89LZO", "lzo", _lzo),
 )
 
+MAGICS = tuple(magic for magic, _, _ in _FORMATS if len(magic) > 3 or magic == GZIP_MAGIC)
+"""First bytes of the formats in which packages and their archives are compressed."""
+
 
 class Pieces(io.RawIOBase):
     """A file object that reads an iterator of pieces, once and sequentially."""

@@ -1,4 +1,4 @@
-"""Debian packages: kernel and modules in a linux-image-*.deb, an ar archive with a compressed tar."""
+"""Packages of distributions that contain a compressed tar: Debian's, which are ar archives, and Arch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE_LIMIT = 256 << 20
 """Maximum size in bytes of a kernel or module in a package."""
 _UNPACKED_LIMIT = 1 << 30
 """Maximum number of unpacked bytes of a package that are searched."""
-_KERNEL = re.compile(r"(\./)?(boot/vmlinu[xz]-[^/]+|(usr/)?lib/modules/[^/]+/vmlinuz)")
+_DEPENDS = re.compile(r"^Depends:(.*)$", re.MULTILINE)
 _AR_HEADER = 60
 _AR_END = b"`\n"
 
@@ -50,17 +50,13 @@ class PackageTar:
     Raises: KernelError ENOEXEC (in the constructor and in all methods that read).
     """
 
-    def __init__(self, package: BinaryIO) -> None:
+    def __init__(self, package: BinaryIO, start: int, end: int, *, is_packed: bool = True) -> None:
+        """Read the archive at an offset of a file. `is_packed`: it is compressed."""
         self._package = package
-        for name, start, end in _ar_members(package):
-            if name.startswith("data.tar"):
-                self._start = start
-                self._end = end
-                self._is_packed = name != "data.tar"
-                break
-        else:
-            raise unusable("a package without data.tar")
-        self._blocks, self._index = xz_blocks(package, self._start, self._end) or ([(0, 0)], self._end)
+        self._start = start
+        self._end = end
+        self._is_packed = is_packed
+        self._blocks, self._index = xz_blocks(package, start, end) or ([(0, 0)], end)
         self._tar: Readable | None = None
         self._at = 0
 
@@ -122,13 +118,22 @@ class PackageTar:
                 yield member.name, start, member.size, offset
 
 
-def read_kernel(package: BinaryIO) -> bytes:
-    """Return the contents of a package's vmlinuz or vmlinux file. Raises: KernelError ENOEXEC."""
-    tar = PackageTar(package)
+def deb_tar(package: BinaryIO, part: str = "data.tar") -> PackageTar:
+    """Return the tar archive of a Debian package: its files, or with "control.tar" its description."""
+    for name, start, end in _ar_members(package):
+        if name.startswith(part):
+            return PackageTar(package, start, end, is_packed=name != part)
+    raise unusable(f"a package without {part}")
+
+
+def deb_depends(package: BinaryIO) -> list[str]:
+    """Return the names of the packages on which a Debian package depends; empty if it says nothing."""
+    tar = deb_tar(package, "control.tar")
     for name, start, size, _ in tar.files():
-        if _KERNEL.fullmatch(name):
-            return tar.read_file(start, size)
-    raise unusable("a package without a kernel in boot/; one that only depends on it has none")
+        if name in ("control", "./control"):
+            found = _DEPENDS.search(tar.read_file(start, size).decode("utf-8", "replace"))
+            return re.findall(r"(?:^|[,|])\s*([a-z0-9][a-z0-9+.-]+)", found[1]) if found else []
+    return []
 
 
 def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:

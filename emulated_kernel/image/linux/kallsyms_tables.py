@@ -3,6 +3,7 @@
 scripts/kallsyms.c writes the tables in one of two orders. They are num_syms; names, each a sequence of token
 numbers; markers, the offset of each 256th name; a token table and its index; and addresses. Addresses are
 absolute or offsets from a base; offsets of per-CPU variables may be absolute. v6.2 added sequence numbers.
+Since v7.0, tables are aligned to 4 bytes in place of 8, and an address is an offset from its own entry.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.linux.vmlinux import LinkedMemory
+from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _TOKENS = 256
@@ -32,6 +33,10 @@ _MOST_SYMBOLS = 1 << 22
 _MOST_TABLES = 64
 """Maximum number of candidate token tables: a hostile image can be full of them."""
 _ALIGNMENT = 8
+_PACKED = 4
+"""Alignment of the tables since v7.0."""
+_LONGEST = 1 << 9
+"""Maximum size in bytes of a symbol's packed name."""
 
 
 @dataclass(slots=True)
@@ -61,15 +66,18 @@ class _Names:
 def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
     """Return all symbols of kallsyms in its order, without sizes; an empty list if there are no tables.
 
-    The layouts of v5.0 to v6.12 are known.
-    Mirrors: kernel/kallsyms.c:kallsyms_sym_address, kallsyms_expand_symbol (v6.1)
+    The layouts of v5.0 to v7.3 are known.
+    Mirrors: kernel/kallsyms.c:kallsyms_sym_address, kallsyms_expand_symbol (v6.1, v7.2)
     """
     budget = _Budget(2 * _MOST_SYMBOLS)
     for segment in vmlinux.segments:
         data = bytes(segment.data)
         for tokens in _token_tables(data):
-            names = _find_names(data, tokens, budget)
-            addresses = names and _find_addresses(vmlinux, data, tokens, names)
+            names = _find_packed_names(data, tokens, budget) or _find_names(data, tokens, budget)
+            addresses = names and (
+                _find_addresses(vmlinux, data, tokens, names)
+                or _find_relative_to_entries(vmlinux, segment, data, tokens, names)
+            )
             if names and addresses:
                 return [
                     Symbol(name[1:].decode("utf-8", "replace"), address, chr(name[0]))
@@ -86,8 +94,8 @@ def _token_tables(data: bytes) -> Iterator[_Tokens]:
         digits = data.find(_DIGITS, digits) + 1
         if not digits:
             return
-        last = digits - digits % _ALIGNMENT
-        for start in range(last, max(digits - _TOKEN_TABLE_LIMIT, -1), -_ALIGNMENT):
+        last = digits - digits % _PACKED
+        for start in range(last, max(digits - _TOKEN_TABLE_LIMIT, -1), -_PACKED):
             tokens = _tokens_at(data, start, digits)
             if tokens:
                 yield tokens
@@ -105,10 +113,39 @@ def _tokens_at(data: bytes, start: int, digits: int) -> _Tokens | None:
     for text in texts:
         offsets.append(offsets[-1] + len(text) + 1)
     expected = struct.pack(f"<{_TOKENS}H", *(offset & 0xFFFF for offset in offsets[:-1]))
-    index = _aligned(start + offsets[-1])
-    for at in (index, start + offsets[-1]):
+    end = start + offsets[-1]
+    for at in (_aligned(end), _aligned(end, _PACKED), end):
         if data.startswith(expected, at):
             return _Tokens(start, at + len(expected), texts)
+    return None
+
+
+def _find_packed_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
+    """Return num_syms and the names in the layout since v7.0, whose markers end at the token table.
+
+    The markers ascend from 0. Their number gives num_syms up to 255, and the last marker the size of all
+    names except the last 256. So only a few words can be num_syms. None if no word fits.
+    """
+    first = max(0, tokens.start - _NAMES_LIMIT)
+    first += -first % _PACKED
+    words = memoryview(data)[first : tokens.start].cast("I")
+    markers = len(words) - 1
+    most = max(len(words) - _MOST_SYMBOLS // _MARKED, 0)
+    while markers > most and words[markers] > words[markers - 1]:
+        markers -= 1
+    if markers < 0 or words[markers]:
+        return None
+    count = len(words) - markers
+    last = words[-1]
+    nearest = markers - 1 - last // _PACKED
+    for index in range(nearest, max(nearest - _MARKED * _LONGEST // _PACKED, -1), -1):
+        if budget.names <= 0:
+            return None
+        if -(-words[index] // _MARKED) == count:
+            start = first + index * _PACKED
+            names = _names_at(data, start + _PACKED, words[index], tokens, budget, _PACKED)
+            if names:
+                return _Names(start, names)
     return None
 
 
@@ -125,7 +162,7 @@ def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
         if not 0 < count <= _MOST_SYMBOLS or count * 2 > (len(words) - index) * 4:
             continue
         start = first + index * 4
-        names = _names_at(data, start + _ALIGNMENT, count, tokens, budget)
+        names = _names_at(data, start + _ALIGNMENT, count, tokens, budget, _ALIGNMENT)
         if names:
             return _Names(start, names)
     return None
@@ -142,7 +179,9 @@ def _before_zeros(words: memoryview) -> Iterator[int]:
         at += 3
 
 
-def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget) -> list[bytes] | None:
+def _names_at(
+    data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget, alignment: int
+) -> list[bytes] | None:
     """Return `count` names that begin at offset `start` if matching markers follow them, else None."""
     texts = tokens.texts
     limit = tokens.start
@@ -170,9 +209,8 @@ def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Bud
     if len(names) < count:
         return None
     expected = struct.pack(f"<{len(markers)}I", *markers)
-    return (
-        names if data.startswith(expected, _aligned(at)) and _aligned(at) + len(expected) <= limit else None
-    )
+    after = _aligned(at, alignment)
+    return names if data.startswith(expected, after) and after + len(expected) <= limit else None
 
 
 def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: _Names) -> list[int] | None:
@@ -202,6 +240,20 @@ def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: 
     return None
 
 
+def _find_relative_to_entries(
+    vmlinux: LinkedMemory, segment: LoadSegment, data: bytes, tokens: _Tokens, names: _Names
+) -> list[int] | None:
+    """Return the symbols' addresses if each of them is stored as an offset from its own entry, else None."""
+    count = len(names.names)
+    start = _aligned(tokens.end, _PACKED)
+    if start + _PACKED * count > len(data):
+        return None
+    offsets = struct.unpack_from(f"<{count}i", data, start)
+    entries = range(segment.va + start, segment.va + start + _PACKED * count, _PACKED)
+    addresses = [entry + offset for entry, offset in zip(entries, offsets, strict=True)]
+    return addresses if _ascend(addresses) and vmlinux.has(addresses[count // 2]) else None
+
+
 def _relative(data: bytes, offsets: int, count: int, base: int) -> list[int] | None:
     """Decode `count` addresses that are stored as offsets; None if they don't ascend.
 
@@ -222,5 +274,5 @@ def _ascend(addresses: list[int]) -> bool:
     return all(low <= high for low, high in pairwise(addresses)) and any(addresses)
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+def _aligned(offset: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-offset // alignment) * alignment

@@ -14,6 +14,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _MOST_FIELDS = 256
+_ARRAY = re.compile(r"\[(\d+)\]$")
 _TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
 _SYSCALL_PREFIXES = ("__x64_sys_", "__do_sys_", "__se_sys_", "sys_")
 _MOST_SYSCALLS = 4096
@@ -184,13 +185,21 @@ def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> 
         # Linux: the invalid address TRACE_FUNCTION_TYPE means that a kernel function defines the fields.
         if not kind or not structures.vmlinux.has(kind):
             return
+        text = with_values(structures.string(kind), values)
+        # Before v5.16, only the type tells the length of an array.
+        count = _ARRAY.search(text)
+        length = (
+            structures.value(field, "trace_event_fields.len", 4)
+            if tells_length
+            else int(count[1] if count else 0)
+        )
         yield FieldDefinition(
-            with_values(structures.string(kind), values),
+            text,
             structures.text(field, "trace_event_fields.name"),
             structures.value(field, "trace_event_fields.size", 4),
             structures.value(field, "trace_event_fields.align", 4),
             bool(structures.value(field, "trace_event_fields.is_signed", 4)),
-            structures.value(field, "trace_event_fields.len", 4) if tells_length else 0,
+            length,
         )
 
 

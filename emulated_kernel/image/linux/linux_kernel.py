@@ -141,7 +141,18 @@ class LinuxKernel:
     @cached_property
     def bugs(self) -> dict[int, BugEntry]:
         """Address of a ud2 -> its entry in the bug table."""
-        return text_tables.bugs(*self._table(_BUGS), self.vmlinux.string)
+        return text_tables.bugs(*self._table(_BUGS), self.vmlinux.string, has_format=self.bugs_have_format)
+
+    @property
+    def bugs_have_format(self) -> bool:
+        """Whether an entry of the bug table has a format string, as since v6.19."""
+        try:
+            return self.btf.has("bug_entry.format_disp")
+        except KernelError as error:
+            # The types of a kernel without BTF are unknown; it can be analysed, but not run.
+            if error.errno != ENODATA:
+                raise
+            return False
 
     @cached_property
     def return_sites(self) -> AddressSet:
@@ -195,16 +206,24 @@ class LinuxKernel:
             raise unusable(f"its symbols lack {name}")
         return address
 
+    @property
+    def is_preemptible(self) -> bool:
+        """Whether preempt_disable() counts: the kernel was built with CONFIG_PREEMPTION."""
+        return self.kallsyms.lookup_name("preempt_schedule") is not None
+
     def per_cpu(self, name: str) -> int | None:
         """Return the per-CPU offset of a variable, or None.
 
-        The variable has its own symbol or, since 6.2, is a member of pcpu_hot.
+        The variable has its own symbol or, from v6.2 to v6.14, is a member of pcpu_hot. Since v6.15, the
+        variables are linked at addresses of the kernel, and the offset is negative: base + offset wraps.
+        Mirrors: arch/x86/include/asm/percpu.h:__my_cpu_offset, asm/current.h:struct pcpu_hot (v6.12)
         """
         hot = self.kallsyms.lookup_name("pcpu_hot")
         path = f"pcpu_hot.{name.lstrip('_')}"
         if hot is not None and self.btf.has(path):
             return hot + self.btf.offset(path)
-        return self.kallsyms.lookup_name(name)
+        address = self.kallsyms.lookup_name(name)
+        return None if address is None else address - (address >> 63 << 64)
 
     def _address(self, name: str) -> int:
         """Return a symbol's address, or 0 if there is no such symbol."""

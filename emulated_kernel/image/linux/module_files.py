@@ -1,17 +1,20 @@
-"""ModuleFiles: module files of a distribution's kernel, from its package or from /lib/modules."""
+"""ModuleFiles: module files of a distribution's kernel, from packages or directories."""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator, Sequence
 from errno import ENOENT
+from glob import escape
 from pathlib import Path
 from threading import Lock
 from time import monotonic
 
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux.compression import unpack
-from emulated_kernel.image.linux.deb import AR_MAGIC, PackageTar
+from emulated_kernel.image.linux.deb import PackageTar
+from emulated_kernel.image.linux.packages import MAGIC_SIZE, is_package, open_package
 from emulated_kernel.image.linux.unusable import read_as, unusable
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
@@ -24,17 +27,29 @@ _MOST = 1 << 16
 """Maximum number of modules in a package."""
 _ELF = b"\x7fELF"
 _FILE = re.compile(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
+_MODULE_PACKAGES = "linux-modules-", "linux-modules-extra-"
+"""Beginnings of the names of packages with modules, to which the kernel's release is added."""
+_PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-modules*-{}.rpm"
+"""Patterns of the files of these packages, for the kernel's release."""
 
 
 class ModuleFiles:
     """Module files of a kernel: finds a module and its dependencies, and reads their files.
 
-    A read can take seconds, because it unpacks the package up to the module.
+    A read can take seconds, because it unpacks a package up to the module.
     """
 
-    def __init__(self, image: Path, release: str) -> None:
-        self._package = _Package(image)
-        self._directory = Path("/lib/modules") / release / "kernel"
+    def __init__(self, image: Path, release: str, given: Sequence[Path] = ()) -> None:
+        """Search the packages and directories `given`, then those that belong to the kernel.
+
+        These are the package `image`, packages next to it with the modules of `release`, and the directory of
+        `release` in /lib/modules if `image` is no package.
+        """
+        self._release = release
+        self._given = [_source(path) for path in given]
+        self._image = image
+        self._siblings: dict[Path, _Package] = {image: _Package(image)}
+        self._directory = _Directory(Path("/lib/modules") / release / "kernel")
         self._foreign = BoundedFileReader()
 
     def read(self, name: str) -> list[tuple[str, bytes]]:
@@ -54,18 +69,58 @@ class ModuleFiles:
         while wanted := wanted - found.keys():
             new = {each: _unpacked(each, data) for each, data in self._find(wanted).items()}
             if missing := wanted - new.keys():
-                raise KernelError(ENOENT, f"no module {min(missing)} comes with this kernel")
+                raise KernelError(ENOENT, self._missing(min(missing)))
             # Dependencies come before the modules that need them.
             found = new | {each: data for each, data in found.items() if each not in new}
             wanted = _needs(new)
         return list(found.items())
 
     def _find(self, names: set[str]) -> dict[str, bytes]:
-        found = self._package.read(names)
-        if found is None:
-            paths = {_module(path.name): path for path in self._directory.rglob("*.ko*")}
-            found = {name: read_regular(paths[name], _LIMIT) for name in names if name in paths}
+        """Return name -> contents for those of `names` that a source has. Raises: OSError, UnusableFile."""
+        found: dict[str, bytes] = {}
+        for source in self._sources():
+            found |= source.read(names - found.keys()) or {}
+            if len(found) == len(names):
+                break
         return found
+
+    def _sources(self) -> Iterator[_Package | _Directory]:
+        yield from self._given
+        own = self._siblings[self._image]
+        yield own
+        for path in self._packages():
+            yield self._siblings.setdefault(path, _Package(path))
+        if not own.is_package:
+            yield self._directory
+
+    def _packages(self) -> list[Path]:
+        """Return the packages next to the kernel's file that have modules of its release."""
+        return sorted(
+            path
+            for pattern in _PACKAGES
+            for path in self._image.parent.glob(pattern.format(escape(self._release)))
+        )
+
+    def _missing(self, name: str) -> str:
+        """Return what is wrong if no source has a module, and where more modules may be."""
+        packages = " or ".join(each + self._release for each in _MODULE_PACKAGES)
+        return f"no module {name} comes with this kernel; put {packages} next to it, or give --modules"
+
+
+class _Directory:
+    """A directory with module files, such as /lib/modules/RELEASE."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, names: set[str]) -> dict[str, bytes]:
+        """Return name -> contents for the modules of `names` below the directory. Raises: OSError."""
+        paths = {_module(path.name): path for path in self._path.rglob("*.ko*")}
+        return {name: read_regular(paths[name], _LIMIT) for name in names if name in paths}
+
+
+def _source(path: Path) -> _Package | _Directory:
+    return _Directory(path) if path.is_dir() else _Package(path)
 
 
 class _Package:
@@ -74,7 +129,13 @@ class _Package:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = Lock()
+        self._is_package = False
         self._forget()
+
+    @property
+    def is_package(self) -> bool:
+        """Whether the file is a package, as far as the last read() knows."""
+        return self._is_package
 
     def _forget(self, found_as: tuple[int, ...] = ()) -> None:
         self._identity = found_as
@@ -93,14 +154,15 @@ class _Package:
         Raises: OSError, UnusableFile.
         """
         with self._lock, open_regular(self._path) as file, read_as(f"package ({self._path.name})"):
-            if file.read(len(AR_MAGIC)) != AR_MAGIC:
+            self._is_package = is_package(file.read(MAGIC_SIZE))
+            if not self._is_package:
                 return None
             found_as = identity(file.fileno())
             if found_as != self._identity:
                 self._forget(found_as)
             found = {name: self._kept[name] for name in names if name in self._kept}
             if len(found) < len(names):
-                found |= self._unpack(PackageTar(file), names - found.keys())
+                found |= self._unpack(open_package(file), names - found.keys())
             self._keep(found)
             return found
 

@@ -1,4 +1,4 @@
-"""Opening of the file that `--image` names: a vmlinuz, vmlinux or Debian package, which isn't trusted."""
+"""Opening of the file that `--image` names: a vmlinuz, vmlinux or package, which isn't trusted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from errno import EINVAL, ENOENT
 from pathlib import Path
 from typing import BinaryIO
 
-from emulated_kernel.image.linux import deb
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC, is_bzimage, unpack_bzimage
+from emulated_kernel.image.linux.packages import is_package, read_kernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import ElfReader, Vmlinux
 from emulated_kernel.util.config import HOST
@@ -19,6 +19,8 @@ from emulated_kernel.util.safe_read import open_regular
 
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
+_FOREIGN = ((0x38, b"ARMd", "arm64"), (0x30, b"RISCV", "riscv64"), (4, b"zimg", "another machine"))
+"""Offset and bytes in the header of a kernel that is no ELF file, and the machine that it is for."""
 _OURS = "__guest_abi"
 """Name of the symbol of the ABI table, which only images built from image/src have."""
 
@@ -60,7 +62,7 @@ def is_linux(path: Path) -> bool:
     with open_regular(path) as file:
         start = file.read(_START)
         if not start.startswith(ELF_MAGIC):
-            return is_bzimage(start) or start.startswith(deb.AR_MAGIC)
+            return is_bzimage(start) or is_package(start)
         try:
             return not ElfReader(file).names_symbol(_OURS)
         except KernelError:
@@ -78,8 +80,8 @@ def open_elf(path: Path) -> Iterator[BinaryIO]:
         file.seek(0)
         if start.startswith(ELF_MAGIC):
             yield file
-        elif start.startswith(deb.AR_MAGIC):
-            yield _unpacked(deb.read_kernel(file))
+        elif is_package(start):
+            yield _unpacked(read_kernel(file))
         elif is_bzimage(start):
             yield _unpacked(_bounded(file))
         else:
@@ -87,10 +89,18 @@ def open_elf(path: Path) -> Iterator[BinaryIO]:
 
 
 def _unpacked(data: bytes) -> BinaryIO:
-    """Return a file object for a vmlinux in memory, or for the vmlinux inside a vmlinuz in memory."""
+    """Return a file object for a vmlinux in memory, or for the vmlinux inside a vmlinuz in memory.
+
+    Raises: KernelError ENOEXEC (it is neither, for example a kernel for another machine).
+    """
     import io
 
-    return io.BytesIO(unpack_bzimage(data) if is_bzimage(data[:_START]) else data)
+    start = data[:_START]
+    if is_bzimage(start):
+        return io.BytesIO(unpack_bzimage(data))
+    if not start.startswith(ELF_MAGIC):
+        raise unusable(_foreign(start))
+    return io.BytesIO(data)
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -113,8 +123,9 @@ def _bounded(file: BinaryIO) -> bytes:
 def _foreign(start: bytes) -> str:
     if not start:
         return "an empty file"
-    if start[0x38:0x3C] == b"ARMd":
-        return "a kernel for arm64"
+    machine = next((name for at, magic, name in _FOREIGN if start.startswith(magic, at)), None)
+    if machine is not None:
+        return f"a kernel for {machine}; use one for x86_64"
     if start[:2] == b"MZ":
-        return "an EFI program, but no Linux for x86"
-    return "neither a vmlinuz, a vmlinux for x86_64, nor a Debian package"
+        return "an EFI program, but no Linux for x86_64"
+    return "neither a vmlinuz, a vmlinux for x86_64, nor a package (.deb, .rpm, .pkg.tar.zst)"

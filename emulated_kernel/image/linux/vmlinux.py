@@ -30,6 +30,8 @@ _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
+_MACHINES = {3: "i386", 21: "ppc64", 22: "s390x", 40: "arm", 183: "arm64", 243: "riscv", 258: "loongarch64"}
+"""Number of a machine in an ELF file -> name."""
 _ET_EXEC = 2
 _ET_DYN = 3
 FILE_LIMIT = 256 << 20
@@ -159,7 +161,8 @@ class ElfReader:
         if magic != b"\x7fELF":
             raise unusable("no ELF file")
         if (elf_class, order, machine) != (2, 1, ElfMachine.X86_64):
-            raise unusable(f"an ELF file for another machine than x86_64 (number {machine})")
+            name = _MACHINES.get(machine, f"another machine (number {machine})")
+            raise unusable(f"an ELF file for {name}; use a kernel for x86_64")
         if kind not in (_ET_EXEC, _ET_DYN):
             raise unusable("an ELF file that isn't linked (a module?), or a dump")
 

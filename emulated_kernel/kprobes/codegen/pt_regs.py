@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
@@ -10,49 +11,30 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 _KEPT = 64
 
 
-class PtRegsView:
-    """One saved struct pt_regs, valid until the guest continues. The registers are attributes, as in Regs."""
+class PtRegsFrames(dict[int, Any]):
+    """Stack address -> view of the struct pt_regs there: an object with the registers' names as attributes.
 
-    __slots__ = ("_words",)
-
-    def __init__(self, words: memoryview) -> None:
-        self._words = words
-
-
-class PtRegsFrames:
-    """Cache of PtRegsView objects by address. Linux: the handler gets a pointer to the struct pt_regs."""
+    The first look-up of an address makes its view, which stays valid, because stacks stay mapped. The
+    contents are valid until the guest continues. Values are unsigned, and assigned values are truncated.
+    Linux: the handler gets a pointer to the struct pt_regs.
+    """
 
     def __init__(self, memory: GuestMemory, names: Sequence[str], word_size: int) -> None:
+        super().__init__()
         self._view = memory.view
-        self._size = len(names) * word_size
-        self._wide = word_size == 8
-        mask = (1 << 8 * word_size) - 1
-        fields = {name: _word(index, mask) for index, name in enumerate(names)}
-        self._class: Callable[[memoryview], Any] = type(
-            "SavedPtRegs", (PtRegsView,), {"__slots__": (), **fields}
-        )
-        self._known: dict[int, Any] = {}
+        word = ctypes.c_uint64 if word_size == 8 else ctypes.c_uint32
+        fields = [(name, word) for name in names]
+        self._class: Any = type("SavedPtRegs", (ctypes.Structure,), {"__slots__": (), "_fields_": fields})
+        self._size = ctypes.sizeof(self._class)
 
-    def at(self, address: int) -> Any:
-        """Return the struct pt_regs at a stack address. Views are cached, because stacks stay mapped.
+    def __missing__(self, address: int) -> Any:
+        """Make the view of an address.
 
         Raises: MemoryFault (the address isn't in one piece of writable memory).
         """
-        frame = self._known.get(address)
-        if frame is None:
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            view = self._view(address, self._size)
-            frame = self._class(view.cast("Q") if self._wide else view.cast("I"))
-            self._known[address] = frame
+        view = self._view(address, self._size)
+        if len(self) >= _KEPT:
+            self.clear()
+        frame = self._class.from_buffer(view)
+        self[address] = frame
         return frame
-
-
-def _word(index: int, mask: int) -> property:
-    def get(self: PtRegsView) -> int:
-        return self._words[index]
-
-    def put(self: PtRegsView, value: int) -> None:
-        self._words[index] = value & mask
-
-    return property(get, put)

@@ -49,6 +49,10 @@ class BreakpointDispatch:
         self._breakpoint_size = len(machine.model.filler)
         self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
+        # Bound once, because thousands of probes keep them.
+        self._on_first_breakpoint = self._first_by_breakpoint
+        self._on_step_end = hits.on_step_end
+        self._on_debug_trap = hits.on_debug_trap
 
     def install(self, head: AggrKprobe) -> None:
         """Route all traps of the probe according to the probe's current state.
@@ -62,13 +66,15 @@ class BreakpointDispatch:
             return
         breakpoints = self.breakpoints
         address = head.address
-        if head.stub is not None and head.stub.target != self._leads_to(head):
+        leads_to = self._leads_to(head)
+        head.continues_at = None if head.has_post_handler and not head.is_optimized else leads_to
+        if head.stub is not None and head.stub.target != leads_to:
             self._drop_stub(head)
         in_clock_loop = self._in_clock_loop(address)
         if in_clock_loop:
             breakpoints[address] = self._clock.holding(self.hits.by_breakpoint(head))
         elif head.stub is None:
-            breakpoints[address] = partial(self._first_by_breakpoint, head)
+            breakpoints[address] = partial(self._on_first_breakpoint, head)
         else:
             breakpoints[address] = self.hits.by_stub(head, head.stub)
         self._install_step_end(head, insn)
@@ -92,7 +98,7 @@ class BreakpointDispatch:
         hits.steps.add(head, insn)
         next_ip = head.address + insn.prepared.length
         target = hits.after_step(head, next_ip)
-        on_end = hits.on_debug_trap if insn.lead else hits.on_step_end
+        on_end = self._on_debug_trap if insn.lead else self._on_step_end
         ended: Callable[[Regs], object]
         if self._in_clock_loop(head.address):
             ended = self._clock.holding(partial(on_end, head, next_ip))
@@ -133,6 +139,7 @@ class BreakpointDispatch:
             return
         breakpoints[address] = route
         if not may_compile:
+            self._leave_to_python(head)
             route(regs)
             return
         leads_to = self._leads_to(head)
@@ -141,6 +148,15 @@ class BreakpointDispatch:
         # If a handler has changed or removed the probe, the breakpoint has another route now.
         if breakpoints.get(address) is route:
             self._make_stub(head, leads_to)
+
+    def _leave_to_python(self, head: AggrKprobe) -> None:
+        """Let Python handle the probe's hits until the handlers change, but not the end of their steps."""
+        if head.is_disabled:
+            return
+        head.is_python = True
+        if not head.has_post_handler:
+            assert head.insn is not None
+            self._install_step_end(head, head.insn)
 
     def compile_stub(self, head: AggrKprobe) -> bool:
         """Compile the handlers for hits by the breakpoint before the first hit; return True if there is code.
@@ -166,7 +182,7 @@ class BreakpointDispatch:
         self._install_step_end(head, insn)
         self.breakpoints[head.address] = hits.by_stub(head, stub)
         if leads_to is None:
-            self.breakpoints[stub.tail] = lambda regs: hits.singlestep(head, insn, regs, False)
+            self.breakpoints[stub.tail] = lambda regs: hits.singlestep(head, regs, reentered=False)
 
     def _first_by_detour(self, head: AggrKprobe, trap: int, regs: Regs) -> None:
         if not head.may_compile:
@@ -183,7 +199,7 @@ class BreakpointDispatch:
             and self._split_jumps.may_patch()
             and self._compiler.may_make(head.nr_handlers)
         ):
-            self._compiler.keep_sample(head, self.hits.frame_at(regs.sp))
+            self._compiler.keep_sample(head, self.hits.frames[regs.sp])
             self.compile_detour(head)
 
     def compile_detour(self, head: AggrKprobe) -> None:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from enum import Enum, auto
 from time import perf_counter_ns
 from typing import TypeAlias
 
-from emulated_kernel.kprobes.aggr_kprobe import COSTS_KEPT, AggrKprobe
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
-
-class HitStatus(Enum):
-    """State of a hit. Mirrors: include/asm-generic/kprobes.h KPROBE_HIT_*, KPROBE_REENTER."""
-
-    ACTIVE = auto()
-    SINGLE_STEP = auto()
-    REENTER = auto()
-    STEP_DONE = auto()
-
-
-_State: TypeAlias = "tuple[AggrKprobe | None, HitStatus, list[tuple[AggrKprobe, HitStatus]], bool, bool, int]"
+_State: TypeAlias = "tuple[AggrKprobe | None, list[AggrKprobe], bool, bool, int]"
 """Saved state of a CPU that is not the current one: the fields `running` to `started` of KprobeCtlblk."""
 
 
@@ -35,17 +23,17 @@ class KprobeCtlblk:
     """
 
     python: memoryview
-    """TrapHooks.python, which follows `running`."""
+    """TrapHooks.python: 1 while the guest runs within a hit, so that all its traps go to Python; else 0."""
     running: AggrKprobe | None = None
-    """The probe whose hit Python handles on the current CPU; change it by `set_running`."""
-    status: HitStatus = HitStatus.STEP_DONE
-    interrupted: list[tuple[AggrKprobe, HitStatus]] = field(default_factory=list)
+    """The probe whose hit Python handles on the current CPU."""
+    interrupted: list[AggrKprobe] = field(default_factory=list)
+    """The probes whose hits the hit of `running` interrupted. Linux: kprobe_status is KPROBE_REENTER."""
     by_breakpoint: bool = False
-    """Whether the latest hit came by a breakpoint, whose exception Linux counts as an NMI."""
+    """Whether the hit of `running` came by a breakpoint, whose exception Linux counts as an NMI."""
     in_ops_list: bool = False
     """Whether several users of one fentry site are being called. Linux: disables preemption meanwhile."""
     started: int = 0
-    """Time at which the latest hit started, in nanoseconds."""
+    """Time at which the hit of `running` started, in nanoseconds, if the guest runs within it."""
     cpu: int = 0
     _others: dict[int, _State] = field(default_factory=dict)
 
@@ -54,44 +42,41 @@ class KprobeCtlblk:
         """Return True if Python is handling a hit of any CPU."""
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
-    def set_running(self, head: AggrKprobe | None) -> None:
-        """Set `running`, and send all traps to Python while `running` is not None."""
+    def set_running(self, head: AggrKprobe | None, *, by_breakpoint: bool = False) -> None:
+        """Begin a hit within which the guest runs, or end the current hit (None).
+
+        Mirrors: set_current_kprobe (v6.1).
+        """
         self.running = head
+        self.by_breakpoint = by_breakpoint
         self.python[0] = head is not None
 
-    def set_current(self, head: AggrKprobe, by_breakpoint: bool, status: HitStatus) -> None:
-        """Begin a hit. Mirrors: set_current_kprobe (v6.1)."""
-        self.started = perf_counter_ns()
-        # The statements of set_running() without the call, for speed: each hit in Python runs them.
-        self.running = head
+    def stay(self) -> None:
+        """Let the guest run within the current hit."""
         self.python[0] = 1
-        self.status = status
-        self.by_breakpoint = by_breakpoint
+
+    def resume(self) -> None:
+        """Continue the current hit in Python, after the guest has run within it."""
+        self.python[0] = 0
 
     def reset_current(self, head: AggrKprobe) -> None:
         """End the probe's hit, unless it was abandoned. Mirrors: reset_current_kprobe (v6.1)."""
-        self.running = None
-        self.python[0] = 0
-        cost = head.cost
-        if cost.latest is None:
-            cost.latest = deque(maxlen=COSTS_KEPT)
-        cost.latest.append(perf_counter_ns() - self.started)
+        self.set_running(None)
+        head.cost.kept().append(perf_counter_ns() - self.started)
 
     def save_previous(self, head: AggrKprobe) -> None:
         """Begin a hit of `head` within the handling of another hit. Mirrors: save_previous_kprobe (v6.1)."""
         assert self.running is not None
-        self.interrupted.append((self.running, self.status))
+        self.interrupted.append(self.running)
         self.running = head
-        self.status = HitStatus.REENTER
 
     def restore_previous(self) -> None:
         """End a hit within another hit, and resume the latter. Mirrors: restore_previous_kprobe (v6.1)."""
-        head, self.status = self.interrupted.pop()
-        self.set_running(head)
+        self.running = self.interrupted.pop()
 
     def forget_current(self) -> None:
         """End the current hit before its step has ended, because it faulted or its task was killed."""
-        if self.status is HitStatus.REENTER:
+        if self.interrupted:
             self.restore_previous()
         else:
             self.set_running(None)
@@ -106,7 +91,6 @@ class KprobeCtlblk:
         """Save the current CPU's state, and load the state of CPU number `cpu`."""
         self._others[self.cpu] = (
             self.running,
-            self.status,
             self.interrupted,
             self.by_breakpoint,
             self.in_ops_list,
@@ -114,11 +98,10 @@ class KprobeCtlblk:
         )
         self.cpu = cpu
         (
-            running,
-            self.status,
+            self.running,
             self.interrupted,
             self.by_breakpoint,
             self.in_ops_list,
             self.started,
-        ) = self._others.get(cpu) or (None, HitStatus.STEP_DONE, [], False, False, 0)
-        self.set_running(running)
+        ) = self._others.get(cpu) or (None, [], False, False, 0)
+        self.python[0] = self.running is not None

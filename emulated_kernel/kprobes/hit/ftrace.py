@@ -10,7 +10,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.asm_handlers import AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.codegen.compiler import Compiler
-from emulated_kernel.kprobes.hit.handling import HitHandling
+from emulated_kernel.kprobes.hit.handling import CallHandler, HitHandling
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import give_room_back
@@ -85,6 +85,8 @@ class FtraceSites:
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, AggrKprobe] = {}
         """Site -> entry of the probes that handle its calls."""
+        self._by_call: dict[int, CallHandler] = {}
+        """Site -> handler of its probes' hits, from the first hit on."""
         self._put_off: set[int] = set()
         """Sites that a hit wanted to change while they were being patched; the change follows afterwards."""
         self._calling: dict[int, int] = {}
@@ -114,20 +116,16 @@ class FtraceSites:
         The saved ip is the address after the site, at which the trampoline returns.
         """
         find = self._calls.get
-        frame_at = self._hits.frame_at
-        ctlblk = self._hits.ctlblk
+        frames = self._hits.frames
         call_size = self._arch.call_size
 
         def call(regs: Any) -> None:
             self.calls += 1
-            frame = frame_at(regs.sp)
+            frame = frames[regs.sp]
             site = frame.ip - call_size
             hit = find(site)
-            if hit is None:
-                return
-            if ctlblk.running is None:
-                ctlblk.by_breakpoint = False
-            hit(site, frame)
+            if hit is not None:
+                hit(site, frame)
 
         return call
 
@@ -197,24 +195,28 @@ class FtraceSites:
     def _list_ends(self, _site: int, _frame: Any) -> None:
         self._hits.ctlblk.in_ops_list = False
 
+    def _handler_of(self, head: AggrKprobe) -> CallHandler:
+        handle = self._by_call.get(head.address)
+        if handle is None:
+            handle = self._by_call[head.address] = self._hits.by_call(head)
+        return handle
+
     def _hit_probe(self, site: int, frame: Any, older: Called = lambda _site, _frame: None) -> None:
         # Another user's handler may just have disarmed the probe.
         head = self._callers.get(site)
-        if head is None:
+        if head is None or not self._handler_of(head)(site, frame, partial(older, site, frame)):
             older(site, frame)
-        else:
-            self._hits.on_call_of_several(head, frame, partial(older, site, frame))
 
     def _first_by_call(self, head: AggrKprobe, site: int, frame: Any) -> None:
         """Handle the first hit after a change of the handlers, and compile them afterwards if possible."""
+        handle = self._handler_of(head)
         if not head.may_compile or head.is_disabled:
-            handle = self._hits.by_call(head)
             self._calls[site] = handle
             handle(site, frame)
             return
         route = self._calls[site]
         if (
-            self._hits.by_call(head)(site, frame)
+            handle(site, frame)
             and self._calls.get(site) is route
             and head.compiled is None
             and self._split_jumps.may_patch()
@@ -268,6 +270,7 @@ class FtraceSites:
         self._update(sites)
         for site, head in zip(sites, heads, strict=True):
             self._callers.pop(site, None)
+            self._by_call.pop(site, None)
             self.drop_code(head)
 
     # All users
@@ -342,6 +345,11 @@ class FtraceSites:
         for site in sites:
             if not any(ops.saves_regs for ops in self._users(site)):
                 self._with_regs.discard(site)
+
+    @property
+    def has_tracers(self) -> bool:
+        """Whether any site has another user than probes."""
+        return any(ops not in self._of_kprobes for ops in self._ops)
 
     @property
     def is_used(self) -> bool:

@@ -1,48 +1,52 @@
 """The state machine of a hit: from the breakpoint, the detour or the fentry call back into the probed code.
 
-    begin           set_current -> handlers, as below; if another hit is being handled, the hit is missed
-                    and only the probed instruction runs
-    breakpoint      begin -> pre_handler -> singlestep
-      singlestep    a copy that jumps back (boosted, or in the detour) -> reset_current
-                    a copy in a slot -> end of the step -> post_process
+    begin           running = the probe -> handlers, as below; if another hit is being handled, the hit is
+                    missed and only the probed instruction runs
+    breakpoint      begin -> pre_handler -> end -> the copy -> the probed code, if no Python follows
+                    begin -> pre_handler -> singlestep
+      singlestep    a copy in a slot -> end of the step -> post_process
                     emulation -> post_process
-      post_process  post_handler -> reset_current
+      post_process  post_handler -> end
     stub            guest code -> the copy -> the probed code, without any state of the CPU
-                    or set_current -> guest code -> singlestep, if Python has a part in the hit
-    detour          begin -> pre_handlers -> reset_current
-    fentry call     begin -> pre_handler -> post_handler -> reset_current
+                    or begin -> guest code -> singlestep, if Python has a part in the hit
+    detour          begin -> pre_handlers -> end
+    fentry call     begin -> pre_handler -> post_handler -> end
 
 The guest runs handlers in assembly before those in Python; see asm_thunks.py.
+
+by_breakpoint(), by_detour() and by_call() return functions that handle the hits of one probe. Each of them
+begins and ends a hit by the same statements, because two calls in their place took 100 of 900 ns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter_ns
+from typing import Protocol
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.asm_handlers import HandlerPoint
 from emulated_kernel.kprobes.codegen.asm_thunks import AsmThunks
 from emulated_kernel.kprobes.codegen.compiler import Compiler
-from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, OutOfLine
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.codegen.pt_regs import PtRegsFrames
-from emulated_kernel.kprobes.hit.ctlblk import HitStatus, KprobeCtlblk
+from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.hit.handler_failures import HandlerFailures
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.hit.steps import Steps
-from emulated_kernel.kprobes.kprobe import KprobeFlag, Regs
+from emulated_kernel.kprobes.kprobe import Regs
 from emulated_kernel.machine.interrupts.trap_handlers import Redirect
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.util.abi import Vector
 
-_OPTIMIZED = KprobeFlag.OPTIMIZED.value
-# Members are looked up once, because looking them up in the enumeration at each hit is slow.
-_ACTIVE = HitStatus.ACTIVE
-_REENTER = HitStatus.REENTER
-_SINGLE_STEP = HitStatus.SINGLE_STEP
-_STEP_DONE = HitStatus.STEP_DONE
+
+class CallHandler(Protocol):
+    """Handler of a probe's hits by a call; see HitHandling.by_call."""
+
+    def __call__(self, site: int, frame: Regs, then: Callable[[], object] | None = None, /) -> bool: ...
 
 
 class HitHandling:
@@ -63,8 +67,8 @@ class HitHandling:
         self._seen_at = arch.seen_ip
         """Offset from the probed address to the ip that handlers expect: Linux's ip after the breakpoint."""
         self._rewinds = arch.seen_ip != len(arch.breakpoint)
-        self.frame_at = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size).at
-        """Function that returns the registers that guest code has saved at an address, for handlers."""
+        self.frames = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size)
+        """Stack address -> the registers that guest code has saved there, for handlers."""
         self.ctlblk = KprobeCtlblk(machine.hooks.python)
         self.steps = Steps()
         """The copied instructions that CPUs may be stepping."""
@@ -74,88 +78,96 @@ class HitHandling:
         machine.interrupt_if.append(self.may_interrupt)
         machine.in_handler.append(compiler.contains)
 
-    def _begin(
-        self, head: AggrKprobe, regs: Regs, handle: Callable[[AggrKprobe, Regs], object], by_breakpoint: bool
-    ) -> bool:
-        """Begin a hit and call `handle`, which calls the handlers in Python and ends the hit.
-
-        `regs` are the registers for the handlers: the live ones, or those that guest code has saved. Return
-        False if the hit is missed, because the CPU is already handling another one.
-        """
-        ctlblk = self.ctlblk
-        if ctlblk.running is not None:
-            head.miss()
-            return False
-        ctlblk.set_current(head, by_breakpoint, _ACTIVE)
-        if not head.has_assembly or not self._run_asm_handler(
-            head, HandlerPoint.PRE, regs, in_frame=not by_breakpoint, on_return=handle
-        ):
-            handle(head, regs)
-        return True
-
     def _run_asm_handler(
         self,
         head: AggrKprobe,
         point: HandlerPoint,
-        regs: Regs,
+        on_return: Callable[[Regs], object],
         *,
         in_frame: bool = False,
-        on_return: Callable[[AggrKprobe, Regs], object],
     ) -> bool:
-        """Let the guest run the probe's handler in assembly, and then call `on_return(head, regs)`.
+        """Let the guest run the probe's handler in assembly, and then call `on_return` with the registers.
 
         `point`: selects the handler. `in_frame`: whether the probed code's registers are in a struct pt_regs
         at sp, as in a hit by a call or a jump. Return True if the guest will run the handler. If there is no
         room for the handler's code, count a missed hit and return False; `on_return` is not called.
         """
         machine = self._machine
+        ctlblk = self.ctlblk
 
-        def go_on(_live: Regs) -> None:
-            on_return(head, regs)
+        def go_on(live: Regs) -> None:
+            ctlblk.resume()
+            on_return(live)
 
         then = machine.clock.holding(go_on) if machine.in_clock_loop(head.address) else go_on
-        return self.asm_thunks.run_asm_handlers(
+        if not self.asm_thunks.run_asm_handlers(
             (head,), point, machine.regs, in_frame=in_frame, on_return=then
-        )
+        ):
+            return False
+        ctlblk.stay()
+        return True
 
     # By a breakpoint
 
     def by_breakpoint(self, head: AggrKprobe) -> Callable[[Regs], None]:
         """Return the handler of the probe's hits by a breakpoint, in Python.
 
-        The handler is created once, so that a hit creates no object.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
-        begin = self._begin
-        handle = self._call_pre_handler
-        singlestep = self.singlestep
+        ctlblk = self.ctlblk
+        keep_cost = head.cost.kept().append
+        seen_ip = head.address + self._seen_at
+        rewinds = self._rewinds
 
-        def hit(regs: Regs) -> None:
-            if not begin(head, regs, handle, True):
-                assert head.insn is not None
-                singlestep(head, head.insn, regs, True)
+        def hit(regs: Regs, started: int = 0) -> None:
+            if not started:
+                if ctlblk.running is not None:
+                    head.miss()
+                    self.singlestep(head, regs, reentered=True)
+                    return
+                started = perf_counter_ns()
+                ctlblk.running = head
+                ctlblk.by_breakpoint = True
+                if head.has_assembly and self._run_asm_handler(
+                    head, HandlerPoint.PRE, partial(hit, started=started)
+                ):
+                    return
+            if rewinds:
+                regs.ip = seen_ip
+            pre_handler, owner = head.pre_call or head.collect()
+            try:
+                leaves = pre_handler(owner, regs)
+            except BaseException as error:
+                head.report(owner, error)
+                leaves = None
+            if not leaves:
+                behind = head.continues_at
+                if behind is None:
+                    ctlblk.started = started
+                    self.singlestep(head, regs, reentered=False)
+                    return
+                regs.ip = behind
+                keep_cost(perf_counter_ns() - started)
+            elif owner is head and head.is_left_open:
+                ctlblk.started = started
+                ctlblk.stay()
+                return
+            ctlblk.running = None
+            ctlblk.by_breakpoint = False
 
         return hit
 
-    def _call_pre_handler(self, head: AggrKprobe, regs: Regs) -> None:
-        insn = head.insn
-        assert insn is not None
-        if self._rewinds:
-            regs.ip = head.address + self._seen_at
-        if head.run_pre_handlers(regs):
-            if not head.is_left_open:
-                self.ctlblk.set_running(None)
-            return
-        self.singlestep(head, insn, regs, False)
+    def singlestep(self, head: AggrKprobe, regs: Regs, *, reentered: bool) -> None:
+        """Run the probed instruction: its copy in the slot or in the detour, or an emulation.
 
-    def singlestep(self, head: AggrKprobe, insn: OutOfLine, regs: Regs, reentered: bool) -> None:
-        """Run the probed instruction: its boosted copy, a step in the slot, or an emulation.
-
+        `reentered`: whether the hit is missed, within the handling of another hit.
         Mirrors: arch/x86/kernel/kprobes/core.c:setup_singlestep, reenter_kprobe (v6.1).
         """
         ctlblk = self.ctlblk
+        insn = head.insn
+        assert insn is not None
         copy: int | None = insn.slot if insn.boosted else None
-        if head.flags._value_ & _OPTIMIZED:
+        if head.is_optimized:
             assert head.detour is not None
             copy = head.detour.copied
         if copy is not None:
@@ -167,8 +179,7 @@ class HitHandling:
         if reentered:
             ctlblk.save_previous(head)
         if insn.slot is not None:
-            if not reentered:
-                ctlblk.status = _SINGLE_STEP
+            ctlblk.stay()
             regs.ip = insn.slot
             if insn.lead:
                 regs.step(True)
@@ -207,7 +218,7 @@ class HitHandling:
     def _post_process(self, head: AggrKprobe, regs: Regs) -> None:
         """Call the probe's post_handlers and end the hit. Mirrors: core.c:kprobe_post_process (v6.1)."""
         ctlblk = self.ctlblk
-        if ctlblk.status is _REENTER:
+        if ctlblk.interrupted:
             ctlblk.restore_previous()
             return
         if head.has_post_assembly and self._run_post_assembly(head, regs):
@@ -217,7 +228,7 @@ class HitHandling:
     def _run_post_assembly(self, head: AggrKprobe, regs: Regs) -> bool:
         """Let the guest run the probe's post_code; return False if there is no room for the code."""
         if not self._continues_behind(head):
-            return self._run_asm_handler(head, HandlerPoint.POST, regs, on_return=self._call_post_handler)
+            return self._run_asm_handler(head, HandlerPoint.POST, partial(self._call_post_handler, head))
         code = self.code_behind(head, regs.ip)
         if code is None:
             return False
@@ -252,7 +263,7 @@ class HitHandling:
         None means that Python decides: there are no such hits yet, or Python starts the post_code.
         """
         if head.stub is None:
-            return None
+            return next_ip if head.is_python and not head.has_post_handler else None
         # With a stub, no enabled probe has a post_handler in Python.
         if not head.has_post_assembly:
             return next_ip
@@ -261,7 +272,6 @@ class HitHandling:
 
     def _call_post_handler(self, head: AggrKprobe, regs: Regs) -> None:
         if head.has_post_handler:
-            self.ctlblk.status = _STEP_DONE
             head.run_post_handlers(regs)
         self.ctlblk.reset_current(head)
 
@@ -276,8 +286,7 @@ class HitHandling:
             at = regs.ip - len(self._machine.model.filler)
             raise HardwareError(f"a breakpoint at {at:#x} that ends no handler")
         if head.run_break_handler(regs):
-            assert head.insn is not None
-            self.singlestep(head, head.insn, regs, False)
+            self.singlestep(head, regs, reentered=False)
 
     def by_stub(self, head: AggrKprobe, stub: CompiledCode) -> Callable[[Regs], object]:
         """Return the handler of breakpoint hits for a probe whose handlers are compiled into a stub.
@@ -288,7 +297,6 @@ class HitHandling:
         ctlblk = self.ctlblk
         by_python = self.by_breakpoint(head)
         entry = stub.entry
-        status = _ACTIVE if stub.target is None else _SINGLE_STEP
         ends_in_python = self.ends_in_python(head, stub)
 
         def hit(regs: Regs) -> None:
@@ -297,7 +305,8 @@ class HitHandling:
                 by_python(regs)
                 return
             if ends_in_python:
-                ctlblk.set_current(head, True, status)
+                ctlblk.started = perf_counter_ns()
+                ctlblk.set_running(head, by_breakpoint=True)
             regs.ip = entry
 
         return hit if ends_in_python else Redirect(entry, hit)
@@ -315,68 +324,103 @@ class HitHandling:
     def by_detour(self, head: AggrKprobe) -> Callable[[Regs], bool]:
         """Return the handler of hits by the jump to the probe's detour; it returns False for a missed hit.
 
-        The detour buffer restores the registers that handlers change, except ip and sp.
+        The detour buffer restores the registers that handlers change, except ip and sp. No result of a
+        handler can change where the detour continues.
+        Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1).
         """
-        begin = self._begin
-        handle = self._in_detour
-        frame_at = self.frame_at
+        ctlblk = self.ctlblk
+        keep_cost = head.cost.kept().append
+        frames = self.frames
 
-        def hit(regs: Regs) -> bool:
-            return begin(head, frame_at(regs.sp), handle, False)
+        def hit(regs: Regs, started: int = 0) -> bool:
+            frame = frames[regs.sp]
+            if not started:
+                if ctlblk.running is not None:
+                    head.miss()
+                    return False
+                started = perf_counter_ns()
+                ctlblk.running = head
+                if head.has_assembly and self._run_asm_handler(
+                    head, HandlerPoint.PRE, partial(hit, started=started), in_frame=True
+                ):
+                    return True
+            pre_handler, owner = head.pre_call or head.collect()
+            if owner is head:
+                head.run_all_pre_handlers(frame)
+            else:
+                try:
+                    pre_handler(owner, frame)
+                except BaseException as error:
+                    head.report(owner, error)
+            ctlblk.running = None
+            keep_cost(perf_counter_ns() - started)
+            return True
 
         return hit
-
-    def _in_detour(self, head: AggrKprobe, frame: Regs) -> None:
-        head.run_all_pre_handlers(frame)
-        self.ctlblk.reset_current(head)
 
     # By a call
 
-    def by_call(self, head: AggrKprobe) -> Callable[[int, Regs], bool]:
+    def by_call(self, head: AggrKprobe) -> CallHandler:
         """Return the handler of hits by a call of ftrace's trampoline; it returns False for a missed hit.
 
-        The trampoline returns to the frame's ip, after the site.
+        The handler takes the site's address, the saved registers, and a function that calls the site's users
+        that were attached before the probe, or None. It calls this function after the probe's handlers, and
+        not at all if the hit is missed. The trampoline returns to the frame's ip, after the site.
         """
-        begin = self._begin
-        handle = self._called
+        ctlblk = self.ctlblk
+        keep_cost = head.cost.kept().append
+        seen_ip = head.address + self._seen_at
+        behind = head.address + self._call_size
 
-        def hit(_site: int, frame: Regs) -> bool:
-            return begin(head, frame, handle, False)
+        def hit(site: int, frame: Regs, then: Callable[[], object] | None = None, started: int = 0) -> bool:
+            if not started:
+                if ctlblk.running is not None:
+                    head.miss()
+                    return False
+                started = perf_counter_ns()
+                ctlblk.running = head
+                if head.has_assembly and self._run_asm_handler(
+                    head,
+                    HandlerPoint.PRE,
+                    partial(_hit_again, hit, site, frame, then, started),
+                    in_frame=True,
+                ):
+                    return True
+            frame.ip = seen_ip
+            pre_handler, owner = head.pre_call or head.collect()
+            try:
+                leaves = pre_handler(owner, frame)
+            except BaseException as error:
+                head.report(owner, error)
+                leaves = None
+            if not leaves:
+                frame.ip = behind
+                if head.has_post_handler:
+                    ctlblk.started = started
+                    self._end_call(head, frame, then)
+                    return True
+            ctlblk.running = None
+            keep_cost(perf_counter_ns() - started)
+            if then is not None:
+                then()
+            return True
 
         return hit
 
-    def on_call_of_several(self, head: AggrKprobe, frame: Regs, then: Callable[[], object]) -> None:
-        """Handle a probe's hit at a fentry site that other users of ftrace share.
+    def _end_call(self, head: AggrKprobe, frame: Regs, then: Callable[[], object] | None) -> None:
+        """Run the probe's handlers after the call, in assembly and in Python, and end the hit."""
 
-        `frame`: the saved registers. `then`: calls the users that were attached to the site before the probe.
-        It is called once: after the probe's handlers, or at once if the hit is missed.
-        """
-        if not self._begin(head, frame, partial(self._called, then=then), False):
-            then()
-
-    def _called(self, head: AggrKprobe, frame: Regs, then: Callable[[], object] | None = None) -> None:
-        frame.ip = head.address + self._seen_at
-        if head.run_pre_handlers(frame):
-            self.ctlblk.reset_current(head)
-            if then is not None:
-                then()
-            return
-        frame.ip = head.address + self._call_size
-        if head.has_post_assembly:
-            ended = partial(self._behind_call, then=then)
-            if self._run_asm_handler(head, HandlerPoint.POST, frame, in_frame=True, on_return=ended):
-                return
-        self._behind_call(head, frame, then)
-
-    def _behind_call(self, head: AggrKprobe, frame: Regs, then: Callable[[], object] | None) -> None:
-        if not head.has_post_handler:
-            self.ctlblk.reset_current(head)
-        else:
+        def end(_live: Regs) -> None:
             behind = frame.ip
             self._call_post_handler(head, frame)
             frame.ip = behind
-        if then is not None:
-            then()
+            if then is not None:
+                then()
+
+        if not head.has_post_assembly or not self._run_asm_handler(
+            head, HandlerPoint.POST, end, in_frame=True
+        ):
+            end(frame)
 
     # Faults and interrupts
 
@@ -427,6 +471,18 @@ class HitHandling:
         """
         ip = self._machine.regs.ip
         return self.ctlblk.running is None and not self._is_within(ip) and not self._split_jumps.contains(ip)
+
+
+def _hit_again(
+    hit: Callable[..., bool],
+    site: int,
+    frame: Regs,
+    then: Callable[[], object] | None,
+    started: int,
+    _live: Regs,
+) -> None:
+    """Continue a hit by a call after its handler in assembly. A closure would slow down all other hits."""
+    hit(site, frame, then, started)
 
 
 def stub_traps(head: AggrKprobe, stub: CompiledCode) -> int:

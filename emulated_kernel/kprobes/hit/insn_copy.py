@@ -6,6 +6,7 @@ import errno
 from collections.abc import Mapping
 from typing import Any
 
+from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.image.text_tables import ProbedTables
@@ -71,8 +72,10 @@ class InsnCopier:
         arch: Arch,
         routes: BreakpointDispatch,
         profile: Profile,
+        rules: ProbeRules,
         garbage: DeferredFree,
     ) -> None:
+        self._rules = rules
         self._text = text
         self._image = image
         self._verdict = verdict
@@ -98,7 +101,9 @@ class InsnCopier:
         code = self._text.original(addr, size)
         slot = self.slots.get()
         try:
-            prepared = self._arch.prepare(code, addr, slot, may_fault=addr in self._verdict.may_fault)
+            prepared = self._arch.prepare(
+                code, addr, slot, rules=self._rules, may_fault=addr in self._verdict.may_fault
+            )
             self.check_unpatched(addr, prepared.length)
         except KernelError:
             self.slots.free(slot)

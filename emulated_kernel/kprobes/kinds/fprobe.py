@@ -208,9 +208,7 @@ class Fprobes:
         if fp in self._registered:
             raise KernelError(errno.EINVAL, "the fprobe is registered already")
         self._check_registers(fp)
-        fp.functions = self._matching(fp)
-        if not fp.functions:
-            raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
+        fp.functions = self.matching(fp)
         texts = handler_texts(fp)
         fp._assembled = self._kprobes.assemble(texts, fp.cells) if texts else None
         fp.raised = 0
@@ -301,12 +299,16 @@ class Fprobes:
             self._kprobes.compiler.retire(registered.code)
             registered.code = None
 
-    def _matching(self, fp: Fprobe) -> tuple[int, ...]:
-        return tuple(
+    def matching(self, fp: Fprobe) -> tuple[int, ...]:
+        """Return the addresses of the functions that match an fprobe. Raises: KernelError EINVAL (none)."""
+        found = tuple(
             address
             for name, address in self.functions.items()
             if fnmatchcase(name, fp.filter) and not (fp.notfilter and fnmatchcase(name, fp.notfilter))
         )
+        if not found:
+            raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
+        return found
 
     # Registers
 
@@ -407,12 +409,10 @@ class Fprobes:
     def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[RethookNode, Any], None]:
         """Return the handler of exits. Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
         word = self._arch.word_size
-        ctlblk = self._kprobes.hits.ctlblk
 
         def returned(instance: RethookNode, regs: Any) -> None:
             if fp.is_disabled:
                 return
-            ctlblk.by_breakpoint = False
             data = instance.data
             address = int.from_bytes(data[:word], "little")
             self._call(

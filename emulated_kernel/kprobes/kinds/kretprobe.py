@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.aggr_kprobe import KRETPROBE
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint
-from emulated_kernel.kprobes.hit.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe, RegsT
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.registry import Kprobes
@@ -97,6 +96,16 @@ class Kretprobe(Kprobe[RegsT]):
         self._missed = value - self.instances_missed
 
 
+def check_returns(address: int, blacklist: Container[int]) -> None:
+    """Check that the return of a function can be hooked.
+
+    `blacklist`: addresses of functions whose returns cannot be hooked.
+    Raises: KernelError EINVAL.
+    """
+    if address in blacklist:
+        raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
+
+
 class Kretprobes:
     """All kretprobes of one kernel.
 
@@ -120,11 +129,10 @@ class Kretprobes:
         traceable), ENOMEM, as `register_kprobe`.
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
-        address = self._kprobes.function_entry(rp)
+        address = self._kprobes.places.function_entry(rp)
         if self._kprobes.table.valid(rp) is not None:
             raise KernelError(errno.EINVAL, "the probe is registered already")
-        if address in self._blacklist:
-            raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
+        check_returns(address, self._blacklist)
         if self.hooks.stack.needs_fentry and address not in self._kprobes.probe_checker.fentry:
             raise KernelError(errno.EOPNOTSUPP, f"{address:#x} can't be traced, so its return isn't hooked")
         if rp.post_code is not None:
@@ -220,9 +228,7 @@ class Kretprobes:
         def returned(instance: KretprobeInstance, regs: Any) -> None:
             if rp.handler is None:
                 return
-            ctlblk.set_running(table.valid(rp))
-            ctlblk.status = HitStatus.ACTIVE
-            ctlblk.by_breakpoint = by_breakpoint
+            ctlblk.set_running(table.valid(rp), by_breakpoint=by_breakpoint)
             try:
                 rp.handler(instance, regs)
             except BaseException as error:

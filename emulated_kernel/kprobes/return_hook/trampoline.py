@@ -153,7 +153,7 @@ class Trampoline:
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
         """Return the saved registers, the slot of the return address, and the address for the real one."""
-        saved = self._frames.at(regs.sp)
+        saved = self._frames[regs.sp]
         after = regs.sp + len(self._arch.pt_regs) * self._word
         return saved, after if self._arch.registers.link is None else saved.sp, after
 

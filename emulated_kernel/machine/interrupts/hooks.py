@@ -67,7 +67,10 @@ class TrapHooks:
         self.words = TrapWords()
         """The words that the host's routine reads."""
         self.python = _word(self.words, "python")
-        """View of one word: 1 while Python handles a hit of the current CPU, and gets all traps; else 0."""
+        """View of one word: 1 while the guest runs within a hit that Python handles, else 0.
+
+        While it is 1, Python gets all traps.
+        """
         self._put_off: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()

@@ -1,6 +1,6 @@
-"""Host machine code for the guest's traps, so that a trap after which guest code continues needs no Python.
+"""Host machine code for the guest's traps and rdtsc, so that neither needs Python where guest code continues.
 
 x86_64.s and aarch64.s are the source for two kinds of hosts, and routines.py has the assembled bytes.
-`python -m emulated_kernel.machine.native.assemble` makes the bytes again. trap_words.py declares the memory
-that the code reads.
+`python -m emulated_kernel.machine.native.assemble` makes the bytes again. trap_words.py and tsc_words.py
+declare the memory that the code uses.
 """

@@ -1,4 +1,4 @@
-// Dispatch of a guest's traps on an AArch64 host; x86_64.s has the same two routines with more comments.
+// Dispatch of a guest's traps and its rdtsc on an AArch64 host; x86_64.s has the same routines with more comments.
 
 @routine x86
 // void (uc x0, vector w1, words x2)
@@ -143,4 +143,37 @@ found:
     ret
 python:
     ldr x16, [x1, #{callback}]
+    br x16
+
+@routine rdtsc
+// int (uc x0, words x1)
+    ldr x2, [x1, #{followed}]
+    cbnz x2, python
+    movz x2, #{step_factor_0}
+    movk x2, #{step_factor_1}, lsl #16
+    movk x2, #{step_factor_2}, lsl #32
+    movk x2, #{step_factor_3}, lsl #48
+    ldr x3, [x1, #{steps}]
+    mul x2, x2, x3
+    movz x3, #{step_addend_0}
+    movk x3, #{step_addend_1}, lsl #16
+    movk x3, #{step_addend_2}, lsl #32
+    movk x3, #{step_addend_3}, lsl #48
+    add x2, x2, x3
+    str x2, [x1, #{steps}]
+    lsr x2, x2, #{step_shift}
+    add x2, x2, #{shortest_step}
+    ldr x3, [x1, #{tsc}]
+    add x2, x2, x3
+    str x2, [x1, #{tsc}]
+    lsr x3, x2, #32
+    mov w2, w2
+    ldr x4, [x1, #{low}]
+    str x2, [x4]
+    ldr x4, [x1, #{high}]
+    str x3, [x4]
+    movz w0, #1
+    ret
+python:
+    ldr x16, [x1, #{read_in_python}]
     br x16

@@ -1,4 +1,4 @@
-"""Assembly of the routines for traps: `python -m emulated_kernel.machine.native.assemble` writes routines.py.
+"""Assembly of the host's routines: `python -m emulated_kernel.machine.native.assemble` writes routines.py.
 
 `--check` compares routines.py with a fresh assembly.
 """
@@ -13,12 +13,19 @@ from typing import Any, cast
 
 from emulated_kernel.machine.cpu.x86 import FLAG_NT, FLAG_RF, FLAG_TF
 from emulated_kernel.machine.native.trap_words import FACTOR, TableWords, TrapWords
+from emulated_kernel.machine.native.tsc_words import (
+    SHORTEST_STEP,
+    STEP_ADDEND,
+    STEP_FACTOR,
+    STEP_SHIFT,
+    TscWords,
+)
 from emulated_kernel.util.abi import Vector
 
 HERE = Path(__file__).parent
 HOSTS = ("x86_64", "aarch64")
 ROUTINES = HERE / "routines.py"
-_HEAD = '''"""The assembled routines for traps; made by assemble.py from x86_64.s and aarch64.s."""
+_HEAD = '''"""The assembled routines; made by assemble.py from x86_64.s and aarch64.s."""
 
 from __future__ import annotations
 
@@ -34,9 +41,14 @@ def constants() -> dict[str, int]:
     def offsets(of: type[ctypes.Structure]) -> Iterator[tuple[str, int]]:
         return ((name, getattr(of, name).offset) for name, *_ in of._fields_)
 
+    def whole(name: str, value: int) -> dict[str, int]:
+        """Return a constant, and its four parts of 16 bits."""
+        return {name: value} | {f"{name}_{part}": value >> 16 * part & 0xFFFF for part in range(4)}
+
     return {
         **dict(offsets(TrapWords)),
         **dict(offsets(TableWords)),
+        **dict(offsets(TscWords)),
         "breakpoints_shift": TrapWords.breakpoints.offset + TableWords.shift.offset,
         "breakpoint_vector": int(Vector.BREAKPOINT),
         "debug_vector": int(Vector.DEBUG),
@@ -44,13 +56,16 @@ def constants() -> dict[str, int]:
         "not_trap_flag": ~FLAG_TF & 0xFFFFFFFF,
         "delivered_flags": DELIVERED_FLAGS,
         **{f"delivered_flags_{part}": DELIVERED_FLAGS >> 16 * part & 0xFFFF for part in range(2)},
-        "factor": FACTOR,
-        **{f"factor_{part}": FACTOR >> 16 * part & 0xFFFF for part in range(4)},
+        "shortest_step": SHORTEST_STEP,
+        "step_shift": STEP_SHIFT,
+        **whole("factor", FACTOR),
+        **whole("step_factor", STEP_FACTOR),
+        **whole("step_addend", STEP_ADDEND),
     }
 
 
 def sources(host: str) -> dict[str, str]:
-    """Return family of guests -> assembler text of its routine for one kind of host, without comments."""
+    """Return name of a routine -> its assembler text for one kind of host, without comments."""
     marker = {"x86_64": "#", "aarch64": "//"}[host]
     text = (HERE / f"{host}.s").read_text().format(**constants())
     lines = [line.partition(marker)[0].rstrip() for line in text.splitlines()]
@@ -60,11 +75,11 @@ def sources(host: str) -> dict[str, str]:
             here = found.setdefault(line.removeprefix(_ROUTINE), [])
         else:
             here.append(line)
-    return {family: "\n".join(lines) for family, lines in found.items()}
+    return {name: "\n".join(lines) for name, lines in found.items()}
 
 
 def assemble(host: str) -> dict[str, bytes]:
-    """Return family of guests -> machine code of its routine for one kind of host."""
+    """Return name of a routine -> its machine code for one kind of host."""
     import keystone
 
     kinds = {
@@ -72,19 +87,17 @@ def assemble(host: str) -> dict[str, bytes]:
         "aarch64": (keystone.KS_ARCH_ARM64, keystone.KS_MODE_LITTLE_ENDIAN),
     }
     assembler = cast("Any", keystone).Ks(*kinds[host])
-    return {family: bytes(assembler.asm(text)[0]) for family, text in sources(host).items()}
+    return {name: bytes(assembler.asm(text)[0]) for name, text in sources(host).items()}
 
 
 def module_text() -> str:
     """Return the contents of routines.py."""
     made = {host: assemble(host) for host in HOSTS}
-    lines = [
-        f"    {(host, family)!r}: {_hex(code)}," for host in HOSTS for family, code in made[host].items()
-    ]
+    lines = [f"    {(host, name)!r}: {_hex(code)}," for host in HOSTS for name, code in made[host].items()]
     table = "\n".join(lines).replace("'", '"')
     return (
         f"{_HEAD}ROUTINES = {{\n{table}\n}}\n"
-        '"""Machine of the host, as in uname -m, and family of guests -> position-independent code."""\n'
+        '"""Machine of the host, as in uname -m, and name of a routine -> position-independent code."""\n'
     )
 
 

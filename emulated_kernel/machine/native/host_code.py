@@ -1,4 +1,4 @@
-"""Executable memory of the host with the routine for traps."""
+"""Executable memory of the host with the routines for traps and rdtsc."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 PYTHON_TRAPS = "KPROBEFS_PYTHON_TRAPS"
-"""Environment variable: if it is set and not empty, Python dispatches all traps, for comparisons."""
+"""Environment variable: if it is set and not empty, Python handles all traps and rdtsc, for comparisons."""
 
 
-def routine_address(family: str) -> int | None:
-    """Return the address of the routine for a family of guests.
+def routine_address(name: str) -> int | None:
+    """Return the address of a routine: a family of guests for its traps, or "rdtsc".
 
     Return None if the host cannot run a routine, or if PYTHON_TRAPS is set.
     """
     if sys.platform != "linux" or os.environ.get(PYTHON_TRAPS):
         return None
-    code = ROUTINES.get((os.uname().machine, family))
+    code = ROUTINES.get((os.uname().machine, name))
     return None if code is None else _mapped(code)
 
 

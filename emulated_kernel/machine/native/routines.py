@@ -1,4 +1,4 @@
-"""The assembled routines for traps; made by assemble.py from x86_64.s and aarch64.s."""
+"""The assembled routines; made by assemble.py from x86_64.s and aarch64.s."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ ROUTINES = {
         "104885c975efeb1d498b4b084885c9741448ff463049890841c70100000000b8"
         "01000000c3ff6628"
     ),
+    ("x86_64", "rdtsc"): bytes.fromhex(
+        "48837e1000754848b82d7f954c2df45158480faf460849b84f8167f77e7b0514"
+        "4c01c04889460848c1e8394883c03248030648890689c148c1e8204c8b462049"
+        "89084c8b4628498900b801000000c3ff6618"
+    ),
     ("aarch64", "x86"): bytes.fromhex(
         "430040f9640040f9452001913f040071a00000543f0c007101050054840400d1"
         "45e00091460c40f9471040f9c60007aa460400b5a6828fd246e9aff22637cff2"
@@ -42,5 +47,11 @@ ROUTINES = {
         "070100b4261840f9c6040091261800f9670000f93f0100b920008052c0035fd6"
         "301440f900021fd6"
     ),
+    ("aarch64", "rdtsc"): bytes.fromhex(
+        "220840f9420300b5a2e58fd2a292a9f2a285def2220aebf2230440f9427c039b"
+        "e32990d2e3ecbef2c36fcff2a380e2f24200038b220400f942fc79d342c80091"
+        "230040f94200038b220000f943fc60d3e203022a241040f9820000f9241440f9"
+        "830000f920008052c0035fd6300c40f900021fd6"
+    ),
 }
-"""Machine of the host, as in uname -m, and family of guests -> position-independent code."""
+"""Machine of the host, as in uname -m, and name of a routine -> position-independent code."""

@@ -1,5 +1,5 @@
-# Dispatch of a guest's traps on an x86-64 host (System V calling convention).
-# Names in braces are offsets in TrapWords, and constants of assemble.py. All labels belong to one routine.
+# Dispatch of a guest's traps and its rdtsc on an x86-64 host (System V calling convention).
+# Names in braces are offsets in TrapWords or TscWords, and constants of assemble.py. All labels belong to one routine.
 
 @routine x86
 # void (uc rdi, vector esi, words rdx), as Unicorn's UC_HOOK_INTR.
@@ -125,3 +125,27 @@ found:
     ret
 python:
     jmp qword ptr [rsi + {callback}]
+
+@routine rdtsc
+# int (uc rdi, words rsi), as Unicorn's UC_HOOK_INSN for rdtsc; 1 if the instruction is done.
+    cmp qword ptr [rsi + {followed}], 0
+    jne python
+    movabs rax, {step_factor}
+    imul rax, [rsi + {steps}]
+    movabs r8, {step_addend}
+    add rax, r8
+    mov [rsi + {steps}], rax
+    shr rax, {step_shift}
+    add rax, {shortest_step}
+    add rax, [rsi + {tsc}]
+    mov [rsi + {tsc}], rax
+    mov ecx, eax
+    shr rax, 32
+    mov r8, [rsi + {low}]
+    mov [r8], rcx
+    mov r8, [rsi + {high}]
+    mov [r8], rax
+    mov eax, 1
+    ret
+python:
+    jmp qword ptr [rsi + {read_in_python}]

@@ -10,6 +10,8 @@ from emulated_kernel.trace.context.call_stack import CallStack
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords
+from emulated_kernel.trace.interface import Interface
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.ring.trace_clock import ClockSource
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -21,8 +23,6 @@ NOP_TRACER = "nop"
 """Name of the tracer that records nothing."""
 FUNCTION_TRACER = "function"
 """Name of the tracer that records calls of functions."""
-RELEASE = "6.1.0"
-"""Release of the Linux kernel that the emulated kernel is compared with."""
 
 
 @dataclass(eq=False)
@@ -47,8 +47,11 @@ class TracingServices:
     printk: Callable[[str], None]
     """Adds a line to the kernel's log."""
     clocks: ClockSource
-    release: str = RELEASE
+    interface: Interface
+    release: str
+    """Release of the kernel, as uname -r prints it."""
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
+    filter_words: FilterWords = NO_WORDS
     is_expanded: bool = False
     """Whether new buffers get their full size. Buffers stay small until something is traced.
 

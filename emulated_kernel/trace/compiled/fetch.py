@@ -28,6 +28,7 @@ from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram
 from emulated_kernel.trace.fetch.fetch_types import (
     MAX_STRING_SIZE,
+    Character,
     FetchType,
     Hexadecimal,
     Number,
@@ -69,6 +70,7 @@ def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
         return False
     return all(
         type(arg.type) in _EMITTERS
+        and arg.stages.load.op is not FetchOp.EDATA
         and (arg.stages.load.op is not FetchOp.REG or arg.stages.load.name in registers)
         for arg in args
     )
@@ -369,6 +371,7 @@ def chunks(size: int, largest: int) -> Iterator[tuple[int, int]]:
 _EMITTERS: dict[type[FetchType], Callable[[FetchEmitter, ProbeArg, int, Label], None]] = {
     Number: FetchEmitter.numbers,
     Hexadecimal: FetchEmitter.numbers,
+    Character: FetchEmitter.numbers,
     SymbolType: FetchEmitter.numbers,
     String: FetchEmitter.strings,
     UserString: FetchEmitter.strings,

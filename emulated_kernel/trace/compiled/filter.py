@@ -22,7 +22,6 @@ from emulated_kernel.trace.filter.predicates import (
     FilterOp,
     FilterProgram,
     NeverPredicate,
-    StringPredicate,
 )
 
 _CONDITIONS = {
@@ -35,11 +34,13 @@ _CONDITIONS = {
     FilterOp.BAND: (Condition.ANY_BIT, Condition.ANY_BIT),
 }
 """Operator -> conditions for unsigned and for signed fields."""
+_EMITTED = (ComparePredicate, CpuPredicate, NeverPredicate)
+"""Classes of the predicates that guest code can test."""
 
 
 def can_filter(program: FilterProgram) -> bool:
-    """Return True if guest code can run the filter, because the filter compares no strings."""
-    return not any(isinstance(step.predicate, StringPredicate) for step in program.steps)
+    """Return True if guest code can run the filter, because it compares only numbers with numbers."""
+    return all(isinstance(step.predicate, _EMITTED) for step in program.steps)
 
 
 def emit_filter(

@@ -182,10 +182,12 @@ class GuestRecords(TaskObserver):
 
     def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:
         """Return a host call for guest code that calls RingBuffer.make_room for its CPU's buffer."""
+        requests = self._requests
+        current = self.tasks.cpu
 
         def make_room() -> bool:
-            cpu = self.tasks.cpu()
-            time_stamp, length = self._requests[cpu]
-            return buffers[cpu].make_room(int(length), int(time_stamp))
+            cpu = current()
+            request = requests[cpu]
+            return buffers[cpu].make_room(request[1], request[0])
 
         return make_room

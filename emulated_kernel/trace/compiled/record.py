@@ -47,7 +47,8 @@ ENTRY_HEADER_SIZE = 8
 """Size of an entry's common fields in bytes."""
 _CELL = 8
 """Size in bytes of a word of a control block, and of per-CPU variables of the host."""
-_LAST_OF_PAGE = 4095
+_PAGE_BITS = 12
+_LAST_OF_PAGE = (1 << _PAGE_BITS) - 1
 _FLAGS_SHIFT = 16
 _COUNT_SHIFT = 24
 _PID_AT = 4
@@ -105,16 +106,32 @@ class RecordEmitter:
         """
         places = self._places
         emit = self._emit
-        emit(LoadPerCpu(VALUE, places.current_task, self._word), Load(VALUE, VALUE, places.pid, 4))
-        if target is not None and target.saves_comm:
-            self._remember_comm()
-        emit(Store(BASE, at + _PID_AT, VALUE, 4))
+        emit(
+            LoadPerCpu(VALUE, places.current_task, self._word),
+            Load(VALUE, VALUE, places.pid, 4),
+            Store(BASE, at + _PID_AT, VALUE, 4),
+        )
+        saves_comm = target is not None and target.saves_comm
         if self._way is EntryKind.BREAKPOINT:
+            if saves_comm:
+                self._remember_comm()
             flags, count = places.breakpoint_context
             emit(StoreImmediate(BASE, at, event_id | flags << _FLAGS_SHIFT | count << _COUNT_SHIFT, 4))
             return
-        emit(SetImmediate(VALUE, event_id | more_count << _COUNT_SHIFT))
-        self._context()
+        usual = event_id | more_count << _COUNT_SHIFT
+        builder = self._builder
+        known = builder.label()
+        with builder.out_of_line() as unusual:
+            if saves_comm:
+                emit(Load(VALUE, BASE, at + _PID_AT, 4))
+                self._remember_comm()
+            emit(SetImmediate(VALUE, usual))
+            self._add_context()
+            emit(Jump(known))
+        self._branch_unless_usual(unusual, saves_comm=saves_comm)
+        emit(SetImmediate(VALUE, usual))
+        builder.place(known)
+        self._add_irqs_off()
         emit(Store(BASE, at, VALUE, 4))
 
     def _remember_comm(self) -> None:
@@ -131,37 +148,37 @@ class RecordEmitter:
         )
         builder.place(known)
 
-    def _context(self) -> None:
+    def _add_context(self) -> None:
         """Emit code that adds common_flags and common_preempt_count to VALUE, as HitContext computes them.
 
+        The flag IRQS_OFF is left out.
         Mirrors: tracing_gen_ctx_irq_test (v6.1).
         """
-        builder = self._builder
         emit = self._emit
         places = self._places
-        flags, interrupts_on = places.interrupt_flag
-        known = builder.label()
-        with builder.out_of_line() as unusual:
-            emit(
-                LoadPerCpu(TEMP, places.preempt_count, 4),
-                ComputeImmediate(Arithmetic.AND, TEMP, _COUNT_MASK),
-                ComputeImmediate(Arithmetic.SHL, TEMP, _COUNT_SHIFT),
-                Compute(Arithmetic.ADD, VALUE, TEMP),
-            )
-            self._add_resched_flags()
-            emit(LoadPerCpu(TEMP, places.preempt_count, 4))
-            self._add_flag(Condition.ANY_BIT, places.hardirq_mask, EntryFlag.HARDIRQ)
-            self._add_flag(Condition.ANY_BIT, _SOFTIRQ_SERVED, EntryFlag.SOFTIRQ)
-            self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
-            emit(GetRegister(TEMP, flags))
-            self._add_flag(Condition.NO_BIT, interrupts_on, EntryFlag.IRQS_OFF)
-            emit(Jump(known))
-        self._branch_unless_zero(unusual)
         emit(
-            GetRegister(TEMP, flags),
-            BranchImmediate(Condition.NO_BIT, TEMP, interrupts_on, unusual),
+            LoadPerCpu(TEMP, places.preempt_count, 4),
+            ComputeImmediate(Arithmetic.AND, TEMP, _COUNT_MASK),
+            ComputeImmediate(Arithmetic.SHL, TEMP, _COUNT_SHIFT),
+            Compute(Arithmetic.ADD, VALUE, TEMP),
         )
-        builder.place(known)
+        self._add_resched_flags()
+        emit(LoadPerCpu(TEMP, places.preempt_count, 4))
+        self._add_flag(Condition.ANY_BIT, places.hardirq_mask, EntryFlag.HARDIRQ)
+        self._add_flag(Condition.ANY_BIT, _SOFTIRQ_SERVED, EntryFlag.SOFTIRQ)
+        self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
+
+    def _add_irqs_off(self) -> None:
+        """Emit code that adds the flag IRQS_OFF to VALUE, by a shift of the inverted interrupt flag."""
+        flags, interrupts_on = self._places.interrupt_flag
+        irqs_off = EntryFlag.IRQS_OFF << _FLAGS_SHIFT
+        self._emit(
+            GetRegister(TEMP, flags),
+            ComputeImmediate(Arithmetic.XOR, TEMP, -1),
+            ComputeImmediate(Arithmetic.AND, TEMP, interrupts_on),
+            ComputeImmediate(Arithmetic.SHL, TEMP, irqs_off.bit_length() - interrupts_on.bit_length()),
+            Compute(Arithmetic.OR, VALUE, TEMP),
+        )
 
     def _add_resched_flags(self) -> None:
         """Emit code that adds the flags NEED_RESCHED and PREEMPT_RESCHED to VALUE.
@@ -177,24 +194,42 @@ class RecordEmitter:
             return
         emit(ComputeImmediate(Arithmetic.ADD, TEMP, -resched.not_needed))
         self._add_flag(Condition.ANY_BIT, -resched.not_needed, EntryFlag.PREEMPT_RESCHED)
-        self._emit_task_flags(resched.task_flag[0])
+        self._emit_task_flags(TEMP, resched.task_flag[0])
         self._add_flag(Condition.ANY_BIT, resched.task_flag[1], EntryFlag.NEED_RESCHED)
 
-    def _emit_task_flags(self, offset: int) -> None:
-        self._emit(LoadPerCpu(TEMP, self._places.current_task, self._word), Load(TEMP, TEMP, offset, 4))
+    def _emit_task_flags(self, register: int, offset: int) -> None:
+        self._emit(
+            LoadPerCpu(register, self._places.current_task, self._word), Load(register, register, offset, 4)
+        )
 
-    def _branch_unless_zero(self, label: Label) -> None:
-        """Emit a jump to `label` if the preempt count is not 0 or a rescheduling is needed."""
+    def _branch_unless_usual(self, unusual: Label, *, saves_comm: bool) -> None:
+        """Emit a jump to `unusual`, unless the preempt count is 0 and no rescheduling is needed.
+
+        With `saves_comm`, also jump if VALUE is not the pid whose name was saved last. The code overwrites
+        VALUE, TEMP and OTHER. It has one branch for all conditions, because a branch ends a block of
+        translated code.
+        """
+        emit = self._emit
         resched = self._places.resched
-        for offset, size in self._count_loads():
-            self._emit(LoadPerCpu(TEMP, offset, size))
-            if resched.not_needed:
-                self._emit(ComputeImmediate(Arithmetic.ADD, TEMP, -resched.not_needed))
-            self._emit(BranchImmediate(Condition.NE, TEMP, 0, label))
+        (offset, size), *others = self._count_loads()
+        emit(LoadPerCpu(TEMP, offset, size))
+        if resched.not_needed:
+            emit(ComputeImmediate(Arithmetic.ADD, TEMP, -resched.not_needed))
+        for offset, size in others:
+            if size == self._word:
+                emit(ComputePerCpu(Arithmetic.OR, TEMP, offset))
+            else:
+                emit(LoadPerCpu(OTHER, offset, size), Compute(Arithmetic.OR, TEMP, OTHER))
         if resched.task_flag is not None:
             offset, bit = resched.task_flag
-            self._emit_task_flags(offset)
-            self._emit(BranchImmediate(Condition.ANY_BIT, TEMP, bit, label))
+            self._emit_task_flags(OTHER, offset)
+            emit(ComputeImmediate(Arithmetic.AND, OTHER, bit), Compute(Arithmetic.OR, TEMP, OTHER))
+        if saves_comm:
+            emit(
+                ComputePerCpu(Arithmetic.XOR, VALUE, self._places.last_pid),
+                Compute(Arithmetic.OR, TEMP, VALUE),
+            )
+        emit(BranchImmediate(Condition.NE, TEMP, 0, unusual))
 
     def _count_loads(self) -> list[tuple[int, int]]:
         """Return per-CPU offset and size of each load that reads preempt_count and need_resched.
@@ -241,10 +276,8 @@ class RecordEmitter:
         emit = self._emit
         stamp = target.control_at + WRITE_STAMP
         again = builder.label()
-        with builder.out_of_line() as long_delta:
+        with builder.out_of_line() as no_room:
             emit(ComputePerCpu(Arithmetic.ADD, VALUE, stamp, self._high))
-            no_room = builder.label()
-            builder.place(no_room)
             self._ask_for_room(length, target, dropped)
             emit(Jump(again))
         builder.place(again)
@@ -254,22 +287,22 @@ class RecordEmitter:
             ComputeImmediate(Arithmetic.ADD, TEMP, -1),
             ComputeImmediate(Arithmetic.AND, TEMP, _LAST_OF_PAGE),
         )
-        self._check_room(length, no_room)
-        emit(ComputePerCpu(Arithmetic.SUB, VALUE, stamp, self._high))
-        if self._high is not None:
-            emit(BranchImmediate(Condition.NE, self._high, 0, long_delta))
+        if length is None:
+            emit(Compute(Arithmetic.ADD, TEMP, _LENGTH))
+        else:
+            emit(ComputeImmediate(Arithmetic.ADD, TEMP, length))
+        # One branch for both conditions: if the event exceeds the page, the sum has a bit above _PAGE_BITS.
         emit(
-            BranchImmediate(Condition.ABOVE_EQ, VALUE, 1 << DELTA_BITS, long_delta),
+            ComputeImmediate(Arithmetic.SHL, TEMP, DELTA_BITS - _PAGE_BITS),
+            ComputePerCpu(Arithmetic.SUB, VALUE, stamp, self._high),
+        )
+        if self._high is not None:
+            emit(BranchImmediate(Condition.NE, self._high, 0, no_room))
+        emit(
+            Compute(Arithmetic.OR, TEMP, VALUE),
+            BranchImmediate(Condition.ABOVE_EQ, TEMP, 1 << DELTA_BITS, no_room),
             IncreasePerCpu(stamp, VALUE),
         )
-
-    def _check_room(self, length: int | None, no_room: Label) -> None:
-        limit = _LAST_OF_PAGE
-        if length is None:
-            self._emit(Compute(Arithmetic.ADD, TEMP, _LENGTH))
-        else:
-            limit -= length
-        self._emit(BranchImmediate(Condition.ABOVE, TEMP, limit, no_room))
 
     def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
         emit = self._emit

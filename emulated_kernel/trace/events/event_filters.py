@@ -9,6 +9,7 @@ from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.filter.filter_errors import FilterError, FilterParseError
 from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.filter.predicates import EventFilter
+from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords
 from emulated_kernel.trace.text.chars import SPACES, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.util.abi import PAGE_SIZE
@@ -35,8 +36,9 @@ class EventFilters:
     Mirrors: kernel/trace/trace_events_filter.c (v6.1).
     """
 
-    def __init__(self, recorder: Recorder, error_log: ErrorLog) -> None:
+    def __init__(self, recorder: Recorder, error_log: ErrorLog, words: FilterWords = NO_WORDS) -> None:
         self._recorder = recorder
+        self._words = words
         self._error_log = error_log
 
     def text(self, event: TraceEvent) -> str:
@@ -88,7 +90,7 @@ class EventFilters:
 
     def _set(self, event: TraceEvent, text: str) -> FilterParseError | None:
         try:
-            event.set_filter(self._recorder, parse_event_filter(text, event.fields))
+            event.set_filter(self._recorder, parse_event_filter(text, event.fields, self._words))
         except FilterParseError as failure:
             return failure
         return None
@@ -96,13 +98,26 @@ class EventFilters:
     def _show_error(self, event: TraceEvent, text: str, failure: FilterParseError) -> None:
         """Log a parse error, and show it in the event's filter file. Mirrors: append_filter_err (v6.1)."""
         log_filter_error(self._error_log, text, failure)
-        event.set_filter(self._recorder, EventFilter(_error_text(text, failure), None))
+        event.set_filter(self._recorder, EventFilter(self._error_text(text, failure), None))
+
+    def _error_text(self, text: str, failure: FilterParseError) -> str:
+        """Return the content of a filter file after a parse error: the filter, a caret and the error.
+
+        `text`: the filter. `failure`: the error and its column; if its `error` is None, no caret is shown.
+        The caret is at most one column after the filter's end.
+        """
+        if failure.error is None:
+            return _within_page([text, "\nError: (0)\n"])
+        column = min(failure.column, len(text))
+        caret = " " * column + "^"
+        told = self._error_log.text_of(failure.error)
+        return _within_page([text, f"\n{caret}", f"\nparse_error: {told}\n"])
 
 
 def log_filter_error(error_log: ErrorLog, text: str, failure: FilterParseError) -> None:
     """Write a filter's parse error to error_log."""
     error = failure.error or FilterError.ERRNO
-    error_log.add(_LOCATION, text, error.value, failure.column)
+    error_log.add(_LOCATION, text, error, failure.column)
 
 
 def _written(data: bytes) -> str:
@@ -114,19 +129,6 @@ def _written(data: bytes) -> str:
 
 def _is_clear(text: str) -> bool:
     return text.lstrip(SPACES) == _CLEAR
-
-
-def _error_text(text: str, failure: FilterParseError) -> str:
-    """Return the content of a filter file after a parse error: the filter, a caret below it, and the error.
-
-    `text`: the filter. `failure`: the error and its column; if its `error` is None, no caret is shown.
-    The caret is at most one column after the filter's end.
-    """
-    if failure.error is None:
-        return _within_page([text, "\nError: (0)\n"])
-    column = min(failure.column, len(text))
-    caret = " " * column + "^"
-    return _within_page([text, f"\n{caret}", f"\nparse_error: {failure.error.value}\n"])
 
 
 def _within_page(parts: Iterable[str]) -> str:

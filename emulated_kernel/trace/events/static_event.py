@@ -43,12 +43,15 @@ class Tracepoint:
             self._switch(False)
 
 
-def layout_fields(definitions: Iterable[FieldDefinition]) -> Iterator[EventField]:
+def layout_fields(
+    definitions: Iterable[FieldDefinition], common_size: int = COMMON_SIZE
+) -> Iterator[EventField]:
     """Compute the offsets of an event's fields, and yield the fields.
 
+    `common_size`: size of the kernel's own struct trace_entry in bytes.
     Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1).
     """
-    offset = COMMON_SIZE
+    offset = common_size
     for each in definitions:
         offset += -offset % each.align
         yield EventField(each.type, each.name, offset, each.size, each.is_signed, each.length)

@@ -15,19 +15,26 @@ from emulated_kernel.trace.symbols import KernelSymbols
 GROUP = "syscalls"
 
 
+def event_names(syscall: str) -> tuple[str, str]:
+    """Return the names of the events of a system call's entry and exit; `syscall`: such as `sys_read`."""
+    return syscall.replace("sys_", "sys_enter_", 1), syscall.replace("sys_", "sys_exit_", 1)
+
+
 class SyscallTracepoint:
     """Dispatcher for the entries or exits of all system calls: passes a record to the event of its call.
 
     Mirrors: kernel/trace/trace_syscalls.c:ftrace_syscall_enter, ftrace_syscall_exit (v6.1).
     """
 
-    def __init__(self, raw: Tracepoint, word_size: int) -> None:
+    def __init__(self, raw: Tracepoint, word_size: int, start: int = 0, preempt_count: int = 1) -> None:
         """Create the dispatcher for entries or exits.
 
-        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. Its records begin with the number of
-        the system call.
+        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. At `start` in its records is the number
+        of the system call. `preempt_count` is what the tracepoint adds to the count of the records' context.
         """
         self._raw = raw
+        self._start = start
+        self._preempt_count = preempt_count
         self.word_size = word_size
         self._events: dict[int, SyscallEvent] = {}
 
@@ -44,13 +51,14 @@ class SyscallTracepoint:
             self._raw.unsubscribe(self._record)
 
     def _record(self, raw: bytes, hit: ProbeHit) -> None:
+        raw = raw[self._start :]
         number = int.from_bytes(raw[: self.word_size], "little", signed=True)
         event = self._events.get(number)
         if event is None:
             return
         payload = raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :])
         # Linux: the tracepoint's own preempt_disable_notrace() is counted here; other events subtract it.
-        with within_another(hit, preempt_count=1):
+        with within_another(hit, preempt_count=self._preempt_count):
             event.record(payload, hit)
 
 
@@ -106,7 +114,7 @@ class SyscallEnter(SyscallEvent):
 
     def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
         fields = [(kind, name, False) for kind, name in zip(syscall.types, syscall.args, strict=True)]
-        name = syscall.name.replace("sys_", "sys_enter_", 1)
+        name, _ = event_names(syscall.name)
         super().__init__(name, syscall, calls, fields)
 
     @property
@@ -149,7 +157,7 @@ class SyscallExit(SyscallEvent):
     """Event sys_exit_NAME, which has one word for the result."""
 
     def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
-        name = syscall.name.replace("sys_", "sys_exit_", 1)
+        _, name = event_names(syscall.name)
         super().__init__(name, syscall, calls, [("long", "ret", True)], '"0x%lx", REC->ret')
 
     def words(self, raw: bytes) -> bytes:

@@ -30,6 +30,8 @@ class FetchOp(Enum):
     """
     DATA = auto()
     """The address of the constant bytes `data`."""
+    EDATA = auto()
+    """Word `value` of the data that the entry of a returning function has stored."""
     TP_ARG = auto()
     """Field `name` of the entry that an event probe receives."""
     FOFFS = auto()

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.memory import EntryAddress, FetchEnvironment, Value, read_string
+from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
 from emulated_kernel.trace.text.chars import bytes_to_text
@@ -144,10 +145,11 @@ class Number(FetchType):
         shift = stages.bitfield
         if shift is None:
             return raw
+        whole = (1 << 8 * shift.size) - 1
         mask = (1 << 8 * size) - 1
         left = shift.lshift
         right = shift.rshift
-        numbers = [(int.from_bytes(data, "little") << left & mask) >> right for data in raw]
+        numbers = [(int.from_bytes(data, "little") << left & whole) >> right & mask for data in raw]
         return [number.to_bytes(size, "little") for number in numbers]
 
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
@@ -169,6 +171,14 @@ class Hexadecimal(Number):
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
         del symbols
         return hex(self.value(payload, at))
+
+
+class Character(Number):
+    """A byte that is shown as a character in quotes, as the byte itself."""
+
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        del symbols
+        return f"'{bytes_to_text(payload[at : at + 1])}'"
 
 
 class SymbolType(Number):
@@ -282,7 +292,7 @@ def _number(prefix: str, bits: int) -> FetchType:
 
 
 @cache
-def fetch_types(word_size: int) -> dict[str, FetchType]:
+def fetch_types(word_size: int, interface: Interface) -> dict[str, FetchType]:
     """Return a map name -> type, for machines whose words have `word_size` bytes.
 
     Mirrors: kernel/trace/trace_probe.c:probe_fetch_types (v6.1).
@@ -292,11 +302,13 @@ def fetch_types(word_size: int) -> dict[str, FetchType]:
         kind(name, 4, True, '\\"%s\\"', "__data_loc char[]") for name, kind in strings.items()
     ]
     types += [_number(prefix, bits) for prefix in "usx" for bits in (8, 16, 32, 64)]
+    if InterfaceRule.CHAR_TYPE in interface:
+        types.append(Character("char", 1, False, "'%c'", "u8"))
     types.append(SymbolType("symbol", word_size, False, "%pS", f"u{8 * word_size}"))
     return {each.name: each for each in types}
 
 
-def find_fetch_type(name: str | None, word_size: int) -> FetchType | None:
+def find_fetch_type(name: str | None, word_size: int, interface: Interface) -> FetchType | None:
     """Return the type with a name, or None if there is no such type. The name None means the default type.
 
     A bitfield type `bN@O/SIZE` is stored as uSIZE.
@@ -309,7 +321,7 @@ def find_fetch_type(name: str | None, word_size: int) -> FetchType | None:
             name = f"u{kstrtoul(name.partition('/')[2])}"
         except KernelError:
             return None
-    return fetch_types(word_size).get(name)
+    return fetch_types(word_size, interface).get(name)
 
 
 def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> FetchInsn | None:

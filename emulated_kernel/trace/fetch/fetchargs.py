@@ -5,17 +5,26 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.kprobes.sight import Sight
+from emulated_kernel.trace.fetch.expand_args import expand_args
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.fetch_types import FetchType, bitfield_of, find_fetch_type
+from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.text.chars import is_good_name
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
+    from emulated_kernel.trace.fetch.btf_args import ProbedFunction
+    from emulated_kernel.trace.fetch.named_args import NamedArgs
 
 MAX_TRACE_ARGS = 128
 """Maximum number of arguments of an event."""
@@ -32,6 +41,8 @@ FETCH_INSN_MAX = 16
 PARAM_MAX_STACK = 2048
 """Maximum N of $stackN and $argN: the number of words of a kernel stack."""
 
+COMM_NAMES = ("comm", "COMM")
+"""Names of the variable with the current task's name."""
 RESERVED_NAMES = frozenset(
     {
         "common_type",
@@ -44,8 +55,14 @@ RESERVED_NAMES = frozenset(
         "__probe_func",
     }
 )
+_RULES_BY_FUNCTION = (InterfaceRule.BTF_ARGS, InterfaceRule.META_ARGS, InterfaceRule.ENTRY_ARGS)
+"""Rules with which equal words can be different arguments for different functions."""
 _ARRAY_STORES = frozenset({FetchOp.ST_MEM, FetchOp.ST_STRING, FetchOp.ST_USTRING})
 _NumberParser = Callable[[str, int, int], int]
+
+
+def no_types() -> None:
+    """Return None, as the BTF of a kernel without BTF."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +90,63 @@ class ProbeArg:
         return f"{self.type.field_type}[{self.count}]" if self.count else self.type.field_type
 
 
-@dataclass(frozen=True)
+def sight_of(arg: ProbeArg) -> Sight:
+    """Return what an argument reads of the system call in which its probe is hit."""
+    stages = arg.stages
+    source = stages.load.op
+    if source in (FetchOp.COMM, FetchOp.DATA):
+        return Sight.NOTHING
+    if stages.derefs or stages.pointer is not None or stages.store.op is not FetchOp.ST_RAW:
+        return Sight.MEMORY
+    if source in (FetchOp.IMM, FetchOp.ARG):
+        return Sight.NOTHING
+    is_register = source in (FetchOp.REG, FetchOp.STACKP, FetchOp.RETVAL)
+    return Sight.REGISTERS if is_register else Sight.MEMORY
+
+
+@dataclass(frozen=True, eq=False)
 class FetchContext:
     """The kind of probe that the arguments are for, which determines the allowed expressions."""
 
     arch: Arch
     log: TraceProbeLog
+    interface: Interface
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
     """Whether the kernel is probed. If not, a program is, so expressions name file offsets, not symbols."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
     """For event probes: resolves the event's field that an argument names, after the argument is parsed."""
+    in_fprobe: bool = False
+    """Whether the probe is an fprobe or on a tracepoint, so that registers have no names."""
+    types: Callable[[], Btf | None] = no_types
+    """Returns the kernel's BTF, or None if it has none."""
+    function: str | None = None
+    """Name of the probed function, or None if the probe is not at a symbol."""
+    first_parameter: int = 0
+    """Number of parameters of the function that its BTF has and arguments do not."""
+    captured: list[int] = field(default_factory=list)
+    """Numbers of the function arguments that a return probe keeps at the function's entry, in their order."""
+
+    has_field: Callable[[str], bool] | None = None
+    """For event probes: returns whether the event has a field with a name."""
+
+    @cached_property
+    def btf(self) -> Btf | None:
+        """The kernel's BTF, or None."""
+        return self.types()
+
+    @cached_property
+    def prototype(self) -> ProbedFunction | None:
+        """The prototype of the probed function, or None if BTF does not have it."""
+        from emulated_kernel.trace.fetch.btf_args import find_function
+
+        return find_function(self.btf, self.function, self.first_parameter)
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether arguments can be parameters of the probed function, at its entry or return."""
+        return self.on_entry or (self.on_return and InterfaceRule.ENTRY_ARGS in self.interface)
 
     @property
     def on_event(self) -> bool:
@@ -95,45 +157,60 @@ class FetchContext:
 def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
     """Compile the arguments of a command. `words` are the words from the third word on.
 
-    Linux: arguments after the 128th are silently ignored.
+    Linux: up to 6.1, arguments after the 128th are silently ignored.
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
-    if context.on_event:
+    interface = context.interface
+    if context.on_event or any(rule in interface for rule in _RULES_BY_FUNCTION):
         return _parse_args(words, context)
+    kind = (context.on_return, context.on_entry, context.in_kernel, context.in_fprobe)
     with suppress(KernelError):
-        return _parsed(tuple(words), context.arch, context.on_return, context.on_entry, context.in_kernel)
+        return _parsed(tuple(words), context.arch, interface, *kind)
     return _parse_args(words, context)
 
 
 @lru_cache(maxsize=256)
 def _parsed(
-    words: tuple[str, ...], arch: Arch, on_return: bool, on_entry: bool, in_kernel: bool
+    words: tuple[str, ...],
+    arch: Arch,
+    interface: Interface,
+    on_return: bool,
+    on_entry: bool,
+    in_kernel: bool,
+    in_fprobe: bool,
 ) -> tuple[ProbeArg, ...]:
     """Compile arguments, without a log of errors. Many events have the same ones, and share the result."""
     log = TraceProbeLog(ErrorLog(lambda: 0), "", words)
-    return _parse_args(words, FetchContext(arch, log, on_return, on_entry, in_kernel))
+    context = FetchContext(arch, log, interface, on_return, on_entry, in_kernel, in_fprobe=in_fprobe)
+    return _parse_args(words, context)
 
 
 def _parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
     args: list[ProbeArg] = []
     size = 0
+    words = expand_args(words, context, MAX_TRACE_ARGS)
     for number, word in enumerate(words[:MAX_TRACE_ARGS]):
         context.log.index = number + 2
-        name, body, offset = _split_name(word, number, args, context.log)
+        name, body, offset = _split_name(word, number, args, context)
         arg = _ArgParser(context, body, offset).parse(name, size)
         args.append(arg if context.finish is None else context.finish(arg))
         size += args[-1].size
     return tuple(args)
 
 
-def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: TraceProbeLog) -> tuple[str, str, int]:
+def _split_name(
+    word: str, number: int, args: Sequence[ProbeArg], context: FetchContext
+) -> tuple[str, str, int]:
     """Split `[NAME=]EXPR` into the name, the expression, and the column at which the expression starts.
 
     Raises: KernelError EINVAL (logged).
     """
+    log = context.log
     name, equals, body = word.partition("=")
     if not equals:
-        name = f"arg{number + 1}"
+        name = word.partition(":")[0]
+        if InterfaceRule.BTF_ARGS not in context.interface or not is_good_name(name):
+            name = f"arg{number + 1}"
         body = word
     elif len(name) > MAX_ARG_NAME_LEN:
         raise log.error(0, ProbeError.ARG_NAME_TOO_LONG)
@@ -160,6 +237,18 @@ def first_difference(args: Sequence[ProbeArg], others: Sequence[ProbeArg]) -> in
     return None
 
 
+def argument_insn(arch: Arch, number: int) -> FetchInsn:
+    """Return the operation that loads function argument `number`, counted from 0, at a function's entry.
+
+    Mirrors: regs_get_kernel_argument (v6.1).
+    """
+    registers = arch.registers
+    beyond = number - len(registers.arguments)
+    if beyond < 0:
+        return FetchInsn(FetchOp.REG, name=registers.arguments[number])
+    return FetchInsn(FetchOp.ARG) if registers.link else FetchInsn(FetchOp.STACK, value=beyond + 1)
+
+
 class _ArgParser:
     """Parser of one argument's expression and type, which are `body`.
 
@@ -172,6 +261,11 @@ class _ArgParser:
         self._body = body
         self._offset = offset
         self._bits = 8 * context.arch.word_size
+        self._rules = context.interface.rules
+        self._named: NamedArgs | None = None
+        """The compiler of the name whose BTF type is that of the value, or None."""
+        self._end = 0
+        """Column of the innermost expression that was parsed last."""
 
     def parse(self, name: str, size: int) -> ProbeArg:
         """Compile the argument. `size` is the size of the arguments before it, in bytes.
@@ -179,20 +273,34 @@ class _ArgParser:
         Raises: KernelError EINVAL, ERANGE, E2BIG (logged).
         """
         if len(self._body) > MAX_ARGSTR_LEN:
-            raise self._error(0, ProbeError.ARG_TOO_LONG)
+            too_long = errno.E2BIG if InterfaceRule.LATE_CHECKS in self._rules else errno.EINVAL
+            raise self._error(0, ProbeError.ARG_TOO_LONG, too_long)
         if not self._body:
             raise self._error(0, ProbeError.NO_ARG_BODY)
         expression, type_name, count = self._split_type()
         fetch_type = self._find_type(expression, type_name, count)
-        if size + fetch_type.size * (count or 1) > MAX_PROBE_EVENT_SIZE:
-            raise self._error(0, ProbeError.EVENT_TOO_BIG, errno.E2BIG)
+        is_late = InterfaceRule.LATE_CHECKS in self._rules
+        if not is_late:
+            self._check_size(size, fetch_type, count)
         code = self._expression(expression, 0)
+        if self._named is not None:
+            fetch_type = self._typed(self._named, fetch_type, type_name, code)
+        if is_late:
+            self._check_size(size, fetch_type, count)
+        else:
+            self._end = 0
+        type_column = self._end + self._type_column(expression, type_name)
         if wrong := fetch_type.source_error(code[-1].op):
-            raise self._error(self._type_column(expression, type_name), wrong)
+            raise self._error(type_column, wrong)
         program = fetch_type.with_store(tuple(code), is_array=bool(count))
-        self._need_room(len(program), 0)
-        stages = self._stages(program, type_name, fetch_type, count, len(expression) + 1)
+        grows = is_late and program[-1].op is FetchOp.ST_RAW
+        self._need_room(len(program), self._end, code=errno.E2BIG if grows else errno.EINVAL)
+        stages = self._stages(program, type_name, fetch_type, count, type_column)
         return ProbeArg(name, self._body, fetch_type, count, size, stages)
+
+    def _check_size(self, size: int, fetch_type: FetchType, count: int) -> None:
+        if size + fetch_type.size * (count or 1) > MAX_PROBE_EVENT_SIZE:
+            raise self._error(self._end, ProbeError.EVENT_TOO_BIG, errno.E2BIG)
 
     def _error(self, column: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
         """Log an error, and return the exception to raise. `column` is relative to the expression's start."""
@@ -234,9 +342,15 @@ class _ArgParser:
         literal = expression in ("$comm", "$COMM") or expression.startswith('\\"')
         if literal and not self._context.on_event:
             if count or type_name not in (None, "string"):
+                if InterfaceRule.STRING_TYPE_LOGGED in self._rules:
+                    column = self._type_column(expression, type_name)
+                    raise self._error(column, ProbeError.NEED_STRING_TYPE)
                 raise KernelError(errno.EINVAL, "the command's name and literal strings are strings")
             type_name = "string"
-        fetch_type = find_fetch_type(type_name, self._arch.word_size)
+        interface = self._context.interface
+        fetch_type = find_fetch_type(type_name, self._arch.word_size, interface)
+        if not self._context.in_kernel and InterfaceRule.UPROBE_SYMBOLS_REFUSED in interface:
+            fetch_type = None if type_name in ("symbol", "symstr") else fetch_type
         if fetch_type is None:
             raise self._error(self._type_column(expression, type_name), ProbeError.BAD_TYPE)
         return fetch_type
@@ -246,7 +360,7 @@ class _ArgParser:
     def _expression(self, text: str, at: int) -> list[FetchInsn]:
         match text[:1]:
             case "$":
-                return [self._variable(text[1:], at)]
+                return self._variable(text[1:], at)
             case "%":
                 return [self._register(text[1:], at)]
             case "@":
@@ -255,16 +369,87 @@ class _ArgParser:
                 return self._dereference(text, at)
             case "\\":
                 return [self._immediate(text[1:], at)]
+        if InterfaceRule.BTF_ARGS in self._rules and is_good_name(text[:1]):
+            return self._by_name(text, at)
         raise self._error(at, ProbeError.BAD_FETCH_ARG)
 
-    def _variable(self, name: str, at: int) -> FetchInsn:
+    def _names(self) -> NamedArgs:
+        """Return the compiler of names, and remember it for the type of the value."""
+        from emulated_kernel.trace.fetch.named_args import NamedArgs
+
+        context = self._context
+        first = context.first_parameter
+        self._named = NamedArgs(
+            context.prototype, lambda index: self._parameter(index + first), self._error, FETCH_INSN_MAX - 1
+        )
+        return self._named
+
+    def _by_name(self, text: str, at: int) -> list[FetchInsn]:
+        context = self._context
+        if not context.has_parameters:
+            raise self._error(at, ProbeError.NOSUP_BTFARG)
+        if context.btf is None:
+            raise self._error(at, ProbeError.NOSUP_BTFARG, errno.EOPNOTSUPP)
+        return self._names().named(text, at)
+
+    def _return_value(self, text: str, at: int) -> list[FetchInsn]:
+        """Compile `$retval`, with its type and fields if the interface has them. `text` begins with `$`."""
+        if not self._context.on_return:
+            raise self._error(at, ProbeError.RETVAL_ON_PROBE)
+        load = FetchInsn(FetchOp.RETVAL, name=self._arch.registers.return_value)
+        is_typed = InterfaceRule.BTF_ARGS in self._rules and self._context.in_kernel
+        if not is_typed or self._context.btf is None:
+            return [load]
+        return self._names().return_value(load, text, at)
+
+    def _parameter(self, number: int) -> FetchInsn:
+        """Return the operation that loads function argument `number`, counted from 0.
+
+        At the function's return, the argument is among those that its entry has kept.
+        """
+        if not self._context.on_return:
+            return argument_insn(self._arch, number)
+        captured = self._context.captured
+        if number not in captured:
+            captured.append(number)
+        return FetchInsn(FetchOp.EDATA, value=captured.index(number))
+
+    def _typed(
+        self, named: NamedArgs, default: FetchType, type_name: str | None, code: list[FetchInsn]
+    ) -> FetchType:
+        """Return the type of a value with a BTF type, and make `code` load a string's address."""
+        if named.end is not None:
+            self._end = named.end
+        if type_name is None and named.typed is not None:
+            name = named.typed.fetch_type(self._bits)
+            return find_fetch_type(name, self._arch.word_size, self._context.interface) or default
+        if "string" in (type_name or ""):
+            named.prepare_string(type_name or "", code, self._end)
+        return default
+
+    def _variable(self, name: str, at: int) -> list[FetchInsn]:
         context = self._context
         if context.on_event:
-            return FetchInsn(FetchOp.TP_ARG, name=name)
-        if name == "retval":
-            if not context.on_return:
-                raise self._error(at, ProbeError.RETVAL_ON_PROBE)
-            return FetchInsn(FetchOp.RETVAL, name=self._arch.registers.return_value)
+            return [self._event_field(name, at)]
+        if name.startswith("retval") and (name == "retval" or InterfaceRule.BTF_ARGS in self._rules):
+            return self._return_value("$" + name, at)
+        return [self._special(name, at)]
+
+    def _event_field(self, name: str, at: int) -> FetchInsn:
+        """Compile `$FIELD` of an event probe. Linux: up to 6.1, the field is looked up after the parsing.
+
+        Mirrors: kernel/trace/trace_probe.c:parse_probe_vars (v6.12).
+        """
+        has_field = self._context.has_field
+        if InterfaceRule.LATE_CHECKS in self._rules and has_field is not None and not has_field(name):
+            if name not in COMM_NAMES:
+                raise self._error(at, ProbeError.BAD_VAR)
+            return FetchInsn(FetchOp.COMM)
+        return FetchInsn(FetchOp.TP_ARG, name=name)
+
+    def _special(self, name: str, at: int) -> FetchInsn:
+        """Compile `$stack`, `$stackN`, `$comm` or `$argN`."""
+        context = self._context
         if name == "stack":
             return FetchInsn(FetchOp.STACKP, name=self._arch.registers.sp)
         if name.startswith("stack") and is_digit(name, 5):
@@ -272,25 +457,17 @@ class _ArgParser:
             if context.in_kernel and number > PARAM_MAX_STACK:
                 raise self._error(at, ProbeError.BAD_STACK_NUM)
             return FetchInsn(FetchOp.STACK, value=number)
-        if name in ("comm", "COMM"):
+        if name in COMM_NAMES:
             return FetchInsn(FetchOp.COMM)
-        if context.on_entry and name.startswith("arg"):
+        is_late = InterfaceRule.LATE_CHECKS in self._rules
+        if name.startswith("arg") and (context.has_parameters or is_late):
             number = self._number_of(name[3:], at)
             if not 0 < number <= PARAM_MAX_STACK:
                 raise self._error(at, ProbeError.BAD_ARG_NUM)
-            return self._argument(number - 1)
+            if not context.has_parameters:
+                raise self._error(at, ProbeError.NOFENTRY_ARGS)
+            return self._parameter(number - 1 + context.first_parameter)
         raise self._error(at, ProbeError.BAD_VAR)
-
-    def _argument(self, number: int) -> FetchInsn:
-        """Return the operation that loads function argument `number`, counted from 0, at a function's entry.
-
-        Mirrors: regs_get_kernel_argument (v6.1).
-        """
-        registers = self._arch.registers
-        beyond = number - len(registers.arguments)
-        if beyond < 0:
-            return FetchInsn(FetchOp.REG, name=registers.arguments[number])
-        return FetchInsn(FetchOp.ARG) if registers.link else FetchInsn(FetchOp.STACK, value=beyond + 1)
 
     def _number_of(self, digits: str, at: int) -> int:
         try:
@@ -299,7 +476,8 @@ class _ArgParser:
             raise self._error(at, ProbeError.BAD_VAR) from None
 
     def _register(self, name: str, at: int) -> FetchInsn:
-        if self._context.on_event:
+        no_registers = self._context.on_event or self._context.in_fprobe
+        if no_registers:
             # Linux continues after the first error, finds that nothing was fetched, and logs a second error.
             self._error(at, ProbeError.BAD_VAR)
             raise self._error(at, ProbeError.BAD_FETCH_ARG)
@@ -345,6 +523,8 @@ class _ArgParser:
         code = self._expression(inner.rpartition(")")[0], at)
         if code[-1].op in (FetchOp.COMM, FetchOp.DATA):
             raise self._error(at, ProbeError.COMM_CANT_DEREF)
+        self._end = at
+        self._named = None
         if len(code) == FETCH_INSN_MAX - 1:
             raise self._error(at, ProbeError.TOO_MANY_OPS)
         return [*code, FetchInsn(op, value=_as_int(offset))]
@@ -384,16 +564,27 @@ class _ArgParser:
         if bitfield is not None:
             length += 1
             self._need_room(length, column, ProbeError.BAD_BITFIELD)
+        elif type_name is None and self._named is not None and (field := self._named.bit_field()):
+            bitfield = field
+            length += 1
+            self._need_room(length, self._end)
         if count:
             if store.op not in _ARRAY_STORES:
                 raise self._error(column, ProbeError.BAD_STRING)
-            self._need_room(length + 1, 0)
+            is_late = InterfaceRule.LATE_CHECKS in self._rules
+            self._need_room(length + 1, self._end, code=errno.E2BIG if is_late else errno.EINVAL)
         pointer = derefs.pop() if count and derefs and fetch_type.is_dynamic else None
         return FetchStages(load, tuple(derefs), pointer, store, bitfield, count)
 
-    def _need_room(self, length: int, column: int, error: ProbeError = ProbeError.TOO_MANY_OPS) -> None:
+    def _need_room(
+        self,
+        length: int,
+        column: int,
+        error: ProbeError = ProbeError.TOO_MANY_OPS,
+        code: int = errno.EINVAL,
+    ) -> None:
         if length >= FETCH_INSN_MAX:
-            raise self._error(column, error)
+            raise self._error(column, error, code)
 
 
 def _str_to_immediate(text: str, base: int, bits: int) -> int:

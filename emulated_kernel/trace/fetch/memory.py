@@ -86,6 +86,9 @@ class FetchEnvironment:
                 return value & self.mask
             case FetchOp.STACK:
                 return self._stack_word(insn.value)
+            case FetchOp.EDATA:
+                at = insn.value * self.word_size
+                return int.from_bytes(self._hit.entry_data[at : at + self.word_size], "little")
             case FetchOp.COMM:
                 return self._hit.comm
             case FetchOp.DATA:

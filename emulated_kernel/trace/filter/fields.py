@@ -23,11 +23,13 @@ class FilterType(Enum):
     """A string in user space to which the field points: a PTR_STRING with the suffix `.ustring`."""
     COMM = auto()
     CPU = auto()
+    CPUMASK = auto()
+    """A set of CPUs behind the fixed part of the entry, as bits."""
 
     @property
     def is_string(self) -> bool:
         """Whether the field is compared with strings instead of numbers."""
-        return self not in (FilterType.OTHER, FilterType.CPU)
+        return self not in (FilterType.OTHER, FilterType.CPU, FilterType.CPUMASK)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def filter_type_of(declared: str) -> FilterType:
     """
     if declared in ("char *", "const char *"):
         return FilterType.PTR_STRING
+    if "__data_loc" in declared and "cpumask_t" in declared:
+        return FilterType.CPUMASK
     if "char" not in declared:
         return FilterType.OTHER
     if "__data_loc" in declared:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import errno
-from enum import Enum
 
+from emulated_kernel.trace.text.error_log import CommandError
 from emulated_kernel.util.errors import KernelError
 
 
-class FilterError(Enum):
-    """Errors of filters. The texts are an interface, since tools match them.
+class FilterError(CommandError):
+    """Errors of filters.
 
-    Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1).
+    Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1, v6.12).
     """
 
     INVALID_OP = "Invalid operator"
     TOO_MANY_OPEN = "Too many '('"
     TOO_MANY_CLOSE = "Too few '('"
     MISSING_QUOTE = "Missing matching quote"
+    MISSING_BRACE_OPEN = "Missing '{'"
+    MISSING_BRACE_CLOSE = "Missing '}'"
     OPERAND_TOO_LONG = "Operand too long"
     EXPECT_STRING = "Expecting string field"
     EXPECT_DIGIT = "Expecting numeric field"
@@ -31,6 +33,8 @@ class FilterError(Enum):
     ERRNO = "Error"
     """Text in error_log if only an errno is known."""
     NO_FILTER = "No filter found"
+    NO_FUNCTION = "Function not found"
+    INVALID_CPULIST = "Invalid cpulist"
 
 
 class FilterParseError(KernelError):
@@ -40,6 +44,6 @@ class FilterParseError(KernelError):
     """
 
     def __init__(self, error: FilterError | None, column: int = 0, code: int = errno.EINVAL) -> None:
-        super().__init__(code, error.value if error else "malformed filter")
+        super().__init__(code, error.texts[0] if error else "malformed filter")
         self.error = error
         self.column = column

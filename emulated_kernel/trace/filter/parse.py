@@ -13,14 +13,17 @@ from emulated_kernel.trace.filter.pattern import literal_pattern, parse_pattern
 from emulated_kernel.trace.filter.predicates import (
     ComparePredicate,
     CpuPredicate,
+    CpusPredicate,
     EventFilter,
     FilterOp,
     FilterProgram,
+    FunctionPredicate,
     NeverPredicate,
     Predicate,
     StringPredicate,
 )
 from emulated_kernel.trace.filter.program_builder import FilterBuilder, Fragment
+from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords, parse_cpus
 from emulated_kernel.trace.ring.trace_entry import EventField
 from emulated_kernel.trace.text.chars import ALNUM, SPACES
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
@@ -38,26 +41,28 @@ _NUMBER_SIZES = (1, 2, 4, 8)
 _CPU_SIZE = 4
 _OPERATORS = "|".join(op.value for op in FilterOp)
 _FIELD_AND_OP = re.compile(
-    rf"(?P<field>[_{ALNUM}]*)(?P<user>\.ustring)?[{SPACES}]*(?P<op>{_OPERATORS})?[{SPACES}]*"
+    rf"(?P<field>[_{ALNUM}]*)(?P<user>\.ustring)?(?P<function>\.function)?[{SPACES}]*(?P<op>{_OPERATORS})?[{SPACES}]*"
 )
 _NUMBER = re.compile(f"-?[{ALNUM}]*")
+_WORD = re.compile(f"[^{SPACES}]*")
+_CPUS = "CPUS"
 
 
-def parse_event_filter(text: str, fields: Sequence[EventField]) -> EventFilter:
+def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWords = NO_WORDS) -> EventFilter:
     """Parse the filter of an event whose own fields are `fields`. Raises: errors of parse_filter()."""
-    return EventFilter(text, parse_filter(text, partial(find_event_field, fields)))
+    return EventFilter(text, parse_filter(text, partial(find_event_field, fields), words))
 
 
-def parse_filter(text: str, find_field: FindField) -> FilterProgram:
+def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS) -> FilterProgram:
     """Parse a filter, and return its program.
 
-    `text` has one character per byte, and no trailing blanks.
+    `text` has one character per byte, and no trailing blanks. `words` are those of the kernel's version.
 
     Raises: FilterParseError EPERM, ENOENT, ESRCH, EINVAL.
     Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).
     """
     _check_nesting(text)
-    return _FilterParser(text, find_field).parse()
+    return _FilterParser(text, find_field, words).parse()
 
 
 def _check_nesting(text: str) -> None:
@@ -106,8 +111,9 @@ class _Level:
 class _FilterParser:
     """Parser of a filter. It has an explicit stack of levels, as parentheses may nest arbitrarily deep."""
 
-    def __init__(self, text: str, find_field: FindField) -> None:
+    def __init__(self, text: str, find_field: FindField, words: FilterWords) -> None:
         self._text = text
+        self._words = words
         self._find_field = find_field
         self._builder = FilterBuilder()
         self._levels = [_Level(negated=False)]
@@ -194,9 +200,15 @@ class _FilterParser:
         if field is None:
             raise _error(FilterError.FIELD_NOT_FOUND, found.end("field"))
         self._at = found.end()
+        if found["function"] and not self._words.has_functions:
+            raise _error(FilterError.INVALID_OP, found.start("function"))
         if found["op"] is None:
             raise _error(FilterError.INVALID_OP, self._at)
         op = FilterOp(found["op"])
+        if found["function"]:
+            return self._function(field, op)
+        if self._words.has_cpus and self._text.startswith(_CPUS, self._at):
+            return self._cpus(field, op)
         first = self._text[self._at : self._at + 1]
         if first and first in _QUOTES:
             # Linux: `.ustring` is accepted, but ignored, for fields of other types.
@@ -205,6 +217,55 @@ class _FilterParser:
         if first == "-" or is_digit(first):
             return self._number(field, op)
         raise _error(FilterError.INVALID_VALUE, self._at)
+
+    def _function(self, field: FilterField, op: FilterOp) -> Predicate:
+        """Parse the name of a function, or an address in it, up to the next blank.
+
+        Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.12).
+        """
+        declared = field.declared
+        if declared.size != self._words.word_size:
+            raise _error(FilterError.ILLEGAL_FIELD_OP, self._at)
+        if op not in (FilterOp.EQ, FilterOp.NE):
+            raise _error(FilterError.INVALID_OP, self._at)
+        start = self._at
+        if is_digit(self._text, start):
+            found = _NUMBER.match(self._text, start)
+            assert found is not None, "it may match nothing"
+            self._at = found.end()
+            if len(found[0]) >= _NUMBER_SIZE:
+                raise _error(FilterError.OPERAND_TOO_LONG, self._at)
+            try:
+                place: str | int = kstrtoul(found[0])
+            except KernelError:
+                raise _error(FilterError.INVALID_VALUE, self._at) from None
+        else:
+            found = _WORD.match(self._text, start)
+            assert found is not None, "it may match nothing"
+            self._at = found.end()
+            place = found[0]
+        function = self._words.find_function(place)
+        if function is None:
+            raise _error(FilterError.NO_FUNCTION, self._at)
+        return FunctionPredicate(op, declared.offset, declared.size, function)
+
+    def _cpus(self, field: FilterField, op: FilterOp) -> Predicate:
+        """Parse `CPUS{LIST}`. Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.12)."""
+        if field.type.is_string or op not in (FilterOp.EQ, FilterOp.NE, FilterOp.BAND):
+            raise _error(FilterError.ILLEGAL_FIELD_OP, self._at)
+        start = self._at + len(_CPUS) + 1
+        if self._text[start - 1 : start] != "{":
+            raise _error(FilterError.MISSING_BRACE_OPEN, start)
+        end = self._text.find("}", start)
+        if end < 0:
+            raise _error(FilterError.MISSING_BRACE_CLOSE, len(self._text))
+        cpus = parse_cpus(self._text[start:end], self._words.cpus) if end > start else None
+        if cpus is None:
+            raise _error(FilterError.INVALID_CPULIST, end)
+        self._at = end + 1
+        if len(cpus) == 1 and field.type is not FilterType.CPUMASK:
+            return _compare(field, FilterOp.EQ if op is FilterOp.BAND else op, min(cpus))
+        return CpusPredicate(op, field.type, field.declared.offset, field.declared.size, cpus)
 
     def _string(self, field: FilterField, source: FilterType, op: FilterOp) -> Predicate:
         start = self._at

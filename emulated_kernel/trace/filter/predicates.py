@@ -117,6 +117,56 @@ class StringPredicate:
 
 
 @dataclass(frozen=True)
+class FunctionPredicate:
+    """Predicate that tests whether an address in the entry is within a function.
+
+    Mirrors: kernel/trace/trace_events_filter.c:filter_pred_function (v6.12).
+    """
+
+    op: FilterOp
+    offset: int
+    size: int
+    function: range
+
+    def test(self, entry: RawEntry) -> bool:
+        """Return True if the entry's address is in the function, or if it is not and `op` is NE."""
+        address = int.from_bytes(entry.data[self.offset : self.offset + self.size], "little")
+        return (address in self.function) is (self.op is FilterOp.EQ)
+
+
+@dataclass(frozen=True)
+class CpusPredicate:
+    """Predicate that compares a set of CPUs, a number in the entry, or the CPU that was hit, with CPUs.
+
+    Linux: a single CPU never equals two or more.
+    Mirrors: do_filter_cpumask, do_filter_scalar_cpumask, do_filter_cpumask_scalar (v6.12).
+    """
+
+    op: FilterOp
+    source: FilterType
+    offset: int
+    size: int
+    cpus: frozenset[int]
+
+    def test(self, entry: RawEntry) -> bool:
+        """Return True if the CPUs are equal, not equal, or have one in common, as `op` says."""
+        found = self._cpus(entry)
+        if self.op is FilterOp.BAND:
+            return not found.isdisjoint(self.cpus)
+        return (found == self.cpus) is (self.op is FilterOp.EQ)
+
+    def _cpus(self, entry: RawEntry) -> frozenset[int]:
+        if self.source is FilterType.CPU:
+            return frozenset((entry.cpu,))
+        number = int.from_bytes(entry.data[self.offset : self.offset + self.size], "little")
+        if self.source is FilterType.OTHER:
+            return frozenset((number,))
+        start = number & 0xFFFF
+        mask = int.from_bytes(entry.data[start : start + (number >> 16)], "little")
+        return frozenset(cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1)
+
+
+@dataclass(frozen=True)
 class NeverPredicate:
     """A predicate that is always false.
 
@@ -129,7 +179,9 @@ class NeverPredicate:
         return False
 
 
-Predicate = ComparePredicate | CpuPredicate | StringPredicate | NeverPredicate
+Predicate = (
+    ComparePredicate | CpuPredicate | StringPredicate | FunctionPredicate | CpusPredicate | NeverPredicate
+)
 
 ACCEPT = -1
 REJECT = -2

@@ -6,6 +6,7 @@ import errno
 
 from emulated_kernel.trace.hist.hist_errors import HistError
 from emulated_kernel.trace.hist.tracing_map import MAX_BITS, MIN_BITS, VARS_MAX
+from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.text.numbers import kstrtoul
@@ -13,6 +14,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
 ACTIONS_MAX = 8
+_NO_HITCOUNT = ("nohitcount", "NOHC")
 _HANDLERS = ("onmatch(", "onmax(", "onchange(")
 
 
@@ -34,6 +36,8 @@ class HistAttrs:
     resume: bool = False
     clear: bool = False
     in_usecs: bool = False
+    no_hitcount: bool = False
+    """Whether the number of hits is not shown."""
     assignments: list[str] = field(default_factory=list)
     actions: list[str] = field(default_factory=list)
 
@@ -63,7 +67,7 @@ def split_filter(text: str) -> tuple[str, str | None]:
     return text, None
 
 
-def parse_attrs(text: str, log: LastCommandLog) -> HistAttrs:
+def parse_attrs(text: str, log: LastCommandLog, interface: Interface) -> HistAttrs:
     """Parse the attributes of a command, without its filter. Raises: KernelError EINVAL, ERANGE.
 
     Mirrors: parse_hist_trigger_attrs (v6.1).
@@ -74,6 +78,8 @@ def parse_attrs(text: str, log: LastCommandLog) -> HistAttrs:
             if part.index("=") == len(part) - 1:
                 raise log.error(HistError.EMPTY_ASSIGNMENT, part)
             _assign(attrs, part, log)
+        elif part in _NO_HITCOUNT and InterfaceRule.HIST_NOHITCOUNT in interface:
+            attrs.no_hitcount = True
         elif part == "pause":
             attrs.pause = True
         elif part in ("cont", "continue"):

@@ -160,6 +160,9 @@ class HistField:
             return self.operands[0].full_name(level + 1)
         if self.flags & Flag.CPU:
             return "common_cpu"
+        if self.flags & Flag.STACKTRACE:
+            # Linux: up to 6.1, a call chain has no name, so no sort key can select it.
+            return self.name
         if self.flags & (Flag.EXPR | Flag.VAR_REF):
             return f"{self.system}.{self.event_name}.{self.name}" if self.system else self.name
         return "common_timestamp" if self.flags & Flag.TIMESTAMP else ""

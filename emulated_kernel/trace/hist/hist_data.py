@@ -37,6 +37,7 @@ from emulated_kernel.trace.hist.tracing_map import (
     Value,
 )
 from emulated_kernel.trace.hist.variables import Variables
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers
@@ -114,6 +115,8 @@ class HistData(Histogram):
                 self.values.append(self._value(name, Flag(0), None))
         if names[taken:] and names[taken:] != [HITCOUNT]:
             raise KernelError(errno.EINVAL, "histogram: too many values")
+        if self.attrs.no_hitcount and len(self.values) == 1:
+            raise self.log.error(HistError.NEED_NOHC_VAL, code=errno.ENOENT)
 
     def _value(self, text: str, flags: Flag, variable: str | None) -> HistField:
         """Parse the expression of a value or a variable, and return its field.
@@ -154,8 +157,11 @@ class HistData(Histogram):
 
     def _key(self, text: str) -> HistField:
         """Parse a part of the key, and return its field. Mirrors: create_key_field (v6.1)."""
-        if text == "stacktrace":
-            return HistField(self, Flag.KEY | Flag.STACKTRACE, size=8 * STACK_DEPTH)
+        if text in ("stacktrace", self.stack_key):
+            made = HistField(self, Flag.KEY | Flag.STACKTRACE, size=8 * STACK_DEPTH)
+            if InterfaceRule.HIST_COMMON_STACKTRACE in self.system.interface:
+                made.name = self.stack_key
+            return made
         made = ExpressionParser(self.variables).parse(text, Flag.KEY)
         if _has_variables(made):
             raise self.log.error(HistError.INVALID_REF_KEY, leftmost_operand(text))
@@ -189,6 +195,12 @@ class HistData(Histogram):
         raise self.log.error(HistError.INVALID_SORT_FIELD, name)
 
     # Queries
+
+    @property
+    def stack_key(self) -> str:
+        """The name of a key that is a call chain, as files show it."""
+        is_common = InterfaceRule.HIST_COMMON_STACKTRACE in self.system.interface
+        return "common_stacktrace" if is_common else "stacktrace"
 
     def has_variables(self) -> bool:
         """Return True if the histogram defines or uses variables. Mirrors: has_hist_vars (v6.1)."""

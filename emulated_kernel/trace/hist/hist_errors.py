@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from emulated_kernel.trace.text.error_log import CommandError
 
 
-class HistError(Enum):
-    """Errors of histogram triggers. The texts are an interface, since tools match them.
+class HistError(CommandError):
+    """Errors of histogram triggers.
 
-    Mirrors: kernel/trace/trace_events_hist.c:ERRORS (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:ERRORS (v6.1, v6.12).
     """
 
     DUPLICATE_VAR = "Variable already defined"
@@ -56,6 +56,7 @@ class HistError(Enum):
     TOO_MANY_SORT_FIELDS = "Too many sort fields (Max = 2)"
     INVALID_SORT_FIELD = "Sort field must be a key or a val"
     INVALID_STR_OPERAND = "String type can not be an operand in expression"
+    NEED_NOHC_VAL = "Non-hitcount value is required for 'nohitcount'"
     EXPECT_NUMBER = "Expecting numeric literal"
     UNARY_MINUS_SUBEXPR = "Unary minus not supported in sub-expressions"
     DIVISION_BY_ZERO = "Division by zero"

@@ -20,15 +20,19 @@ def command_text(data: HistData) -> str:
 
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_print (v6.1).
     """
-    keys = ["stacktrace" if key.flags & Flag.STACKTRACE else key.show() for key in data.keys]
+    keys = [data.stack_key if key.flags & Flag.STACKTRACE else key.show() for key in data.keys]
     values = [each.show() for each in data.values[1:] if not each.flags & Flag.VAR]
     variables = [each.show() for each in data.values if each.flags & Flag.VAR]
-    text = f"keys={','.join(keys)}:vals={','.join(['hitcount', *values])}"
+    if not data.attrs.no_hitcount:
+        values.insert(0, "hitcount")
+    text = f"keys={','.join(keys)}:vals={','.join(values)}"
     if variables:
         text += f":{','.join(variables)}"
     text += f":sort={','.join(_sort_texts(data))}:size={1 << data.map.bits}"
     if data.uses_time:
         text += f":clock={data.attrs.clock}"
+    if data.attrs.no_hitcount:
+        text += ":nohitcount"
     return text + "".join(action.show() for action in data.actions)
 
 
@@ -89,7 +93,9 @@ class HistPrinter:
         return 0
 
     def _entry(self, element: Element, scales: Mapping[int, int]) -> str:
-        text = f"{self._key(element.key, element.comm)} hitcount: {element.sums[0]:10}"
+        text = self._key(element.key, element.comm)
+        if not self._data.attrs.no_hitcount:
+            text += f" hitcount: {element.sums[0]:10}"
         for index, column in self._columns:
             text += f"  {self._value(index, column, element, scales[index])}"
         return f"{text}{self._actions(element)}\n"
@@ -103,7 +109,7 @@ class HistPrinter:
 
     def _key_part(self, part: HistField, key: bytes, comm: bytes) -> str:
         if part.flags & Flag.STACKTRACE:
-            return f"stacktrace:\n{self._stack(key[: part.size])}"
+            return f"{self._data.stack_key}:\n{self._stack(key[: part.size])}"
         return f"{to_text(part.full_name())}: {self._key_value(part, key, comm)}"
 
     def _key_value(self, part: HistField, key: bytes, comm: bytes) -> str:

@@ -9,6 +9,7 @@ from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.hist.field import Histogram
+from emulated_kernel.trace.interface import LINUX_6_1, Interface
 from emulated_kernel.trace.synth.synth_event import SYSTEM, SyntheticEvent
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
@@ -46,6 +47,7 @@ class HistServices:
         default_factory=lambda: MemoryBudget(Limits(), Limit.HIST_BYTES, Limit.USER_HIST_BYTES)
     )
     """The memory budget of all histograms of the kernel."""
+    interface: Interface = LINUX_6_1
     _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 
     def find_synthetic(self, name: str) -> SyntheticEvent | None:

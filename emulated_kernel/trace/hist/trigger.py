@@ -96,12 +96,12 @@ class HistCommand(TriggerCommand):
         self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, text: str, *, removes: bool
     ) -> None:
         command, condition = split_filter(text)
-        attrs = parse_attrs(command.replace(".sym-offset", ".symXoffset"), log)
+        attrs = parse_attrs(command.replace(".sym-offset", ".symXoffset"), log, self.system.interface)
         data = HistData(triggers, self.system, file, log, attrs, removes=removes)
         for action in attrs.actions:
             data.actions.append(parse_action(action, data))
         data.build()
-        trigger = HistTrigger(data, parse_trigger_filter(file.event, condition), self)
+        trigger = HistTrigger(data, parse_trigger_filter(file.event, condition, triggers), self)
         if removes:
             self._remove(trigger, file)
         elif not self._update_existing(trigger, file):

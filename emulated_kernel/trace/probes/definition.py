@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from sys import intern
 
@@ -11,6 +11,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import is_good_name, is_good_system_name
 from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul
@@ -18,12 +19,25 @@ from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
+
 KPROBE_EVENT_SYSTEM = "kprobes"
 MAX_EVENT_NAME_LEN = 64
 """Maximum size of an event's or a group's name in bytes, including its NUL."""
 KRETPROBE_MAXACTIVE_MAX = 4096
 """Maximum value of maxactive in a command."""
 _UINT_MAX = 0xFFFFFFFF
+_SPECIAL = str.maketrans(":.*", "___")
+
+
+def default_name(text: str) -> str:
+    """Return an event name made from a place, of at most 63 bytes and without special characters.
+
+    Mirrors: kernel/trace/trace.h:sanitize_event_name (v6.12).
+    """
+    return text[: MAX_EVENT_NAME_LEN - 1].translate(_SPECIAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +67,7 @@ class ProbePoint:
             letter = "r"
         elif self.is_jprobe:
             letter = "j"
-        name = f"{letter}_{place}"[: MAX_EVENT_NAME_LEN - 1]
-        return name.replace(":", "_").replace(".", "_")
+        return default_name(f"{letter}_{place}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,8 @@ class ProbeDefinition:
     """The location of `place`, or None if its symbol or address does not exist (yet)."""
     maxactive: int
     args: tuple[ProbeArg, ...]
+    captured: tuple[int, ...] = ()
+    """Numbers of the function arguments that the entry of a return probe keeps."""
 
 
 def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
@@ -76,48 +91,79 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
     return symbols.lookup(address + place.offset) if address else None
 
 
+@dataclass(frozen=True, eq=False)
+class ProbedSymbols:
+    """The parser's view of the kernel: its symbols, types, and entries of functions."""
+
+    arch: Arch
+    symbols: KernelSymbols
+    interface: Interface
+    types: Callable[[], Btf | None]
+    """Returns the kernel's BTF, or None if it has none."""
+    is_entry: Callable[[Location], bool]
+    """Returns True if a location is the entry of a function, before or after its landing pad."""
+
+
 def parse_definition(
-    argv: Sequence[str], arch: Arch, symbols: KernelSymbols, log: TraceProbeLog, letters: str = "pr"
+    argv: Sequence[str], kernel: ProbedSymbols, log: TraceProbeLog, letters: str = "pr"
 ) -> ProbeDefinition | None:
     """Parse a command of at least one word. Return None if it may be for another kind of event.
 
     `letters` are the allowed first letters; they include `j` if the kernel has jprobes.
-    Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG (logged, except for a wrong type of
-    `$comm`).
-    Mirrors: kernel/trace/trace_kprobe.c:__trace_kprobe_create (v6.1).
+    Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG (logged, except in 6.1 for a wrong type
+    of `$comm`).
+    Mirrors: kernel/trace/trace_kprobe.c:__trace_kprobe_create (v6.1, v6.12).
     """
     if len(argv) < 2 or argv[0][0] not in letters:
         return None
     head, place_word, *arg_words = argv
-    maxactive = _maxactive(head, log)
+    interface = kernel.interface
+    arch = kernel.arch
+    maxactive = 0
+    if head[1:2].isdecimal():
+        if head[0] != "r":
+            at_exit = InterfaceRule.MAXACT_AT_EXIT in interface
+            raise log.error(1, ProbeError.BAD_MAXACT_TYPE if at_exit else ProbeError.MAXACT_NO_KPROBE)
+        maxactive = parse_maxactive(head, log)
     if "/" in place_word and ":" in place_word:
         return None
     log.index = 1
     place = _place(place_word, head[0], arch.bits, log)
-    found = locate(place, symbols)
+    found = locate(place, kernel.symbols)
+    at_entry = found is not None and kernel.is_entry(found)
     if place.symbol is not None:
-        _check_symbol(place, place.symbol, found, symbols, log)
+        checks_first = InterfaceRule.MODULE_SYMBOLS_CHECKED in interface
+        if checks_first:
+            check_symbol(place.symbol, kernel, log)
+        if place.is_return and found is not None and not at_entry:
+            raise log.error(0, ProbeError.BAD_RETPROBE)
+        if not checks_first:
+            check_symbol(place.symbol, kernel, log)
     log.index = 0
     group = KPROBE_EVENT_SYSTEM
     event = ""
     if ":" in head:
         group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log)
     is_symbolic = place.symbol is not None
-    on_entry = is_symbolic and found is not None and not found.offset and not place.is_return
-    args = parse_args(arg_words, FetchContext(arch, log, place.is_return and is_symbolic, on_entry))
+    context = FetchContext(
+        arch,
+        log,
+        interface,
+        on_return=place.is_return and is_symbolic,
+        on_entry=is_symbolic and at_entry and not place.is_return,
+        types=kernel.types,
+        function=place.symbol,
+    )
+    args = parse_args(arg_words, context)
     event = event or place.default_event(arch.word_size)
-    return ProbeDefinition(group, event, place, found, maxactive, args)
+    return ProbeDefinition(group, event, place, found, maxactive, args, tuple(context.captured))
 
 
-def _maxactive(head: str, log: TraceProbeLog) -> int:
-    """Return maxactive, which is the number after `r`, or 0. Linux: text other than a number is skipped.
+def parse_maxactive(head: str, log: TraceProbeLog) -> int:
+    """Return maxactive, the number after the letter of a command.
 
     Raises: KernelError EINVAL (logged).
     """
-    if not head[1:2].isdecimal():
-        return 0
-    if head[0] != "r":
-        raise log.error(1, ProbeError.MAXACT_NO_KPROBE)
     digits = head[1:].partition(":")[0]
     try:
         value = kstrtoul(digits, bits=32) if len(digits) < MAX_EVENT_NAME_LEN else 0
@@ -152,21 +198,26 @@ def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
     return ProbePoint(intern(symbol), offset, None, is_return or bool(percent), is_jprobe)
 
 
-def _check_symbol(
-    place: ProbePoint, symbol: str, found: Location | None, symbols: KernelSymbols, log: TraceProbeLog
-) -> None:
-    """Check that the symbol of a place exists and is unique, and that a return probe is at its start.
+def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None:
+    """Check that the symbol of a place exists and is unique.
 
     A symbol of a module may be unknown, because the module may be loaded later.
     Raises: KernelError EINVAL, EADDRNOTAVAIL, ENOENT (logged).
+    Mirrors: kernel/trace/trace_kprobe.c:validate_probe_symbol (v6.12).
     """
-    if place.is_return and found is not None and found.offset:
-        raise log.error(0, ProbeError.BAD_RETPROBE)
-    count = 1 if ":" in symbol else symbols.count_name(symbol)
+    interface = kernel.interface
+    symbols = kernel.symbols
+    module, colon, _ = symbol.partition(":")
+    checks_modules = InterfaceRule.MODULE_SYMBOLS_CHECKED in interface
+    if colon and not (checks_modules and symbols.has_module(module)):
+        return
+    count = symbols.count_name(symbol)
+    is_einval = InterfaceRule.SYMBOL_EINVAL in interface
     if count > 1:
-        raise log.error(0, ProbeError.NON_UNIQ_SYMBOL, errno.EADDRNOTAVAIL)
+        code = errno.EINVAL if is_einval else errno.EADDRNOTAVAIL
+        raise log.error(0, ProbeError.NON_UNIQ_SYMBOL, code)
     if count == 0:
-        raise log.error(0, ProbeError.BAD_PROBE_ADDR, errno.ENOENT)
+        raise log.error(0, ProbeError.BAD_PROBE_ADDR, errno.EINVAL if is_einval else errno.ENOENT)
 
 
 def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:

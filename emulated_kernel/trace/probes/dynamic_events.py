@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords
+from emulated_kernel.trace.interface import LINUX_6_1, Interface
 from emulated_kernel.trace.text.chars import argv_split, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.util.errors import KernelError
@@ -124,6 +126,8 @@ class EventCommands:
     error_log: ErrorLog
     printk: Callable[[str], None]
     limits: Limits
+    interface: Interface = LINUX_6_1
+    filter_words: FilterWords = NO_WORDS
     listed: DynEventList = field(default_factory=DynEventList)
 
 
@@ -138,6 +142,8 @@ class EventKind(ABC, Generic[D]):
         self.registry = commands.registry
         self.error_log = commands.error_log
         self.printk = commands.printk
+        self.interface = commands.interface
+        self.filter_words = commands.filter_words
         self._listed = commands.listed
         self._limits = commands.limits
         self._own: dict[D, None] = {}

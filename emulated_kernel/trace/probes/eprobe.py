@@ -12,7 +12,7 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import log_filter_error
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
-from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.fetch.fetchargs import COMM_NAMES, FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.fetch.memory import EntryAddress, FetchEnvironment, Value
 from emulated_kernel.trace.fetch.store_args import store
 from emulated_kernel.trace.filter.fields import FilterType, filter_type_of
@@ -31,7 +31,6 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import replace
 
 EPROBE_EVENT_SYSTEM = "eprobes"
-_COMM = ("comm", "COMM")
 
 
 class EprobeTrigger(Trigger):
@@ -192,7 +191,14 @@ class EventProbes(ProbeKind[Eprobe]):
             log.index = at + 3
             condition = self._parse_filter(target, words[at + 1 :], log)
             words = words[:at]
-        args = parse_args(words, FetchContext(self._arch, log, finish=partial(self._finish, target, log)))
+        context = FetchContext(
+            self._arch,
+            log,
+            self.interface,
+            finish=partial(self._finish, target, log),
+            has_field=lambda name: any(field.name == name for field in target.fields),
+        )
+        args = parse_args(words, context)
         name = to_text(event or target_name)
         made = EprobeEvent(to_text(group), name, target, args, self._arch.word_size)
         return Eprobe(self, made, condition, self._arch)
@@ -225,7 +231,7 @@ class EventProbes(ProbeKind[Eprobe]):
             raise log.error(0, ProbeError.NO_EP_FILTER)
         text = " ".join(words)
         try:
-            return parse_event_filter(text, target.fields)
+            return parse_event_filter(text, target.fields, self.filter_words)
         except FilterParseError as failure:
             log_filter_error(self.error_log, text, failure)
             raise KernelError(errno.EINVAL, "malformed filter") from None
@@ -237,7 +243,7 @@ class EventProbes(ProbeKind[Eprobe]):
         """
         load = arg.stages.load
         if load.op is FetchOp.TP_ARG and all(field.name != load.name for field in target.fields):
-            if load.name not in _COMM:
+            if load.name not in COMM_NAMES:
                 raise log.error(0, ProbeError.BAD_ATTACH_ARG, errno.ENOENT)
             arg = replace(arg, stages=replace(arg.stages, load=FetchInsn(FetchOp.COMM)))
         return resolve_symbol(arg, self.symbols, self._arch.bits)

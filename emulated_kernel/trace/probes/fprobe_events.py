@@ -1,78 +1,110 @@
-"""Fprobe events of Linux 6.5 and later: f[MAXACTIVE][:[GRP/][EVENT]] SYM[%return] [FETCHARGS]."""
+"""Fprobe events: probes on entries and exits of functions by their fentry sites, for dynamic_events."""
 
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
-from emulated_kernel.trace.fetch.fetch_insn import FetchOp
-from emulated_kernel.trace.probes.definition import ProbeDefinition
+from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, FetchContext, parse_args
+from emulated_kernel.trace.interface import InterfaceRule
+from emulated_kernel.trace.probes.definition import (
+    ProbeDefinition,
+    ProbePoint,
+    default_name,
+    parse_event_name,
+    parse_maxactive,
+    resolve_symbol,
+)
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe
+from emulated_kernel.trace.text.chars import ALNUM
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import replace
 
 FPROBE_EVENT_SYSTEM = "fprobes"
+_RETURN_VALUE = re.compile(rf"\$retval(?![_{ALNUM}])")
 
 
 class TraceFprobe(TraceKprobe):
-    """A probe of an fprobe event. Its fprobe is registered only while the event is enabled.
+    """A probe of an fprobe event.
 
-    Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.5).
+    Its fprobe is registered while the event is enabled, or in some versions as long as the event exists.
+
+    Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.12).
     """
 
-    __slots__ = ("_fprobe", "_is_hooked", "_missed_before")
+    __slots__ = ("_fprobe", "_is_hooked", "_missed_before", "_stays")
 
     def __init__(self, kind: FprobeEvents, definition: ProbeDefinition, engine: ProbeEngine) -> None:
         super().__init__(kind, definition, engine)
         handler = self._called
         program = self.emit
+        is_return = self.place.is_return
         self._fprobe = Fprobe(
             self.symbol,
-            entry_handler=None if self.place.is_return else handler,
-            exit_handler=handler if self.place.is_return else None,
-            entry_program=None if self.place.is_return else program,
-            exit_program=program if self.place.is_return else None,
+            entry_handler=(self._kept if self.captured else None) if is_return else handler,
+            exit_handler=handler if is_return else None,
+            entry_program=None if is_return else program,
+            exit_program=program if is_return else None,
             nr_maxactive=self.maxactive,
+            entry_data_size=len(self.captured) * engine.arch.word_size,
         )
+        self._stays = InterfaceRule.FPROBES_STAY in kind.interface
         self._is_hooked = False
         self._missed_before = 0
         """Number of missed hits before the last registration of the fprobe."""
 
-    def _hook(self, address: int | None) -> None:
-        """Look up the function's fentry site, and register the fprobe if the event is enabled.
+    def register(self) -> None:
+        """Look up the functions, and register the fprobe if the kernel does so now.
 
-        Raises: KernelError EINVAL (the function cannot be traced).
+        Raises: KernelError EINVAL or ENOENT (no function can be traced), ENOENT (no symbol of an argument).
+        Mirrors: kernel/trace/trace_fprobe.c:__register_trace_fprobe (v6.12).
         """
-        del address
-        site = self.engine.fprobes.functions.get(self.symbol)
-        if site is None:
-            raise KernelError(errno.EINVAL, f"{self.symbol} can't be traced")
-        self.address = site
-        if self.event.is_enabled:
-            self.enable()
+        try:
+            self.address = self.engine.fprobes.matching(self._fprobe)[0]
+        except KernelError as failure:
+            if InterfaceRule.FPROBE_EINVAL not in self.kind.interface:
+                raise
+            raise KernelError(errno.ENOENT, str(failure.strerror)) from None
+        if self._stays:
+            self._fprobe.is_disabled = not self.event.is_enabled
+            self._attach()
+        elif self.event.is_enabled:
+            self._attach()
+
+    def awaits_module(self) -> bool:
+        """Return False, because an fprobe's functions must exist when it is defined."""
+        return False
+
+    def _attach(self) -> None:
+        engine = self.engine
+        args = tuple(resolve_symbol(arg, engine.symbols, engine.arch.bits) for arg in self.args)
+        self.args = self.args if args == self.args else args
+        self._missed_before += self._fprobe.nmissed
+        self.engine.fprobes.register_fprobe(self._fprobe)
+        self._is_hooked = True
 
     def _unhook(self) -> None:
-        self.disable()
-
-    def enable(self) -> None:
-        """Register the fprobe, unless it is registered or the function does not exist.
-
-        Raises: KernelError, as register_fprobe().
-        """
-        if self.address and not self._is_hooked:
-            self._missed_before += self._fprobe.nmissed
-            self.engine.fprobes.register_fprobe(self._fprobe)
-            self._is_hooked = True
-
-    def disable(self) -> None:
         if self._is_hooked:
             self.engine.fprobes.unregister_fprobe(self._fprobe)
             self._is_hooked = False
+
+    def enable(self) -> None:
+        """Register or enable the fprobe. Raises: KernelError ENOENT, errors of register_fprobe()."""
+        if self._stays and self._is_hooked:
+            self.engine.fprobes.enable_fprobe(self._fprobe)
+        elif self.address and not self._is_hooked:
+            self._attach()
+
+    def disable(self) -> None:
+        if self._stays and self._is_hooked:
+            self.engine.fprobes.disable_fprobe(self._fprobe)
+        else:
+            self._unhook()
 
     def handler_changed(self) -> None:
         if self.address:
@@ -94,17 +126,25 @@ class TraceFprobe(TraceKprobe):
     def place_text(self) -> str:
         return super().place_text + ("%return" if self.place.is_return else "")
 
+    def matches_place(self, word: str) -> bool:
+        """Return True if `word` is the symbol. Linux: `SYMBOL%return` removes no event.
+
+        Mirrors: kernel/trace/trace_fprobe.c:trace_fprobe_match_command_head (v6.12).
+        """
+        return word == self.symbol[:MAX_ARGSTR_LEN]
+
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         """Emit guest code for the handler, as TraceKprobe.emit() does.
 
-        In addition, return False if an argument of an entry event is the ip, which is after the fentry site
-        and not constant.
+        In addition, return False if the probe is on several functions, because the code has one address.
         """
-        loads = (arg.stages.load for arg in self.args)
-        asks = any(load.op is FetchOp.REG and load.name == "ip" for load in loads)
-        return (self.place.is_return or not asks) and super().emit(builder, way)
+        return len(self._fprobe.functions) == 1 and super().emit(builder, way)
 
-    def _called(self, _fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
+    def _kept(self, _fp: Fprobe, _address: int, regs: Any, data: memoryview) -> None:
+        """Keep the function arguments that the event has, as the entry handler of an fprobe on exits."""
+        self.keep_arguments(data, regs)
+
+    def _called(self, _fp: Fprobe, address: int, regs: Any, data: memoryview) -> None:
         """Handle a hit at the function's entry or exit, as the handler of the fprobe.
 
         At the exit, regs.ip is the address that the function returns to.
@@ -112,39 +152,67 @@ class TraceFprobe(TraceKprobe):
         hit = self.engine.probe_ctx
         hit.regs = regs
         hit.return_address = regs.ip if self.place.is_return else 0
-        self.hit(hit)
+        hit.entry_data = bytes(data)
+        self.hit(hit, address)
 
 
 class FprobeEvents(KprobeEvents):
     """All fprobe events of a kernel, which only dynamic_events shows.
 
-    Extends: 6.1 has none. Mirrors: kernel/trace/trace_fprobe.c (v6.5), without tracepoint events.
+    Mirrors: kernel/trace/trace_fprobe.c (v6.12), without tracepoint events.
     """
 
     probe_class = TraceFprobe
     log_name = "trace_fprobe"
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
-        """Parse an `f` command as a command for a kprobe event. Return None if it is another command.
+        """Parse `f[N][:[GRP/][EVENT]] SYMBOL[%return] [FETCHARGS]`, or return None for other commands.
 
-        Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.5).
+        SYMBOL may be a glob. Its functions are looked up when the probe is registered.
+        Raises: KernelError EINVAL, ENOENT, EOPNOTSUPP, E2BIG (logged).
+        Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.12).
         """
         if len(argv) < 2 or argv[0][0] != "f":
             return None
-        symbol, percent, suffix = argv[1].partition("%")
-        is_return = suffix == "return"
+        head, place_word, *words = argv
+        maxactive = self._maxactive(head, log)
         log.index = 1
-        if percent and not is_return:
+        symbol, percent, suffix = place_word.partition("%")
+        if percent and suffix != "return":
             raise log.error(len(symbol), ProbeError.BAD_ADDR_SUFFIX)
-        head = ("r" if is_return else "p") + argv[0][1:]
-        definition = super()._parse([head, symbol, *argv[2:]], log)
-        if definition is None:
-            return None
-        if definition.place.symbol is None or definition.place.offset:
-            log.index = 1
-            raise log.error(0, ProbeError.BAD_PROBE_ADDR)
-        given = head.partition(":")[2]
-        group = definition.group if "/" in given or "." in given else FPROBE_EVENT_SYSTEM
-        has_name = bool(given) and given[-1] not in "/."
-        event = definition.event if has_name else f"{symbol}__{'exit' if is_return else 'entry'}"
-        return replace(definition, group=group, event=event)
+        is_return = bool(percent) or any(_RETURN_VALUE.search(word) for word in words)
+        log.index = 0
+        if maxactive and not is_return:
+            raise log.error(1, ProbeError.BAD_MAXACT_TYPE)
+        group = FPROBE_EVENT_SYSTEM
+        event = ""
+        if ":" in head:
+            group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log, group)
+        engine = self._engine
+        context = FetchContext(
+            engine.arch,
+            log,
+            self.interface,
+            on_return=is_return,
+            on_entry=not is_return,
+            in_fprobe=True,
+            types=engine.types,
+            function=symbol,
+        )
+        args = parse_args(words, context)
+        event = event or default_name(f"{symbol}__{'exit' if is_return else 'entry'}")
+        place = ProbePoint(symbol, 0, None, is_return)
+        return ProbeDefinition(group, event, place, None, maxactive, args, tuple(context.captured))
+
+    def _refusal(self, failure: KernelError) -> KernelError:
+        if InterfaceRule.FPROBE_EINVAL in self.interface:
+            return KernelError(errno.EINVAL, str(failure.strerror))
+        return failure
+
+    def _maxactive(self, head: str, log: TraceProbeLog) -> int:
+        """Return maxactive, or 0 if the command has none. Raises: KernelError EINVAL (logged)."""
+        if InterfaceRule.FPROBE_WITHOUT_MAXACTIVE in self.interface:
+            if head[1:2] not in ("", ":"):
+                raise log.error(1, ProbeError.BAD_MAXACT, errno.EINVAL)
+            return 0
+        return parse_maxactive(head, log) if head[1:2].isdecimal() else 0

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import ClassVar
 
-from emulated_kernel.trace.probes.definition import ProbeDefinition, locate, parse_definition
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.probes.definition import ProbeDefinition, ProbedSymbols, locate, parse_definition
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent, ProbeEngine, TraceKprobe
 from emulated_kernel.trace.probes.trace_probe import ProbeKind
@@ -41,10 +42,17 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
 
     def find(self, group: str, name: str) -> KprobeTraceEvent | None:
         """Return the kprobe event with a name, or None if there is none or the event is of another kind."""
-        event = self.registry.find(group, name)
+        return self.own(self.registry.find(group, name))
+
+    def own(self, event: TraceEvent | None) -> KprobeTraceEvent | None:
+        """Return an event if it is a kprobe event, else None."""
         if not isinstance(event, KprobeTraceEvent):
             return None
-        return event if all(probe.kind is self for probe in event.probes) else None
+        # Each lookup of a path in stats/ calls this, and a generator would take twice the time.
+        for probe in event.probes:
+            if probe.kind is not self:
+                return None
+        return event
 
     def create(self, command: str) -> bool:
         """Implement EventKind.create: create a probe from a `p`, `r` or `j` command."""
@@ -59,13 +67,21 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
             self._register(self.probe_class(self, definition, self._engine), log)
         except KernelError as failure:
             self._log_failure(failure, log)
-            raise
+            raise self._refusal(failure) from failure
         return True
+
+    def _refusal(self, failure: KernelError) -> KernelError:
+        """Return the error of a command whose probe cannot be registered."""
+        return failure
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         engine = self._engine
         letters = "prj" if engine.has_jprobes else "pr"
-        return parse_definition(argv, engine.arch, engine.symbols, log, letters)
+        return parse_definition(argv, self._probed_symbols(), log, letters)
+
+    def _probed_symbols(self) -> ProbedSymbols:
+        engine = self._engine
+        return ProbedSymbols(engine.arch, engine.symbols, self.interface, engine.types, engine.is_entry)
 
     @staticmethod
     def _log_failure(failure: KernelError, log: TraceProbeLog) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir import AddToPerCpu
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
+from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.kprobes.aggr_kprobe import JPROBE, KPROBE
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
-from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
-from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, HitCounter
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
 from emulated_kernel.trace.context.probe_hit import ProbeHit
-from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN
+from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, argument_insn, no_types, sight_of
 from emulated_kernel.trace.fetch.memory import FetchEnvironment
 from emulated_kernel.trace.fetch.store_args import store
 from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbol
@@ -35,11 +37,42 @@ from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field, replace
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
+
 _PROFILE_LINE = "  %-44s %15d %15d\n"
 """Format of a line of kprobe_profile: event, hits and misses.
 
 The % operator takes half the time of an f-string, and the file may have thousands of lines.
 """
+
+
+class KprobeRegistry(Protocol):
+    """Interface to a registry of kprobes: Kprobes, or one that only checks."""
+
+    @property
+    def probe_checker(self) -> ProbeChecker[Any]: ...
+
+    def register_kprobe(self, kprobe: Kprobe[Any], kind: str = ..., /) -> None: ...
+
+    def unregister_kprobe(self, kprobe: Kprobe[Any], /) -> None: ...
+
+    def enable_kprobe(self, kprobe: Kprobe[Any], /) -> None: ...
+
+    def disable_kprobe(self, kprobe: Kprobe[Any], /) -> None: ...
+
+    def handler_changed(self, kprobe: Kprobe[Any], /) -> None: ...
+
+
+class KretprobeRegistry(Protocol):
+    """Interface to a registry of kretprobes: Kretprobes, or one that only checks."""
+
+    def register_kretprobe(self, rp: Kretprobe[Any], /) -> None: ...
+
+    def unregister_kretprobe(self, rp: Kretprobe[Any], /) -> None: ...
+
+    def handler_changed(self, rp: Kretprobe[Any], /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -48,8 +81,8 @@ class ProbeEngine:
 
     arch: Arch
     symbols: KernelSymbols
-    kprobes: Kprobes
-    kretprobes: Kretprobes
+    kprobes: KprobeRegistry
+    kretprobes: KretprobeRegistry
     fprobes: Fprobes
     probe_ctx: ProbeHit
     """The context of the hit that is being handled; handlers set its registers."""
@@ -57,10 +90,17 @@ class ProbeEngine:
     """Addresses for handlers in guest code; None if all handlers run in Python."""
     has_jprobes: bool = False
     """Whether kprobe_events accepts `j` commands. Extends: Linux has no jprobe events."""
+    types: Callable[[], Btf | None] = no_types
+    """Returns the kernel's BTF, or None if it has none."""
+
+    def is_entry(self, found: Location) -> bool:
+        """Return True if a location is the entry of a function, before or after its landing pad."""
+        address = found.symbol.address + found.offset
+        return self.kprobes.probe_checker.function_entry(found, address) is not None
 
 
 @dataclass(eq=False, slots=True)
-class EventKprobe(Kprobe):
+class EventKprobe(Kprobe, LimitedSight):
     """The kprobe that a TraceKprobe, `user`, registers with the probe engine."""
 
     user: TraceKprobe = field(kw_only=True)
@@ -68,6 +108,14 @@ class EventKprobe(Kprobe):
     @property
     def maxactive(self) -> int:
         return 0
+
+    @property
+    def sight(self) -> Sight:
+        # A trigger can be an event probe, which follows the fields of the record.
+        user = self.user
+        return (
+            Sight.MEMORY if user.event.needs_entry else max(map(sight_of, user.args), default=Sight.NOTHING)
+        )
 
 
 EventProbe = EventKprobe | Kretprobe
@@ -122,7 +170,18 @@ class JprobeTraceEvent(KprobeTraceEvent):
 class TraceKprobe(TraceProbe):
     """A probe of a kprobe event. Mirrors: kernel/trace/trace_kprobe.c:struct trace_kprobe (v6.1)."""
 
-    __slots__ = ("_counter", "_hits", "_shown", "address", "engine", "found", "handle", "maxactive", "place")
+    __slots__ = (
+        "_counter",
+        "_hits",
+        "_shown",
+        "address",
+        "captured",
+        "engine",
+        "found",
+        "handle",
+        "maxactive",
+        "place",
+    )
 
     event: KprobeTraceEvent
 
@@ -141,6 +200,8 @@ class TraceKprobe(TraceProbe):
         super().__init__(kind, event, definition.args)
         self.engine = engine
         self.maxactive = definition.maxactive
+        self.captured = definition.captured
+        """Numbers of the function arguments that the entry of a return probe keeps."""
         self.address = 0
         """The probed address; 0 while the place does not exist (yet)."""
         self.handle: EventProbe | None = None
@@ -221,6 +282,8 @@ class TraceKprobe(TraceProbe):
             addr=address,
             handler=self._returned,
             return_program=self.emit,
+            entry_handler=self._entered if self.captured else None,
+            data_size=len(self.captured) * engine.arch.word_size,
             maxactive=self.maxactive,
             disabled=disabled,
         )
@@ -324,14 +387,37 @@ class TraceKprobe(TraceProbe):
 
     # Hits
 
+    def _entered(self, instance: KretprobeInstance, regs: Regs) -> None:
+        """Keep the function arguments that the event has, as the entry handler of a return probe."""
+        self.keep_arguments(instance.data, regs)
+
+    def keep_arguments(self, data: memoryview, regs: Regs) -> None:
+        """Store the captured function arguments as words in the data of a call.
+
+        Mirrors: kernel/trace/trace_probe.c:store_trace_entry_data (v6.12).
+        """
+        engine = self.engine
+        hit = engine.probe_ctx
+        hit.regs = regs
+        environment = FetchEnvironment(engine.arch, hit, engine.symbols)
+        size = engine.arch.word_size
+        for index, number in enumerate(self.captured):
+            value = environment.load(argument_insn(engine.arch, number))
+            assert isinstance(value, int)
+            data[index * size : (index + 1) * size] = value.to_bytes(size, "little")
+
     def _returned(self, instance: KretprobeInstance, regs: Regs) -> None:
         hit = self.engine.probe_ctx
         hit.regs = regs
+        if self.captured:
+            hit.entry_data = bytes(instance.data)
         hit.return_address = instance.ret_addr
         self.hit(hit)
 
-    def hit(self, hit: ProbeHit) -> None:
+    def hit(self, hit: ProbeHit, address: int = 0) -> None:
         """Count the hit. If the event is enabled and no filter rejects the hit, record it.
+
+        `address` is recorded instead of the probe's address if it is not 0.
 
         Mirrors: kernel/trace/trace_kprobe.c:kprobe_dispatcher, kretprobe_dispatcher (v6.1).
         """
@@ -340,7 +426,7 @@ class TraceKprobe(TraceProbe):
             return
         engine = self.engine
         environment = FetchEnvironment(engine.arch, hit, engine.symbols)
-        header = self.address.to_bytes(self.event.word_size, "little")
+        header = (address or self.address).to_bytes(self.event.word_size, "little")
         if self.place.is_return:
             header += hit.return_address.to_bytes(self.event.word_size, "little")
         self.event.record(store(self.args, header, environment), hit)

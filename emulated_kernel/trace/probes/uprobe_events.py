@@ -140,7 +140,9 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         name = ""
         if argv[0][1:2] == ":":
             group, name = parse_event_name(argv[0][2:], 2, log, UPROBE_EVENT_SYSTEM)
-        args = parse_args(argv[2:], FetchContext(self._arch, log, place.is_return, in_kernel=False))
+        args = parse_args(
+            argv[2:], FetchContext(self._arch, log, self.interface, place.is_return, in_kernel=False)
+        )
         self._check_reference(place)
         name = to_text(name or place.default_event())
         addresses = RETURN_ADDRESSES if place.is_return else ENTRY_ADDRESSES

@@ -33,24 +33,47 @@ from emulated_kernel.trace.ring.ring_layout import (
     RingMemory,
     data_start,
     memory_size,
+    offset_of,
 )
 from emulated_kernel.util.abi import PAGE_SIZE
 
 _OVERWRITE = RingFlag.OVERWRITE.value
 _DISABLED = RingFlag.DISABLED.value
 _TWO_WORDS = Struct("<II")
+_WORD = (1 << 64) - 1
+
+# Indexes of words in a control block, which are faster to use than the fields of RingControl.
+_WRITE_PTR = offset_of("write_ptr") >> 3
+_WRITE_STAMP = offset_of("write_stamp") >> 3
+_TAIL_ENTRIES = offset_of("tail_entries") >> 3
+_PARKED_PTR = offset_of("parked_ptr") >> 3
+_FLAGS = offset_of("flags") >> 3
+_TAIL_PAGE = offset_of("tail_page") >> 3
+_TAIL_SLOT = offset_of("tail_slot") >> 3
+_HEAD_SLOT = offset_of("head_slot") >> 3
+_READER_PAGE = offset_of("reader_page") >> 3
+_READER_READ = offset_of("reader_read") >> 3
+_ENTRIES = offset_of("entries") >> 3
+_OVERRUN = offset_of("overrun") >> 3
+_DROPPED = offset_of("dropped") >> 3
+_ENTRIES_BYTES = offset_of("entries_bytes") >> 3
+_STATE = Struct(f"<{_ENTRIES_BYTES + 1}Q")
+"""The words of a control block that make_room() needs, at its start."""
+_CHANGING = offset_of("changing") >> 3
 
 
 class RingWriter:
     """The operations of a ring buffer's writer. The subclass RingBuffer adds the operations of readers."""
 
     __slots__ = (
+        "_block",
         "_control",
         "_entries_at",
         "_memory",
         "_shift",
         "_start",
         "_table",
+        "_words",
         "_words32",
         "generation",
         "held",
@@ -105,6 +128,8 @@ class RingWriter:
         self._memory = memory
         self._table = memory.cast("Q")
         self._control = RingControl.from_buffer(place.control_block)
+        self._block = place.control_block
+        self._words = self._block.cast("Q")
         self._words32 = memory.cast("I")
         self.nr_pages = nr_pages
         """Number of sub-buffers in the ring."""
@@ -142,21 +167,25 @@ class RingWriter:
         """
         return min(self._table[SLOTS + slot], self.nr_pages)
 
-    def check(self) -> None:
-        """Empty the buffer if its control block is invalid, because guest code has damaged it."""
-        control = self._control
+    def check(self) -> tuple[int, ...]:
+        """Empty the buffer if its control block is invalid, because guest code has damaged it.
+
+        Return the words of the control block up to `entries_bytes`.
+        """
+        state = _STATE.unpack_from(self._block)
         last = self.nr_pages
         if (
-            control.tail_page <= last
-            and control.reader_page <= last
-            and control.head_slot < last
-            and control.tail_slot < last
-            and control.reader_read <= PAGE_DATA_SIZE
-            and 0 <= self._tail() <= PAGE_DATA_SIZE
-            and not self._tail() % 4
+            state[_TAIL_PAGE] <= last
+            and state[_READER_PAGE] <= last
+            and state[_HEAD_SLOT] < last
+            and state[_TAIL_SLOT] < last
+            and state[_READER_READ] <= PAGE_DATA_SIZE
         ):
-            return
+            tail = (state[_WRITE_PTR] or state[_PARKED_PTR]) - self._shift - self._data(state[_TAIL_PAGE])
+            if 0 <= tail <= PAGE_DATA_SIZE and not tail % 4:
+                return state
         self.empty_damaged()
+        return _STATE.unpack_from(self._block)
 
     def empty_damaged(self) -> None:
         """Report that guest code has damaged the buffer, and empty the buffer.
@@ -199,25 +228,25 @@ class RingWriter:
         Set write_stamp so that the event's time delta fits into its header. Return False if recording is off.
         If the buffer is full, count a dropped event and return False.
         """
-        control = self._control
-        if control.flags & _DISABLED:
+        if self._words[_FLAGS] & _DISABLED:
             return False
-        self.check()
-        tail = self._tail()
-        delta = time_stamp - control.write_stamp if tail else 0
+        state = self.check()
+        page = state[_TAIL_PAGE]
+        pointer = state[_WRITE_PTR] or state[_PARKED_PTR]
+        tail = pointer - self._shift - self._data(page)
+        delta = time_stamp - state[_WRITE_STAMP] if tail else 0
         extra = TIME_EVENT_SIZE if delta >> DELTA_BITS else 0
         if tail + length + extra > PAGE_DATA_SIZE:
-            if not self.move_tail():
-                return False
-            tail = 0
-            extra = 0
-        self._open_tail()
+            return self._move_tail(state, tail, time_stamp)
+        words = self._words
         if not tail:
-            self._table[self._page_word(control.tail_page)] = control.write_stamp = time_stamp
+            self._table[self._page_word(page)] = time_stamp
+            words[_WRITE_STAMP] = time_stamp
         elif extra:
-            self._put_time(control.write_ptr - self._shift, delta, time_stamp)
-            control.write_ptr += TIME_EVENT_SIZE
-            control.write_stamp = time_stamp
+            self._put_time(pointer - self._shift, delta, time_stamp)
+            pointer += TIME_EVENT_SIZE
+            words[_WRITE_STAMP] = time_stamp
+        words[_WRITE_PTR] = pointer
         return True
 
     def _put_event(self, at: int, length: int, delta: int, payload: bytes) -> None:
@@ -251,59 +280,61 @@ class RingWriter:
         control.parked_ptr = self._shift + self._data(control.tail_page) + tail
         control.write_ptr = 0
 
-    def move_tail(self) -> bool:
-        """Close the tail page, and make the next page of the ring the tail page.
+    def _move_tail(self, state: tuple[int, ...], tail: int, time_stamp: int) -> bool:
+        """Close the tail page, and make the next page of the ring the tail page, with this time.
 
-        If the buffer is full and must not overwrite events, count a dropped event and return False.
+        `state`: result of check(). `tail`: bytes of data on the tail page. If the buffer is full and must not
+        overwrite events, count a dropped event and return False.
+
+        Guest code that records calls this once a page, so that all of it is in one function.
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
         """
-        control = self._control
+        words = self._words
+        table = self._table
         count = self.nr_pages
-        page = control.tail_page
-        head = control.head_slot
-        slot = (control.tail_slot + 1) % count
-        target = self._page_in(slot)
+        entries_at = self._entries_at
+        page = state[_TAIL_PAGE]
+        tail_entries = state[_TAIL_ENTRIES]
+        header = self._page_word(page)
+        slot = (state[_TAIL_SLOT] + 1) % count
         # If the tail is the reader page, the ring is empty, so its head page can be written.
-        full = slot == head and page != control.reader_page
-        self._pad_tail()
-        if full and not control.flags & _OVERWRITE:
-            control.dropped += 1
-            return False
-        control.changing = 1
-        if full:
-            control.head_slot = (head + 1) % count
-        self._leave_tail()
-        if full:
-            self._overrun_page(target)
-        self._clear_page(target)
-        control.tail_slot = slot
-        control.tail_page = target
-        self._park(0)
-        control.changing = 0
-        return True
-
-    def _pad_tail(self) -> None:
-        tail = self._tail()
+        full = slot == state[_HEAD_SLOT] and page != state[_READER_PAGE]
         room = PAGE_DATA_SIZE - tail
-        at = self._data(self._control.tail_page) + tail
         if room >= TIME_EVENT_SIZE:
+            at = (header << 3) + PAGE_HEADER_SIZE + tail
             _TWO_WORDS.pack_into(self._memory, at, PADDING | 1 << 5, room - 4)
             tail = PAGE_DATA_SIZE
         elif room:
-            self._words32[at >> 2] = PADDING
-        self._park(tail)
-
-    def _leave_tail(self) -> None:
-        """Add the tail page's events to the counters of pages that the tail has left, before it moves."""
-        control = self._control
-        table = self._table
-        page = control.tail_page
-        tail = self._tail()
-        table[self._page_word(page) + 1] = tail
-        table[self._entries_at + page] = control.tail_entries
-        control.entries += control.tail_entries
-        control.entries_bytes += tail
-        control.tail_entries = 0
+            self._words32[(header << 1) + (PAGE_HEADER_SIZE + tail >> 2)] = PADDING
+        if full and not state[_FLAGS] & _OVERWRITE:
+            self._park(tail)
+            words[_DROPPED] = state[_DROPPED] + 1 & _WORD
+            return False
+        target = min(table[SLOTS + slot], count)
+        next_header = self._page_word(target)
+        words[_CHANGING] = 1
+        # Hazard: the words of a damaged buffer have any value, so the sums are truncated.
+        size = state[_ENTRIES_BYTES] + tail
+        table[header + 1] = tail
+        table[entries_at + page] = tail_entries
+        if full:
+            words[_HEAD_SLOT] = (slot + 1) % count
+            words[_OVERRUN] = state[_OVERRUN] + table[entries_at + target] & _WORD
+            size -= min(table[next_header + 1] & COMMIT_MASK, PAGE_DATA_SIZE)
+        words[_ENTRIES] = state[_ENTRIES] + tail_entries & _WORD
+        words[_ENTRIES_BYTES] = size & _WORD
+        words[_TAIL_ENTRIES] = 0
+        table[next_header] = time_stamp
+        table[next_header + 1] = 0
+        table[entries_at + target] = 0
+        words[_TAIL_SLOT] = slot
+        words[_TAIL_PAGE] = target
+        pointer = self._shift + (next_header << 3) + PAGE_HEADER_SIZE
+        words[_PARKED_PTR] = pointer
+        words[_WRITE_STAMP] = time_stamp
+        words[_WRITE_PTR] = pointer
+        words[_CHANGING] = 0
+        return True
 
     def _overrun_page(self, page: int) -> None:
         control = self._control

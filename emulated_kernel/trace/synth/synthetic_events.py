@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from itertools import islice
 
 from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventCommands, EventKind
 from emulated_kernel.trace.synth.fields import SyntheticField, make_field
 from emulated_kernel.trace.synth.synth_event import FIELDS_MAX, SYSTEM, SyntheticEvent
 from emulated_kernel.trace.text.chars import SPACES, argv_split, is_good_name, split_at, to_text
-from emulated_kernel.trace.text.error_log import LastCommandLog
+from emulated_kernel.trace.text.error_log import CommandError, LastCommandLog
 from emulated_kernel.util.errors import KernelError
 
 _LOCATION = "synthetic_events"
 
 
-class SynthError(Enum):
-    """Errors in commands for synthetic events, with their texts in error_log. Tools match the texts.
+class SynthError(CommandError):
+    """Errors in commands for synthetic events.
 
     Mirrors: kernel/trace/trace_events_synth.c:ERRORS (v6.1).
     """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from types import MappingProxyType
+from typing import Self
 
 from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.errors import KernelError
@@ -18,20 +20,48 @@ _POSITION_MASK = 0xFFFF
 """Mask of a column. Linux: the column has 16 bits."""
 
 
-class ErrorLog:
-    """The last 8 errors, the oldest first. `clock` returns nanoseconds."""
+class CommandError(Enum):
+    """Base class of the errors of commands. A member is an identity; kernels differ in the texts of some.
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    Tools match the texts, so they are an interface.
+    """
+
+    texts: tuple[str, ...]
+    """The texts that kernels have for the error; the first is that of Linux 6.1, if this version has one."""
+
+    def __new__(cls, *texts: str) -> Self:
+        member = object.__new__(cls)
+        member._value_ = len(cls.__members__)
+        member.texts = texts
+        return member
+
+
+ErrorTexts = Mapping[CommandError, str]
+"""Error -> its text in one kernel, for the errors whose text is not the first one of CommandError.texts."""
+
+
+class ErrorLog:
+    """The last 8 errors, the oldest first."""
+
+    def __init__(
+        self, clock: Callable[[], int], texts: ErrorTexts = MappingProxyType[CommandError, str]({})
+    ) -> None:
+        """Create an empty log. `clock` returns nanoseconds."""
         self._clock = clock
+        self._texts = texts
         self._entries: deque[str] = deque(maxlen=TRACING_LOG_ERRS_MAX)
 
-    def add(self, location: str, command: str, text: str, column: int) -> None:
-        """Add an error of a command: its `text`, and the column in bytes of the caret in the command.
+    def text_of(self, error: CommandError) -> str:
+        """Return this kernel's text for an error."""
+        return self._texts.get(error, error.texts[0])
+
+    def add(self, location: str, command: str, error: CommandError, column: int) -> None:
+        """Add an error of a command, and the column in bytes of the caret in the command.
 
         Mirrors: kernel/trace/trace.c:tracing_log_err, tracing_err_log_seq_show (v6.1).
         """
         seconds, rest = divmod(self._clock(), 1_000_000_000)
-        head = f"[{seconds:5}.{rest // 1000:06}] {location}: error: {text}\n"
+        head = f"[{seconds:5}.{rest // 1000:06}] {location}: error: {self.text_of(error)}\n"
         caret = f"{' ' * (len(_PREFIX) + (column & _POSITION_MASK))}^\n"
         self._entries.append(f"{head}{_PREFIX}{to_text(command)}\n{caret}")
 
@@ -57,17 +87,17 @@ class LastCommandLog:
         self._location = location
         self._command = command
 
-    def error(self, error: Enum, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
-        """Log `error`, whose value is its text, and return the exception that the caller raises.
+    def error(self, error: CommandError, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
+        """Log `error`, and return the exception that the caller raises.
 
         `culprit` is the wrong text in the command.
         """
         column = max(self._command.find(culprit), 0)
-        self._error_log.add(self._location, self._command, error.value, column)
-        return KernelError(code, error.value)
+        self._error_log.add(self._location, self._command, error, column)
+        return KernelError(code, self._error_log.text_of(error))
 
     @contextmanager
-    def instead(self, error: Enum, culprit: str = "") -> Iterator[None]:
+    def instead(self, error: CommandError, culprit: str = "") -> Iterator[None]:
         """If the `with` block raises a KernelError, log and raise `error` instead, with its errno."""
         try:
             yield

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from enum import Enum
 
-from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.trace.text.error_log import CommandError, ErrorLog
 from emulated_kernel.util.errors import KernelError
 
 
-class ProbeError(Enum):
-    """Errors of probe definitions. The texts are an interface, since tools match them.
+class ProbeError(CommandError):
+    """Errors of probe definitions.
 
-    Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1).
+    Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1, v6.12, v7.2).
     """
 
     FILE_NOT_FOUND = "Failed to find the given file"
@@ -25,11 +24,14 @@ class ProbeError(Enum):
     BAD_FILE_OFFS = "Invalid file offset value"
     SYM_ON_UPROBE = "Symbol is not available with uprobe"
     MAXACT_NO_KPROBE = "Maxactive is not for kprobe"
+    BAD_MAXACT_TYPE = "Maxactive is only for function exit"
     BAD_MAXACT = "Invalid maxactive number"
     MAXACT_TOO_BIG = "Maxactive is too big"
     BAD_PROBE_ADDR = "Invalid probed address or symbol"
     NON_UNIQ_SYMBOL = "The symbol is not unique"
     BAD_RETPROBE = "Retprobe address must be an function entry"
+    NO_TRACEPOINT = "Tracepoint is not found"
+    BAD_TP_NAME = "Invalid character in tracepoint name"
     BAD_ADDR_SUFFIX = "Invalid probed address suffix"
     NO_GROUP_NAME = "Group name is not specified"
     GROUP_TOO_LONG = "Group name is too long"
@@ -39,14 +41,18 @@ class ProbeError(Enum):
     BAD_EVENT_NAME = "Event name must follow the same rules as C identifiers"
     EVENT_EXIST = "Given group/event name is already used by another event"
     RETVAL_ON_PROBE = "$retval is not available on probe"
+    NO_RETVAL = "This function returns 'void' type"
     BAD_STACK_NUM = "Invalid stack number"
     BAD_ARG_NUM = "Invalid argument number"
-    BAD_VAR = "Invalid $-variable specified"
+    BAD_VAR = "Invalid $-variable specified", "Invalid $-valiable specified"
     BAD_REG_NAME = "Invalid register name"
     BAD_MEM_ADDR = "Invalid memory address"
     BAD_IMM = "Invalid immediate value"
     IMMSTR_NO_CLOSE = "String is not closed with '\"'"
-    FILE_ON_KPROBE = "File offset is not available with kprobe"
+    FILE_ON_KPROBE = (
+        "File offset is not available with kprobe",
+        "File offset is not available for kernel probes",
+    )
     TOO_MANY_OPS = "Dereference is too much nested"
     DEREF_NEED_BRACE = "Dereference needs a brace"
     BAD_DEREF_OFFS = "Invalid dereference offset"
@@ -77,6 +83,21 @@ class ProbeError(Enum):
     BAD_ATTACH_EVENT = "Attached event does not exist"
     BAD_ATTACH_ARG = "Attached event does not have this field"
     NO_EP_FILTER = "No filter rule after 'if'"
+    NOSUP_BTFARG = "BTF is not available or not supported"
+    NO_BTFARG = "This variable is not found at this probe point"
+    NO_BTF_ENTRY = "No BTF entry for this probe point"
+    NOFENTRY_ARGS = "$arg* can be used only on function entry or exit"
+    DOUBLE_ARGS = "$arg* can be used only once in the parameters"
+    ARGS_2LONG = "$arg* failed because the argument list is too long"
+    NO_PTR_STRCT = "This is not a pointer to union/structure."
+    NOSUP_DAT_ARG = "Non pointer structure/union argument is not supported."
+    BAD_HYPHEN = "Failed to parse single hyphen. Forgot '>'?"
+    NO_BTF_FIELD = "This field is not found."
+    BAD_BTF_TID = "Failed to get BTF type info."
+    BAD_TYPE4STR = "This type does not fit for string."
+    NEED_STRING_TYPE = "$comm and immediate-string only accepts string type"
+    TOO_MANY_ARGS = "Too many arguments are specified"
+    TOO_MANY_EARGS = "Too many entry arguments specified"
 
 
 class TraceProbeLog:
@@ -93,6 +114,10 @@ class TraceProbeLog:
         self._argv = argv
         self.index = 0
 
+    def replace_arguments(self, words: Sequence[str]) -> None:
+        """Replace the words of the command from the third word on, as error_log shows it."""
+        self._argv = [*self._argv[:2], *words]
+
     def error(self, offset: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
         """Log `error` at byte `offset` of the current word, and return the exception that the caller raises.
 
@@ -101,5 +126,5 @@ class TraceProbeLog:
         column = sum(len(word) + 1 for word in self._argv[: self.index])
         if self.index < len(self._argv):
             column += offset
-        self._error_log.add(self._subsystem, " ".join(self._argv), error.value, column)
-        return KernelError(code, error.value)
+        self._error_log.add(self._subsystem, " ".join(self._argv), error, column)
+        return KernelError(code, self._error_log.text_of(error))

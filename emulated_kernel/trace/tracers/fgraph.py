@@ -115,13 +115,7 @@ class FunctionGraph:
                 errno.EBUSY, "function_graph: only it or the function profiler can run; stop the other one"
             )
         hooks = self._choose_hooks()
-        ctlblk = self._kprobes.hits.ctlblk
-
-        def returned(instance: RethookNode, regs: Any) -> None:
-            ctlblk.by_breakpoint = False
-            user.returned(instance, regs)
-
-        hook = hooks.add(returned, nodes=0, data_size=user.data_size, program=self._emit_return)
+        hook = hooks.add(user.returned, nodes=0, data_size=user.data_size, program=self._emit_return)
         hook.follows_convention = True
         running = _Running(user, hooks, hook, FtraceOps(self._entered, lambda: "ftrace_graph_func"))
         self._running = running

@@ -129,7 +129,7 @@ class ControlCommand(TriggerCommand):
                 file.remove(existing)
             return
         limit = parse_count(param)
-        filter_ = parse_trigger_filter(file.event, condition)
+        filter_ = parse_trigger_filter(file.event, condition, triggers)
         if kind is TriggerKind.SNAPSHOT:
             triggers.array.snapshot.allocate()
         if existing is not None:
@@ -212,7 +212,7 @@ class SwitchCommand(TriggerCommand):
                 file.remove(existing)
             return
         limit = parse_count(count if counted else None)
-        filter_ = parse_trigger_filter(file.event, condition)
+        filter_ = parse_trigger_filter(file.event, condition, triggers)
         if existing is not None:
             raise KernelError(
                 errno.EEXIST, f"{self.name}: a trigger switches {group}:{event_name}; remove that one first"

@@ -8,9 +8,13 @@ from collections.abc import Iterator, Sequence
 
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
+from emulated_kernel.trace.events.event_filters import log_filter_error
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.filter.filter_errors import FilterParseError
 from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.filter.predicates import EventFilter
+from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import SPACES, decode_command, split_at, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
@@ -59,7 +63,10 @@ class EventTriggers:
         error_log: ErrorLog,
         symbols: KernelSymbols,
         commands: Sequence[TriggerCommand],
+        words: FilterWords = NO_WORDS,
     ) -> None:
+        self.words = words
+        """The words of filters that the kernel's version has."""
         self.array = array
         self.registry = registry
         self.error_log = error_log
@@ -160,10 +167,10 @@ def parse_count(param: str | None) -> int:
     return count - (1 << _LONG_BITS) if count >> _LONG_BITS - 1 else count
 
 
-def parse_trigger_filter(event: TraceEvent, text: str | None) -> EventFilter | None:
+def parse_trigger_filter(event: TraceEvent, text: str | None, triggers: EventTriggers) -> EventFilter | None:
     """Compile `if FILTER`, and return the filter; None if `text` is None.
 
-    Linux: errors in the filter are not added to error_log.
+    Linux: up to 6.1, errors in the filter are not added to error_log.
     Raises: KernelError EINVAL, errors of parse_filter(). Mirrors: set_trigger_filter (v6.1).
     """
     if text is None:
@@ -171,4 +178,9 @@ def parse_trigger_filter(event: TraceEvent, text: str | None) -> EventFilter | N
     word, expression = split_at(text)
     if word != "if" or expression is None:
         raise KernelError(errno.EINVAL, f"{word!r}: a filter must start with 'if'")
-    return parse_event_filter(expression, event.fields)
+    try:
+        return parse_event_filter(expression, event.fields, triggers.words)
+    except FilterParseError as failure:
+        if InterfaceRule.TRIGGER_FILTER_LOGGED in triggers.words.interface:
+            log_filter_error(triggers.error_log, expression, failure)
+        raise

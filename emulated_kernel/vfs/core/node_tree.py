@@ -16,6 +16,8 @@ from emulated_kernel.vfs.core.open_file import File, OpenFile
 
 CONTROL = ".control"
 """Name of the directory for kprobes/, machine/ and sysctl/ if the root is tracefs. Listings omit it."""
+_MOST_FOUND = 500
+"""Maximum number of paths whose nodes are kept. Clients use few paths at a time."""
 NAME_MAX = 255
 """Maximum length of a file name in bytes."""
 
@@ -27,25 +29,46 @@ class NodeTree:
         self.root = root
         self.owner = owner or Owner()
         self._inode_numbers = count(INO_SPACES, INO_SPACES)
+        self._found: dict[str, Node] = {}
+        """Path -> node, for paths that were looked up since the kernel last removed names."""
         self.on_removal: Callable[[str], object] = _ignore
         """Function to call with the control lock when the kernel has removed directories.
 
         Its argument is the end of their paths, as GROUP/EVENT.
         """
 
+    def removed(self, path: str) -> None:
+        """Forget the found nodes and call `on_removal`, because the kernel has removed directories.
+
+        `path` is the end of their paths, as GROUP/EVENT. Lock: needs.
+        """
+        self._found.clear()
+        self.on_removal(path)
+
     def lookup(self, path: str) -> Node:
         """Return the node at an absolute path, with one dictionary lookup for each component.
 
+        A node whose name the kernel alone removes is found at once the next time, until removed() is called.
         Raises: KernelError ENOENT, ENOTDIR, ENAMETOOLONG.
         """
+        found = self._found.get(path)
+        if found is not None:
+            return found
         node: Node = self.root
+        is_kernels = True
         for name in filter(None, path.split("/")):
             if not isinstance(node, Directory):
                 raise KernelError(errno.ENOTDIR, node.name)
             child = node.get(name)
             if child is None:
                 raise KernelError(errno.ENAMETOOLONG if _is_too_long(name) else errno.ENOENT, name)
+            if node.names_are_clients:
+                is_kernels = False
             node = child
+        if is_kernels:
+            if len(self._found) >= _MOST_FOUND:
+                self._found.clear()
+            self._found[path] = node
         return node
 
     def is_kernels_name(self, path: str) -> bool:

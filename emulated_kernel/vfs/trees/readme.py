@@ -6,18 +6,28 @@ import re
 from textwrap import fill
 
 from emulated_kernel.trace.fetch.fetch_types import fetch_types
+from emulated_kernel.trace.interface import Interface, InterfaceRule
 
 _BIT_FIELD = "b<bit-width>@<bit-offset>/<container-size>"
 _ARRAY = "<type>\\[<array-size>\\]"
+_DENTRY = "%pd/%pD"
+_LINES = {
+    InterfaceRule.FPROBE_EVENTS: (
+        "                   f[:[<group>/][<event>]] <func-name>[%return] [<args>]\n"
+    ),
+    InterfaceRule.BTF_ARGS: "                   <argname>[->field[->field|.field...]],\n",
+    InterfaceRule.ENTRY_ARGS: "     kernel return probes support: $retval, $arg<N>, $comm\n",
+}
+"""Rule -> lines that name it in the syntax of definitions."""
 
 
-def _types() -> str:
+def _types(interface: Interface) -> str:
     """Return the lines with the types of fetch arguments.
 
     perf expects integer types with the same letter as one word, such as `u8/u16/u32/u64`.
     """
     words: dict[str, str] = {}
-    for name in fetch_types(8):
+    for name in fetch_types(8, interface):
         number = re.fullmatch(r"([a-z])(\d+)", name)
         before = words.get(number[1]) if number else None
         words[number[1] if number else name] = f"{before}/{number[2]}" if number and before else name
@@ -25,11 +35,19 @@ def _types() -> str:
     numbers = sorted(word for word in words.values() if "/" in word)
     others = [word for word in words.values() if "/" not in word]
     head = "             type: "
+    if InterfaceRule.DENTRY_TYPES in interface:
+        others.append(_DENTRY)
     text = ", ".join([*numbers, *others, _BIT_FIELD, _ARRAY])
-    return f"{fill(text, 79, initial_indent=head, subsequent_indent=' ' * len(head))}\n"
+    indent = " " * len(head)
+    return fill(text, 79, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False) + "\n"
 
 
-README = f"""\
+def readme_text(interface: Interface) -> str:
+    """Return the text of README for an interface."""
+    lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
+    nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
+    stack = "common_stacktrace" if InterfaceRule.HIST_COMMON_STACKTRACE in interface else "stacktrace"
+    return f"""\
 Files of this directory.
 
   Switch recording off with "echo 0 > tracing_on" and on again with "echo 1 > tracing_on".
@@ -87,15 +105,15 @@ Files of this directory.
                             One definition per line:
            Format: p[:[<group>/][<event>]] <place> [<args>]
                    r[maxactive][:[<group>/][<event>]] <place> [<args>]
-                   -:[<group>/][<event>]
+{lines[InterfaceRule.FPROBE_EVENTS]}                   -:[<group>/][<event>]
             place: [<module>:]<symbol>[+<offset>]|<memaddr>
 place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
              args: <name>=fetcharg[:type]
          fetcharg: %<register>, @<address>, @<symbol>[+|-<offset>],
                    $stack<index>, $stack, $comm, $arg<N>,
                    $retval,
-                   +|-[u]<offset>(<fetcharg>), \\imm-value, \\"imm-string"
-{_types()}                   s:[synthetic/]<event> <field> [<field>]
+{lines[InterfaceRule.BTF_ARGS]}                   +|-[u]<offset>(<fetcharg>), \\imm-value, \\"imm-string"
+{lines[InterfaceRule.ENTRY_ARGS]}{_types(interface)}                   s:[synthetic/]<event> <field> [<field>]
                    e[:[<group>/][<event>]] <attached-group>.<attached-event> [<args>] [if <filter>]
             field: <stype> <name>;
             stype: u8/u16/u32/u64, s8/s16/s32/s64, pid_t, bool, gfp_t,
@@ -134,10 +152,10 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
    hist:keys=<field1[,field2,...]>
        [:<var1>=<field|var_ref|numeric_literal>[,<var2>=...]]
        [:values=<field1[,field2,...]>][:sort=<field1[,field2,...]>][:size=#entries]
-       [:pause][:continue][:clear][:name=histname1][:<handler>.<action>][ if <filter>]
+       [:pause][:continue][:clear][:name=histname1]{nohitcount}[:<handler>.<action>][ if <filter>]
    A field may have a modifier: .hex .sym .sym-offset .syscall .execname (of common_pid) .log2 .buckets=size
    .usecs (of common_timestamp) .percent .graph. Variables and values may be sums, differences, products
-   and quotients. Further fields are common_timestamp, common_cpu, and, as a key, stacktrace.
+   and quotients. Further fields are common_timestamp, common_cpu, and, as a key, {stack}.
    Handlers:
       onmatch(matching.event) - the other event was hit before with the same key
       onmax(var)              - the variable is greater than ever before for this key

@@ -63,7 +63,7 @@ class _Removals(EventWatcher):
         """Do nothing, because no front end keeps the absence of a name."""
 
     def event_removed(self, event: TraceEvent) -> None:
-        self._tree.on_removal(f"{event.group}/{event.name}")
+        self._tree.removed(f"{event.group}/{event.name}")
 
 
 def _watching(registry: EventRegistry, tree: NodeTree) -> NodeTree:

@@ -52,12 +52,14 @@ def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
         The result is the same dictionary while the group exists.
         """
         members = registry.in_group(name)
-        return members if any(events.find(name, event) is not None for event in members) else None
+        for event in members.values():
+            if events.own(event) is not None:
+                return members
+        return None
 
     def group_directory(members: Mapping[str, TraceEvent]) -> Directory:
         def find(name: str) -> KprobeTraceEvent | None:
-            event = members.get(name)
-            return None if event is None else events.find(event.group, name)
+            return events.own(members.get(name))
 
         return DynamicDirectory(
             _DIRECTORY,

@@ -25,7 +25,7 @@ from emulated_kernel.vfs.core.seq_file import (
     listing,
     single,
 )
-from emulated_kernel.vfs.trees.readme import README
+from emulated_kernel.vfs.trees.readme import readme_text
 from emulated_kernel.vfs.trees.trace_array_files import (
     instances_directory,
     number_file,
@@ -44,9 +44,11 @@ def _top_files(trace: TracingComponents) -> dict[str, Node]:
     functions = trace.functions
     uprobe_events = trace.uprobe_events
     events = arrays.top.events
-    cmdlines = arrays.top.array.system.cmdlines
+    system = arrays.top.array.system
+    cmdlines = system.cmdlines
+    readme = readme_text(system.interface)
     return {
-        "README": AttributeFile(READ_ONLY, show=lambda: README),
+        "README": AttributeFile(READ_ONLY, show=lambda: readme),
         "available_events": SeqFile(
             READ_ONLY, listing(lambda: (f"{event.group}:{event.name}\n" for event in events.switchable()))
         ),

@@ -51,7 +51,7 @@ class ScriptedWatch(ProcessWatch):
     def pinned_to(self, pid: int) -> int | None:
         return self.pins.get(pid)
 
-    def call(self, pid: int, uid: int) -> ClientCall | None:  # noqa: ARG002
+    def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:  # noqa: ARG002
         return self.calls.get(pid)
 
     def next_fd(self, pid: int) -> int | None:

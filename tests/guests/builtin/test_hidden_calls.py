@@ -50,7 +50,7 @@ def test_paths_of_calls_that_are_unknown(arch: str) -> None:
 class UnreadableWatch(ScriptedWatch):
     """The watch of a client whose memory belongs to the page that it waits for."""
 
-    def call(self, pid: int, uid: int) -> ClientCall | None:  # noqa: ARG002
+    def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:  # noqa: ARG002
         raise AssertionError("nobody can read the client's call")
 
 

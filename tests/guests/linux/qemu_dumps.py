@@ -19,7 +19,7 @@ from emulated_kernel.guests.linux.initramfs import CODE, CpioFile, _cpio, init_p
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
 from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
-from emulated_kernel.image.linux import deb
+from emulated_kernel.image.linux.packages import read_kernel
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -59,8 +59,7 @@ def initramfs() -> bytes:
 def vmlinuz(package: Path, target: Path) -> Path:
     """The kernel out of a Debian package."""
     with package.open("rb") as file:
-        file.seek(len(deb.AR_MAGIC))
-        target.write_bytes(deb.read_kernel(file))
+        target.write_bytes(read_kernel(file))
     return target
 
 

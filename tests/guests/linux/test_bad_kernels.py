@@ -87,10 +87,26 @@ def test_what_is_no_kernel(
     assert said.startswith(f"kprobefs: {tmp_path}/image: ")
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--modules", "/"), "--modules: no distribution's kernel given; add --image"),
+        (("--image", "here", "--modules", "/not/there"), "--modules: /not/there: No such file"),
+    ],
+)
+def test_modules_of_no_kernel(
+    options: tuple[str, ...], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mount", *options, str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert why in err
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a kernel is taken for a whole one, and a boot may not take long."""
-    facts = KernelOffsets("6.1.0-made", {"do_sync_core": made.TEXT}, {}, 0, 0)
+    facts = KernelOffsets("6.1.0-made", {"do_sync_core": made.TEXT}, {}, {}, 0)
     monkeypatch.setattr(boot_cache, "kernel_offsets", lambda _kernel: facts)
     monkeypatch.setattr(boot_cache, "_BOOT_BUDGET", 0.2)
 
@@ -136,7 +152,7 @@ def no_room() -> Iterator[None]:
 def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelOffsets]:
     """In place of a booted kernel."""
     return LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0), KernelOffsets(
-        "", {}, {}, 0, 0
+        "", {}, {}, {}, 0
     )
 
 

@@ -88,6 +88,15 @@ def test_functions_are_called(shell: Files) -> None:
     assert "said to the dump" in shell.read("/machine/dmesg")
 
 
+def test_the_flag_by_which_a_task_is_asked_to_reschedule(mount: Mount) -> None:
+    """The dump's kernel sets it, as the booted one did."""
+    guest = core(mount).guest
+    tasks = debian_kernel.tasks()
+    assert guest.need_resched == tasks.need_resched
+    assert guest.need_resched.bit_count() == 1
+    tasks.machine.close()
+
+
 def test_files_are_read(shell: Files, mount: Mount) -> None:
     assert shell.read("/files/scratch/dir/note") == TEXT
     assert shell.read("/files/scratch/numbers") == NUMBERS

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 import pytest
 
@@ -56,8 +58,8 @@ class Probed:
     def read(self, size: int) -> None:
         self.tasks.call(self._init, _PREAD, self._file, BUFFER, size, 0)
 
-    def records(self) -> list[str]:
-        """Clear the trace, hit the probes, and return the new records without their times."""
+    def timed_records(self) -> list[str]:
+        """Clear the trace, hit the probes, and return the new records."""
         self._calls.close(
             self._init, self._calls.open(self._init, "/tracing/trace", os.O_WRONLY | os.O_TRUNC)
         )
@@ -67,7 +69,11 @@ class Probed:
         self.enable(False)
         lines = self._calls.read_all("/tracing/trace").decode().splitlines()
         # Other system calls read and write the control files in between.
-        return [line.partition(": ")[2] for line in lines if "vfs_read" in line]
+        return [line for line in lines if "vfs_read" in line]
+
+    def records(self) -> list[str]:
+        """Return new records without their times."""
+        return [line.partition(": ")[2] for line in self.timed_records()]
 
 
 @pytest.fixture
@@ -87,6 +93,37 @@ def test_records_are_those_of_exceptions_that_python_delivers(probed: Probed) ->
     assert len(expected) >= 2 * HITS
     # An int3 hit has a second breakpoint after the copied instruction, where it is not boosted.
     assert machine.hooks.native_traps >= 2 * HITS
+
+
+@contextmanager
+def reads_of_time() -> Iterator[list[str]]:
+    """Collect the calls of the callback for rdtsc."""
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_qualname.endswith("_hook_instructions.<locals>.rdtsc"):
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+def test_times_are_those_of_an_rdtsc_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of the time by the guest needs no Python, and the time is the same to the cycle."""
+    found = []
+    for in_python in ("", "1"):
+        monkeypatch.setenv(host_code.PYTHON_TRAPS, in_python)
+        probed = Probed()
+        with reads_of_time() as called:
+            records = probed.timed_records()
+        assert len(called) >= 2 * HITS if in_python else called == []
+        found.append((records, probed.tasks.machine.pc.state()))
+        probed.tasks.machine.close()
+    assert found[0] == found[1]
+    assert len(found[0][0]) >= 2 * HITS
 
 
 def test_breakpoints_in_user_mode_and_other_exceptions_stay_pythons(probed: Probed) -> None:

@@ -32,7 +32,9 @@ from kprobefs.cli.main import main
 from kprobefs.common.errors import ExitStatus
 
 RAM = 4 << 20
-FACTS = KernelOffsets("6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, 16, 4)
+FACTS = KernelOffsets(
+    "6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, {"current_task": -16}, 4, 8
+)
 CELLS = find_exception_cells()
 PARTS = {"empty": bytes(200_000), "one": b"some", "zeros": bytes(100_000), "long": bytes(70_000) + b"end"}
 
@@ -66,11 +68,11 @@ def test_other_facts_have_another_number() -> None:
         *(field.name for form in (KernelOffsets, VmcoreOffsets) for field in fields(form)),
         *(facts._SYMBOLS, facts._OPTIONAL, facts._MEMBERS, inodes._FORMS, inodes._UNITS),
         *(facts._OF_NODES, facts._OF_FREE_PAGES, facts._SIZES, facts._DENTRY_FLAGS, facts._OF_TIME),
-        *(facts._OF_TICKS, facts._OF_TIMERS),
-        *(vmcore_image._SYMBOLS, vmcore_image.CLOCK, vmcore_image.ONLINE),
+        *(facts._OF_TICKS, facts._OF_TIMERS, facts.STATE, facts._TIMEKEEPERS),
+        *(vmcore_image._SYMBOLS, vmcore_image._PER_CPU, vmcore_image.CLOCK, vmcore_image.ONLINE),
         initramfs(),
     )
-    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 19\n": 894931808}
+    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 21\n": 1152612782}
 
 
 def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:

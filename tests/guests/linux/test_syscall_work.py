@@ -20,13 +20,14 @@ COUNT, TASKS, FLAG = 0x1000, (0x2000, 0x3000), 1 << 2
 class Guest:
     """A count and two tasks' flags, as far as SyscallWork sees them."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, old_flag: int = 0) -> None:
         self.memory = {COUNT: count, **dict.fromkeys(TASKS, 8)}
         self.is_damaged = False
         btf = SimpleNamespace(
             find=lambda *_: None,
             enumerators=lambda _: {"SYSCALL_WORK_BIT_SYSCALL_TRACEPOINT": 2},
             offset=lambda _: 0,
+            has=lambda _: not old_flag,
         )
         kernel = SimpleNamespace(btf=btf, kallsyms=SimpleNamespace(lookup_name=lambda _: COUNT))
         memory = SimpleNamespace(
@@ -35,7 +36,7 @@ class Guest:
             read_word=self.memory.__getitem__,
             write_word=self.memory.__setitem__,
         )
-        self.work = SyscallWork(cast(Any, kernel), cast(Any, memory), self._tasks)
+        self.work = SyscallWork(cast(Any, kernel), cast(Any, memory), self._tasks, old_flag)
 
     def _tasks(self) -> Iterator[int]:
         yield TASKS[0]
@@ -47,12 +48,16 @@ class Guest:
         return self.memory == {COUNT: count, **dict.fromkeys(TASKS, flags)}
 
 
-def test_the_first_need_sets_the_flag_and_the_last_one_clears_it() -> None:
-    guest = Guest(0)
+@pytest.mark.parametrize("old_flag", [0, 1 << 28])
+def test_the_first_need_sets_the_flag_and_the_last_one_clears_it(old_flag: int) -> None:
+    """It is among those of system calls or, before 5.11, among a task's own."""
+    guest = Guest(0, old_flag)
+    flag = old_flag or FLAG
+    assert guest.work.is_known()
     for on, count, flags in (
-        (True, 1, 8 | FLAG),
-        (True, 2, 8 | FLAG),
-        (False, 1, 8 | FLAG),
+        (True, 1, 8 | flag),
+        (True, 2, 8 | flag),
+        (False, 1, 8 | flag),
         (False, 0, 8),
         (False, 0xFFFFFFFF, 8),
     ):

@@ -38,18 +38,24 @@ def _package(meta: str, suite: str) -> Path | str:
     directory.mkdir(parents=True, exist_ok=True)
     options = () if not suite or _cached(directory, meta) else _other_release(directory, suite)
     name = _depends(meta, options) if options or not suite else None
+    # Since 6.19 the kernel and its modules have packages of their own.
+    binary = _depends(name, options, "linux-binary-") if name else None
+    name = binary or name
     found: Path | str | None = _cached(directory, name or meta)
     if isinstance(found, Path):
         os.utime(found)
     elif name:
         found = _fetched(directory, name, options)
+        if binary and isinstance(found, Path):
+            _fetched(directory, binary.replace("linux-binary-", "linux-modules-"), options)
     shutil.rmtree(directory / _LISTS, ignore_errors=True)
     return found or f"no cached {meta} {suite}, and apt knows none"
 
 
 def _cached(directory: Path, name: str) -> Path | None:
     """The newest package of that name, or that a meta package of that name stands for."""
-    form = rf"linux-image-([\d.]+(-\d+|\+deb\d+)-)?{re.escape(name.removeprefix('linux-image-'))}_.*\.deb"
+    flavour = re.escape(re.sub(r"^linux-(image|binary)-", "", name))
+    form = rf"linux-(image|binary)-([\d.]+(-\d+|\+deb\d+)-)?{flavour}_.*\.deb"
     return max((path for path in directory.glob("*.deb") if re.fullmatch(form, path.name)), default=None)
 
 
@@ -87,7 +93,7 @@ def _directory() -> Path:
     return Path(cache_home) / "kprobefs" / "packages"
 
 
-def _depends(meta: str, options: tuple[str, ...]) -> str | None:
+def _depends(meta: str, options: tuple[str, ...], begin: str = "linux-image-") -> str | None:
     """linux-image-6.1.0-50-cloud-amd64 for linux-image-cloud-amd64."""
     if not shutil.which("apt-cache"):
         return None
@@ -99,7 +105,7 @@ def _depends(meta: str, options: tuple[str, ...]) -> str | None:
         check=False,
     )
     words = [line.split() for line in asked.stdout.splitlines() if line.strip().startswith("Depends:")]
-    return next((each[1] for each in words if each[1].startswith("linux-image-")), None)
+    return next((each[1] for each in words if each[1].startswith(begin)), None)
 
 
 def _fetched(directory: Path, name: str, options: tuple[str, ...]) -> Path | str:

@@ -27,6 +27,8 @@ class Addresses(Enum):
     PERCPU_ABSOLUTE = auto()
     RELATIVE = auto()
     WHOLE = auto()
+    OWN_ENTRY = auto()
+    """As from v7.0 on: offsets from where each of them stands, and tables aligned to 4 bytes."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +42,43 @@ class Format:
     """With kallsyms_seqs_of_names: as from v6.2 on."""
 
 
-FORMATS = tuple(
-    Format(addresses, last, sequence)
-    for addresses in Addresses
-    for last, sequence in ((False, False), (False, True), (True, True))
+FORMATS = (
+    *(
+        Format(addresses, last, sequence)
+        for addresses in (Addresses.PERCPU_ABSOLUTE, Addresses.RELATIVE, Addresses.WHOLE)
+        for last, sequence in ((False, False), (False, True), (True, True))
+    ),
+    Format(Addresses.OWN_ENTRY, addresses_last=True, sequence=True),
 )
 
 
-def kallsyms(symbols: Sequence[tuple[int, str, str]], form: Format, base: int = TEXT) -> bytes:
-    """The tables for address, type and name of each symbol, by ascending addresses; 8 bytes aligned."""
+def kallsyms(
+    symbols: Sequence[tuple[int, str, str]], form: Format, base: int = TEXT, in_front: int = 0
+) -> bytes:
+    """The tables for address, type and name of each symbol, by ascending addresses.
+
+    They are aligned to 8 bytes, and stand `in_front` bytes behind RODATA, where that matters.
+    """
+    size = 4 if form.addresses is Addresses.OWN_ENTRY else 8
     tokens = _tokens(symbols)
     packed, markers = b"", []
     for number, (_, letter, name) in enumerate(symbols):
         if number % 256 == 0:
             markers.append(len(packed))
         text = _compress(letter + name, tokens)
-        size = bytes((len(text),)) if len(text) < 0x80 else bytes((len(text) & 0x7F | 0x80, len(text) >> 7))
-        packed += size + text
+        length = bytes((len(text),)) if len(text) < 0x80 else bytes((len(text) & 0x7F | 0x80, len(text) >> 7))
+        packed += length + text
     table = b"".join(token + b"\0" for token in tokens)
     index, at = [], 0
     for token in tokens:
         index.append(at)
         at += len(token) + 1
-    names = _padded(struct.pack("<I", len(symbols))) + _padded(packed)
-    names += _padded(struct.pack(f"<{len(markers)}I", *markers))
-    looked_up = _padded(table) + _padded(struct.pack("<256H", *index))
-    sequence = _padded(bytes(3 * len(symbols))) if form.sequence else b""
+    names = _padded(struct.pack("<I", len(symbols)), size) + _padded(packed, size)
+    names += _padded(struct.pack(f"<{len(markers)}I", *markers), size)
+    looked_up = _padded(table, size) + _padded(struct.pack("<256H", *index), size)
+    sequence = _padded(bytes(3 * len(symbols)), size) if form.sequence else b""
+    if form.addresses is Addresses.OWN_ENTRY:
+        base = RODATA + in_front + len(names) + len(looked_up)
     addresses = _addresses([address for address, _, _ in symbols], form.addresses, base)
     if form.addresses_last:
         return names + looked_up + addresses + sequence
@@ -75,6 +88,9 @@ def kallsyms(symbols: Sequence[tuple[int, str, str]], form: Format, base: int = 
 def _addresses(addresses: list[int], form: Addresses, base: int) -> bytes:
     if form is Addresses.WHOLE:
         return struct.pack(f"<{len(addresses)}Q", *addresses)
+    if form is Addresses.OWN_ENTRY:
+        offsets = [address - (base + 4 * number) for number, address in enumerate(addresses)]
+        return struct.pack(f"<{len(offsets)}i", *offsets)
     if form is Addresses.RELATIVE:
         offsets = [(address - base) & 0xFFFFFFFF for address in addresses]
         return _padded(struct.pack(f"<{len(offsets)}I", *offsets)) + struct.pack("<Q", base)
@@ -101,8 +117,8 @@ def _compress(text: str, tokens: list[bytes]) -> bytes:
     return found
 
 
-def _padded(data: bytes) -> bytes:
-    return data + bytes(-len(data) % 8)
+def _padded(data: bytes, size: int = 8) -> bytes:
+    return data + bytes(-len(data) % size)
 
 
 class Btf:
@@ -176,7 +192,7 @@ class Kernel:
             (0, "A", "fixed_percpu_data"),
             (0x40, "A", "current_task"),
         ]
-        if form.addresses is Addresses.RELATIVE:
+        if form.addresses in (Addresses.RELATIVE, Addresses.OWN_ENTRY):
             self.symbols = []
         self.mark("_stext")
         self.text.add(b"\x90" * 16)
@@ -334,22 +350,47 @@ def _varint(value: int) -> bytes:
 PACKERS = ("gzip", "bzip2", "xz", "lzma", "zstd", "lz4")
 
 
-def deb(files: dict[str, bytes], packed_by: str | None = "xz", block: int = 0) -> bytes:
-    """A Debian package with these files; `block`: bytes of each of its xz stream's blocks."""
-    tar = io.BytesIO()
-    with tarfile.open(fileobj=tar, mode="w", format=tarfile.GNU_FORMAT) as archive:
+def tar(files: dict[str, bytes]) -> bytes:
+    """A tar archive with these files."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name, data in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
+    return made.getvalue()
+
+
+def rpm(files: dict[str, bytes], packed_by: str = "zstd") -> bytes:
+    """An RPM package with these files: a lead, a signature, a header and a cpio archive."""
+    archive = b""
+    for name, data in (*files.items(), ("TRAILER!!!", b"")):
+        mode = 0o100644 if data else 0
+        numbers = (1, mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(name) + 1, 0)
+        archive += b"070701" + b"".join(b"%08x" % number for number in numbers) + name.encode() + b"\0"
+        archive += bytes(-len(archive) % 4) + data
+        archive += bytes(-len(archive) % 4)
+    signature = struct.pack(">4s4xII", b"\x8e\xad\xe8\x01", 1, 5) + bytes(16 + 5)
+    header = struct.pack(">4s4xII", b"\x8e\xad\xe8\x01", 2, 9) + bytes(32 + 9)
+    lead = b"\xed\xab\xee\xdb\x03\0".ljust(96, b"\0")
+    return lead + signature + bytes(-len(signature) % 8) + header + packed(archive, packed_by)
+
+
+def deb(files: dict[str, bytes], packed_by: str | None = "xz", block: int = 0, depends: str = "") -> bytes:
+    """A Debian package with these files; `block`: bytes of each of its xz stream's blocks."""
     suffix = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "lzma": ".lzma", "zstd": ".zst", None: ""}[
         packed_by
     ]
     if block:
-        data = xz_blocks(tar.getvalue(), block)
+        data = xz_blocks(tar(files), block)
     else:
-        data = packed(tar.getvalue(), packed_by) if packed_by else tar.getvalue()
-    members = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", f"data.tar{suffix}": data}
+        data = packed(tar(files), packed_by) if packed_by else tar(files)
+    control = packed(tar({"./control": f"Package: made\nDepends: {depends}\n".encode()}), "xz")
+    members = {
+        "debian-binary": b"2.0\n",
+        "control.tar.xz": control if depends else b"odd",
+        f"data.tar{suffix}": data,
+    }
     return b"!<arch>\n" + b"".join(_ar_member(name, content) for name, content in members.items())
 
 

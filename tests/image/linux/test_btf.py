@@ -58,6 +58,18 @@ def test_offsets_through_anonymous_members_typedefs_and_arrays() -> None:
     assert not btf.has("nothing")
 
 
+def test_a_second_question_has_the_answer_of_the_first() -> None:
+    btf = Btf(BTF)
+    assert btf.locate("bits.flag") == btf.locate("bits.flag")
+    messages = []
+    for path in ("bits.absent", "bits.absent", "absent.flag", "absent.flag"):
+        with pytest.raises(KernelError) as failure:
+            btf.locate(path)
+        assert failure.value.errno == ENOENT
+        messages.append(failure.value.strerror)
+    assert messages[0] == messages[1] != messages[2] == messages[3]
+
+
 def test_bit_fields_have_their_place_and_width() -> None:
     offset, member = Btf(BTF).locate("bits.flag")
     assert (offset, member.width) == (3, 1)

@@ -18,8 +18,11 @@ from tests.image.linux import made
 TRACEPOINT = 16
 
 
-def types() -> bytes:
-    """Structures with members in an order that no kernel has."""
+def types(*, tells_length: bool = True) -> bytes:
+    """Structures with members in an order that no kernel has.
+
+    `tells_length`: a field has the length of its array, as since v5.16.
+    """
     btf = made.Btf()
     number = btf.add(1, "int", 4, struct.pack("<I", 32))
     pointer = btf.add(2)
@@ -41,7 +44,7 @@ def types() -> bytes:
         ("name", pointer, 0),
         ("align", number, 12),
         ("is_signed", number, 16),
-        ("len", number, 20),
+        *((("len", number, 20),) if tells_length else ()),
     )
     inside = btf.structure("", 32, ("", details, 0), ("define_fields", pointer, 0), union=True)
     btf.structure("trace_event_fields", 40, ("", inside, 0), ("type", pointer, 32))
@@ -60,9 +63,9 @@ def types() -> bytes:
     return btf.data()
 
 
-def kernel() -> LinuxKernel:
+def kernel(*, tells_length: bool = True) -> LinuxKernel:
     built = made.Kernel()
-    built.table("BTF", types())
+    built.table("BTF", types(tells_length=tells_length))
     text = built.area.string
     names = {
         name: text(name)
@@ -76,7 +79,7 @@ def kernel() -> LinuxKernel:
 
     fields = area.add(
         field(names["int"], names["pid"], 4, 4, 1, 0)
-        + field(names["char[16]"], names["comm"], 16, 1, 0, 16)
+        + field(names["char[16]"], names["comm"], 16, 1, 0, 16 if tells_length else 99)
         + bytes(40)
     )
     code_defined = area.add(field(0xFFFF, names["pid"], 0, 0, 0, 0) + bytes(40))
@@ -99,8 +102,9 @@ def kernel() -> LinuxKernel:
     return LinuxKernel(Vmlinux(io.BytesIO(built.elf())))
 
 
-def test_events_have_names_fields_and_formats_with_values() -> None:
-    waking, by_code, none = kernel().events
+@pytest.mark.parametrize("tells_length", [True, False])
+def test_events_have_names_fields_and_formats_with_values(*, tells_length: bool) -> None:
+    waking, by_code, none = kernel(tells_length=tells_length).events
     assert (waking.system, waking.name) == ("sched", "waking")
     assert waking.print_fmt == '"STATE %d", REC->pid + -3'
     assert waking.fields == (

@@ -24,15 +24,15 @@ LAYOUTS = [(form, count) for form in made.FORMATS for count in (1, 255, 256, 257
 def symbols(count: int, form: Format, name: str = "vfs_func_{}") -> Wanted:
     """As many, ascending, with aliases; per-CPU ones in front where a table has them."""
     percpu = [(at, "A", f"percpu_{at}") for at in (0, 0x40, 0x3F000)]
-    found = [] if form.addresses is Addresses.RELATIVE else percpu
+    found = [] if form.addresses in (Addresses.RELATIVE, Addresses.OWN_ENTRY) else percpu
     return found + [
         (made.TEXT + 16 * (number // 2), "tTDb"[number % 4], name.format(number)) for number in range(count)
     ]
 
 
 def found(wanted: Wanted, form: Format, in_front: bytes = b"", behind: bytes = bytes(64)) -> Wanted:
-    tables = made.kallsyms(wanted, form)
-    data = in_front + bytes(-len(in_front) % 8) + tables + behind
+    in_front += bytes(-len(in_front) % 8)
+    data = in_front + made.kallsyms(wanted, form, in_front=len(in_front)) + behind
     image = made.elf([(made.TEXT, bytes(0x1000)), (made.RODATA, data), (made.DATA, bytes(16))])
     return [(symbol.address, symbol.type, symbol.name) for symbol in find_symbols(Vmlinux(io.BytesIO(image)))]
 
@@ -43,17 +43,22 @@ def test_each_layout(form: Format, count: int) -> None:
     assert found(wanted, form) == wanted
 
 
+NEW = made.FORMATS[-1]
+"""As from v7.0 on."""
+
+
+@pytest.mark.parametrize("form", [Format(), NEW], ids=str)
 @pytest.mark.parametrize("length", [1, 126, 127, 128, 300, 511])
-def test_names_of_each_length(length: int) -> None:
-    form = Format()
+def test_names_of_each_length(length: int, form: Format) -> None:
     wanted = symbols(300, form)
     wanted[100] = (wanted[100][0], "t", "Q" * length)
     assert found(wanted, form) == wanted
 
 
-def test_other_data_around_it() -> None:
-    form = Format()
-    wanted = symbols(600, form)
+@pytest.mark.parametrize("form", [Format(), NEW], ids=str)
+@pytest.mark.parametrize("count", [1, 255, 257, 600])
+def test_other_data_around_it(form: Format, count: int) -> None:
+    wanted = symbols(count, form)
     noise = random.Random(1).randbytes(50_000)
     decoy = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00" * 40
     assert found(wanted, form, noise + decoy, decoy + noise) == wanted

@@ -92,6 +92,29 @@ def test_tables_say_what_was_written() -> None:
     assert kernel.text_ranges == ((made.TEXT, source.text.end),)
 
 
+@pytest.mark.parametrize("has_format", [False, True])
+def test_entries_of_bugs_as_the_types_say(*, has_format: bool) -> None:
+    """Since 6.19 the place of a format precedes that of the file's name."""
+    source = made.Kernel()
+    btf = made.Btf()
+    number = btf.add(1, "int", 4, struct.pack("<I", 32))
+    names = ("bug_addr_disp", *(("format_disp",) if has_format else ()), "file_disp")
+    btf.structure("bug_entry", 4 * len(names) + 4, *((name, number, 4 * at) for at, name in enumerate(names)))
+    source.table("BTF", btf.data())
+    where = [source.function(name, UD2) for name in ("first", "second")]
+    text = source.area.string("%s is wrong")
+    files = [source.area.string(name) for name in ("a.c", "b.c")]
+    at = source.next_data()
+    entries = b""
+    for bug, file in zip(where, files, strict=True):
+        fields = (bug, text, file) if has_format else (bug, file)
+        entries += relative(at + len(entries), *fields) + struct.pack("<HH", 7, 0)
+    source.table("__bug_table", entries)
+    assert {bug: entry.file for bug, entry in read(source).bugs.items()} == dict(
+        zip(where, ("a.c", "b.c"), strict=True)
+    )
+
+
 def test_without_section_headers_nothing_is_missing() -> None:
     source, at = built()
     kernel = read(source, sections=False)

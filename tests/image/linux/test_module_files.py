@@ -63,6 +63,35 @@ def test_each_is_found_in_any_order(kind: str, tmp_path: Path, monkeypatch: pyte
     assert [name for name, _ in files.read("made-3")] == ["made_5", "made_1", "made_20", "made_3"]
 
 
+def test_packages_and_directories_with_more_modules(tmp_path: Path) -> None:
+    """Those that are given come first; those next to the kernel's file are for its release."""
+    directory = tmp_path / "given" / "kernel"
+    directory.mkdir(parents=True)
+    (directory / "other.ko.zst").write_bytes(made.packed(made_module([]), "zstd"))
+    extra = made_module([], needs=("made_2", "other"))
+    beside = {
+        "linux-modules-6.1.0-made_1_amd64.deb": made.deb({"./lib/made-2.ko": CONTENTS["made-2"]}, "zstd"),
+        "linux-modules-extra-6.1.0-made_1_amd64.deb": made.deb({"./lib/extra.ko": extra}),
+        "linux-modules-6.1.0-none_1_amd64.deb": made.deb({"./lib/none.ko": extra}),
+    }
+    for name, data in beside.items():
+        (tmp_path / name).write_bytes(data)
+    image = tmp_path / "vmlinuz.deb"
+    image.write_bytes(made.deb({"./boot/vmlinuz": b"none"}))
+    rpm = tmp_path / "given.rpm"
+    rpm.write_bytes(made.rpm({"./lib/modules/x/made-9.ko": CONTENTS["made-9"]}))
+    arch = tmp_path / "given.pkg.tar.zst"
+    arch.write_bytes(made.packed(made.tar({"usr/lib/made-8.ko": CONTENTS["made-8"]}), "zstd"))
+    files = ModuleFiles(image, "6.1.0-made", (tmp_path / "given", rpm, arch))
+    assert {name for name, _ in files.read("extra")} == {"extra", "made_2", "other"}
+    for name in ("made-9", "made-8"):
+        assert files.read(name)[-1][1] == CONTENTS[name]
+    with pytest.raises(KernelError, match=r"no module none .* linux-modules-extra-6[.]1[.]0-made next to it"):
+        files.read("none")
+    with pytest.raises(KernelError, match="no module other comes with"):
+        ModuleFiles(image, "6.1.0-made").read("extra")
+
+
 def test_what_was_passed_is_not_unpacked_again(tmp_path: Path, unpacked: list[int]) -> None:
     files = package(tmp_path, KINDS["blocks"])
     files.read("made_12")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import resource
+import shutil
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -77,6 +80,36 @@ def test_debian_package(by: str | None, tmp_path: Path) -> None:
     assert opened(made.deb(files, by), tmp_path) == SYMBOLS
 
 
+@pytest.mark.parametrize("by", ["gzip", "xz", "zstd"])
+@pytest.mark.parametrize("begin", ["./", "/", ""])
+def test_rpm_package(by: str, begin: str, tmp_path: Path) -> None:
+    """Fedora's kernel-core: the kernel is in the directory of its modules."""
+    files = {"./usr/share/odd": b"odd" * 7, f"{begin}lib/modules/6.1.0-made.x86_64/vmlinuz": VMLINUZ}
+    assert opened(made.rpm(files, by), tmp_path) == SYMBOLS
+
+
+@pytest.mark.skipif(shutil.which("rpmbuild") is None, reason="no rpmbuild")
+@pytest.mark.parametrize("payload", ["w3.zstdio", "w2.xzdio", "w2.gzdio"])
+def test_rpm_package_of_rpmbuild(payload: str, tmp_path: Path) -> None:
+    (tmp_path / "vmlinuz").write_bytes(VMLINUZ)
+    spec = tmp_path / "made.spec"
+    spec.write_text(
+        "Name: made\nVersion: 6.1\nRelease: 1\nSummary: made\nLicense: none\nBuildArch: noarch\n"
+        f"%define _binary_payload {payload}\n%description\nmade\n%install\n"
+        f"install -D {tmp_path}/vmlinuz %{{buildroot}}/lib/modules/6.1.0-made/vmlinuz\n%files\n/lib/modules\n"
+    )
+    options = ("--define", f"_topdir {tmp_path}/top", "--dbpath", str(tmp_path / "db"))
+    subprocess.run(("rpmbuild", *options, "-bb", str(spec)), capture_output=True, timeout=60, check=True)
+    (found,) = tmp_path.glob("top/RPMS/noarch/*.rpm")
+    assert opened(found.read_bytes(), tmp_path) == SYMBOLS
+
+
+@pytest.mark.parametrize("by", ["gzip", "xz", "zstd"])
+def test_package_of_arch(by: str, tmp_path: Path) -> None:
+    files = {".PKGINFO": b"pkgname = linux", "usr/lib/modules/6.1.0-made/vmlinuz": VMLINUZ}
+    assert opened(made.packed(made.tar(files), by), tmp_path) == SYMBOLS
+
+
 def test_package_with_a_vmlinux(tmp_path: Path) -> None:
     assert opened(made.deb({"boot/vmlinux-6.1": VMLINUX}), tmp_path) == SYMBOLS
 
@@ -96,6 +129,9 @@ def test_host_without_its_file_says_where_it_would_be(monkeypatch: pytest.Monkey
     assert caught.value.errno == ENOENT
 
 
+DEPENDS = "kmod, linux-binary-7.2-x (= 7.2), linux-base (>= 4) | other, linux-modules-7.2-x (= 7.2)"
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [
@@ -103,7 +139,16 @@ def test_host_without_its_file_says_where_it_would_be(monkeypatch: pytest.Monkey
         (b"#!/bin/sh\n", "neither a vmlinuz"),
         (b"MZ" + bytes(0x36) + b"ARMd" + bytes(600), "arm64"),
         (b"MZ" + bytes(1000), "an EFI program"),
-        (made.elf([(made.TEXT, RETURN)], machine=183), "another machine"),
+        (made.elf([(made.TEXT, RETURN)], machine=183), "for arm64; use a kernel for x86_64"),
+        (made.elf([(made.TEXT, RETURN)], machine=999), "another machine .number 999."),
+        (made.deb({"./boot/vmlinuz-7": b"MZ" + bytes(0x2E) + b"RISCV" + bytes(600)}), "for riscv64; use one"),
+        (made.deb({"./boot/vmlinuz-7": b"MZ" + bytes(0x36) + b"ARMd" + bytes(600)}), "for arm64; use one"),
+        (made.deb({"./a": b"b"}, depends=DEPENDS), r"on linux-binary-7[.]2-x and linux-modules-7[.]2-x$"),
+        (made.rpm({"./usr/share/doc/copyright": b"words"}), "without a kernel"),
+        (made.rpm({"./lib/modules/6/vmlinuz": VMLINUZ})[:-200], "truncated|ends too early"),
+        (made.rpm({})[:100], "truncated package"),
+        (b"\xed\xab\xee\xdb" + bytes(200), "damaged package"),
+        (gzip.compress(b"no archive"), "damaged tar archive|truncated"),
         (made.elf([(made.TEXT, RETURN)], kind=1), "isn't linked"),
         (made.elf([(made.TEXT, RETURN)], kind=4), "a dump"),
         (made.elf([]), "no segment"),
@@ -118,7 +163,7 @@ def test_host_without_its_file_says_where_it_would_be(monkeypatch: pytest.Monkey
         (VMLINUZ[:0x240], "setup header"),
         (VMLINUZ[:-300], "truncated"),
         (made.deb({"./usr/share/doc/copyright": b"words"}), "without a kernel"),
-        (made.deb({"./boot/vmlinuz-6.1": b"garbled"}), "no ELF file|truncated"),
+        (made.deb({"./boot/vmlinuz-6.1": b"garbled"}), "neither a vmlinuz"),
         (b"!<arch>\n" + b"x" * 70, "damaged ar"),
         (b"!<arch>\n", "without data.tar"),
         (made.deb(WITH_MODULES, None)[:-1000], "truncated package: 1000 bytes are missing"),

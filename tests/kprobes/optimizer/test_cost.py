@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from emulated_kernel.kprobes.hit import ctlblk as measuring
+from emulated_kernel.kprobes.hit import ctlblk, handling
 from tests.kprobes.optimizer.conftest import Boot
 from tests.kprobes.optimizer.test_in_kernel import Files
 
@@ -60,7 +60,8 @@ def test_only_whole_hits_are_measured(boot: Boot, monkeypatch: pytest.MonkeyPatc
     Python emulates the probed instruction, so that it takes part in each hit.
     """
     readings = iter(range(1, 1 << 20))
-    monkeypatch.setattr(measuring, "perf_counter_ns", lambda: next(readings))
+    for module in (ctlblk, handling):
+        monkeypatch.setattr(module, "perf_counter_ns", lambda: next(readings))
     probed = boot("linux-6.1")
     files = Files(probed.kernel)
     files.write("/kprobes/optimization", "0")

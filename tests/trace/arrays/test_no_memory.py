@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from typing import TypeVar
 
 import pytest
 
@@ -12,6 +13,8 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from tests.trace.events.kernel import errno_of
+
+T = TypeVar("T")
 
 OPERATIONS: dict[str, Callable[[TraceArrays], object]] = {
     "an instance": lambda arrays: arrays.make("one"),
@@ -26,11 +29,11 @@ class Limited:
     def __init__(self, spared: int) -> None:
         self._left = spared
 
-    def __call__(self, allocate: Callable[[int], int], size: int) -> int:
+    def __call__(self, allocate: Callable[..., T], *sizes: object) -> T:
         self._left -= 1
         if self._left < 0:
             raise HardwareError("no memory")
-        return allocate(size)
+        return allocate(*sizes)
 
 
 def state(kernel: Kernel) -> tuple[object, ...]:
@@ -53,7 +56,7 @@ def test_at_each_allocation(
         for spared in count():
             with monkeypatch.context() as patch:
                 limited = Limited(spared)
-                patch.setattr(memory, "alloc_pages", partial(limited, memory.alloc_pages))
+                patch.setattr(memory, "exchanged_pages", partial(limited, memory.exchanged_pages))
                 patch.setattr(memory, "alloc_percpu", partial(limited, memory.alloc_percpu))
                 failed = errno_of(lambda: operation(kernel.trace_arrays))
             if not failed:

@@ -15,7 +15,7 @@ BITFIELDS = ["b1@0/8", "b4@4/8", "b7@3/16", "b1@31/32"]
 BITFIELDS += ["b33@20/64", "b64@0/64", "b3@61/64", "b32@0/64", "b32@32/64", "b31@32/64", "b5@30/64"]
 OFFSETS = st.one_of(st.integers(-20, 40), st.sampled_from([4096, -4096, (1 << 31) - 1, -(1 << 31)]))
 CONTEXTS = st.tuples(
-    st.sampled_from([0, 0, 0, 1, 0x102, 0x10001, 0x300, 0xFF]), st.integers(0, 1), st.booleans()
+    st.sampled_from([0, 0, 0, 1, 0x102, 0x10001, 0x300, 0xFF]), st.integers(0, 3), st.booleans()
 )
 
 

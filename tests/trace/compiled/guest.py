@@ -214,11 +214,30 @@ class RingRecorder(Recorder):
         assert mine_read == its_read
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where a kernel keeps that rescheduling is needed; its preempt count is at 0x7C."""
+
+    need_resched: int
+    resched: NeedResched
+
+
+LAYOUTS = (
+    Layout(0x78, NeedResched()),
+    Layout(0x68, NeedResched()),
+    Layout(0x7C, NeedResched(1 << 31, (0x300, 1 << 3))),
+)
+"""Beside the count, apart from it, and folded into it, as in Linux on x86."""
+
+
 class Guest:
     """One CPU with a task."""
 
-    def __init__(self, way: EntryKind = EntryKind.JUMP, arch: str = "x86_64") -> None:
+    def __init__(
+        self, way: EntryKind = EntryKind.JUMP, arch: str = "x86_64", layout: Layout = LAYOUTS[0]
+    ) -> None:
         self.way = way
+        self.layout = layout
         self.target = target = TARGETS[arch]
         self.word = target.arch.word_size
         self.memory = memory = Memory()
@@ -242,8 +261,8 @@ class Guest:
             pid=0x100,
             comm=0x200,
             preempt_count=0x7C,
-            need_resched=0x78,
-            resched=NeedResched(),
+            need_resched=layout.need_resched,
+            resched=layout.resched,
             hardirq_mask=0xF0000,
             softirq_mask=0xFF00,
             last_pid=0x30,
@@ -271,14 +290,25 @@ class Guest:
         return True
 
     def set_context(self, count: int, need_resched: int, *, interrupts: bool) -> None:
-        """preempt_count and need_resched of the CPU, and the interrupt flag."""
-        self.memory.word(self.target.per_cpu + 0x7C, count, 4)
-        self.memory.word(self.target.per_cpu + 0x78, need_resched, 4)
+        """preempt_count of the CPU, the interrupt flag, and whether rescheduling is needed.
+
+        `need_resched`: bit 0 for the CPU's word; bit 1 for the task's flag, in a kernel that has one.
+        """
+        resched = self.layout.resched
+        word = need_resched & 1
+        if resched.task_flag is not None:
+            at, bit = resched.task_flag
+            self.memory.word(self.target.task + at, ~bit | (bit if need_resched & 2 else 0), 4)
+            self.memory.word(self.target.per_cpu + 0x7C, count | (0 if word else resched.not_needed), 4)
+        else:
+            self.memory.word(self.target.per_cpu + 0x7C, count, 4)
+            self.memory.word(self.target.per_cpu + self.layout.need_resched, word, 4)
         self.regs.flags = 0x202 if interrupts else 0x2
         if self.way is EntryKind.BREAKPOINT:
             self.context = self.places.breakpoint_context
             return
-        flags = (0 if interrupts else 1) | (0x24 if need_resched else 0)
+        flags = (0 if interrupts else 1) | (0x20 if word else 0)
+        flags |= 4 if (word if resched.task_flag is None else need_resched & 2) else 0
         flags |= (
             (8 if count & 0xF0000 else 0) | (0x10 if count & 0x100 else 0) | (0x80 if count & 0xFE00 else 0)
         )

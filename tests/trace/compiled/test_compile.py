@@ -11,7 +11,7 @@ from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from emulated_kernel.util.errors import KernelError
 from tests.sample import fewer, share
 from tests.trace.compiled.drawn import CONTEXTS, Drawn
-from tests.trace.compiled.guest import TARGETS, Guest, RingRecorder
+from tests.trace.compiled.guest import LAYOUTS, TARGETS, Guest, RingRecorder
 from tests.trace.events.kernel import Kernel, make_kernel
 
 both = pytest.mark.parametrize("arch", TARGETS)
@@ -35,7 +35,8 @@ def test_records_are_equal(arch: str, data: st.DataObject) -> None:
         kernel, event = defined(" ".join(data.draw(st.lists(drawn.arguments(), max_size=4))), arch)
     except KernelError:
         assume(False)
-    guest = Guest(data.draw(st.sampled_from([way for way in EntryKind if way is not EntryKind.RETURN])), arch)
+    way = data.draw(st.sampled_from([way for way in EntryKind if way is not EntryKind.RETURN]))
+    guest = Guest(way, arch, data.draw(st.sampled_from(LAYOUTS)))
     drawn.fill(guest, data)
     recorders = [RingRecorder(guest, number, saves_comm=number == 0) for number in range(len(filters))]
     for recorder, text_of_filter in zip(recorders, filters, strict=True):

@@ -12,12 +12,14 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import KprobeFlag
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.registry import FIRST_EVENT_ID, EventRegistry
+from emulated_kernel.trace.interface import LINUX_6_1, Interface
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import (
@@ -127,6 +129,9 @@ class Backend:
         return (
             None if whole is not None and whole.fentry else Rejection(RejectReason.NOTRACE, function.address)
         )
+
+    def function_entry(self, where: Location, addr: int) -> int | None:
+        return None if where.offset else addr
 
     def _register(self, kprobe: EventProbe, user: TraceKprobe) -> None:
         if not kprobe.addr:
@@ -264,6 +269,8 @@ def make_kernel(
     arch: Arch | None = None,
     recorder: FakeRecorder | None = None,
     first_id: int = FIRST_EVENT_ID,
+    interface: Interface = LINUX_6_1,
+    types: Btf | None = None,
 ) -> Kernel:
     """A kernel without events."""
     symbols: Any = Symbols(functions, modules)
@@ -271,8 +278,12 @@ def make_kernel(
     recorder = recorder or FakeRecorder()
     messages: list[str] = []
     nothing: Any = None
-    engine = ProbeEngine(arch or X86_64(), symbols, backend, backend, nothing, nothing, nothing)
-    commands = EventCommands(EventRegistry(first_id), ErrorLog(lambda: 0), messages.append, Limits())
+    engine = ProbeEngine(
+        arch or X86_64(), symbols, backend, backend, nothing, nothing, nothing, types=lambda: types
+    )
+    commands = EventCommands(
+        EventRegistry(first_id), ErrorLog(lambda: 0), messages.append, Limits(), interface
+    )
     events = KprobeEvents(engine, commands)
     dynamic_events, filters = DynamicEvents(commands, events), EventFilters(recorder, commands.error_log)
     return Kernel(symbols, backend, recorder, messages, commands, events, dynamic_events, filters)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul, simple_strtoul
+from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
 from tests.sample import fewer
 from tests.trace.events.kernel import errno_of, make_kernel
@@ -135,9 +136,9 @@ def test_error_log_keeps_eight() -> None:
     log = ErrorLog(lambda: next(times, 0))
     for number in range(4, 12):
         command = f"p:e{number} nosuch_{number}"
-        log.add("trace_kprobe", command, "Invalid probed address or symbol", command.index(" ") + 1)
+        log.add("trace_kprobe", command, ProbeError.BAD_PROBE_ADDR, command.index(" ") + 1)
     assert "".join(log.records()) == recorded
-    log.add("trace_kprobe", "x", "y", 0)
+    log.add("trace_kprobe", "x", ProbeError.BAD_VAR, 0)
     assert len(log.records()) == 8
     log.clear()
     assert "".join(log.records()) == ""

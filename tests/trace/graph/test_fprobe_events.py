@@ -44,6 +44,8 @@ def write(kernel: Kernel, line: str) -> None:
         ("f:name vfs_read $arg1", "f:fprobes/name vfs_read arg1=$arg1"),
         ("f:group/ vfs_read", "f:group/vfs_read__entry vfs_read"),
         ("f:group/name vfs_read%return $retval", "f:group/name vfs_read%return arg1=$retval"),
+        ("f:name vfs_read $retval", "f:fprobes/name vfs_read%return arg1=$retval"),
+        ("f vfs_mk*", "f:fprobes/vfs_mk___entry vfs_mk*"),
         ("f12:name vfs_read%return", "f12:fprobes/name vfs_read%return"),
     ],
 )
@@ -62,12 +64,13 @@ def test_shown_in_dynamic_events_alone(kernel: Kernel, command: str, shown: str)
 @pytest.mark.parametrize(
     ("command", "error", "message"),
     [
-        ("f:x no_such_function", errno.ENOENT, "Invalid probed address or symbol"),
-        ("f:x vfs_read+4", errno.EINVAL, "Invalid probed address or symbol"),
+        ("f:x no_such_function", errno.EINVAL, "Failed to register probe event"),
+        ("f:x vfs_read+4", errno.EINVAL, "Failed to register probe event"),
+        ("f:x no_such_*", errno.EINVAL, "Failed to register probe event"),
         ("f:x __switch_to", errno.EINVAL, "Failed to register probe event"),
-        ("f3:x vfs_read", errno.EINVAL, "Maxactive is not for kprobe"),
+        ("f3:x vfs_read", errno.EINVAL, "Maxactive is only for function exit"),
         ("f:x vfs_read%foo", errno.EINVAL, "Invalid probed address suffix"),
-        ("f:x vfs_read $retval", errno.EINVAL, "$retval is not available on probe"),
+        ("f:x vfs_read x=%di", errno.EINVAL, "Invalid $-variable specified"),
         ("f:kprobes/k vfs_read", errno.EEXIST, "Given group/event name is already used by another event"),
     ],
 )
@@ -82,7 +85,7 @@ def test_refused(kernel: Kernel, command: str, error: int, message: str) -> None
 
 
 def test_records(kernel: Kernel) -> None:
-    write(kernel, "f:in gcd a=$arg1:u64 b=%si:u64")
+    write(kernel, "f:in gcd a=$arg1:u64 b=$arg2:u64")
     write(kernel, "f:out gcd%return result=$retval:u64")
     events = [_events(kernel).find("fprobes", name) for name in ("in", "out")]
     for event in events:
@@ -107,11 +110,11 @@ def test_records(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_records_of_guest_code_are_the_same(arch: str) -> None:
-    """Once they are made there; one that asks where the entry stands never is."""
+    """Once they are made there."""
     with Kernel(MachineConfig(arch=arch, profile="linux-6.1-fprobe")) as kernel:
         write(kernel, "f:in gcd a=$arg1:u32 b=$arg2:u32 s=$stack0:x32")
-        write(kernel, "f:out lcm%return result=$retval:u32 ip=%ip:x32")
-        write(kernel, "f:at int_sqrt ip=%ip:x32 sp=$stack:x32")
+        write(kernel, "f:out lcm%return result=$retval:u32")
+        write(kernel, "f:at int_sqrt sp=$stack:x32")
         for name in ("in", "out", "at"):
             event = _events(kernel).find("fprobes", name)
             assert event is not None
@@ -124,7 +127,7 @@ def test_records_of_guest_code_are_the_same(arch: str) -> None:
             with counted_traps(kernel) as met:
                 assert kernel.machine.call(lcm, 4, 6) == 12
                 assert kernel.machine.call(root, 9) == 3
-            assert len(met) == 1 or number < 2
+            assert len(met) == 0 or number < 2
             lines = [
                 line.partition(": ")[2] for line in kernel.trace.trace_text().splitlines() if line[0] != "#"
             ]
@@ -132,7 +135,6 @@ def test_records_of_guest_code_are_the_same(arch: str) -> None:
             texts.append(lines[-3:])
         assert all(text == texts[0] for text in texts)
         assert [probe.hits for probe in _events(kernel).probes()] == [4, 4, 4]
-        assert f" ip={root + kernel.arch.call_size & 0xFFFFFFFF:#x} " in texts[0][2]
         for name in ("in", "out", "at"):
             event = _events(kernel).find("fprobes", name)
             assert event is not None

@@ -21,6 +21,7 @@ from emulated_kernel.trace.context.probe_hit import TaskContext
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.interface import LINUX_6_1
 from emulated_kernel.trace.output.line_formatter import encode_text
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControls, RingMemory
 from emulated_kernel.trace.ring.trace_clock import ClockSource
@@ -168,6 +169,7 @@ def make_bench(cpus: int = 2, arch: Arch | None = None) -> Bench:
         cmdlines=SavedCmdlines(),
         printk=lambda _text: None,
         clocks=ClockSource(SimpleNamespace(is_virtual=True)),  # type: ignore[arg-type]
+        interface=LINUX_6_1,
         release="6.1.0-56-cloud-amd64",
     )
     return Bench(clock, events, TraceArray(system), task)

@@ -62,8 +62,9 @@ class Watched(RingBuffer):
     def _attach(self, place: RingMemory, nr_pages: int) -> None:
         super()._attach(place, nr_pages)
         control: Any = Words(self._control, self.look)
+        words: Any = Stores(self._words, self.look)
         table: Any = Stores(self._table, self.look)
-        self._control, self._table = control, table
+        self._control, self._words, self._table = control, words, table
 
     def look(self) -> None:
         """Keep what a process that ends now leaves."""

@@ -17,6 +17,7 @@ from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls, unless_deadlock
 from emulated_kernel.guests.builtin.runner.guest_runner import DeferToGuest, GuestTask
 from emulated_kernel.guests.common.client_facts import facts_of
+from emulated_kernel.kprobes.sight import Sight
 from emulated_kernel.util.abi import HostfsOp
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.control_fs import ControlDirectory, ControlFile, GuestCalls, PendingWrite
@@ -50,9 +51,21 @@ class BuiltinCalls(GuestCalls):
         """
         return bool(self._patched) and not self._runner.is_dead
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
-        return self._clients.informed(client)
+        # The common case needs no further calls.
+        return self._clients.informed(client, opened) if self._patched else client
+
+    def informed_of_file(self, client: Client) -> Client:
+        """Return the client with the facts that a read or write of an open file needs; see GuestCalls.
+
+        The client's call tells only the number of the descriptor, which is not read if no probe can see it.
+        """
+        if not self._patched:
+            return client
+        with self.fs.lock:
+            is_seen = self._guest.sight() is not Sight.NOTHING
+        return self._clients.informed(client if is_seen else client._replace(is_calling=False))
 
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
         """Repeat the client's call if it ends with the lookup of `path`; see GuestCalls."""
@@ -190,9 +203,16 @@ class BuiltinCalls(GuestCalls):
         return file.inner.read_page(size)
 
     def _number(self, client: Client, file: ControlFile) -> int | None:
-        """Return the number of the file's descriptor in the requesting client, or None if it is unknown."""
+        """Return the number of the file's descriptor in the requesting client, or None if it is unknown.
+
+        If no probe could see it at the open, its first use tells the number for later calls.
+        """
         call = facts_of(client).call
-        return file.number if call is None or call.fd is None else call.fd
+        if call is None or call.fd is None:
+            return file.number
+        if file.number is None and client.pid == file.client.pid:
+            file.number = call.fd
+        return call.fd
 
     def write(self, write: PendingWrite) -> int:
         """Do one step of a client's write; see GuestCalls.

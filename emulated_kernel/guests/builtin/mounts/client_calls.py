@@ -14,6 +14,7 @@ from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask, Hostfs
 from emulated_kernel.guests.builtin.runner.syscalls import HostLookup
 from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.client_facts import facts_of
+from emulated_kernel.kprobes.sight import Sight
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
@@ -43,10 +44,11 @@ class ClientCalls:
         self._lock = lock
         self._syscalls = guest.syscalls
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem.
 
-        While no probe could notice the client's call, nothing is read.
+        While no probe could notice the client's call, nothing is read. While no probe could see the path of
+        an open(2), `opened` stands for the path.
         """
         guest = self._guest
         if not guest.is_watched or client.pid <= INIT_PID:
@@ -54,7 +56,10 @@ class ClientCalls:
         processes = guest.processes
         with self._lock:
             unshown = processes.unshown_program(client.pid)
-        return client._replace(facts=processes.facts(client, unshown))
+            sight = guest.sight() if opened else Sight.MEMORY
+        instead = None if opened and sight is Sight.MEMORY else opened
+        facts = processes.facts(client, unshown, instead, needs_fd=sight is not Sight.NOTHING)
+        return client._replace(facts=facts)
 
     def task(self, client: Client) -> GuestTask:
         """Return the client's task. Raises: KernelError (the guest has no memory for it, or is dead)."""

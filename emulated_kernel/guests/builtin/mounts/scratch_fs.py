@@ -29,6 +29,7 @@ UTIME_NOW = UTIME_OMIT + 1
 class ScratchFile(FileDescription):
     """An open file of the guest, or the guest's open file of a directory."""
 
+    writes_at_once = True
     __slots__ = ("fd", "number", "position")
 
     fs: ScratchFs
@@ -183,9 +184,9 @@ class ScratchFs(FileSystem):
         """Whether getattr() uses its client at present; see FileSystem."""
         return self.guest.is_watched
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
-        return self.calls.informed(client)
+        return self.calls.informed(client, opened)
 
     def _task(self, client: Client) -> GuestTask:
         self.guest.times.remember()

@@ -70,15 +70,19 @@ class ProcessTracker(TaskObserver):
         if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
 
-    def facts(self, client: Client, unshown: str | None) -> ClientFacts:
+    def facts(
+        self, client: Client, unshown: str | None, instead: str | None = None, *, needs_fd: bool = True
+    ) -> ClientFacts:
         """Read the facts about a client that the guest needs. Lock: leaves; the reads can take 0.2 s.
 
-        `unshown`: the result of unshown_program().
+        `unshown`: the result of unshown_program(). `instead`: see client_call(). If `needs_fd` is set, find
+        the descriptor that an open(2) will return.
         """
         watch = self._watch
         pid = client.pid
-        call = watch.call(pid, client.uid) if client.is_calling else None
-        next_fd = watch.next_fd(pid) if call is not None and call.opens else None
+        call = watch.call(pid, client.uid, instead) if client.is_calling else None
+        opens = call is not None and call.opens and instead != ""
+        next_fd = watch.next_fd(pid) if needs_fd and opens else None
         program = watch.program(pid, unshown) if unshown else None
         return ClientFacts(call, next_fd, unshown or "", program)
 

@@ -13,13 +13,7 @@ from collections.abc import Callable
 from errno import ESRCH
 from functools import partial
 
-from emulated_kernel.guests.linux.guest.linux_task import (
-    NEED_RESCHED,
-    TASK_INTERRUPTIBLE,
-    Blocked,
-    LinuxTask,
-    Service,
-)
+from emulated_kernel.guests.linux.guest.linux_task import TASK_INTERRUPTIBLE, Blocked, LinuxTask, Service
 from emulated_kernel.guests.linux.guest.task_table import PT_REGS, TaskTable
 from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
 from emulated_kernel.guests.linux.initramfs import SYSCALL, TOUCH, TWO_CALLS
@@ -48,8 +42,14 @@ class ClientScheduler:
     """
 
     def __init__(
-        self, machine: LinuxMachine, table: TaskTable, thunk: WakeupThunk, current: LinuxTask
+        self,
+        machine: LinuxMachine,
+        table: TaskTable,
+        thunk: WakeupThunk,
+        current: LinuxTask,
+        need_resched: int,
     ) -> None:
+        """Start with the task `current` at its stub. `need_resched`: see KernelOffsets."""
         self._machine = machine
         self._memory = machine.memory
         self._ram = machine.memory.ram
@@ -57,6 +57,7 @@ class ClientScheduler:
         self._by_address = table.by_address
         self._current = table.current
         self._thunk = thunk
+        self._need_resched = need_resched
         self.current: LinuxTask | None = current
         """The task at its stub, or None if the CPU is idle or the guest has not run since a switch."""
         self._in_call: LinuxTask | None = None
@@ -108,7 +109,7 @@ class ClientScheduler:
         if task is not None:
             self._put_to_sleep(task)
             # With this flag the kernel calls schedule() on its way back to user mode.
-            self._memory.words[task.flags >> 3] |= NEED_RESCHED
+            self._memory.words[task.flags >> 3] |= self._need_resched
         self._thunk.wake(to.address if to else 0)
 
     def _put_to_sleep(self, task: LinuxTask) -> None:

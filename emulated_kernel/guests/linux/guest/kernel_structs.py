@@ -41,6 +41,10 @@ class KernelStructs:
         """Return the u64 at an aligned virtual address."""
         return self._memory.words[self.physical(va) >> 3]
 
+    def load_u64(self, physical: int) -> int:
+        """Return the u64 at a physical address, which need not be aligned."""
+        return int(struct.unpack_from("<Q", self._ram, physical)[0])
+
     def load_s32(self, physical: int) -> int:
         """Return the s32 at a physical address."""
         return int(struct.unpack_from("<i", self._ram, physical)[0])

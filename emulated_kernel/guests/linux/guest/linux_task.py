@@ -9,8 +9,6 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 THREAD_SIZE = 16 << 10
 """Size of a kernel stack in bytes."""
 TASK_INTERRUPTIBLE = 1
-NEED_RESCHED = 1 << 3
-"""Bit of TIF_NEED_RESCHED in thread_info.flags: a return to user mode calls schedule() first."""
 
 Service = Callable[[], Callable[[], None]]
 """Function that does the host's part of a system call.

@@ -71,8 +71,9 @@ class PassingTime:
         tasks = self._tasks
         symbols = tasks.facts.symbols
         offsets = tasks.facts.offsets
-        needed = {JIFFIES, TICK_NSEC, *TICK_TIMES, TIMER_BASES, RUN_QUEUES}
-        if not needed <= symbols.keys() or PUNCTUAL not in offsets:
+        per_cpu = tasks.facts.per_cpu
+        needed = {JIFFIES, TICK_NSEC, *TICK_TIMES, TIMER_BASES}
+        if not needed <= symbols.keys() | per_cpu.keys() or PUNCTUAL not in offsets:
             return _USUAL_TICK
 
         def physical(va: int) -> int:
@@ -86,10 +87,10 @@ class PassingTime:
         tick = (_SECOND + hz // 2) // hz
         steps = {JIFFIES: 1, **dict.fromkeys(TICK_TIMES, tick)}
         self._counters = [(physical(symbols[name]) >> 3, step) for name, step in steps.items()]
-        wheel = tasks.per_cpu + symbols[TIMER_BASES] + offsets["timer_base.next_expiry"]
+        wheel = tasks.per_cpu + per_cpu[TIMER_BASES] + offsets["timer_base.next_expiry"]
         wheels = range(wheel, wheel + offsets[PUNCTUAL] * offsets[TIMER_BASES], offsets[TIMER_BASES])
         self._expiries = [physical(each) >> 3 for each in wheels]
-        self._runnable = physical(tasks.per_cpu + symbols[RUN_QUEUES] + offsets["rq.nr_running"])
+        self._runnable = physical(tasks.per_cpu + per_cpu[RUN_QUEUES] + offsets["rq.nr_running"])
         return tick
 
     def request_begins(self) -> None:

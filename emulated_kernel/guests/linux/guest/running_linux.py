@@ -18,6 +18,10 @@ class RunningLinux(ABC):
     """Physical address of page tables that map the kernel's half of the address space."""
     per_cpu: int
     """Virtual address of the CPU's per-CPU area."""
+    need_resched: int
+    """Bit of TIF_NEED_RESCHED in thread_info.flags: a return to user mode calls schedule() first."""
+    syscall_trace: int = 0
+    """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if it is unknown or the kernel has none."""
     current_cell: int
     """Virtual address of the variable that contains the address of the running task's task_struct."""
 

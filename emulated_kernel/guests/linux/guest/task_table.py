@@ -5,6 +5,7 @@ from __future__ import annotations
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE, LinuxTask
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
+from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 
 PT_REGS = (
     "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
@@ -13,17 +14,35 @@ PT_REGS = (
 """Names of the first members of struct pt_regs, in order; each is one word."""
 _PT_REGS_WORDS = 21
 """Size of struct pt_regs in words."""
+_MOST_PADDING = 64
+"""Maximum number of bytes between struct pt_regs and the end of a kernel stack."""
 
 
 class TaskTable:
-    """Keeps the live client tasks. `current_cell`: virtual address of the CPU's `current_task`."""
+    """Keeps the live client tasks."""
 
-    def __init__(self, memory: LinuxMemory, structs: KernelStructs, current_cell: int) -> None:
+    def __init__(
+        self, memory: LinuxMemory, structs: KernelStructs, current_cell: int, stack_top_cell: int
+    ) -> None:
+        """Find the running task; it must be in user mode.
+
+        `current_cell`: virtual address of the CPU's `current_task`; `stack_top_cell`: of the word with the
+        end of the task's struct pt_regs. Raises: GuestFault (the stack is none).
+        """
         self._words = memory.words
         self._structs = structs
         self.current = structs.physical(current_cell) >> 3
         """Index in RAM of the word that contains the address of the running task's task_struct."""
         self.by_address: dict[int, LinuxTask] = {}
+        top = structs.load_u64(structs.physical(stack_top_cell))
+        self._regs_end = top - structs.word(self.running() + structs.offsets["task_struct.stack"])
+        """Offset in a kernel stack of the end of struct pt_regs.
+
+        It is less than the stack's size in a kernel that was built for FRED.
+        Mirrors: arch/x86/include/asm/thread_info.h:TOP_OF_KERNEL_STACK_PADDING (v7.2).
+        """
+        if self._regs_end % 8 or not 0 <= THREAD_SIZE - self._regs_end <= _MOST_PADDING:
+            raise GuestFault(Trap(TrapKind.FAULT, top), f"the running task's stack cannot end at {top:#x}")
 
     def running(self) -> int:
         """Return the address of the task_struct of the task that the CPU runs."""
@@ -47,7 +66,7 @@ class TaskTable:
             address=address,
             pid=self.pid_of(address),
             root=self.page_tables_of(address),
-            registers=structs.physical(stack + THREAD_SIZE - 8 * _PT_REGS_WORDS),
+            registers=structs.physical(stack + self._regs_end - 8 * _PT_REGS_WORDS),
             state=structs.member(address, "task_struct.__state"),
             flags=structs.member(address, "task_struct.thread_info.flags"),
         )

@@ -15,7 +15,7 @@ from emulated_kernel.guests.linux.guest.task_memory import TaskMemory
 from emulated_kernel.guests.linux.guest.task_table import TaskTable
 from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
 from emulated_kernel.guests.linux.initramfs import BUFFER, BUFFER_SIZE
-from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.kernel_offsets import CURRENT_TASK, PID_MAX, STACK_TOP, KernelOffsets
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 
 __all__ = ["Blocked", "LinuxTask", "LinuxTasks", "Service"]
@@ -43,8 +43,10 @@ class LinuxTasks(RunningLinux):
         structs = KernelStructs(machine, facts.offsets)
         self._structs = structs
         self.per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
-        self.current_cell = self.per_cpu + facts.current_task
-        table = TaskTable(machine.memory, structs, self.current_cell)
+        self.current_cell = self.per_cpu + facts.per_cpu[CURRENT_TASK]
+        self.need_resched = facts.need_resched
+        self.syscall_trace = facts.syscall_trace
+        table = TaskTable(machine.memory, structs, self.current_cell, self.per_cpu + facts.per_cpu[STACK_TOP])
         self.table = table
         self.init = table.adopt(table.running())
         self.root = self.init.root
@@ -53,7 +55,7 @@ class LinuxTasks(RunningLinux):
         self.host_room = self._thunk.host_room
         machine.watch_reset(facts.symbols["emergency_restart"])
 
-        scheduler = ClientScheduler(machine, table, self._thunk, self.init)
+        scheduler = ClientScheduler(machine, table, self._thunk, self.init, facts.need_resched)
         self._scheduler = scheduler
         self.running = table.running
         self.call = scheduler.call
@@ -78,12 +80,11 @@ class LinuxTasks(RunningLinux):
         self.set_creds = life.set_creds
 
     def prepare(self) -> None:
-        """Prepare a guest that has just booted: install the wakeup thunk, and set what all forks inherit.
+        """Prepare a guest that has just booted: set what all forks inherit.
 
         Forks inherit an ignored SIGCHLD, and a buffer that is wiped on fork.
         """
-        self._thunk.install()
-        self._structs.store("<i", self._structs.physical(self.facts.symbols["pid_max"]), _PID_MAX)
+        self._structs.store("<i", self._structs.physical(self.facts.symbols[PID_MAX]), _PID_MAX)
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))
         self.call(self.init, _RT_SIGACTION, _SIGCHLD, BUFFER, 0, 8)
         self.call(self.init, _MADVISE, BUFFER, BUFFER_SIZE, _WIPE_ON_FORK)

@@ -162,8 +162,9 @@ class LinuxControlCalls(GuestCalls):
         """True if a probe could notice a system call."""
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
+        del opened
         return self.guest.clients.informed(client)
 
     @contextmanager

@@ -219,8 +219,9 @@ class GuestFs(FileSystem):
         assert client is not None
         return Request(self.guest, client)
 
-    def informed(self, client: Client) -> Client:
+    def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
+        del opened
         return self.guest.clients.informed(client)
 
     # Names

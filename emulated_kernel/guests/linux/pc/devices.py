@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from emulated_kernel.machine.native.tsc_words import (
+    SHORTEST_STEP,
+    STEP_ADDEND,
+    STEP_FACTOR,
+    STEP_SHIFT,
+    TscWords,
+)
 from emulated_kernel.util.safe_read import is_word
 
 TSC_KHZ = 2_600_000
@@ -33,8 +40,9 @@ _RTC = {0: 0, 2: 0, 4: 0x12, 6: 1, 7: 1, 8: 1, 9: 0x24, 10: 0x26, 11: 2, 13: 0x8
 A boot must not depend on the date.
 """
 _LOG_LIMIT = 1 << 16
-_LCG = 6364136223846793005, 1442695040888963407
 _MASK = (1 << 64) - 1
+_TSC = TscWords.tsc.offset // 8
+_STEPS = TscWords.steps.offset // 8
 
 
 class TimeFollower(Protocol):
@@ -54,9 +62,10 @@ class Pc:
     """Devices and time of the PC. The time is the TSC; each rdtsc advances it by a seeded random step."""
 
     def __init__(self, seed: int) -> None:
-        self.follower: TimeFollower | None = None
-        self._tsc = 10**9
-        self.random = seed
+        self._follower: TimeFollower | None = None
+        self.words = TscWords(tsc=10**9, steps=seed)
+        """The time and the state of its steps, which the host's routine for rdtsc advances, too."""
+        self._cells = memoryview(self.words).cast("B").cast("Q")
         self.due: int | None = None
         """TSC value of the timer's next interrupt; None if the timer is off."""
         self.period = 0
@@ -107,32 +116,53 @@ class Pc:
     # Time
 
     @property
+    def follower(self) -> TimeFollower | None:
+        """The object that shows the time to guest code, if any; with it, Python executes rdtsc."""
+        return self._follower
+
+    @follower.setter
+    def follower(self, follower: TimeFollower) -> None:
+        self._follower = follower
+        self.words.followed = 1
+
+    @property
+    def random(self) -> int:
+        """State of the generator of steps."""
+        return self._cells[_STEPS]
+
+    @random.setter
+    def random(self, state: int) -> None:
+        self._cells[_STEPS] = state
+
+    @property
     def tsc(self) -> int:
-        """Cycles since power-on."""
-        if self.follower is not None:
-            self._tsc = self.follower.go_on(self._tsc, 0)
-        return self._tsc
+        """Cycles since power-on, modulo 2**64."""
+        if self._follower is not None:
+            self._cells[_TSC] = self._follower.go_on(self._cells[_TSC], 0) & _MASK
+        return self._cells[_TSC]
 
     @tsc.setter
     def tsc(self, cycles: int) -> None:
-        self._tsc = cycles
-        if self.follower is not None:
-            self.follower.show(cycles)
+        self._cells[_TSC] = cycles & _MASK
+        if self._follower is not None:
+            self._follower.show(cycles)
 
     def pass_time(self, cycles: int) -> None:
         """Advance the time by `cycles` and by the cycles that guest code has used."""
-        follower = self.follower
-        self._tsc = self._tsc + cycles if follower is None else follower.go_on(self._tsc, cycles)
+        before = self._cells[_TSC]
+        follower = self._follower
+        after = before + cycles if follower is None else follower.go_on(before, cycles)
+        self._cells[_TSC] = after & _MASK
 
     def read_tsc(self) -> int:
         """Advance the time by a random step and return it, as the result of rdtsc.
 
         The step varies, because some code waits until it has read two different values.
         """
-        factor, addend = _LCG
-        self.random = (self.random * factor + addend) & _MASK
-        self.pass_time(50 + (self.random >> 57))
-        return self._tsc
+        state = (self._cells[_STEPS] * STEP_FACTOR + STEP_ADDEND) & _MASK
+        self._cells[_STEPS] = state
+        self.pass_time(SHORTEST_STEP + (state >> STEP_SHIFT))
+        return self._cells[_TSC]
 
     @property
     def timer_vector(self) -> int | None:
@@ -144,7 +174,7 @@ class Pc:
     @property
     def is_due(self) -> bool:
         """Whether the timer's interrupt is due, by the time that was read or set last."""
-        return self.due is not None and self._tsc >= self.due and self.timer_vector is not None
+        return self.due is not None and self._cells[_TSC] >= self.due and self.timer_vector is not None
 
     def timer_fires(self) -> None:
         """Advance the time to the timer's interrupt and start the next period."""

@@ -41,7 +41,9 @@ class LinuxClock(GuestClock):
         self._now = memory.view(cell, 8).cast("Q")
         self._shown = 0
         self._pc = pc
-        start = kernel.required("cyc2ns")
+        start = kernel.per_cpu("cyc2ns")
+        if start is None:
+            raise unusable("its symbols lack cyc2ns")
         offset = kernel.btf.offset
         at = [offset(f"cyc2ns_data.{name}") for name in _MEMBERS]
         if at != [0, 4, 8]:

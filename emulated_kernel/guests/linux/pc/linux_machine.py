@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
+from typing import Any
 
 from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.guests.linux.initramfs import STUB
@@ -19,6 +21,8 @@ from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.guest_reader import DamageReports
+from emulated_kernel.machine.native.host_code import routine_address
+from emulated_kernel.machine.quirks.hook_range import HookRange
 from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import (
@@ -103,8 +107,8 @@ class LinuxMachine:
         Requests that come meanwhile are from a callback, in which nothing else can run.
         """
         self._is_text_stale = False
-        self._counted: list[range] = []
-        """Ranges of code in which blocks are counted."""
+        self._counted: dict[range, HookRange] = {}
+        """Range of code in which blocks can be counted -> the range of the hook."""
         self._blocks: int | None = None
         """Number of counted blocks since the last tick, or None if blocks are not counted now."""
         self._has_ticked = False
@@ -146,10 +150,29 @@ class LinuxMachine:
             (_IN, IN_CALLBACK(read_port)),
             (_OUT, OUT_CALLBACK(write_port)),
             (_SYSCALL, INSN_CALLBACK(syscall)),
-            (_RDTSC, INSN_CALLBACK(rdtsc)),
             (_RDTSCP, INSN_CALLBACK(rdtscp)),
         ):
             self.engine.add_hook(HOOK_INSN, callback, instruction=number)
+        self._hook_rdtsc(INSN_CALLBACK(rdtsc))
+
+    def _hook_rdtsc(self, callback: Any) -> None:
+        """Let Unicorn call the host's routine for rdtsc, or the callback on a host without a routine."""
+        routine = routine_address("rdtsc")
+        if routine is None:
+            self.engine.add_hook(HOOK_INSN, callback, instruction=_RDTSC)
+            return
+        assert isinstance(self.regs, FastRegs)
+        words = self.pc.words
+        words.low = self.regs.address_of("ax")
+        words.high = self.regs.address_of("dx")
+        words.read_in_python = ctypes.cast(callback, ctypes.c_void_p).value
+        self.engine.add_hook(
+            HOOK_INSN,
+            ctypes.c_void_p(routine),
+            instruction=_RDTSC,
+            data=ctypes.addressof(words),
+            keep=(callback, words),
+        )
 
     def call_at(self, address: int, function: Callable[[], object]) -> None:
         """Let `function` be called whenever the guest reaches an address.
@@ -193,17 +216,22 @@ class LinuxMachine:
         """During the block, let the timer interrupt the code in a range, which may busy-wait for jiffies.
 
         Invariant: a run stops before a basic block, of which no instruction has been executed.
-        Unicorn: removing a hook drops the code that was translated with it, and crashes if that code was
-        already dropped. So the hook stays.
+        Outside of the block the code runs without the hook, which would call Python for each basic block.
         """
-        if code not in self._counted:
-            self._counted.append(code)
-            self.engine.add_hook(HOOK_BLOCK, CODE_CALLBACK(self._count), at=code)
+        hook = self._counted.get(code)
+        if hook is None:
+            added = self.engine.add_hook(HOOK_BLOCK, CODE_CALLBACK(self._count), at=code)
+            assert added.value is not None
+            hook = self._counted[code] = HookRange(added.value, code)
+        hook.use(True)
+        self.engine.flush_code()
         self._blocks = 0
         try:
             yield
         finally:
             self._blocks = None
+            hook.use(False)
+            self.engine.flush_code()
 
     def _count(self, *_block: int) -> None:
         if self._blocks is None:

@@ -51,17 +51,19 @@ _NO_THREAD = 2
 _KILLED = 3
 _CONSTANTS = ("WORK_CPU_UNBOUND", "WORK_OFFQ_POOL_BITS", "WORK_OFFQ_POOL_SHIFT")
 _PARTS = ("data", "entry", "func")
-_SYMBOLS = ("queue_work_on", "system_unbound_wq", "kthread_create_on_node", "wake_up_process")
+_SYMBOLS = ("queue_work_on", "kthread_create_on_node", "wake_up_process")
+_WORKQUEUES = "system_dfl_wq", "system_unbound_wq"
+"""Symbols of the workqueue for any CPU since v6.17, and before; the kernel warns of users of the old one."""
 INTERRUPT = """
     48 bf imm64:any_cpu             | movabs rdi, any_cpu
-    48 b8 imm64:system_unbound_wq   | movabs rax, system_unbound_wq
+    48 b8 imm64:workqueue           | movabs rax, workqueue
     48 8b 30                        | mov rsi, [rax]
     48 b8 imm64:work                | movabs rax, work
     48 8b 10                        | mov rdx, [rax]
     48 b8 imm64:queue_work_on       | movabs rax, queue_work_on
     ff e0                           | jmp rax
 """
-"""Code of the interrupt: queue_work_on(any_cpu, system_unbound_wq, *work)."""
+"""Code of the interrupt: queue_work_on(any_cpu, *workqueue, *work)."""
 MAKER = """
     53                              | push rbx
     48 8d 5f 80                     | lea rbx, [rdi - 128]
@@ -118,6 +120,8 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
     """
     try:
         functions = {name: kernel.required(name) for name in _SYMBOLS}
+        queues = (kernel.kallsyms.lookup_name(name) for name in _WORKQUEUES)
+        functions["workqueue"] = next(filter(None, queues), 0) or kernel.required(_WORKQUEUES[-1])
         constants = tuple(kernel.btf.constant(name) for name in _CONSTANTS)
         return functions, constants, {part: kernel.btf.offset(f"work_struct.{part}") for part in _PARTS}
     except KernelError as error:

@@ -41,6 +41,7 @@ TAKEN_OVER = (_RESERVE, _COMMIT)
 _REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
 _VARIABLES = "vmemmap_base", "jiffies"
 """Kernel variables that print formats refer to."""
+_FAULTABLE = "tracepoint_ext.faultable"
 _NO_SYSCALL = "sys_ni_syscall"
 """Symbol of the system call table's entry for a number without a system call.
 
@@ -176,7 +177,7 @@ class KernelTracepoints:
         self.keys = _ShortKeys(labels, machine, poker, arch)
         """Static keys with the branches of the kernel and of modules."""
         # Linux: a preemptible kernel subtracts the count that the tracepoint itself has added.
-        self._own_count = -1 if kernel.kallsyms.lookup_name("preempt_schedule") is not None else 0
+        self._own_count = -1 if kernel.is_preemptible else 0
         self._points: dict[int, Tracepoint] = {}
         """Address that serves as a trace_event_file -> tracepoint."""
         self.by_name: dict[str, Tracepoint] = {}
@@ -191,7 +192,7 @@ class KernelTracepoints:
             return
         has_syscalls = self._syscall_work.is_known()
         found: list[TraceEvent] = []
-        raw: dict[str, Tracepoint] = {}
+        raw: dict[str, SyscallTracepoint] = {}
         batch = EventBatch(self._machine, lambda: self.names)
         for event in self._kernel.events:
             is_syscall = event.system == RAW_SYSCALLS and has_syscalls
@@ -201,13 +202,28 @@ class KernelTracepoints:
             found.append(made)
             self.by_name[f"{event.system}:{event.name}"] = made.tracepoint
             if is_syscall:
-                raw[event.name] = made.tracepoint
+                raw[event.name] = self._syscall_tracepoint(event, made)
         if raw.keys() >= {"sys_enter", "sys_exit"}:
-            entry, end = (SyscallTracepoint(raw[name], _WORD) for name in ("sys_enter", "sys_exit"))
+            entry, end = raw["sys_enter"], raw["sys_exit"]
             for call in self._kernel.syscalls:
                 if call.nr >= 0 and call.name != _NO_SYSCALL:
                     found += [SyscallEnter(call, entry), SyscallExit(call, end)]
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
+
+    def _syscall_tracepoint(self, event: KernelEvent, made: KernelStaticEvent) -> SyscallTracepoint:
+        """Return the dispatcher for raw_syscalls:sys_enter or sys_exit.
+
+        Since v6.13, these tracepoints are called with preemption enabled.
+        Mirrors: include/linux/tracepoint-defs.h:struct tracepoint_ext (v7.2).
+        """
+        start = made.fields[0].offset - COMMON_SIZE
+        btf = self._kernel.btf
+        is_faultable = False
+        if btf.has(_FAULTABLE):
+            extra = self._word_at(event.tracepoint + btf.offset("tracepoint.ext"))
+            bit, _ = btf.locate(_FAULTABLE)
+            is_faultable = bool(extra and self._memory.read(extra + bit // 8, 1)[0] >> bit % 8 & 1)
+        return SyscallTracepoint(made.tracepoint, _WORD, start, 0 if is_faultable else -self._own_count)
 
     def of_module(self, events: Iterable[KernelEvent], batch: EventBatch) -> list[KernelStaticEvent]:
         """Return the trace events of a module, in the module's order; `batch` is empty."""
@@ -244,7 +260,7 @@ class KernelTracepoints:
         return KernelStaticEvent(
             event.system,
             event.name,
-            layout_fields(event.fields),
+            layout_fields(event.fields, self._kernel.btf.size("trace_entry")),
             event.print_fmt,
             batch,
             batch.add(switch),

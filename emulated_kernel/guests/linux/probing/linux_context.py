@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.guests.linux.guest.linux_task import NEED_RESCHED, THREAD_SIZE
+from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
@@ -29,11 +29,12 @@ _HARDIRQ = 0xF0000
 _FIELDS = ("pid", "comm", "stack", "thread_info.flags")
 
 
-def linux_need_resched(kernel: LinuxKernel) -> NeedResched:
-    """Return the bits from which compiled handlers read whether the current task should be rescheduled."""
-    return NeedResched(
-        _PREEMPT_NEED_RESCHED, (kernel.btf.offset("task_struct.thread_info.flags"), NEED_RESCHED)
-    )
+def linux_need_resched(kernel: LinuxKernel, task_flag: int) -> NeedResched:
+    """Return the bits from which compiled handlers read whether the current task should be rescheduled.
+
+    `task_flag`: see RunningLinux.need_resched.
+    """
+    return NeedResched(_PREEMPT_NEED_RESCHED, (kernel.btf.offset("task_struct.thread_info.flags"), task_flag))
 
 
 def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
@@ -93,7 +94,10 @@ class LinuxContext(HitContext):
         arch: Arch,
         *,
         preemption: bool,
+        need_resched: int,
     ) -> None:
+        """Read the context of hits. `need_resched`: see RunningLinux."""
+        self._task_flag = need_resched
         self._memory = machine.memory
         self._damage = machine.damage
         self._current = machine.per_cpu_bases[0] + abi["percpu.current_task"]
@@ -106,6 +110,6 @@ class LinuxContext(HitContext):
         flags = 0 if self._need_resched[0] & _PREEMPT_NEED_RESCHED else int(EntryFlag.PREEMPT_RESCHED)
         with self._damage.left_out("current task"):
             task = self._memory.read_word(self._current)
-            if self._memory.read_u32(task + self._task_flags) & NEED_RESCHED:
+            if self._memory.read_u32(task + self._task_flags) & self._task_flag:
                 flags |= EntryFlag.NEED_RESCHED
         return flags

@@ -13,7 +13,7 @@ from emulated_kernel.image.linux.kernel_events import KernelEvent, Structures, k
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.live_image import Module
-from emulated_kernel.image.text_tables import BlacklistEntry, Range
+from emulated_kernel.image.text_tables import BlacklistEntry, BugEntry, Range
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.guest_reader import DamageReports, GuestReader
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -24,7 +24,7 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _UNDEFINED = 0
 _WORD = 8
 _COUNT = 4
-_ENTRY = {"extable": 12, "bug_table": 12, "jump_entries": 16, "static_call_sites": 8}
+_ENTRY = {"extable": 12, "jump_entries": 16, "static_call_sites": 8}
 """Name of a module's table -> size of an entry in bytes."""
 _MODULES = 1 << 12
 """Maximum number of modules; a longer list is damaged."""
@@ -144,7 +144,7 @@ class LoadedModules:
             ex_table=tuple(text_tables.ex_table(*self._table(module, "extable", "num_exentries"))),
             blacklist=tuple(self._blacklist(module, symbols)),
             mcount=frozenset(self._words(module, "ftrace_callsites")),
-            bugs=text_tables.bugs(*self._table(module, "bug_table", "num_bugs"), self._memory.string),
+            bugs=self._bugs(module),
             code=self._bytes(text, init_text),
             contents=self._bytes(*data, *init_data),
             jump_labels=tuple(
@@ -271,6 +271,11 @@ class LoadedModules:
         for address, symbol in functions.items():
             if address in listed or any(address in area for area in areas):
                 yield BlacklistEntry(address, address + symbol.size, symbol.name)
+
+    def _bugs(self, module: int) -> dict[int, BugEntry]:
+        has_format = self._kernel.bugs_have_format
+        address, data = self._table(module, "bug_table", "num_bugs", self._structures.btf.size("bug_entry"))
+        return text_tables.bugs(address, data, self._memory.string, has_format=has_format)
 
     def _words(self, module: int, name: str) -> tuple[int, ...]:
         return text_tables.words(self._table(module, name, f"num_{name}", _WORD)[1])

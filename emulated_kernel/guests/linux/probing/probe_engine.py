@@ -31,6 +31,7 @@ from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.abi import ModuleState
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.limits import Limits
 
 log = logging.getLogger("kprobefs.linux")
@@ -54,8 +55,13 @@ class KernelEngine:
         lock: ControlLock | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Build the engine over `kernel`, which has the text in memory; blacklist TAKEN_OVER."""
+        """Build the engine over `kernel`, which has the text in memory; blacklist TAKEN_OVER.
+
+        Over a kernel without preemption, the rules of `profile` for such kernels apply.
+        """
         kernel.forbid(TAKEN_OVER)
+        if not kernel.is_preemptible:
+            profile = replace(profile, preemption=False)
         self.guest = guest
         self.lock = lock or ControlLock()
         self.limits = limits or Limits()
@@ -131,6 +137,7 @@ class KernelEngine:
             self._stacks.task_structs,
             self._caller(),
             self.limits,
+            self.guest,
         )
 
     def _add_module_events(

@@ -34,7 +34,7 @@ class LinuxCpuModel(X86_64Cpu):
     """An x86-64 CPU. The host maps its code and records at addresses that Linux leaves unused.
 
     Code is mapped between the kernel and its modules. From there, an instruction reaches the text and the
-    per-CPU variables, which are linked at address 0.
+    per-CPU variables, whatever their offsets are.
     """
 
     layout = replace(X86_64Cpu.layout, record_pages=_RECORDS, record_pages_size=_RECORDS_SIZE)
@@ -106,7 +106,7 @@ class ProbedLinux(ProbedMachine):
         self.text.adopt(start, kernel.vmlinux.view(start, stop - start))
         # The cells are in the direct map, within the reach of an offset from the per-CPU area.
         cells = self.alloc_pages(_CELLS_SIZE) - tasks.per_cpu
-        if cells >> 31:
+        if not -(1 << 31) <= cells < 1 << 31:
             raise unusable("its first per-CPU area is too far from the end of its memory")
         reserved = {"percpu.reserved": cells, "percpu.reserved_size": _CELLS_SIZE}
         self.records = RecordMemory(memory, self.model.layout, reserved, lambda: self.per_cpu_bases)

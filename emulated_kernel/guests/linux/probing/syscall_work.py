@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from emulated_kernel.guests.linux.kernel_offsets import SYSCALL_WORK, THREAD_FLAGS
 from emulated_kernel.image.linux.btf import Kind
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
-_MEMBER = "task_struct.thread_info.syscall_work"
 _COUNT = "sys_tracepoint_refcount"
 _BITS = "syscall_work_bit"
 _BIT = "SYSCALL_WORK_BIT_SYSCALL_TRACEPOINT"
@@ -21,15 +21,29 @@ class SyscallWork:
     """
 
     def __init__(
-        self, kernel: LinuxKernel, memory: GuestMemory, task_structs: Callable[[], Iterator[int]]
+        self,
+        kernel: LinuxKernel,
+        memory: GuestMemory,
+        task_structs: Callable[[], Iterator[int]],
+        old_flag: int = 0,
     ) -> None:
+        """Use the flag in thread_info.syscall_work, or before v5.11 `old_flag` in thread_info.flags."""
         self._kernel = kernel
         self._memory = memory
         self._task_structs = task_structs
+        self._old_flag = old_flag
 
     def is_known(self) -> bool:
-        """Return True if this kernel has the flag in thread_info.syscall_work (since v5.11)."""
-        return self._kernel.kallsyms.lookup_name(_COUNT) is not None and self._kernel.btf.has(_MEMBER)
+        """Return True if the flag is known, and this kernel counts its users."""
+        has_flag = self._kernel.btf.has(SYSCALL_WORK) or self._old_flag
+        return self._kernel.kallsyms.lookup_name(_COUNT) is not None and bool(has_flag)
+
+    def _place(self) -> tuple[int, int]:
+        """Return the offset of the word in task_struct, and the flag in it."""
+        btf = self._kernel.btf
+        if not btf.has(SYSCALL_WORK):
+            return btf.offset(THREAD_FLAGS), self._old_flag
+        return btf.offset(SYSCALL_WORK), 1 << btf.enumerators(btf.find(Kind.ENUM, _BITS))[_BIT]
 
     def switch(self, on: bool) -> None:
         """Add or remove a user of the flag.
@@ -39,8 +53,7 @@ class SyscallWork:
         The kernel gives tasks that are forked later the flag if the count of users is not 0.
         Raises: MemoryFault (a damaged list).
         """
-        btf = self._kernel.btf
-        flag = 1 << btf.enumerators(btf.find(Kind.ENUM, _BITS))[_BIT]
+        offset, flag = self._place()
         count_at = self._kernel.kallsyms.lookup_name(_COUNT)
         assert count_at is not None
         count = int.from_bytes(self._memory.read(count_at, 4), "little")
@@ -48,7 +61,7 @@ class SyscallWork:
         if count == (0 if on else 1):
             # Read everything that may fault before anything is written.
             for task in self._task_structs():
-                work = self._memory.read_word(place := task + btf.offset(_MEMBER))
+                work = self._memory.read_word(place := task + offset)
                 changes[place] = work | flag if on else work & ~flag
         self._memory.write(count_at, (count + (1 if on else -1) & 0xFFFFFFFF).to_bytes(4, "little"))
         for place, work in changes.items():

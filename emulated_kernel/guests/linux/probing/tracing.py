@@ -10,15 +10,18 @@ from struct import Struct
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
+from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNKS
 from emulated_kernel.guests.linux.probing.kernel_calls import CALLS
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.guests.linux.probing.linux_context import LinuxContext, linux_need_resched
 from emulated_kernel.guests.linux.probing.other_tracers import other_tracers
 from emulated_kernel.guests.linux.probing.syscall_work import SyscallWork
+from emulated_kernel.guests.linux.probing.told_interface import told_interface
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.text_tables import words
+from emulated_kernel.kprobes.profile import KERNEL_INTERFACE
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
@@ -38,23 +41,31 @@ def linux_tracing(
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
     limits: Limits,
+    guest: RunningLinux,
 ) -> tuple[TracingComponents, KernelTracepoints]:
     """Build tracing and the tracepoints of a distribution's kernel.
 
     `live`: the kernel, with its text in memory. `printk`: writes a line to a log of the host. `call`: see
-    KernelTracepoints.__init__.
+    KernelTracepoints.__init__. `guest`: the running kernel, which has its flags of tasks.
     """
     kernel = live.core
     kprobes = engine.kprobes
     tasks = Tasks(machine, abi)
-    context = LinuxContext(kprobes.hits.ctlblk, machine, abi, arch, preemption=kprobes.profile.preemption)
+    context = LinuxContext(
+        kprobes.hits.ctlblk,
+        machine,
+        abi,
+        arch,
+        preemption=kprobes.profile.preemption,
+        need_resched=guest.need_resched,
+    )
     points = KernelTracepoints(
         machine,
         kernel,
         arch,
         kprobes.poker,
         ProbeHit(machine.memory, tasks, context.trace_ctx),
-        SyscallWork(kernel, machine.memory, task_structs),
+        SyscallWork(kernel, machine.memory, task_structs, guest.syscall_trace),
         call,
     )
     traced = TracedKernel(
@@ -74,10 +85,12 @@ def linux_tracing(
         syscall_name=lambda number: _syscall_names(kernel).get(number),
         # Without the functions that ran at boot, whose text has been freed.
         fentry=kernel.mcount.between(*kernel.text),
-        resched=linux_need_resched(kernel),
+        resched=linux_need_resched(kernel, guest.need_resched),
         limits=limits,
         log=printk,
         release=kernel.release,
+        interface=told_interface(kernel) if kprobes.profile.interface == KERNEL_INTERFACE else None,
+        types=lambda: kernel.btf,
         printk_formats=partial(printk_formats, kernel),
         marker_ip=_marker_ip(kernel),
         other_tracers=other_tracers(kernel, machine.memory, TRACERS),

@@ -14,7 +14,7 @@ from typing import Any
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.call_arguments import REGISTERS, CallArguments
-from emulated_kernel.guests.linux.guest.linux_task import NEED_RESCHED, THREAD_SIZE
+from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
 from emulated_kernel.guests.linux.vmcore.memory_rollback import MemoryRollback
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import VmcoreGuest
@@ -202,7 +202,7 @@ class VmcoreCalls:
         memory = self._machine.memory
         regs = self._guest.machine.regs
         flags = guest.init_task + self._kernel.btf.offset("task_struct.thread_info.flags")
-        memory.write(flags, struct.pack("<Q", memory.read_word(flags) & ~NEED_RESCHED))
+        memory.write(flags, struct.pack("<Q", memory.read_word(flags) & ~guest.need_resched))
         guest.ask_for_nothing()
         regs.ip = memory.read_word(regs.sp)
         regs.sp += 8

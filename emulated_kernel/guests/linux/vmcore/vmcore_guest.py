@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
-from emulated_kernel.guests.linux.kernel_offsets import checked_offsets
+from emulated_kernel.guests.linux.guest.thread_flags import single_flag
+from emulated_kernel.guests.linux.kernel_offsets import (
+    CURRENT_TASK,
+    RESCHEDULE,
+    RUN_QUEUES,
+    checked_offsets,
+)
 from emulated_kernel.guests.linux.pc.linux_cpu import CpuTables
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.vmcore.spill_file import has_space, open_tmpfile
@@ -26,7 +33,7 @@ from emulated_kernel.image.linux.cached_tables import CachedKernelTables
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unmapped
 from emulated_kernel.image.linux.vmcore import CoreFile, unusable_core
-from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import open_regular
 
@@ -47,6 +54,7 @@ _TSS_SIZE = 0x2000
 _CONTROLLERS = range(0xFEC00000, 0xFEF00000)
 """Physical addresses of interrupt controllers and timers, which are mapped as unused memory."""
 _COUNT = 4
+_WORD = 8
 _NO_RESCHED = 1 << 31
 """Bit of the preemption count: the current task need not be rescheduled."""
 
@@ -146,20 +154,21 @@ class VmcoreGuest(RunningLinux):
         self._facts = facts
         super().__init__()
         symbols = facts.symbols
+        per_cpu = facts.per_cpu
         memory = machine.memory
         try:
             self.root = facts.root
             self.per_cpu = memory.read_word(self.root, symbols["__per_cpu_offset"])
-            self.current_cell = self.per_cpu + symbols["current_task"]
-            self._preempt_count = self.per_cpu + symbols["__preempt_count"]
+            self.current_cell = self.per_cpu + per_cpu[CURRENT_TASK]
+            self._preempt_count = self.per_cpu + per_cpu["__preempt_count"]
             cr4 = memory.read_word(self.root, self.per_cpu + facts.tlb_cr4)
             self._tables = CpuTables(
                 self.root,
                 _CR4 | cr4 & _CR4_KEPT,
                 self.per_cpu,
-                (self.per_cpu + symbols["gdt_page"], _GDT_SIZE),
+                (self.per_cpu + per_cpu["gdt_page"], _GDT_SIZE),
                 (symbols["idt_table"], _IDT_SIZE),
-                (self.per_cpu + symbols["cpu_tss_rw"], _TSS_SIZE),
+                (self.per_cpu + per_cpu["cpu_tss_rw"], _TSS_SIZE),
             )
             self._be_the_only_one()
             self.stack = memory.read_word(self.root, self.init_task + facts.stack)
@@ -173,6 +182,7 @@ class VmcoreGuest(RunningLinux):
         self._map_devices()
         if "do_sync_core" in symbols:
             machine.watch_text(symbols["do_sync_core"])
+        self.need_resched = self._find_need_resched()
         self.be_ready()
 
     def _last_tick(self) -> int:
@@ -216,6 +226,47 @@ class VmcoreGuest(RunningLinux):
         at = self._preempt_count
         count = int.from_bytes(memory.read(self.root, at, _COUNT), "little") | _NO_RESCHED
         memory.write(self.root, at, count.to_bytes(_COUNT, "little"))
+
+    def _find_need_resched(self) -> int:
+        """Return the bit of TIF_NEED_RESCHED, which the kernel sets once for the idle task.
+
+        Memory is the same afterwards. Return 0 if the kernel lacks the function that sets the flag, or if the
+        function does not return. Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2).
+        """
+        start = self._facts.symbols.get(RESCHEDULE)
+        if start is None:
+            return 0
+        machine = self.machine
+        memory = machine.memory
+        run_queue = self.per_cpu + self._facts.per_cpu[RUN_QUEUES]
+        current = run_queue + self._facts.current
+        flags = self.init_task + self._facts.thread_flags
+        spans = (self.stack, THREAD_SIZE), (current, _WORD), (flags, _WORD)
+        saved = [(at, memory.read(self.root, at, size)) for at, size in spans]
+        sp = self.stack + THREAD_SIZE // 2
+
+        def stop() -> None:
+            if machine.regs.sp == sp + _WORD:
+                machine.stop_in_call()
+
+        end = self._facts.symbols["_stext"]
+        machine.call_at(end, stop)
+        self.be_ready()
+        for at, value in ((sp, end), (current, self.init_task), (flags, 0)):
+            memory.write(self.root, at, value.to_bytes(_WORD, "little"))
+        machine.regs.sp = sp
+        machine.regs.di = run_queue
+        machine.regs.ip = start
+        try:
+            machine.run()
+            return single_flag(after=memory.read_word(self.root, flags))
+        except GuestFault as fault:
+            log.warning("the flag of a task to reschedule is unknown: %s", fault)
+            machine.death = ""
+            return 0
+        finally:
+            for at, data in saved:
+                memory.write(self.root, at, data)
 
     def _be_the_only_one(self) -> None:
         """Mark all other CPUs of the dump offline, so that the kernel does not wait for them."""

@@ -12,6 +12,14 @@ from typing import IO
 
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.kernel_offsets import (
+    CURRENT_TASK,
+    RESCHEDULE,
+    RUN_QUEUES,
+    THREAD_FLAGS,
+    timekeeper_address,
+    timekeeper_offset,
+)
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
 from emulated_kernel.guests.linux.pc.ram import PAGE, LinuxMemory
 from emulated_kernel.guests.linux.probing.running_kernel import RunningKernel, RunningMemory
@@ -26,9 +34,9 @@ _KERNEL_MAP = 0xFFFFFFFF80000000
 _IMAGE_LIMIT = 128 << 20
 _UNIT = 1 << 20
 """Unit of the size of RAM in bytes."""
-_SYMBOLS = (
-    "__per_cpu_offset", "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", "idt_table",
-    "init_task", "current_task",
+_SYMBOLS = ("__per_cpu_offset", "_stext", "idt_table", "init_task")
+_PER_CPU = (
+    "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", CURRENT_TASK, RUN_QUEUES,
 )  # fmt: skip
 CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
 """Members of struct tk_read_base: clock source, its count at the last tick, and the time of that tick."""
@@ -38,19 +46,22 @@ ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
 
 @dataclass(frozen=True)
 class VmcoreOffsets:
-    """Addresses and offsets in a dump's kernel that calls need.
-
-    For per-CPU variables, `symbols` has the offsets in the per-CPU area.
-    """
+    """Addresses and offsets in a dump's kernel that calls need."""
 
     release: str
     root: int
     """Physical address of page tables that map the whole kernel."""
     symbols: dict[str, int]
+    per_cpu: dict[str, int]
+    """Name of a per-CPU variable -> its offset in the per-CPU area, which can be negative."""
     tlb_cr4: int
     """Offset in a per-CPU area of the saved value of CR4."""
     stack: int
     """Offset of the stack's address in task_struct."""
+    thread_flags: int
+    """Offset of thread_info.flags in task_struct."""
+    current: int
+    """Offset of the running task's address in a run queue."""
     cpumask: int
     """Size of a cpumask in bytes."""
 
@@ -148,28 +159,31 @@ def _number(info: Mapping[str, str], name: str) -> int:
 
 def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
     offset = kernel.btf.offset
-    symbols = {name: address for name in _SYMBOLS if (address := kernel.per_cpu(name)) is not None}
-    for name in _SYMBOLS:
-        if name not in symbols:
+    symbols = {name: kernel.required(name) for name in _SYMBOLS}
+    per_cpu = {name: found for name in _PER_CPU if (found := kernel.per_cpu(name)) is not None}
+    for name in _PER_CPU:
+        if name not in per_cpu:
             raise unusable_core(f"its symbols lack {name}")
     return VmcoreOffsets(
         kernel.release,
         root,
         symbols | _optional(kernel),
-        symbols["cpu_tlbstate"] + offset("tlb_state.cr4"),
+        per_cpu,
+        per_cpu["cpu_tlbstate"] + offset("tlb_state.cr4"),
         offset("task_struct.stack"),
+        offset(THREAD_FLAGS),
+        offset("rq.curr"),
         kernel.btf.size("cpumask"),
     )
 
 
 def _optional(kernel: RunningKernel) -> dict[str, int]:
     """Return addresses of symbols that some kernels lack, and of counters that the TSC must have passed."""
-    names = *ONLINE, "do_sync_core", "clocksource_tsc"
+    names = *ONLINE, "do_sync_core", "clocksource_tsc", RESCHEDULE
     found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
-    keeper = kernel.kallsyms.lookup_name("tk_core")
+    keeper = timekeeper_address(kernel)
     if keeper is not None:
-        # The timekeeper follows a sequence count.
-        start = keeper + 8 + kernel.btf.offset("timekeeper.tkr_mono")
+        start = keeper + timekeeper_offset(kernel.btf) + kernel.btf.offset("timekeeper.tkr_mono")
         found |= {f"clock.{name}": start + kernel.btf.offset(f"tk_read_base.{name}") for name in CLOCK}
     clock = kernel.kallsyms.lookup_name("hv_clock_boot")
     if clock is not None:

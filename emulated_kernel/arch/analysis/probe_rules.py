@@ -1,0 +1,49 @@
+"""Rules of the probe checks that not all versions of Linux have, and the sets of rules that profiles name."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.linux_rule import LinuxRule
+
+_CORE = "arch/x86/kernel/kprobes/core.c"
+
+
+class ProbeRule(LinuxRule):
+    """A rule about the places of probes and jumps."""
+
+    EXCEPTION_INSNS = (
+        "6.12",
+        "a probe on `int3`, `int N`, `into`, `int1`, `ud0`, `ud1` or `ud2` is refused with EILSEQ",
+        f"{_CORE}:is_exception_insn",
+    )
+    BOOST_BY_MODRM = (
+        "6.12",
+        "shifts, `test`, `not`, `neg`, `mul`, `div`, `inc` and `dec` are boosted and optimized",
+        f"{_CORE}:can_boost",
+    )
+    NO_JUMP_TABLES = (
+        "6.12",
+        "an indirect jump is a hazard only in builds with jump tables, without retpolines and landing pads",
+        "arch/x86/kernel/kprobes/opt.c:can_optimize",
+    )
+
+
+ProbeRules = frozenset[ProbeRule]
+PROBE_RULES: Mapping[str, ProbeRules] = MappingProxyType(
+    {f"linux-{version}": ProbeRule.of(version) for version in ("6.1", "6.12")}
+)
+"""Name of a set of rules -> rules."""
+
+
+def probe_rules_named(name: str) -> ProbeRules:
+    """Return the set of rules with a name. Raises: KernelError EINVAL (unknown name)."""
+    try:
+        return PROBE_RULES[name]
+    except KeyError:
+        raise KernelError(
+            errno.EINVAL, f"no probe rules {name}; there are {', '.join(PROBE_RULES)}"
+        ) from None

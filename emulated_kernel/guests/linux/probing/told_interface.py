@@ -1,0 +1,76 @@
+"""The interface of a distribution's kernel, by what the kernel says of itself: error table and README."""
+
+from __future__ import annotations
+
+from emulated_kernel.arch.analysis.probe_rules import PROBE_RULES, ProbeRule
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile
+from emulated_kernel.trace.interface import Interface, InterfaceRule
+from emulated_kernel.trace.text.probe_errors import ProbeError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.linux_rule import series_of
+
+_ERRORS = "trace_probe_err_text"
+_README = "readme_msg"
+_WORD = 8
+_LONGEST = 256
+"""Maximum size of a text of the error table in bytes, including its NUL."""
+
+
+def profile_of(kernel: LinuxKernel) -> Profile:
+    """Return the profile that follows a kernel: its interface, and the probe rules of its version."""
+    series = series_of(kernel.release)
+    wanted = ProbeRule.of(series)
+    rules = next(name for name, rules in PROBE_RULES.items() if rules == wanted)
+    return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
+
+
+def told_interface(kernel: LinuxKernel) -> Interface:
+    """Return the interface that a kernel has by its own texts, and by its version where these do not tell."""
+    texts = _error_table(kernel)
+    series = series_of(kernel.release)
+    told = "\n".join([*texts, _text(kernel, _README)])
+    return Interface(
+        f"linux-{series}",
+        kernel.release,
+        InterfaceRule.told(series, told),
+        {error: text for error in ProbeError for text in error.texts[1:] if text in texts},
+    )
+
+
+def _error_table(kernel: LinuxKernel) -> frozenset[str]:
+    """Return the texts of the errors of probe definitions; empty if the kernel has no such table.
+
+    The table ends before the next symbol, and other data may follow it.
+    """
+    table = _bytes(kernel, _ERRORS)
+    texts: set[str] = set()
+    for at in range(0, len(table), _WORD):
+        data = _read(kernel, int.from_bytes(table[at : at + _WORD], "little"), _LONGEST)
+        if not data:
+            break
+        texts.add(_string(data))
+    return frozenset(texts)
+
+
+def _text(kernel: LinuxKernel, symbol: str) -> str:
+    return _string(_bytes(kernel, symbol))
+
+
+def _bytes(kernel: LinuxKernel, symbol: str) -> bytes:
+    """Return the bytes from a symbol to the next one, or nothing if the kernel lacks the symbol."""
+    start = kernel.kallsyms.lookup_name(symbol)
+    found = None if start is None else kernel.kallsyms.lookup(start)
+    return b"" if start is None or found is None else _read(kernel, start, found.symbol.size)
+
+
+def _read(kernel: LinuxKernel, address: int, size: int) -> bytes:
+    """Return bytes of the kernel, or nothing if they are not in its file."""
+    try:
+        return kernel.read(address, size)
+    except KernelError:
+        return b""
+
+
+def _string(data: bytes) -> str:
+    return data.partition(b"\0")[0].decode("latin-1")

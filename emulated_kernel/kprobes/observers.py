@@ -1,0 +1,93 @@
+"""Observers: what armed probes and tracers can see, which decides what has to be read for a system call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.sight import LimitedSight, Sight
+from emulated_kernel.machine.text.text import OriginalBytes
+
+MOST_WORDS = 16
+"""Maximum number of patched words that are attributed to probes."""
+_LONGEST = 16
+"""Upper bound of the size of a patch in bytes."""
+
+
+class Observers:
+    """Finds out what the present patches of the text can see."""
+
+    def __init__(
+        self, kprobes: Kprobes, originals: OriginalBytes, breakpoint_size: int, loops: Iterable[range]
+    ) -> None:
+        """Look at the patches that `originals` records.
+
+        `loops` has the functions in which the number of hits depends on the text of a path.
+        """
+        self._originals = originals
+        self._table = kprobes.table
+        self._sites = kprobes.sites
+        self._fentry_size = kprobes.probe_checker.fentry_size
+        self._breakpoint_size = breakpoint_size
+        self._loops = tuple(loops)
+        self._patched: tuple[tuple[int, int], ...] = ()
+        """Items of the patched words for which `_heads` was found."""
+        self._heads: Sequence[AggrKprobe] | None = ()
+
+    def sight(self) -> Sight:
+        """Return the greatest sight of the patches; it is MEMORY for patches that are not a probe's."""
+        if self._sites is not None and self._sites.has_tracers:
+            return Sight.MEMORY
+        heads = self._patching()
+        if heads is None:
+            return Sight.MEMORY
+        seen = Sight.NOTHING
+        for head in heads:
+            for member in head.members:
+                seen = max(seen, member.sight if isinstance(member, LimitedSight) else Sight.MEMORY)
+        return seen
+
+    def _patching(self) -> Sequence[AggrKprobe] | None:
+        """Return the entries of the probes that have patched the text, or None if there are other patches.
+
+        The result is kept until the text changes.
+        """
+        words = self._originals.words
+        if len(words) > MOST_WORDS:
+            return None
+        patched = tuple(words.items())
+        heads = self._heads
+        if patched != self._patched or any(self._table.get(head.address) is not head for head in heads or ()):
+            heads = self._find_heads()
+            self._patched = patched
+            self._heads = heads
+        return heads
+
+    def _find_heads(self) -> Sequence[AggrKprobe] | None:
+        found: list[AggrKprobe] = []
+        patch = range(0)
+        for address in self._originals:
+            if address in patch:
+                continue
+            head = self._head_at(address)
+            if head is None or any(address in loop for loop in self._loops):
+                return None
+            patch = range(head.address, head.address + self._size(head))
+            found.append(head)
+        return found
+
+    def _head_at(self, address: int) -> AggrKprobe | None:
+        """Return the entry of the probes for which the byte at an address is patched, or None."""
+        for start in range(address, address - _LONGEST, -1):
+            head = self._table.get(start)
+            if head is not None:
+                return head if address < start + self._size(head) else None
+        return None
+
+    def _size(self, head: AggrKprobe) -> int:
+        if head.is_ftrace:
+            return self._fentry_size
+        if head.is_patched and head.detour is not None:
+            return len(head.detour.jump)
+        return self._breakpoint_size

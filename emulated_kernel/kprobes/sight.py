@@ -1,0 +1,28 @@
+"""Sight: what a probe's handlers can see of the system call in which the probe is hit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+
+
+class Sight(IntEnum):
+    """What handlers of a probe can see."""
+
+    NOTHING = 0
+    """That the hit happens, when, and in which task."""
+    REGISTERS = 1
+    """Also the registers, so that they see numbers which a system call takes and returns."""
+    MEMORY = 2
+    """Also memory, so that they see the paths and data of a system call."""
+
+
+class LimitedSight(ABC):
+    """Interface of probes whose handlers may see less than everything."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def sight(self) -> Sight:
+        """What the handlers can see of the system call in which the probe is hit."""

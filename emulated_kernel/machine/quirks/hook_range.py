@@ -1,0 +1,35 @@
+"""The addresses of one of Unicorn's hooks, which its API cannot change."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+from emulated_kernel.machine.quirks.harness import own_memory
+
+_HOOK_SIZE = 64
+"""Size in bytes of the start of Unicorn's struct hook, which contains the fields `begin` and `end`."""
+_NOWHERE = 1 << 63, 1 << 63
+"""First and last address of a hook that no code reaches, since the address is not canonical."""
+
+
+class HookRange:
+    """The range of addresses of a hook, in Unicorn's memory.
+
+    Unicorn: a hook cannot be removed when the code that was translated with it is gone. But the code has the
+    calls of a hook only if the hook was there at the translation.
+    """
+
+    def __init__(self, hook: int, at: range) -> None:
+        """Find the range of the hook with address `hook`, which is `at`."""
+        self._at = at[0], at[-1]
+        place = own_memory(hook, _HOOK_SIZE).find(struct.pack("<2Q", *self._at))
+        self._cells = None if place < 0 else (ctypes.c_uint64 * 2).from_address(hook + place)
+
+    def use(self, on: bool) -> None:
+        """Move the hook to its range or to no address; the caller drops translated code.
+
+        If the hook's range was not found, the hook stays.
+        """
+        if self._cells is not None:
+            self._cells[0], self._cells[1] = self._at if on else _NOWHERE

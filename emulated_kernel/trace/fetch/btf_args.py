@@ -1,0 +1,181 @@
+"""Arguments by name: parameters and results of probed functions, and fields of structures, by BTF."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+from emulated_kernel.image.linux.btf import Btf, Kind, Member
+from emulated_kernel.trace.text.probe_errors import ProbeError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+
+_ANONYMOUS_MAX = 16
+"""Maximum number of anonymous structures and unions that wait for a search."""
+_CHAR_BITS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class ProbedFunction:
+    """The prototype of a probed function. The id of a type is its number in the BTF; 0 is void."""
+
+    btf: Btf
+    returns: int
+    parameters: tuple[tuple[str, int], ...]
+    """Name and type id of each parameter."""
+
+    def index(self, name: str) -> int | None:
+        """Return the index of the parameter with a name, or None."""
+        return next((at for at, (own, _) in enumerate(self.parameters) if own == name), None)
+
+
+def find_function(btf: Btf | None, name: str | None, hidden: int = 0) -> ProbedFunction | None:
+    """Return the prototype of a function without its first `hidden` parameters, or None without BTF for it.
+
+    Mirrors: kernel/trace/trace_btf.c:btf_find_func_proto (v6.12).
+    """
+    if btf is None or name is None:
+        return None
+    try:
+        returns, parameters = btf.prototype(name)
+    except KernelError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    named = tuple((each.name, each.type) for each in parameters if each.type)
+    return ProbedFunction(btf, returns, named[hidden:])
+
+
+@dataclass(frozen=True)
+class TypedValue:
+    """The BTF type of a fetched value, and the bits of the value if it is a bit field."""
+
+    btf: Btf
+    type: int
+    """Id of the type below typedefs and qualifiers."""
+    bit_offset: int = 0
+    bit_size: int = 0
+    """Size of a bit field in bits; 0 for other values."""
+
+    @property
+    def is_char_array(self) -> bool:
+        return self.btf.kind(self.type) is Kind.ARRAY and self._refers_to_char
+
+    @property
+    def is_char_pointer(self) -> bool:
+        return self.btf.kind(self.type) is Kind.PTR and self._refers_to_char
+
+    @property
+    def _refers_to_char(self) -> bool:
+        """Whether the value points to, or consists of, characters.
+
+        Linux: `char` is unsigned since 6.2, and any unsigned byte counts as a character. In the BTF of an
+        older kernel `char` is signed; it counts here as well.
+        """
+        referred = self.btf.referred(self.type)
+        if self.btf.kind(referred) is not Kind.INT:
+            return False
+        signed, bits = self.btf.int_encoding(referred)
+        return bits == _CHAR_BITS and (not signed or self.btf.name(referred) == "char")
+
+    @property
+    def has_bit_field(self) -> bool:
+        """Whether shifts must extract the value from the bytes that are fetched."""
+        return bool(self.bit_size % _CHAR_BITS or self.bit_offset)
+
+    def fetch_type(self, word_bits: int) -> str | None:
+        """Return the name of the fetch type by which the value is shown, or None for the default type.
+
+        Mirrors: kernel/trace/trace_probe.c:fetch_type_from_btf_type (v6.12).
+        """
+        match self.btf.kind(self.type):
+            case Kind.ENUM:
+                return "s32"
+            case Kind.ENUM64:
+                return "s64"
+            case Kind.PTR:
+                return f"x{word_bits}"
+            case Kind.INT:
+                signed, bits = self.btf.int_encoding(self.type)
+                if bits in (8, 16, 32, 64):
+                    return f"{'s' if signed else 'u'}{bits}"
+                return None if signed else "u64"
+        return None
+
+
+class FieldError(Exception):
+    """An error in a chain of fields: what it is, its errno, and its column from the chain's start."""
+
+    def __init__(self, error: ProbeError, column: int, code: int) -> None:
+        super().__init__(error)
+        self.error = error
+        self.column = column
+        self.code = code
+
+
+def split_field(text: str) -> tuple[str, str | None, bool]:
+    """Split `NAME->REST` or `NAME.REST`. Return name, rest, and whether they are separated by an arrow.
+
+    The rest is None if there is no separator. Raises: FieldError BAD_HYPHEN.
+    Mirrors: kernel/trace/trace_probe.c:split_next_field (v6.12).
+    """
+    at = min((at for at in (text.find("."), text.find("-")) if at >= 0), default=-1)
+    if at < 0:
+        return text, None, False
+    if text[at] == ".":
+        return text[:at], text[at + 1 :], False
+    if text[at : at + 2] != "->":
+        raise FieldError(ProbeError.BAD_HYPHEN, at, errno.EINVAL)
+    return text[:at], text[at + 2 :], True
+
+
+def follow_fields(value: TypedValue, chain: str) -> Iterator[tuple[int, TypedValue, int]]:
+    """Follow `FIELD.FIELD->FIELD` from a pointer to a structure.
+
+    Yield, for each dereference, its offset in bytes, the type of what is there, and the column of its last
+    field. Raises: FieldError.
+    Mirrors: kernel/trace/trace_probe.c:parse_btf_field (v6.12).
+    """
+    btf = value.btf
+    column = 0
+    left: str | None = chain
+    while left is not None:
+        if btf.kind(value.type) is not Kind.PTR:
+            raise FieldError(ProbeError.NO_PTR_STRCT, column, errno.EINVAL)
+        structure = btf.referred(value.type)
+        bits = 0
+        is_arrow = False
+        while left is not None and not is_arrow:
+            try:
+                name, rest, is_arrow = split_field(left)
+            except FieldError as failure:
+                raise FieldError(failure.error, column + failure.column, failure.code) from None
+            start, member = _find_member(btf, structure, name, column)
+            bits += start + member.offset
+            structure = btf.resolve(member.type)
+            value = TypedValue(btf, structure, bits % 8, member.width)
+            last = column
+            column += len(left) - len(rest or "")
+            left = rest
+        yield bits // 8, value, last
+
+
+def _find_member(btf: Btf, structure: int, name: str, column: int) -> tuple[int, Member]:
+    """Return a member of a structure or of its anonymous members, and the offset in bits of its owner.
+
+    Raises: FieldError BAD_BTF_TID (no structure), NO_BTF_FIELD.
+    Mirrors: kernel/trace/trace_btf.c:btf_find_struct_member (v6.12).
+    """
+    if btf.kind(structure) not in (Kind.STRUCT, Kind.UNION):
+        raise FieldError(ProbeError.BAD_BTF_TID, column, errno.EINVAL)
+    waiting = [(0, structure)]
+    while waiting:
+        start, owner = waiting.pop()
+        for member in btf.members(owner):
+            if name and member.name == name:
+                return start, member
+            if not member.name and len(waiting) < _ANONYMOUS_MAX:
+                inner = btf.resolve(member.type)
+                if btf.kind(inner) in (Kind.STRUCT, Kind.UNION):
+                    waiting.append((start + member.offset, inner))
+    raise FieldError(ProbeError.NO_BTF_FIELD, column, errno.ENOENT)

@@ -1,0 +1,132 @@
+"""NamedArgs: compiles `NAME->FIELD.FIELD` and typed `$retval` of a fetch argument by the kernel's BTF.
+
+fetchargs.py imports this file at the first such argument, because most kernels have none.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from emulated_kernel.trace.fetch.btf_args import (
+    FieldError,
+    ProbedFunction,
+    TypedValue,
+    follow_fields,
+    split_field,
+)
+from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
+from emulated_kernel.trace.text.probe_errors import ProbeError
+from emulated_kernel.util.errors import KernelError
+
+LogError = Callable[[int, ProbeError, int], KernelError]
+"""Logs an error at a column with an errno, and returns the exception to raise."""
+
+
+class NamedArgs:
+    """Compiler of the names in one argument."""
+
+    def __init__(
+        self,
+        function: ProbedFunction | None,
+        parameter: Callable[[int], FetchInsn],
+        error: LogError,
+        limit: int,
+    ) -> None:
+        """Compile names of `function`, or refuse them if BTF does not have it.
+
+        `parameter` returns the operation that loads the parameter with an index. `limit` is the maximum
+        number of operations.
+        """
+        self._function = function
+        self._parameter = parameter
+        self._error = error
+        self._limit = limit
+        self.typed: TypedValue | None = None
+        """The type of the value, or None."""
+        self.end: int | None = None
+        """Column of the last field, or None without fields."""
+
+    def named(self, text: str, at: int) -> list[FetchInsn]:
+        """Compile `NAME->FIELD.FIELD`, with a parameter of the probed function.
+
+        Raises: KernelError (logged). Mirrors: kernel/trace/trace_probe.c:parse_btf_arg (v6.12).
+        """
+        name, fields, column = self._root(text, at)
+        function = self._function
+        if function is None or not function.parameters:
+            raise self._error(at, ProbeError.NO_BTF_ENTRY, errno.ENOENT)
+        index = function.index(name)
+        if index is None:
+            raise self._error(at, ProbeError.NO_BTFARG, errno.ENOENT)
+        return self._fields(self._parameter(index), function, function.parameters[index][1], fields, column)
+
+    def return_value(self, load: FetchInsn, text: str, at: int) -> list[FetchInsn]:
+        """Compile `$retval->FIELD.FIELD`, whose value `load` loads. `text` is the whole expression."""
+        name, fields, column = self._root(text, at)
+        if name != "$retval":
+            return self.named(text, at)
+        function = self._function
+        if function is None:
+            if fields is not None:
+                raise self._error(column, ProbeError.NO_BTF_ENTRY, errno.ENOENT)
+            return [load]
+        if not function.returns:
+            raise self._error(at, ProbeError.NO_RETVAL, errno.ENOENT)
+        return self._fields(load, function, function.returns, fields, column)
+
+    def _root(self, text: str, at: int) -> tuple[str, str | None, int]:
+        """Split `NAME->FIELDS`. Return the name, the fields or None, and the column of the fields."""
+        try:
+            name, fields, is_arrow = split_field(text)
+        except FieldError as failure:
+            raise self._error(at + failure.column, failure.error, failure.code) from None
+        column = at + len(text) - len(fields or "")
+        if fields is not None and not is_arrow:
+            raise self._error(column, ProbeError.NOSUP_DAT_ARG, errno.EOPNOTSUPP)
+        return name, fields, column
+
+    def _fields(
+        self, root: FetchInsn, function: ProbedFunction, number: int, fields: str | None, column: int
+    ) -> list[FetchInsn]:
+        """Return the operations that load `root`, whose type has the id `number`, and follow its fields."""
+        code = [root]
+        self.typed = TypedValue(function.btf, function.btf.resolve(number))
+        if fields is None:
+            return code
+        try:
+            for offset, typed, last in follow_fields(self.typed, fields):
+                self.typed = typed
+                if len(code) == self._limit:
+                    raise self._error(column + last, ProbeError.TOO_MANY_OPS, errno.EINVAL)
+                code.append(FetchInsn(FetchOp.DEREF, value=offset))
+                self.end = column + last
+        except FieldError as failure:
+            raise self._error(column + failure.column, failure.error, failure.code) from None
+        return code
+
+    def prepare_string(self, type_name: str, code: list[FetchInsn], column: int) -> None:
+        """Add the dereference that a string type needs to `code`.
+
+        Raises: KernelError EINVAL, E2BIG (logged).
+        Mirrors: kernel/trace/trace_probe.c:check_prepare_btf_string_fetch (v6.12).
+        """
+        typed = self.typed
+        if typed is None or typed.is_char_array:
+            return
+        if not typed.is_char_pointer:
+            raise self._error(column, ProbeError.BAD_TYPE4STR, errno.EINVAL)
+        if len(code) == self._limit:
+            raise self._error(column, ProbeError.TOO_MANY_OPS, errno.E2BIG)
+        code.append(FetchInsn(FetchOp.UDEREF if type_name.startswith("u") else FetchOp.DEREF))
+
+    def bit_field(self) -> FetchInsn | None:
+        """Return the shifts that extract a bit field from a word of 64 bits, or None for other values.
+
+        Mirrors: kernel/trace/trace_probe.c:parse_btf_bitfield (v6.12).
+        """
+        typed = self.typed
+        if typed is None or not typed.has_bit_field:
+            return None
+        rshift = 64 - typed.bit_size
+        return FetchInsn(FetchOp.MOD_BF, size=8, lshift=rshift - typed.bit_offset, rshift=rshift)

@@ -1,0 +1,68 @@
+"""FilterWords: the words of event filters that not all kernels have, `FIELD.function` and `CPUS{LIST}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from emulated_kernel.trace.interface import LINUX_6_1, Interface, InterfaceRule
+from emulated_kernel.util.fast_dataclass import dataclass
+
+_REGION = re.compile(r"\s*(?:all|(?P<first>\d+|N)(?:-(?P<last>\d+|N))?)(?::(?P<used>\d+)/(?P<group>\d+))?\s*")
+
+
+def _no_function(_place: str | int) -> None:
+    """Find no function."""
+
+
+@dataclass(frozen=True, eq=False)
+class FilterWords:
+    """What a kernel's filters have in addition to those of Linux 6.1."""
+
+    interface: Interface = LINUX_6_1
+    cpus: int = 1
+    """Number of CPUs."""
+    word_size: int = 8
+    """Size of an address in bytes."""
+    find_function: Callable[[str | int], range | None] = _no_function
+    """Returns the addresses of the function with a name, or of the one that contains an address."""
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether `FIELD.function` compares a field with a function."""
+        return InterfaceRule.FILTER_FUNCTIONS in self.interface
+
+    @property
+    def has_cpus(self) -> bool:
+        """Whether `CPUS{LIST}` is a value."""
+        return InterfaceRule.FILTER_CPUS in self.interface
+
+
+NO_WORDS = FilterWords()
+"""The words of Linux 6.1: none."""
+
+
+def parse_cpus(text: str, cpus: int) -> frozenset[int] | None:
+    """Return the CPUs of a list such as `0-2,5`, or None if the list is wrong or names a CPU beyond `cpus`.
+
+    Mirrors: lib/bitmap-str.c:bitmap_parselist (v6.12).
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        if not part.strip():
+            continue
+        region = _REGION.fullmatch(part)
+        if region is None:
+            return None
+        first = _cpu(region["first"] or "0", cpus)
+        last = _cpu(region["last"] or region["first"] or "N", cpus)
+        used = int(region["used"] or 1)
+        group = int(region["group"] or 1)
+        if first > last or last >= cpus or not group or used > group:
+            return None
+        found.update(cpu for cpu in range(first, last + 1) if (cpu - first) % group < used)
+    return frozenset(found)
+
+
+def _cpu(text: str, cpus: int) -> int:
+    return cpus - 1 if text == "N" else int(text)

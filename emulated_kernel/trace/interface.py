@@ -1,0 +1,186 @@
+"""Interfaces of tracefs: the grammar, texts and files of a version of Linux, as a set of rules."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from emulated_kernel.trace.text.error_log import ErrorTexts
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.linux_rule import LinuxRule
+
+_PROBE = "kernel/trace/trace_probe.c"
+_KPROBE = "kernel/trace/trace_kprobe.c"
+_HIST = "kernel/trace/trace_events_hist.c"
+_FILTER = "kernel/trace/trace_events_filter.c"
+
+
+class InterfaceRule(LinuxRule):
+    """A rule of tracefs that not all versions of Linux have."""
+
+    CHAR_TYPE = (
+        "6.12",
+        "fetch arguments have the type `char`",
+        f"{_PROBE}:probe_fetch_types",
+        "char, string",
+    )
+    BTF_ARGS = (
+        "6.12",
+        "arguments can be parameters by name, and fields of structures; `$retval` has the function's type",
+        f"{_PROBE}:parse_btf_arg",
+        "<argname>[->field",
+    )
+    ENTRY_ARGS = (
+        "6.12",
+        "events at a function's return can have its arguments, which its entry keeps",
+        f"{_PROBE}:store_trace_entry_data",
+        "kernel return probes support: $retval, $arg<N>, $comm",
+    )
+    META_ARGS = (
+        "6.12",
+        "`$arg*` becomes all parameters of a function, and `$argN` alone the parameter's name",
+        f"{_PROBE}:traceprobe_expand_meta_args",
+        "$arg* can be used only once in the parameters",
+    )
+    DENTRY_TYPES = (
+        "6.12",
+        "the types `%pd` and `%pD` show the name of a dentry and of a file",
+        f"{_PROBE}:traceprobe_expand_dentry_args",
+        "%pd/%pD",
+    )
+    ARGS_LIMITED = (
+        "6.12",
+        "more than 128 arguments are refused with E2BIG; earlier versions ignore the further ones",
+        f"{_KPROBE}:trace_kprobe_create",
+    )
+    ARGS_LIMIT_LOGGED = (
+        "7.2",
+        "the refusal of more than 128 arguments is in error_log",
+        f"{_KPROBE}:trace_kprobe_create_internal",
+        "Too many arguments are specified",
+    )
+    LATE_CHECKS = (
+        "6.12",
+        "size and type of an argument are checked after its expression, with the column of the innermost one",
+        f"{_PROBE}:traceprobe_parse_probe_arg_body",
+        "$arg* can be used only on function entry or exit",
+    )
+    STRING_TYPE_LOGGED = (
+        "6.12",
+        "a wrong type of `$comm` or of a literal string is in error_log",
+        f"{_PROBE}:parse_probe_arg_type",
+        "$comm and immediate-string only accepts string type",
+    )
+    UPROBE_SYMBOLS_REFUSED = (
+        "6.12",
+        "arguments of uprobe events cannot have the types `symbol` and `symstr`",
+        f"{_PROBE}:find_fetch_type",
+    )
+    SYMBOL_EINVAL = (
+        "6.12",
+        "an unknown or ambiguous symbol is refused with EINVAL instead of ENOENT and EADDRNOTAVAIL",
+        f"{_KPROBE}:trace_kprobe_create",
+    )
+    MODULE_SYMBOLS_CHECKED = (
+        "6.12",
+        "`MODULE:SYMBOL` is looked up at once if the module is loaded",
+        f"{_KPROBE}:validate_probe_symbol",
+    )
+    MAXACT_AT_EXIT = (
+        "6.12",
+        "maxactive of a probe on an entry is refused with `Maxactive is only for function exit`",
+        f"{_KPROBE}:trace_kprobe_create",
+        "Maxactive is only for function exit",
+    )
+    FILTER_FUNCTIONS = (
+        "6.12",
+        "filters compare `FIELD.function` with a function's name or an address in it",
+        f"{_FILTER}:parse_pred",
+    )
+    FILTER_CPUS = (
+        "6.12",
+        "filters compare sets of CPUs, numbers and `CPU` with `CPUS{LIST}`",
+        f"{_FILTER}:parse_pred",
+    )
+    TRIGGER_FILTER_LOGGED = (
+        "6.12",
+        "a wrong filter of a trigger is in error_log",
+        "kernel/trace/trace_events_trigger.c:set_trigger_filter",
+    )
+    HIST_NOHITCOUNT = (
+        "6.12",
+        "histograms with `nohitcount` or `NOHC` do not show the number of hits",
+        f"{_HIST}:parse_hist_trigger_attrs",
+        "[:nohitcount]",
+    )
+    HIST_COMMON_STACKTRACE = (
+        "6.12",
+        "a key that is a call chain is named `common_stacktrace`; `stacktrace` means the same",
+        f"{_HIST}:event_hist_trigger_print",
+        "common_stacktrace",
+    )
+    FPROBE_EVENTS = (
+        "6.12",
+        "dynamic_events takes `f` lines: events at entries and returns of functions",
+        "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+        "f[:[<group>/][<event>]]",
+    )
+    FPROBES_STAY = (
+        "6.12",
+        "the functions of an `f` event are hooked from its definition on; later, while it is enabled",
+        "kernel/trace/trace_fprobe.c:__register_trace_fprobe",
+        "",
+        "7.2",
+    )
+    FPROBE_EINVAL = (
+        "7.2",
+        "an `f` line fails with EINVAL if its probe cannot be registered, and an unknown symbol is named so",
+        "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+    )
+    FPROBE_WITHOUT_MAXACTIVE = (
+        "7.2",
+        "`f` lines have no maxactive",
+        "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Interface:
+    """The interface of tracefs, which all parts of one kernel's tracing share.
+
+    `rule in interface` tells whether the kernel has a rule.
+    """
+
+    name: str
+    release: str
+    """Release that the kernel reports if it is kprobefs's own."""
+    rules: frozenset[InterfaceRule]
+    texts: ErrorTexts = field(default_factory=dict)
+    """Error -> the kernel's text, for the errors whose text differs from that of Linux 6.1."""
+
+    def __contains__(self, rule: InterfaceRule) -> bool:
+        return rule in self.rules
+
+
+LINUX_6_1 = Interface("linux-6.1", "6.1.0", InterfaceRule.of("6.1"))
+INTERFACES: Mapping[str, Interface] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            LINUX_6_1,
+            Interface("linux-6.12", "6.12.0", InterfaceRule.of("6.12")),
+            Interface("linux-6.1-fprobe", LINUX_6_1.release, LINUX_6_1.rules | {InterfaceRule.FPROBE_EVENTS}),
+        )
+    }
+)
+"""Name of an interface -> interface."""
+
+
+def interface_named(name: str) -> Interface:
+    """Return the interface with a name. Raises: KernelError EINVAL (unknown name)."""
+    try:
+        return INTERFACES[name]
+    except KeyError:
+        raise KernelError(errno.EINVAL, f"no interface {name}; there are {', '.join(INTERFACES)}") from None

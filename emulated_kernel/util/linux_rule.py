@@ -1,0 +1,57 @@
+"""LinuxRule: a rule that some versions of Linux have. Only this file compares versions."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Self
+
+_OLDEST = "5.10"
+"""Version of a kernel whose release has no number."""
+
+
+class LinuxRule(Enum):
+    """Base class of enumerations of rules. Each member is a rule that kernels have from a version on.
+
+    The code asks whether a kernel has a rule, and never for the kernel's version. Backports therefore change
+    the set of a kernel's rules, and no code.
+    """
+
+    def __init__(self, since: str, what: str, source: str, sign: str = "", until: str = "") -> None:
+        """Create a rule.
+
+        `since` is the first version that has the rule, and `until` the first later version that lacks it, or
+        "". Both are among the versions whose sources were compared: 5.10, 6.1, 6.12, 7.2 and 7.3. `what`
+        describes the rule, and `source` names the place in the source of `since`. `sign` is a text in the
+        kernel's error table or README if and only if the kernel has the rule; "" if neither tells.
+        """
+        self.since = since
+        self.what = what
+        self.source = source
+        self.sign = sign
+        self.until = until
+
+    @classmethod
+    def of(cls, version: str) -> frozenset[Self]:
+        """Return the rules of a version, which is written as `6.12`."""
+        number = _number(version)
+        return frozenset(rule for rule in cls if rule._is_in(number))
+
+    @classmethod
+    def told(cls, version: str, texts: str) -> frozenset[Self]:
+        """Return the rules of a kernel by its own `texts`, and by its version where the texts do not tell."""
+        number = _number(version)
+        return frozenset(rule for rule in cls if (rule.sign in texts if rule.sign else rule._is_in(number)))
+
+    def _is_in(self, number: tuple[int, ...]) -> bool:
+        return _number(self.since) <= number and (not self.until or number < _number(self.until))
+
+
+def series_of(release: str) -> str:
+    """Return the version in a release: `6.12` for `6.12.117+deb13-cloud-amd64`."""
+    found = re.match(r"\d+\.\d+", release)
+    return found[0] if found else _OLDEST
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))

@@ -1,0 +1,498 @@
+"""Check kernels of distributions, with both engines: python -m stress.kernels [--write FILE] IMAGE...
+
+Each check uses the mount like a client. The result is a table: which checks pass, and how long starts take.
+An IMAGE is a file for `--image`; further packages with its modules may be next to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from errno import ENOENT
+from pathlib import Path
+from time import perf_counter
+
+import tests.own_thread  # noqa: F401 - for kernels in this process
+from emulated_kernel.arch.x86.insn import decode_all
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.boot_cache import ensure_cached, started_with_kernel
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
+
+SEED = 1
+CLIENT = Client(4001, 0, 0)
+OTHER = Client(4002, 0, 0)
+ENGINES = ("kernel", "kprobefs")
+TEXT = "hello, kernel"
+FILE = "/scratch/checked"
+EVENTS = "/tracing/events"
+MODULES = ("dummy", "nls_cp437", "nls_utf8")
+"""Small modules, of which each kernel has at least one. Functions of lib/ cannot be traced."""
+REQUESTS = 400
+"""Maximum number of requests until a probe must have become a jump."""
+TROUBLE = re.compile(r"\b(?:BUG|Oops|WARNING|Call Trace|general protection fault)\b")
+HEAD = "| kernel | way of probing | checks | failed | not possible | first boot | start |"
+RULE = "| --- | --- | --- | --- | --- | --- | --- |"
+
+
+class NotBuilt(Exception):
+    """Raised by a check of something that the kernel was built without, or that is not on this machine."""
+
+
+class CheckFailed(Exception):
+    """Raised by a check whose kernel answers wrongly; the text says how."""
+
+
+@dataclass
+class Checked:
+    """A mounted kernel, and what its checks need."""
+
+    mount: Mount
+    kernel: LinuxKernel
+    is_native: bool
+
+    def read(self, path: str) -> str:
+        """Return a whole file's text."""
+        handle = self.mount.open(CLIENT, path, os.O_RDONLY)
+        text = b""
+        try:
+            while piece := self.mount.read(CLIENT, handle, 1 << 17, len(text)):
+                text += piece
+        finally:
+            self.mount.release(handle)
+        return text.decode("utf-8", "replace")
+
+    def write(self, path: str, text: str, flags: int = os.O_WRONLY) -> None:
+        """Write a text to a file in one piece. Raises: KernelError."""
+        handle = self.mount.open(CLIENT, path, flags)
+        try:
+            self.mount.write(CLIENT, handle, text.encode(), 0)
+        finally:
+            self.mount.release(handle)
+
+    def define(self, *definitions: str) -> None:
+        """Replace all events of probes, enable the new ones, and empty the trace."""
+        self.disable()
+        self.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+        for definition in definitions:
+            self.write("/kprobe_events", f"{definition}\n", os.O_WRONLY | os.O_APPEND)
+        if definitions:
+            self.write(f"{EVENTS}/kprobes/enable", "1")
+        self.clear()
+
+    def disable(self) -> None:
+        """Disable the events of probes, if there are any."""
+        with suppress(KernelError):
+            self.write(f"{EVENTS}/kprobes/enable", "0")
+
+    def clear(self) -> None:
+        """Empty the trace."""
+        self.write("/tracing/trace", "\n", os.O_WRONLY | os.O_TRUNC)
+
+    def work(self) -> None:
+        """Write and read a file in scratch/."""
+        handle = self.mount.create(CLIENT, FILE, 0o644, os.O_RDWR)
+        self.mount.write(CLIENT, handle, TEXT.encode(), 0)
+        self.mount.release(handle)
+        found = self.read(FILE)
+        if found != TEXT:
+            raise CheckFailed(f"the file contains {found!r}")
+
+    def hits(self, pattern: str) -> list[re.Match[str]]:
+        """Disable the probes, and return the lines of the trace that match; at least one must."""
+        # A probe on a function of reads would record while the trace is read.
+        self.disable()
+        text = self.read("/tracing/trace")
+        found = list(re.finditer(pattern, text, re.MULTILINE))
+        if not found:
+            lines = [line for line in text.splitlines() if not line.startswith("#")]
+            raise CheckFailed(f"no record {pattern!r}; the trace has {len(lines)}: {lines[:1]}")
+        return found
+
+
+def _equal(found: object, wanted: object) -> None:
+    if found != wanted:
+        raise CheckFailed(f"{found!r} in place of {wanted!r}")
+
+
+def _inside(checked: Checked, function: str) -> list[int]:
+    """Return the offsets of a function's instructions after its entry."""
+    start = checked.kernel.kallsyms.lookup_name(function)
+    found = None if start is None else checked.kernel.kallsyms.lookup(start)
+    if start is None or found is None:
+        raise CheckFailed(f"no function {function}")
+    code = checked.kernel.read(start, found.symbol.size)
+    return [address - start for address, _, _ in decode_all(code, start)][2:]
+
+
+def scratch(checked: Checked) -> None:
+    """Check that a file in scratch/ keeps what is written."""
+    checked.work()
+
+
+def arguments(checked: Checked) -> None:
+    """Check that a probe at an entry fetches a register, an argument and the task's name."""
+    checked.define("p:kprobes/opened do_sys_openat2 flags=+0(%dx):x64 dfd=$arg1:s32 who=$comm")
+    checked.work()
+    for hit in checked.hits(r" opened: \(do_sys_openat2\+0x[04]/0x\w+\) flags=(\w+) dfd=(\S+) who=(.*)"):
+        if not re.fullmatch(r"0x[0-9a-f]+", hit[1]) or not re.fullmatch(r"-?\d+", hit[2]):
+            raise CheckFailed(hit[0])
+
+
+def string(checked: Checked) -> None:
+    """Check that a probe fetches a string of user memory."""
+    checked.define("p:kprobes/named do_sys_openat2 name=+0(%si):ustring")
+    checked.work()
+    checked.hits(r' named: .* name=".*checked"')
+
+
+def returned(checked: Checked) -> None:
+    """Check that a return probe fetches the result."""
+    checked.define("r:kprobes/done do_sys_openat2 fd=$retval:s32")
+    checked.work()
+    checked.hits(r" done: \(.* <- do_sys_openat2\) fd=\d+")
+
+
+def middle(checked: Checked) -> None:
+    """Check that a probe inside a function is hit."""
+    offset = _inside(checked, "do_sys_openat2")[0]
+    checked.define(f"p:kprobes/inside do_sys_openat2+{offset}")
+    checked.work()
+    checked.hits(rf" inside: \(do_sys_openat2\+{offset:#x}/0x\w+\)")
+
+
+def profile(checked: Checked) -> None:
+    """Check that kprobe_profile counts the hits."""
+    checked.define("p:kprobes/counted do_sys_openat2")
+    checked.work()
+    count = len(checked.hits(" counted: "))
+    found = re.search(r"^\s+counted\s+(\d+)\s+(\d+)$", checked.read("/tracing/kprobe_profile"), re.MULTILINE)
+    _equal((int(found[1]) >= count, found[2]) if found else None, (True, "0"))
+
+
+def listed(checked: Checked) -> None:
+    """Check that kprobes/list has the probes."""
+    checked.define("p:kprobes/one do_sys_openat2", "r:kprobes/two vfs_read")
+    lines = checked.read("/kprobes/list").splitlines()
+    _equal(sorted(line.split()[1] for line in lines), ["k", "r"])
+
+
+def refused(checked: Checked) -> None:
+    """Check that a probe on an unknown function is refused, and that the error log says why."""
+    try:
+        checked.define("p:kprobes/no no_such_function")
+    except KernelError:
+        if "Invalid probed address or symbol" not in checked.read("/tracing/error_log"):
+            raise CheckFailed("nothing in the error log") from None
+    else:
+        raise CheckFailed("it was accepted")
+
+
+def optimized(checked: Checked) -> None:
+    """Check that a probe becomes a jump, and records."""
+    places = [f"{name}+{at}" for name in ("do_sys_openat2", "vfs_read") for at in _inside(checked, name)[:14]]
+    checked.define()
+    for number, place in enumerate(places):
+        # Some places cannot be probed, such as those of static keys.
+        with suppress(KernelError):
+            checked.write("/kprobe_events", f"p:kprobes/o{number} {place}\n", os.O_WRONLY | os.O_APPEND)
+    checked.write(f"{EVENTS}/kprobes/enable", "1")
+    for _ in range(REQUESTS):
+        jumps = re.findall(r" (\w+\+0x\w+) .*\[OPTIMIZED\]", checked.read("/kprobes/list"))
+        if jumps:
+            checked.clear()
+            checked.work()
+            checked.hits(rf" o\d+: \({re.escape(jumps[0])}/0x\w+\)")
+            return
+    raise CheckFailed("no probe became a jump")
+
+
+def switches(checked: Checked) -> None:
+    """Check that the event sched_switch records."""
+    checked.define()
+    checked.write(f"{EVENTS}/sched/sched_switch/enable", "1")
+    checked.work()
+    # Another task opens the file.
+    checked.mount.release(checked.mount.open(OTHER, FILE, os.O_RDONLY))
+    checked.write(f"{EVENTS}/sched/sched_switch/enable", "0")
+    checked.hits(
+        r" sched_switch: prev_comm=\S+ prev_pid=\d+ prev_prio=120 prev_state=\S+ ==> next_comm=.* next_pid="
+    )
+
+
+def system_calls(checked: Checked) -> None:
+    """Check that the event of a system call records its arguments."""
+    checked.define()
+    checked.write(f"{EVENTS}/syscalls/sys_enter_openat/enable", "1")
+    checked.work()
+    checked.write(f"{EVENTS}/syscalls/sys_enter_openat/enable", "0")
+    checked.hits(r" sys_openat\(dfd: .*filename: ")
+
+
+def functions(checked: Checked) -> None:
+    """Check that the function tracer records the functions of its filter."""
+    checked.define()
+    checked.write("/tracing/set_ftrace_filter", "do_sys_openat2\n", os.O_WRONLY | os.O_TRUNC)
+    checked.write("/tracing/current_tracer", "function")
+    checked.work()
+    try:
+        checked.hits(r": do_sys_openat2 <-\w+")
+    finally:
+        checked.write("/tracing/current_tracer", "nop")
+        checked.write("/tracing/set_ftrace_filter", "\n", os.O_WRONLY | os.O_TRUNC)
+
+
+def graph(checked: Checked) -> None:
+    """Check that the function graph tracer records a function and its calls."""
+    checked.write("/tracing/set_graph_function", "do_sys_openat2\n", os.O_WRONLY | os.O_TRUNC)
+    checked.write("/tracing/current_tracer", "function_graph")
+    checked.work()
+    try:
+        checked.hits(r"\| +do_sys_openat2\(\) \{")
+        checked.hits(r" us +\| +\}")
+    finally:
+        checked.write("/tracing/current_tracer", "nop")
+        checked.write("/tracing/set_graph_function", "\n", os.O_WRONLY | os.O_TRUNC)
+
+
+def _load_module(checked: Checked) -> str:
+    error = KernelError(ENOENT)
+    missing: list[bool] = []
+    for name in MODULES:
+        try:
+            checked.write("/machine/modules", f"load {name}")
+        except KernelError as why:
+            error = why
+            missing.append(why.errno == ENOENT)
+        else:
+            return name
+    if all(missing):
+        raise NotBuilt
+    raise CheckFailed(f"no module could be loaded: {error}")
+
+
+def module_loads(checked: Checked) -> None:
+    """Check that a module loads, and is listed."""
+    name = _load_module(checked)
+    if not re.search(rf"^{name} ", checked.read("/machine/modules"), re.MULTILINE):
+        raise CheckFailed(f"{name} is not listed")
+
+
+def module_probed(checked: Checked) -> None:
+    """Check that a function of the module is probed."""
+    traceable = checked.read("/tracing/available_filter_functions")
+    functions = re.findall(r"^(\w+) \[\w+\]$", traceable, re.MULTILINE)
+    for function in functions:
+        # A name can occur in several modules, and init functions are gone.
+        with suppress(KernelError):
+            checked.define(f"p:kprobes/inmod {function}")
+            if function not in checked.read("/kprobes/list"):
+                raise CheckFailed(f"{function} is not listed")
+            checked.define()
+            return
+    if not functions:
+        raise NotBuilt
+    raise CheckFailed(f"no function of the module can be probed: {functions}")
+
+
+def module_goes(checked: Checked) -> None:
+    """Check that the module goes."""
+    names = [line.split()[0] for line in checked.read("/machine/modules").splitlines()]
+    for name in names:
+        if name in MODULES:
+            checked.write("/machine/modules", f"unload {name}")
+    if set(MODULES) & {line.split()[0] for line in checked.read("/machine/modules").splitlines()}:
+        raise CheckFailed("the module is still listed")
+
+
+def histogram(checked: Checked) -> None:
+    """Check that a hist trigger counts the hits."""
+    checked.define("p:kprobes/h do_sys_openat2")
+    if "hist" not in {entry.name for entry in checked.mount.readdir(f"{EVENTS}/kprobes/h")}:
+        raise NotBuilt
+    checked.write(f"{EVENTS}/kprobes/h/trigger", "hist:keys=common_pid")
+    checked.work()
+    text = checked.read(f"{EVENTS}/kprobes/h/hist")
+    checked.write(f"{EVENTS}/kprobes/h/trigger", "!hist:keys=common_pid")
+    found = re.search(r"common_pid: +\d+ +\} hitcount: +(\d+)", text)
+    _equal(int(found[1]) >= 2 if found else text[-200:], True)
+
+
+def instance(checked: Checked) -> None:
+    """Check that an instance has a trace of its own."""
+    checked.mount.mkdir(CLIENT, "/tracing/instances/checked", 0o755)
+    checked.define("p:kprobes/i do_sys_openat2")
+    checked.write("/tracing/instances/checked/events/kprobes/i/enable", "1")
+    checked.work()
+    text = checked.read("/tracing/instances/checked/trace")
+    checked.mount.rmdir(CLIENT, "/tracing/instances/checked")
+    _equal(" i: (do_sys_openat2" in text, True)
+
+
+def formats(checked: Checked) -> None:
+    """Check that the format of an event names its fields."""
+    text = checked.read(f"{EVENTS}/sched/sched_switch/format")
+    _equal(bool(re.search(r"field:char prev_comm\[(16|TASK_COMM_LEN)\];\toffset:\d+;\tsize:16;", text)), True)
+
+
+def filtered(checked: Checked) -> None:
+    """Check that a filter drops records."""
+    checked.define("p:kprobes/f do_sys_openat2 flags=+0(%dx):x64")
+    checked.write(f"{EVENTS}/kprobes/f/filter", "flags == 12345")
+    checked.clear()
+    checked.work()
+    _equal(" f: " in checked.read("/tracing/trace"), False)
+
+
+def called(checked: Checked) -> None:
+    """Check that a function of the kernel is called by name."""
+    checked.write("/machine/call", "int_sqrt 144\n")
+    _equal(checked.read("/machine/call"), "int_sqrt = 0xc (12)\n")
+
+
+def removed(checked: Checked) -> None:
+    """Check that all probes go."""
+    checked.define()
+    _equal((checked.read("/kprobe_events"), checked.read("/kprobes/list")), ("", ""))
+
+
+def log(checked: Checked) -> None:
+    """Check that the kernel reports no trouble."""
+    text = checked.read("/machine/dmesg")
+    found = TROUBLE.search(text)
+    if not text or found:
+        raise CheckFailed(found[0] if found else "the log is empty")
+
+
+CHECKS: tuple[Callable[[Checked], None], ...] = (
+    scratch, arguments, string, returned, middle, profile, listed, refused, optimized, switches,
+    system_calls, functions, graph, module_loads, module_probed, module_goes, histogram, instance, formats,
+    filtered, removed, log,
+)  # fmt: skip
+OWN_CHECKS = (*CHECKS[:-2], called, *CHECKS[-2:])
+"""Checks of kprobefs's own engine, which has machine/call."""
+
+
+@dataclass
+class Result:
+    """What the checks of a kernel gave with one engine. `boot` and `start`: seconds."""
+
+    release: str
+    engine: str
+    count: int
+    boot: float
+    start: float
+    failed: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    """Checks of what the kernel was built without, or of modules that are not on this machine."""
+
+    def row(self) -> str:
+        """Return the row of the table."""
+        possible = self.count - len(self.missing)
+        passed = possible - len(self.failed)
+        return (
+            f"| {self.release} | `{self.engine}` | {passed} of {possible} | {', '.join(self.failed)} "
+            f"| {', '.join(self.missing)} | {self.boot:.1f} s | {self.start:.2f} s |"
+        )
+
+
+def check(image: Path, engine: str, boot: float) -> Result:
+    """Run all checks of a kernel that has booted into the cache."""
+    began = perf_counter()
+    tasks, kernel = started_with_kernel(str(image), SEED)
+    modules = ModuleFiles(image, tasks.release)
+    owner = Owner(0, 0)
+    if engine == ENGINES[0]:
+        mount = native_mount(tasks, ProcessWatch(), owner, modules, is_tracefs=False)
+    else:
+        mount = probed_mount(LinuxEngine(tasks, kernel), ProcessWatch(), owner, modules, is_tracefs=False)
+    checks = CHECKS if engine == ENGINES[0] else OWN_CHECKS
+    checked = Checked(mount, kernel, engine == ENGINES[0])
+    result = Result(tasks.release, engine, len(checks), boot, perf_counter() - began)
+    for each in checks:
+        try:
+            each(checked)
+        except NotBuilt:
+            result.missing.append(each.__name__)
+        except (CheckFailed, KernelError) as error:
+            result.failed[each.__name__] = str(error)
+    mount.close()
+    return result
+
+
+def results(images: list[Path], engines: Sequence[str]) -> Iterator[Result | str]:
+    """Yield the result for each kernel and engine, or a line that says why the kernel cannot be used."""
+    for image in images:
+        began = perf_counter()
+        try:
+            ensure_cached(str(image), SEED, lambda _done, _total: None)
+            boot = perf_counter() - began
+            for engine in engines:
+                yield check(image, engine, boot)
+        except KernelError as error:
+            yield f"{image.name}: {error.strerror}"
+
+
+def main() -> int:
+    """Print a row for each kernel and engine; return 1 if a check failed."""
+    parser = argparse.ArgumentParser(prog="python -m stress.kernels", description=__doc__)
+    parser.add_argument("--write", metavar="FILE", type=Path, help="also write the table to this file")
+    parser.add_argument("--cache", metavar="DIR", help="directory of booted kernels (default: a new one)")
+    parser.add_argument("--kprobes", choices=ENGINES, action="append", help="only this way (default: both)")
+    parser.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kprobefs-kernels-") as new:
+        os.environ["XDG_CACHE_HOME"] = options.cache or new
+        rows, is_good = [], True
+        print(HEAD, RULE, sep="\n")
+        for result in results(options.images, options.kprobes or ENGINES):
+            if isinstance(result, str):
+                is_good = False
+                print(result, flush=True)
+                continue
+            rows.append(result.row())
+            print(result.row(), flush=True)
+            for name, why in result.failed.items():
+                is_good = False
+                print(f"    {name}: {why}", flush=True)
+    if options.write:
+        options.write.write_text(page(rows), encoding="utf-8")
+    return 0 if is_good else 1
+
+
+def page(rows: list[str]) -> str:
+    """Return the page with the table, its date and the machine."""
+    date = datetime.now(UTC).strftime("%d %B %Y")
+    names = ", ".join(f"`{each.__name__}`" for each in OWN_CHECKS)
+    return "\n".join(
+        (
+            "# Kernels that `--image` runs",
+            "",
+            f"`python -m stress.kernels` made this table on {date}, on {platform.machine()} with Python",
+            f"{platform.python_version()} and {os.cpu_count()} CPUs. The checks are {names}.",
+            "",
+            HEAD,
+            RULE,
+            *rows,
+            "",
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""What armed probes can see of a client's call, what is read for it, and how often the guest runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from emulated_kernel.guests.common.client_call import ClientCall, client_call
+from emulated_kernel.guests.common.process_memory import ProcessMemory
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.sight import Sight
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
+from tests.guests.builtin.conftest import FIRST_PID, ScriptedWatch
+
+CLIENT = Client(FIRST_PID, 0, 0)
+HITS = "/kprobes/stats/kprobes/seen/hits"
+PLAIN = "p:seen vfs_read\n"
+OF_NUMBERS = "p:seen vfs_read count=$arg3\n"
+OF_TEXT = "p:seen do_sys_openat2 name=+0($arg2):ustring\n"
+
+
+class Read(ScriptedWatch):
+    """A watch whose client is in openat(2) or read(2), and which notes what is read of it."""
+
+    def __init__(self) -> None:
+        super().__init__(comms={FIRST_PID: "client"})
+        self.found: list[str] = []
+
+    def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:
+        del pid, uid
+        self.found.append("call" if instead is None else f"call without {instead or 'its path'}")
+        return None
+
+    def next_fd(self, pid: int) -> int | None:
+        del pid
+        self.found.append("descriptors")
+        return 7
+
+    def take(self) -> list[str]:
+        found, self.found = self.found, []
+        return found
+
+
+def write(mount: Mount, path: str, text: str, flags: int = os.O_APPEND) -> None:
+    handle = mount.open(CLIENT, path, os.O_WRONLY | flags)
+    try:
+        mount.write(CLIENT, handle, text.encode(), 0)
+    finally:
+        mount.release(handle)
+
+
+def armed(mount: Mount, definitions: str) -> None:
+    write(mount, "/kprobe_events", definitions)
+    write(mount, "/tracing/events/kprobes/enable", "1")
+
+
+@pytest.mark.parametrize(
+    ("definitions", "sight"),
+    [
+        (PLAIN, Sight.NOTHING),
+        ("p:seen vfs_read who=$comm\n", Sight.NOTHING),
+        ("p:seen vfs_read+5\n", Sight.NOTHING),
+        (OF_NUMBERS, Sight.REGISTERS),
+        ("p:seen vfs_read at=%ip\n", Sight.REGISTERS),
+        (OF_TEXT, Sight.MEMORY),
+        ("p:seen vfs_read word=$stack1\n", Sight.MEMORY),
+        ("p:seen vfs_read constant=@jiffies\n", Sight.MEMORY),
+        ("r:seen vfs_read\n", Sight.MEMORY),
+        (PLAIN + "p:more vfs_write\n", Sight.NOTHING),
+        (PLAIN + "p:more vfs_write count=$arg3\n", Sight.REGISTERS),
+        (PLAIN + "p:more vfs_read text=+0($arg2):ustring\n", Sight.MEMORY),
+        # Its hits depend on the length of a path.
+        ("p:seen strncpy_from_user\n", Sight.MEMORY),
+        ("p:seen do_strncpy_from_user+8\n", Sight.MEMORY),
+    ],
+)
+def test_what_events_see(definitions: str, sight: Sight) -> None:
+    with Kernel() as kernel:
+        mount = kernel.mount()
+        armed(mount, definitions)
+        assert kernel.guest.sight() is sight
+        mount.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/tracing/events/syscalls/sys_enter_openat/enable", "1"),
+        ("/tracing/current_tracer", "function"),
+        ("/tracing/current_tracer", "function_graph"),
+        ("/tracing/events/kprobes/seen/trigger", "hist:keys=common_pid"),
+    ],
+)
+def test_whatever_else_sees_a_call_may_see_everything(path: str, text: str) -> None:
+    with Kernel() as kernel:
+        mount = kernel.mount()
+        armed(mount, PLAIN)
+        assert kernel.guest.sight() is Sight.NOTHING
+        write(mount, path, text)
+        assert kernel.guest.sight() is Sight.MEMORY
+        mount.close()
+
+
+@pytest.mark.parametrize(
+    "kprobe",
+    [
+        lambda: Kprobe(symbol_name="vfs_read", pre_handler=lambda _kprobe, _regs: 0),
+        lambda: Kprobe(symbol_name="vfs_read", offset=5, code="nop"),
+    ],
+    ids=["python", "assembly"],
+)
+def test_handlers_of_programs_may_see_everything(kprobe: Callable[[], Kprobe]) -> None:
+    with Kernel() as kernel:
+        mount = kernel.mount()
+        armed(mount, PLAIN)
+        found = kprobe()
+        kernel.register_kprobes([found])
+        assert kernel.guest.sight() is Sight.MEMORY
+        kernel.unregister_kprobes([found])
+        assert kernel.guest.sight() is Sight.NOTHING
+        mount.close()
+
+
+def test_optimized_probes_see_no_more() -> None:
+    with Kernel() as kernel:
+        mount = kernel.mount()
+        armed(mount, "p:seen ksys_read+5\n")
+        kernel.wait_for_kprobe_optimizer()
+        # A breakpoint is one byte.
+        assert len(kernel.machine.text.ledger) > 1
+        assert kernel.guest.sight() is Sight.NOTHING
+        mount.close()
+
+
+@pytest.mark.parametrize(
+    ("definitions", "lookup", "opened", "read"),
+    [
+        (PLAIN, ["call without its path"], [f"call without {HITS}"], []),
+        (OF_NUMBERS, ["call without its path"], [f"call without {HITS}"], ["call"]),
+        (OF_TEXT, ["call without its path"], ["call"], ["call"]),
+    ],
+)
+def test_what_is_read_of_a_client(
+    definitions: str, lookup: list[str], opened: list[str], read: list[str]
+) -> None:
+    watch = Read()
+    with Kernel(MachineConfig(), watch) as kernel:
+        mount = kernel.mount()
+        armed(mount, definitions)
+        watch.take()
+        mount.getattr(HITS, lambda: CLIENT)
+        assert watch.take() == lookup
+        with pytest.raises(OSError, match="Errno 2"):
+            mount.getattr("/kprobes/none", lambda: CLIENT)
+        assert watch.take() == ["call"]
+        handle = mount.open(CLIENT, HITS, os.O_RDONLY)
+        assert watch.take() == opened
+        mount.read(CLIENT, handle, 4096, 0)
+        assert watch.take() == read
+        mount.release(handle)
+        assert watch.take() == []
+        mount.close()
+
+
+def test_how_often_the_guest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once up to the control file, and once from there to the end of the call."""
+    with Kernel(MachineConfig(), Read()) as kernel:
+        mount = kernel.mount()
+        armed(mount, PLAIN)
+        engine = kernel.machine.hooks.engine
+        start = engine.start
+        runs = 0
+
+        def counted(address: int) -> int:
+            nonlocal runs
+            runs += 1
+            return start(address)
+
+        monkeypatch.setattr(engine, "start", counted)
+
+        def runs_of(request: Callable[[], object]) -> int:
+            nonlocal runs
+            runs = 0
+            request()
+            return runs
+
+        for _ in range(2):
+            handle = mount.open(CLIENT, HITS, os.O_RDONLY)
+            mount.read(CLIENT, handle, 4096, 0)
+            mount.release(handle)
+        handles: list[int] = []
+        assert runs_of(lambda: mount.getattr(HITS, lambda: CLIENT)) == 0
+        assert runs_of(lambda: handles.append(mount.open(CLIENT, HITS, os.O_RDONLY))) <= 2
+        assert runs_of(lambda: mount.read(CLIENT, handles[0], 4096, 0)) <= 2
+        assert runs_of(lambda: mount.release(handles[0])) <= 1
+        mount.close()
+
+
+def test_a_path_that_nobody_sees_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of the request stands for it, unless the call may create the file, or ends at its lookup."""
+    memory = ProcessMemory()
+    monkeypatch.setattr(memory, "read", lambda *_: [b"typed"])
+    calls = {
+        os.O_RDONLY: b"given",
+        os.O_WRONLY | os.O_TRUNC: b"given",
+        os.O_WRONLY | os.O_CREAT: b"typed",
+        os.O_RDONLY | os.O_DIRECTORY: b"typed",
+    }
+    module = "emulated_kernel.guests.common.client_call"
+    for flags, path in calls.items():
+        line = f"257 0xffffff9c 0x1000 {flags:#x} 0x0 0x0 0x0 0x0 0x0".encode()
+        monkeypatch.setattr(f"{module}._waiting_in", lambda _pid, line=line: line.split())
+        monkeypatch.setattr(f"{module}._NAMES", {257: "openat"})
+        found = client_call(1, memory, "given")
+        assert found is not None
+        assert (found.data[1], found.flags, found.is_hidden) == (path, flags, False)
+        found = client_call(1, memory, "")
+        assert found is not None
+        assert found.is_hidden == (path == b"given")
+    memory.close()

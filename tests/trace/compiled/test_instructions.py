@@ -1,0 +1,25 @@
+"""How many guest instructions a hit of an event takes, from the probed instruction to the next one."""
+
+from __future__ import annotations
+
+import pytest
+
+from kprobefs.measure import bench
+
+MOST = {
+    ("x86_64", bench.STEPPED): 33,
+    ("x86_64", bench.OPTIMIZED): 42,
+    ("x86_64", bench.FTRACE): 42,
+    ("i386", bench.STEPPED): 54,
+    ("i386", bench.OPTIMIZED): 64,
+    ("riscv64", bench.STEPPED): 60,
+    ("riscv64", bench.OPTIMIZED): 69,
+}
+"""Architecture and mode -> bound, which leaves room for the turn of a page."""
+
+
+@pytest.mark.parametrize(("arch", "mode"), MOST)
+def test_a_record_is_short(arch: str, mode: str) -> None:
+    """The calls are made with interrupts disabled, which must not lead to the code for unusual contexts."""
+    figure = bench.measure(bench.HitCase(bench.EVENT, mode, arch), hits=50, rounds=2)
+    assert 20 < figure.instructions <= MOST[arch, mode]

@@ -1,0 +1,72 @@
+"""Histograms of kernels since 6.12: `nohitcount`, the key `common_stacktrace`, and errors of filters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.errors import KernelError
+from tests.profiles import LINUX_6_12
+
+EVENT = "tracing/events/kprobes/calls"
+DEFINITION = "p:calls gcd a=%di:u64 b=%si:u64"
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    with Kernel(profile=LINUX_6_12) as kernel:
+        kernel.write_file("tracing/kprobe_events", DEFINITION)
+        yield kernel
+
+
+@pytest.mark.parametrize("word", ["nohitcount", "NOHC"])
+def test_the_number_of_hits_is_not_shown(kernel: Kernel, word: str) -> None:
+    kernel.write_file(f"{EVENT}/trigger", f"hist:keys=a:vals=b:{word}")
+    assert kernel.read_file(f"{EVENT}/trigger") == (
+        "hist:keys=a:vals=b:sort=hitcount:size=2048:nohitcount [active]\n"
+    )
+    kernel.call("gcd", 12, 18)
+    kernel.call("gcd", 12, 18)
+    (line,) = [line for line in kernel.read_file(f"{EVENT}/hist").splitlines() if line.startswith("{")]
+    assert line.split() == ["{", "a:", "12", "}", "b:", "36"]
+
+
+def test_another_value_is_needed(kernel: Kernel) -> None:
+    with pytest.raises(KernelError) as refused:
+        kernel.write_file(f"{EVENT}/trigger", "hist:keys=a:nohitcount")
+    assert refused.value.name == "ENOENT"
+    assert "Non-hitcount value is required for 'nohitcount'\n" in kernel.read_file("tracing/error_log")
+
+
+@pytest.mark.parametrize("key", ["stacktrace", "common_stacktrace"])
+def test_a_call_chain_has_its_common_name(kernel: Kernel, key: str) -> None:
+    kernel.write_file(f"{EVENT}/trigger", f"hist:keys={key}:sort=common_stacktrace")
+    assert kernel.read_file(f"{EVENT}/trigger") == (
+        "hist:keys=common_stacktrace:vals=hitcount:sort=common_stacktrace:size=2048 [active]\n"
+    )
+    kernel.call("gcd", 12, 18)
+    assert "{ common_stacktrace:\n" in kernel.read_file(f"{EVENT}/hist")
+
+
+@pytest.mark.parametrize("trigger", ["hist:keys=a", "traceoff"])
+def test_a_wrong_filter_of_a_trigger_is_in_error_log(kernel: Kernel, trigger: str) -> None:
+    with pytest.raises(KernelError):
+        kernel.write_file(f"{EVENT}/trigger", f"{trigger} if nothing == 1")
+    log = kernel.read_file("tracing/error_log")
+    assert "event filter parse error: error: Field not found\n  Command: nothing == 1\n" in log
+
+
+def test_6_1_has_none_of_these() -> None:
+    with Kernel() as kernel:
+        kernel.write_file("tracing/kprobe_events", DEFINITION)
+        for trigger in ("hist:keys=a:vals=b:nohitcount", "hist:keys=common_stacktrace"):
+            with pytest.raises(KernelError) as refused:
+                kernel.write_file(f"{EVENT}/trigger", trigger)
+            assert refused.value.name == "EINVAL"
+        with pytest.raises(KernelError):
+            kernel.write_file(f"{EVENT}/trigger", "traceoff if nothing == 1")
+        assert "event filter parse error" not in kernel.read_file("tracing/error_log")
+        kernel.write_file(f"{EVENT}/trigger", "hist:keys=stacktrace")
+        assert "hist:keys=stacktrace:" in kernel.read_file(f"{EVENT}/trigger")
