@@ -313,9 +313,11 @@ def module_probed(checked: Checked) -> None:
 def module_goes(checked: Checked) -> None:
     """Check that the module goes."""
     names = [line.split()[0] for line in checked.read("/machine/modules").splitlines()]
-    for name in names:
-        if name in MODULES:
-            checked.write("/machine/modules", f"unload {name}")
+    loaded = [name for name in names if name in MODULES]
+    if not loaded:
+        raise NotBuilt
+    for name in loaded:
+        checked.write("/machine/modules", f"unload {name}")
     if set(MODULES) & {line.split()[0] for line in checked.read("/machine/modules").splitlines()}:
         raise CheckFailed("the module is still listed")
 
@@ -483,8 +485,11 @@ def page(rows: list[str]) -> str:
         (
             "# Kernels that `--image` runs",
             "",
-            f"`python -m stress.kernels` made this table on {date}, on {platform.machine()} with Python",
-            f"{platform.python_version()} and {os.cpu_count()} CPUs. The checks are {names}.",
+            f"`python -m stress.kernels --write FILE IMAGE...` made this table on {date}, with Python",
+            f"{platform.python_version()} on {os.cpu_count()} CPUs of {platform.machine()} and a load average of",
+            f"{os.getloadavg()[1]:.0f}. `kernel` and `kprobefs` are the values of `--kprobes`. A check is not possible if",
+            "the kernel was built without its subject, or if the module package was not at hand. The checks are",
+            f"{names}.",
             "",
             HEAD,
             RULE,
