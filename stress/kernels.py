@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -481,22 +482,15 @@ def page(rows: list[str]) -> str:
     """Return the page with the table, its date and the machine."""
     date = datetime.now(UTC).strftime("%d %B %Y")
     names = ", ".join(f"`{each.__name__}`" for each in OWN_CHECKS)
-    return "\n".join(
-        (
-            "# Kernels that `--image` runs",
-            "",
-            f"`python -m stress.kernels --write FILE IMAGE...` made this table on {date}, with Python",
-            f"{platform.python_version()} on {os.cpu_count()} CPUs of {platform.machine()} and a load average of",
-            f"{os.getloadavg()[1]:.0f}. `kernel` and `kprobefs` are the values of `--kprobes`. A check is not possible if",
-            "the kernel was built without its subject, or if the module package was not at hand. The checks are",
-            f"{names}.",
-            "",
-            HEAD,
-            RULE,
-            *rows,
-            "",
-        )
+    about = (
+        f"`python -m stress.kernels --write FILE IMAGE...` made this table on {date}, with Python "
+        f"{platform.python_version()} on {os.cpu_count()} CPUs of {platform.machine()} (load average "
+        f"{os.getloadavg()[1]:.0f}). The way of probing is the value of `--kprobes`. A check is not possible "
+        "if the kernel was built without its subject, or if the package with modules was not at hand. The "
+        f"checks are {names}."
     )
+    paragraph = textwrap.fill(about, 140, break_on_hyphens=False)
+    return "\n".join(("# Kernels that `--image` runs", "", paragraph, "", HEAD, RULE, *rows, ""))
 
 
 if __name__ == "__main__":
