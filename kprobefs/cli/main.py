@@ -447,6 +447,21 @@ def _explain(parsed: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
+def _check(parsed: argparse.Namespace) -> int:
+    from kprobefs.plan import check_command
+
+    form = "json" if parsed.json else "sarif" if parsed.sarif else "text"
+    passed = check_command.run(
+        parsed.files,
+        arch=parsed.arch,
+        images=parsed.image,
+        vmcore=parsed.vmcore,
+        profile=parsed.profile,
+        form=form,
+    )
+    return ExitStatus.OK if passed else ExitStatus.FAILURE
+
+
 def _djprobe_analyze(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
@@ -551,5 +566,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "bench": _bench,
     "coverage": _coverage,
     "explain": _explain,
+    "check": _check,
 }
 """Name of a command -> the function that runs it with the parsed options and returns the exit status."""

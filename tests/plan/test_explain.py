@@ -20,7 +20,7 @@ from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from kprobefs.cli.main import main
-from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.measure.verdicts import ProbeOutcome, default_profile
 from kprobefs.plan.arrows import arrows, gutter
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.place import find_place
@@ -382,6 +382,20 @@ def test_debian_tcp_sendmsg(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert outcomes["return thunks"] == "breakpoint"
 
 
+def test_a_module_of_debians_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    package = str(debian.package("linux-image-cloud-amd64"))
+    (found,) = explained(capsys, "--image", package, "nls_cp437:uni2char+0x5")
+    assert (found["symbol"], found["module"], found["offset"]) == ("uni2char", "nls_cp437", 5)
+    assert found["instructions"][0]["verdict"] == "ftrace"
+    assert main(["explain", "--image", package, "nls_cp437:uni2char+0x5"]) == 0
+    assert found["address"] not in capsys.readouterr().out
+    assert "nls_cp437:uni2char" in refused(capsys, "--image", package, "nls_cp437:uni2chra")
+    assert "no module nls_none" in refused(capsys, "--image", package, "nls_none:f")
+
+
 def test_all_profiles_answer(capsys: pytest.CaptureFixture[str]) -> None:
     for profile in PROFILES:
         (found,) = explained(capsys, "vfs_read+0x5", "--profile", profile)
@@ -399,3 +413,21 @@ def test_the_guide_shows_what_the_command_prints(
         _, *arguments = step.command.replace("$D", str(package)).split()
         assert main(arguments) == 0
         assert capsys.readouterr().out.rstrip() == step.output.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("release", "profile"),
+    [
+        ("6.1.0-50-cloud-amd64", "linux-6.1"),
+        ("5.10.0", "linux-6.1"),
+        ("", "linux-6.1"),
+        ("nonsense", "linux-6.1"),
+    ],
+)
+def test_the_default_profile_is_that_of_the_newest_version_up_to_the_kernels(
+    release: str, profile: str
+) -> None:
+    assert default_profile("x86_64", release) == profile
+    versions = [name for name in PROFILES if re.fullmatch(r"linux-\d+\.\d+", name)]
+    for name in versions:
+        assert default_profile("x86_64", f"{name.removeprefix('linux-')}.7-amd64") == name

@@ -26,7 +26,7 @@ def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-PACKAGES = {"busybox": "busybox-static", "cc": "gcc", "perf": "linux-perf"}
+PACKAGES = {"busybox": "busybox-static", "cc": "gcc", "perf": "linux-perf", "rpmbuild": "rpm"}
 """Of programs that have another name."""
 SYSTEMS_OWN = {
     *("apt-cache", "apt-get", "dpkg-deb", "findmnt", "nsenter", "systemd-analyze", "true", "unshare"),

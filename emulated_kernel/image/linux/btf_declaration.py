@@ -27,6 +27,8 @@ class Parameter:
     """Type with which a fetch argument shows the parameter, such as `s32`; "" for a structure."""
     is_string: bool
     """Whether the parameter is a pointer to constant characters, which usually end with a zero byte."""
+    type_id: int = 0
+    """Id of the type in the BTF; 0 if it isn't known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Prototype:
     """The prototype in C, without a semicolon."""
     parameters: tuple[Parameter, ...]
     """The parameters, without "..."."""
+    result: Parameter
+    """The result, without a name."""
 
 
 def prototype(btf: Btf, function: str) -> Prototype:
@@ -47,7 +51,8 @@ def prototype(btf: Btf, function: str) -> Prototype:
     result, members = btf.prototype(function)
     text = declaration(btf, result, f"{function}({_parameter_list(btf, members, _DEPTH)})")
     named = [member for member in members if member.type or member.name]
-    return Prototype(text, tuple(_parameter(btf, member) for member in named))
+    parameters = tuple(_parameter(btf, member) for member in named)
+    return Prototype(text, parameters, _parameter(btf, Member("", result, 0, 0)))
 
 
 def declaration(btf: Btf, number: int, name: str = "", depth: int = _DEPTH) -> str:
@@ -105,4 +110,4 @@ def _parameter(btf: Btf, member: Member) -> Parameter:
         fetch_type = f"{'s' if signed else 'u'}{8 * size}" if size <= _POINTER_SIZE else ""
     elif kind.kind in (Kind.ENUM, Kind.ENUM64):
         fetch_type = f"u{8 * size}" if size <= _POINTER_SIZE else ""
-    return Parameter(member.name, declaration(btf, member.type), size, fetch_type, is_string)
+    return Parameter(member.name, declaration(btf, member.type), size, fetch_type, is_string, member.type)
