@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
 
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import Parameter
@@ -16,7 +15,7 @@ from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.text.chars import argv_split
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.definitions.syntax import DEFINITION, SETTING, Line
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation
@@ -196,7 +195,7 @@ def _types(
         return
     known = {"$retval": prototype.result} if probe.place.is_return else {}
     if not probe.place.is_return:
-        for argument, own in zip(explained.arguments, prototype.parameters, strict=True):
+        for argument, own in zip(explained.arguments, prototype.parameters, strict=False):
             known |= dict.fromkeys(argument.places, own)
     for number, arg in enumerate(probe.args):
         found = _EXPRESSION.fullmatch(arg.expression)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kprobefs.common.errors import CliError
+from kprobefs.common.errors import CliError, escape_for_terminal
 from kprobefs.plan.explanation import Explanation, ListedInsn
 from kprobefs.plan.place import find_place, module_of
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
@@ -40,7 +40,8 @@ def run(
     if as_json:
         print(json.dumps([as_dict(each) for each in found], indent=1))
     elif svg is None and html is None:
-        print("\n\n".join(as_text(each, whole=whole) for each in found))
+        text = "\n\n".join(as_text(each, whole=whole) for each in found)
+        print("\n".join(map(escape_for_terminal, text.split("\n"))))
 
 
 def _explanations(kernel: PlannedKernel, places: Sequence[str]) -> Iterator[Explanation]:

@@ -302,6 +302,4 @@ class Explanation:
             return f": {judge.checker.register_text(rejection.addr)}"
         if rejection.reason.about is None:
             return ""
-        code = judge.subject.tables.read(rejection.addr, judge.checker.max_insn_size)
-        insns = judge.arch.disassembler.insns(code, rejection.addr, self._name)
-        return f": {next(text for _, _, text in insns)}"
+        return f": {judge.checker.insn_text(rejection.addr, self._name)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import struct
@@ -717,3 +718,22 @@ int_sqrt = 0xc (12)
 msleep: it sleeps, and nothing else runs in a dump{" "}
 """
     )
+
+
+def test_places_of_a_dump_are_explained_without_running_it(
+    dumped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dump's text is as its machine has patched it: the emulated CPU needs no return thunks."""
+    image = str(debian_kernel.image())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent / "explained"))
+    answers = []
+    for option, source in (("--vmcore", str(dumped)), ("--image", image), ("--vmcore", str(dumped))):
+        assert main(["explain", option, source, "tcp_sendmsg+0x19", "--json"]) == 0
+        answers.append(json.loads(capsys.readouterr().out)[0])
+    dump, linked, again = answers
+    assert dump == again
+    assert dump["cpu"].startswith("the CPU of the dump: ")
+    assert dump["optimization"] is True
+    assert (dump["others"], len(linked["others"])) == ([], 2)
+    for key in ("prototype", "verdict", "arguments", "detour", "nearest"):
+        assert dump[key] == linked[key]
