@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from enum import Enum
 
@@ -11,7 +10,7 @@ from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Location, Symbol
-from emulated_kernel.kprobes.profile import PROFILES, Profile
+from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.measure.coverage_subject import Subject
 
@@ -59,23 +58,9 @@ class Verdict:
         return outcome_of(None if self.rejection is None else self.rejection.reason)
 
 
-def default_profile(arch: str, release: str = "") -> str:
-    """Return the name of the profile that applies to a kernel, if the user names none.
-
-    `release`: the kernel's release, such as 6.12.117-cloud; "" if it isn't known. The profile of the newest
-    version up to the release applies.
-    """
-    if arch.startswith("riscv"):
-        return RISCV_PROFILE
-    own = _version(f"linux-{release}")
-    known = [(version, name) for name in PROFILES if (version := _version(name, whole=True)) is not None]
-    fitting = [name for version, name in sorted(known) if own is not None and version <= own]
-    return fitting[-1] if fitting else X86_PROFILE
-
-
-def _version(name: str, *, whole: bool = False) -> tuple[int, int] | None:
-    found = re.match(r"linux-(\d+)\.(\d+)" + ("$" if whole else ""), name)
-    return None if found is None else (int(found[1]), int(found[2]))
+def default_profile(arch: str) -> str:
+    """Return the name of the profile that applies to an architecture, if the user names none."""
+    return RISCV_PROFILE if arch.startswith("riscv") else X86_PROFILE
 
 
 class Judge:
