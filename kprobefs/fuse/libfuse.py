@@ -460,10 +460,12 @@ class ReplyChannels:
         clients_own: Collection[str] = (),
         nodes: KnownNodes | None = None,
     ) -> None:
-        """Make the channels of a struct fuse_session. If `walks` is None, no reply is changed.
+        """Make the channels of `session`, which is the address of a struct fuse_session.
 
-        `walks` is called before libfuse looks up a lasting directory: no client has requested the attributes
-        that libfuse requests next. `nodes` learns the nodes of control files.
+        If `walks` is None, no reply is changed. Otherwise it is called before libfuse looks up a lasting
+        directory. It must record that no client has requested the attributes that libfuse requests next.
+        `lasting` and `clients_own` have names of directories in the root; see the class. `nodes` learns the
+        nodes of control files; if it is None, they are not learned.
         """
         self.channel: int = _libfuse.fuse_session_next_chan(session, None)
         """The session's own channel, which changes nothing."""
@@ -690,7 +692,7 @@ class AtOnce(NamedTuple):
     write: Callable[[int, int, int, int, int, int, memoryview], int | None]
     """Takes uid, gid, pid, fh, offset, flags and data; returns the count, or None if libfuse has to write."""
     skip_client: Callable[[], None]
-    """Records that the next attributes are only for libfuse."""
+    """Records that libfuse itself, and no client, makes this thread's next request for attributes."""
     validity: int
     """Nanoseconds for which the host's kernel may use the attributes in a reply."""
 
