@@ -514,7 +514,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         parsed.layout,
         parsed.allow_other,
         isolate=parsed.isolate,
-        is_ordered=parsed.isolate or parsed.seed is not None,
+        is_ordered=parsed.isolate or (parsed.image is not None and parsed.seed is not None),
         kprobes=parsed.kprobes,
         modules=tuple(os.path.abspath(path) for path in parsed.modules),
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),

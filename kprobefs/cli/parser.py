@@ -467,8 +467,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=_seed,
         metavar="N",
-        help="seed of the virtual clock; with it, requests are answered in their order, so that the same "
-        "requests give the same trace (default: 1)",
+        help="seed of the virtual clock; the same seed gives the same trace (default: 1)",
     )
     group.add_argument(
         "--clock",

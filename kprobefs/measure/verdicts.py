@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from enum import Enum
 
 from emulated_kernel.arch.analysis.detour_region import Region
@@ -11,7 +10,7 @@ from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Location, Symbol
-from emulated_kernel.kprobes.profile import PROFILES, Profile
+from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.measure.coverage_subject import Subject
 
@@ -59,23 +58,9 @@ class Verdict:
         return outcome_of(None if self.rejection is None else self.rejection.reason)
 
 
-def default_profile(arch: str, release: str = "") -> str:
-    """Return the name of the profile that applies to a kernel, if the user names none.
-
-    `release`: the kernel's release, such as 6.12.117-cloud; "" if it isn't known. The profile of the newest
-    version up to the release applies.
-    """
-    if arch.startswith("riscv"):
-        return RISCV_PROFILE
-    own = _version(f"linux-{release}")
-    known = [(version, name) for name in PROFILES if (version := _version(name, whole=True)) is not None]
-    fitting = [name for version, name in sorted(known) if own is not None and version <= own]
-    return fitting[-1] if fitting else X86_PROFILE
-
-
-def _version(name: str, *, whole: bool = False) -> tuple[int, int] | None:
-    found = re.match(r"linux-(\d+)\.(\d+)" + ("$" if whole else ""), name)
-    return None if found is None else (int(found[1]), int(found[2]))
+def default_profile(arch: str) -> str:
+    """Return the name of the profile that applies to an architecture, if the user names none."""
+    return RISCV_PROFILE if arch.startswith("riscv") else X86_PROFILE
 
 
 class Judge:
@@ -102,31 +87,31 @@ class Judge:
             )
         else:
             found = self.checker.reasons(symbol)
-        is_filler = self._filler(symbol)
-        if is_filler is None:
+        code = self._filled_code(symbol)
+        start = symbol.address
+        end = start + len(code)
+        if self._is_x86 and _INT3 in code:
+            return [reason for addr, reason in found.items() if addr < end and code[addr - start] != _INT3]
+        if len(code) == symbol.size:
             return found.values()
-        return [reason for addr, reason in found.items() if not is_filler(addr)]
+        return [reason for addr, reason in found.items() if addr < end]
 
-    def _filler(self, symbol: Symbol) -> Callable[[int], bool] | None:
-        """Return a function that says whether an address has filler; None if the function has no filler.
+    def _filled_code(self, symbol: Symbol) -> bytes:
+        """Return a function's machine code without the filler at its end.
 
         Zeros at the function's end are filler. On x86, int3 is filler too; boot also writes it after returns.
         """
         filler = _X86_FILLER if self._is_x86 else b"\0"
-        code = self.subject.tables.read(symbol.address, symbol.size).rstrip(filler)
-        start = symbol.address
-        end = start + len(code)
-        if self._is_x86 and _INT3 in code:
-            return lambda addr: addr >= end or code[addr - start] == _INT3
-        return None if len(code) == symbol.size else lambda addr: addr >= end
+        return self.subject.tables.read(symbol.address, symbol.size).rstrip(filler)
 
     def verdicts(self, symbol: Symbol) -> dict[int, Verdict]:
         """Return address of each instruction of a function -> verdict; filler is left out."""
         forbidden = Rejection(RejectReason.NOTRACE, symbol.address) if self.is_notrace(symbol) else None
         found: dict[int, Verdict] = {}
-        is_filler = self._filler(symbol)
+        code = self._filled_code(symbol)
+        start = symbol.address
         for addr, refused, region in self.checker.check_each_insn(symbol):
-            if is_filler is not None and is_filler(addr):
+            if addr >= start + len(code) or (self._is_x86 and code[addr - start] == _INT3):
                 continue
             rejection = forbidden or refused
             if rejection is None and isinstance(region, Rejection):

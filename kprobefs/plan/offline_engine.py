@@ -13,7 +13,6 @@ from emulated_kernel.kprobes.return_hook.hook_sets import never_returning
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.interface import interface_named
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine
@@ -144,7 +143,7 @@ class OfflineEngine:
             judge.profile.jprobes,
             lambda: kernel.btf,
         )
-        interface = interface_named(judge.profile.interface)
+        interface = kernel.interface
         self.error_log = LastError(interface.texts)
         self.registry = EventRegistry()
         for group, name in kernel.static_events:

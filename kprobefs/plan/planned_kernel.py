@@ -18,10 +18,11 @@ from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.image.text_tables import ProbedTables, Range
 from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
 from emulated_kernel.image.types_file import load_types
-from emulated_kernel.kprobes.profile import Profile, profile_named
+from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile, profile_named
 from emulated_kernel.trace.events import syscall_events
 from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
+from emulated_kernel.trace.interface import Interface, interface_named
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
@@ -60,6 +61,15 @@ class PlannedKernel:
         """Description, for the output, of the CPUs for which the answers hold."""
         self.is_dump = False
         """Whether the text and data are those of a running kernel."""
+
+    @cached_property
+    def interface(self) -> Interface:
+        """The interface of tracefs that definitions follow, as in a mount of the kernel."""
+        if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
+            return interface_named(self.profile.interface)
+        from emulated_kernel.guests.linux.probing.told_interface import told_interface
+
+        return told_interface(self.core)
 
     @cached_property
     def tables(self) -> ProbedTables:
@@ -216,7 +226,7 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
         f"Linux {kernel.release}",
         "x86_64",
         kernel,
-        _profile(profile_name, "x86_64", kernel.release),
+        _linux_profile(profile_name, kernel),
         held_for,
     )
     made.image = image
@@ -231,7 +241,7 @@ def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
         f"Linux {kernel.release}, a dump",
         "x86_64",
         kernel,
-        _profile(profile_name, "x86_64", kernel.release),
+        _linux_profile(profile_name, kernel),
         "",
     )
     made.is_dump = True
@@ -248,8 +258,15 @@ def _cpu_model(kernel: LinuxKernel) -> str:
         return "unknown"
 
 
-def _profile(name: str | None, arch: str, release: str = "") -> Profile:
+def _linux_profile(name: str | None, kernel: LinuxKernel) -> Profile:
+    """Return the profile with a name, or the one that follows a distribution's kernel, as for a mount."""
+    from emulated_kernel.guests.linux.probing.told_interface import profile_of
+
+    return profile_of(kernel) if name is None else _profile(name, "x86_64")
+
+
+def _profile(name: str | None, arch: str) -> Profile:
     try:
-        return profile_named(name or default_profile(arch, release))
+        return profile_named(name or default_profile(arch))
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error

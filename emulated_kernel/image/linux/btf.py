@@ -96,7 +96,7 @@ class StepLimit:
     In damaged BTF, types can contain each other, and many times.
     """
 
-    def __init__(self, most: int = 10_000) -> None:
+    def __init__(self, most: int = 3000) -> None:
         self._left = most
 
     def take(self) -> None:
