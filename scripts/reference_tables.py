@@ -183,7 +183,7 @@ def mount_files() -> str:
         for path, node in files:
             found = dict.fromkeys(place(*each) for value in slots(node) for each in callables(value))
             kind = type(node)
-            itself = place(f"{kind.__module__.replace('.', '/')}.py", kind.__name__)
+            itself = place(_file_of(kind), kind.__name__)
             rows.append((f"`{path}`", "<br>".join(found) or itself))
     head = "Each file of a mount of the built-in kernel, and the functions that read and write it."
     note = "Of many directories of one kind, such as those of events, the first one stands for all."
@@ -259,10 +259,20 @@ def refusals() -> str:
     parts = (
         f"# From refusals to checks\n\nThe functions that refuse a request, by reason and by errno. {NOTE}\n",
         "## Reasons, and texts of error_log\n\n"
+        + table(
+            ("kind", "defined in"),
+            ((f"`{name}`", place(_file_of(kind), name)) for name, kind in sorted(ERRORS.items())),
+        )
+        + "\n"
         + table(("kind", "member", "errno", "text", "checked in"), rows),
         "## Errors\n\n" + table(("errno", "raised in"), raised),
     )
     return "\n".join(parts)
+
+
+def _file_of(kind: type) -> str:
+    """Return the path below the root of the file that defines a class."""
+    return f"{kind.__module__.replace('.', '/')}.py"
 
 
 def _answer(kind: str, name: str) -> tuple[str, str]:

@@ -56,7 +56,10 @@ class HitCost:
         return self.latest
 
     def text(self, hits: int) -> str:
-        """Return the number of hits, and the median of the latest hits' nanoseconds."""
+        """Return a text: the number `hits`, and the median cost of the latest hits in nanoseconds.
+
+        The text has no median before the first hit.
+        """
         if not self.latest:
             return f"hits {hits}"
         from statistics import median

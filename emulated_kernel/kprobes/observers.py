@@ -16,14 +16,15 @@ _LONGEST = 16
 
 
 class Observers:
-    """Finds out what the present patches of the text can see."""
+    """Finds out which data the probes and tracers that have patched the text can see."""
 
     def __init__(
         self, kprobes: Kprobes, originals: OriginalBytes, breakpoint_size: int, loops: Iterable[range]
     ) -> None:
-        """Look at the patches that `originals` records.
+        """Observe the patches that `originals` records.
 
-        `loops` has the functions in which the number of hits depends on the text of a path.
+        `breakpoint_size` is in bytes. `loops` has the address ranges of functions in which the number of hits
+        depends on the characters of a path.
         """
         self._originals = originals
         self._table = kprobes.table
@@ -32,11 +33,11 @@ class Observers:
         self._breakpoint_size = breakpoint_size
         self._loops = tuple(loops)
         self._patched: tuple[tuple[int, int], ...] = ()
-        """Items of the patched words for which `_heads` was found."""
+        """Contents of `originals.words` (the patched words) for which `_heads` was found."""
         self._heads: Sequence[AggrKprobe] | None = ()
 
     def sight(self) -> Sight:
-        """Return the greatest sight of the patches; it is MEMORY for patches that are not a probe's."""
+        """Return the most that any patch can see. A patch that is no probe's counts as MEMORY."""
         if self._sites is not None and self._sites.has_tracers:
             return Sight.MEMORY
         heads = self._patching()
@@ -49,7 +50,7 @@ class Observers:
         return seen
 
     def _patching(self) -> Sequence[AggrKprobe] | None:
-        """Return the entries of the probes that have patched the text, or None if there are other patches.
+        """Return the AggrKprobes that have patched the text, or None if not all patches are theirs.
 
         The result is kept until the text changes.
         """
@@ -78,7 +79,7 @@ class Observers:
         return found
 
     def _head_at(self, address: int) -> AggrKprobe | None:
-        """Return the entry of the probes for which the byte at an address is patched, or None."""
+        """Return the AggrKprobe for which the byte at an address is patched, or None."""
         for start in range(address, address - _LONGEST, -1):
             head = self._table.get(start)
             if head is not None:

@@ -85,7 +85,7 @@ class RealClock:
         return now
 
     def advance(self, ns: int) -> None:
-        """Advance the time while no guest code runs.
+        """Advance the time by `ns` nanoseconds while no guest code runs.
 
         Deviates: the host doesn't wait while the guest sleeps; from then on the guest's time is ahead of real
         time.
@@ -114,7 +114,10 @@ class VirtualClock:
         return int(self._cells[_NOW])
 
     def advance(self, ns: int = RUN_NS) -> None:
-        """Advance the time. It wraps around, because a faulty guest may have written any value."""
+        """Advance the time by `ns` nanoseconds.
+
+        The u64 value wraps around, because a faulty guest may have written any value.
+        """
         self._cells[_NOW] = (self._cells[_NOW] + ns) & _U64
 
     tick = advance

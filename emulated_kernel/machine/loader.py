@@ -15,7 +15,7 @@ Placed = tuple[int, int, bool]
 
 
 def page_up(value: int) -> int:
-    """Round a number of bytes up to whole pages."""
+    """Return `value` (bytes) rounded up to a multiple of the page size."""
     return -(-value // PAGE_SIZE) * PAGE_SIZE
 
 

@@ -150,15 +150,15 @@ class InterfaceRule(LinuxRule):
 class Interface:
     """The interface of tracefs, which all parts of one kernel's tracing share.
 
-    `rule in interface` tells whether the kernel has a rule.
+    `rule in interface` is True if the kernel has the rule.
     """
 
     name: str
     release: str
-    """Release that the kernel reports if it is kprobefs's own."""
+    """Release, as in uname(2), of the built-in kernel with this interface."""
     rules: frozenset[InterfaceRule]
     texts: ErrorTexts = field(default_factory=dict)
-    """Error -> the kernel's text, for the errors whose text differs from that of Linux 6.1."""
+    """Error -> text in error_log, for the errors whose text differs from that of Linux 6.1."""
 
     def __contains__(self, rule: InterfaceRule) -> bool:
         return rule in self.rules
@@ -179,7 +179,7 @@ INTERFACES: Mapping[str, Interface] = MappingProxyType(
 
 
 def interface_named(name: str) -> Interface:
-    """Return the interface with a name. Raises: KernelError EINVAL (unknown name)."""
+    """Return the interface that `name` names in INTERFACES. Raises: KernelError EINVAL (unknown name)."""
     try:
         return INTERFACES[name]
     except KeyError:

@@ -181,7 +181,8 @@ def sprint_symbol_no_offset(symbols: KernelSymbols, address: int) -> str:
 def print_ip(symbols: KernelSymbols, address: int, *, offset: bool, digits: int) -> str:
     """Return the text of an instruction address in an entry.
 
-    If option sym-addr is on, `digits` is the number of digits of the address that the text ends with, else 0.
+    The text is a symbol, with its offset if `offset` is set. If `digits` is not 0 (option sym-addr), the
+    address with at least this number of hexadecimal digits follows.
     Mirrors: kernel/trace/trace_output.c:seq_print_ip_sym (v6.1).
     """
     if not address:

@@ -74,7 +74,7 @@ class MachineConfig:
     For tests of text patching; it needs a quantum.
     """
     run_budget: float = DEFAULT_RUN_BUDGET
-    """Maximum wall time of one uninterrupted guest run. A guest that runs longer counts as looping."""
+    """Maximum wall time of one guest run, in seconds. A guest that runs longer counts as looping."""
     profile: str = "linux-6.1"
     """Set of kprobes features to emulate: a key of PROFILES."""
     save_regs: str | None = None

@@ -70,7 +70,7 @@ else:
     """Stands for a default that a field does not have."""
 
     class _Factory:
-        """Default of a parameter whose value a call of the field's factory makes."""
+        """Class of the marker that is a parameter's default in `__init__` if the field has a factory."""
 
         __slots__ = ()
 
@@ -128,7 +128,7 @@ else:
         return made.__fields__
 
     def replace(made, /, **changes):
-        """Return a new object that has the values of `made`, except for `changes`."""
+        """Return a new object of the dataclass with the values of `made`, except for `changes`."""
         for each in made.__fields__:
             if not each.init:
                 if each.name in changes:
@@ -138,7 +138,7 @@ else:
         return made.__class__(**changes)
 
     def asdict(made):
-        """Return the values of an object by name, with copies of containers and of other objects."""
+        """Return field name -> value, with copies of containers; nested dataclass objects become dicts."""
         return {each.name: _copied(getattr(made, each.name)) for each in made.__fields__}
 
     def _copied(value):
@@ -271,7 +271,7 @@ else:
         return made
 
     def _init(made, every, slots):
-        """Return __init__ of a class: a template for this number and kinds of fields, with its names."""
+        """Return the __init__ of a class, made from the template for the kinds of its fields."""
         kinds = "".join(_kind(each, slots) for each in every)
         parameters = [each for each in every if each.init]
         positional = [each for each in parameters if not each.kw_only]
@@ -300,7 +300,7 @@ else:
         return init
 
     def _kind(each, slots):
-        """Return what __init__ does for a field.
+        """Return a letter for what __init__ does for a field.
 
         p, k: it assigns a parameter, which is given by position or name. P, K: the factory makes the value of
         a parameter that a call leaves out. f: the factory makes the value. d: it assigns the default.
@@ -322,7 +322,10 @@ else:
 
     @cache
     def _template(kinds, has_post_init):
-        """Return the code of __init__ for fields a0, a1, ... of the kinds; cells hold their values v0, ..."""
+        """Return the code of the __init__ for fields a0, a1, ... of the `kinds`; see _kind().
+
+        The closure's cells v0, v1, ... hold the defaults and factories of the fields.
+        """
         positional = [f"a{number}" for number, kind in enumerate(kinds) if kind in "pP"]
         keywords = [f"a{number}" for number, kind in enumerate(kinds) if kind in "kK"]
         statements = {

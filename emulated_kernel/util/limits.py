@@ -154,7 +154,7 @@ class MemoryBudget:
 
     @property
     def most_by_user(self) -> int:
-        """Number of bytes of the user who has most, or 0."""
+        """Number of bytes in use by the user who uses most; 0 if only root and the owner use any."""
         return max(self._by_user.values(), default=0)
 
     def take(self, size: int, user: int) -> bool:

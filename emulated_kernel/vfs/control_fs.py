@@ -684,7 +684,7 @@ class ControlFs(FileSystem):
     is_control = True
 
     def name_lasts(self, path: str) -> bool:
-        """Implement FileSystem.name_lasts, for names of the kernel while the guest sees no lookups."""
+        """Implement FileSystem.name_lasts: the kernel's own names last while the guest sees no lookups."""
         if self.calls.sees_lookups:
             return False
         with self.lock:

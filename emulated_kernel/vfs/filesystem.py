@@ -419,7 +419,7 @@ class OpenDirectory(FileDescription):
         """Let the guest repeat the client's getdents64(2). By default do nothing. Lock: takes."""
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Refuse to read. Raises: KernelError EISDIR, as the methods below."""
+        """Refuse to read a directory. Raises: KernelError EISDIR, as the following methods."""
         raise KernelError(errno.EISDIR, self.path)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:

@@ -77,7 +77,7 @@ class Mount:
         self.filesystem_at: Callable[[str], FileSystem] = lru_cache(_KEPT)(self._find)
         """Cached version of _find(): returns the file system that a path belongs to."""
         self._roots: dict[str, DirEntry] = {}
-        """Cached entries: prefix -> its entry in the parent directory, usable after the guest has died."""
+        """Cache: mount prefix -> entry in the parent directory, for listings after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
         self._users: dict[int, int] = {}
         """Handle -> uid of the client that opened the file, except root."""

@@ -1,7 +1,8 @@
-"""The seccomp filter of a command under `--as-system`, and the system calls that it takes on each machine.
+"""The seccomp filter of a command under `--as-system`: which system calls it intercepts on each machine.
 
-FUSE has one f_type for all file systems, and splices nothing from files of size 0. The filter passes
-statfs(2) and the copying calls to a process of kprobefs, and also mount(2), for a /proc of the command's own.
+FUSE has one f_type for all file systems, and splices nothing from files of size 0. So the filter passes
+statfs(2) and the calls that copy files to a process of kprobefs, which answers them. It also passes mount(2),
+because the kernel lets a command mount a /proc of its own only read-only.
 """
 
 from __future__ import annotations

@@ -33,11 +33,11 @@ KEPT_LOGS = 10
 STARTING = 10.0
 """Maximum seconds from the creation of a daemon's log to the creation of its record."""
 STATE = 0
-"""Index of the field `state` among the fields of /proc/PID/stat after the name. Mirrors: proc(5)."""
+"""Index of the process's state among the fields after the name in /proc/PID/stat. Mirrors: proc(5)."""
 PARENT = 1
-"""Index of the field `ppid`, counted as STATE."""
+"""Index of the parent's pid among the fields after the name in /proc/PID/stat."""
 START_TIME = 19
-"""Index of the field `starttime`, counted as STATE."""
+"""Index of the start time, in clock ticks, among the fields after the name in /proc/PID/stat."""
 
 
 @dataclass(frozen=True)

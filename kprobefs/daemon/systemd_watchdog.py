@@ -93,7 +93,7 @@ class ServiceWatchdog:
 
 
 class _Condition:
-    """Observes the mount's condition in the watchdog process."""
+    """Observes the mount's state, and whether the daemon makes progress, in the watchdog's process."""
 
     def __init__(self, link: Path, daemon: int) -> None:
         """Watch the state that `link` returns and the CPU time of the process with the pid `daemon`."""

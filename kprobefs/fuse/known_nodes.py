@@ -1,11 +1,12 @@
-"""KnownNodes: nodes of control files for which the session answers, and names that the host's kernel keeps.
+"""KnownNodes: nodes of control files for which kprobefs answers itself, and names that the kernel caches.
 
 libfuse finds a file's path by its node id, in a table behind a lock, and calls back through ctypes. Clients
-cannot rename control files, so that the path of such a node stays as it is. For these nodes, the session
-knows the path itself.
+cannot rename control files, so that the path of a control file's node stays as it is. For these nodes,
+kprobefs keeps the path itself, and answers without libfuse.
 
 The host's kernel looks each directory of a path up again unless the reply gives the name a validity. Names of
-control files that only the kernel removes get one. When they end, the host's kernel is told.
+control files that only the guest's kernel removes get a validity. When such a name ends, kprobefs notifies
+the host's kernel.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ CACHED_ATTRIBUTES = 500
 BLOCK_SIZE = 4096
 """Value of st_blksize for every file, in bytes."""
 PAGED_SIZE = 1 << 40
-"""Value of st_size of files that can be spliced. The host's kernel ends a splice(2) at this size."""
+"""Value of st_size, in bytes, of files that can be spliced. The host's kernel ends a splice(2) there."""
 
 _Key = tuple[int, bytes]
-"""Node id of a directory, and a name in it."""
+"""Node id of a directory, and a name in the directory."""
 _SECOND = 1_000_000_000
 _U64 = (1 << 64) - 1
 _U32 = (1 << 32) - 1
@@ -63,7 +64,7 @@ _WITHOUT_DIRECTORY = frozenset({FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_RELEASE})
 
 
 class Names(Protocol):
-    """The part of Mount that KnownNodes needs."""
+    """Interface of the part of Mount that KnownNodes calls."""
 
     def is_control(self, path: str, /) -> bool:
         """Return True if `path` is in a file system of control files."""
@@ -110,33 +111,33 @@ def attr_bytes(attributes: Stat) -> bytes:
 class KnownNodes:
     """The nodes of control files that the host's kernel has looked up, by id, and by directory and name.
 
-    libfuse counts the lookups that it has answered. The host's kernel forgets a node by the number of all
-    lookups, so that the lookups that the session has answered are subtracted before libfuse gets the request.
+    libfuse counts the LOOKUPs of a node that it has answered. A FORGET has the number of all LOOKUPs of the
+    node. So the LOOKUPs that kprobefs has answered itself are subtracted before libfuse gets the FORGET.
 
     Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files.
     Gains: two thirds of a round of open, read and close by path.
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:
-        """Know the root. `may_last` is whether names may last at all."""
+        """Begin with the root's node only. If `may_last` is False, no name ever gets a validity."""
         self._names = names
         self.device = -1
         """Descriptor of /dev/fuse."""
         self._lock = threading.Lock()
-        """Lock around changes, and around a reply to a LOOKUP: no FORGET of its node can come before."""
+        """Lock around changes, and around a reply to a LOOKUP: a FORGET of its node must wait for both."""
         self.by_id: dict[int, Node] = {FUSE_ROOT_ID: Node("", FUSE_ROOT_ID, 0)}
         self.by_name: dict[_Key, Node] = {}
         self._names_of: dict[int, _Key] = {}
-        """Node id -> its key in `by_name`."""
+        """Node id -> key of the node in `by_name`."""
         self._answered: dict[int, int] = {}
-        """Node id -> number of lookups that the session has answered and the kernel has not forgotten."""
+        """Node id -> number of LOOKUPs that answer() has answered and no FORGET has taken back yet."""
         self._are_allowed = may_last
         self.removed: set[int] = set()
-        """Ids of nodes that remove() has dropped, and that the kernel has not forgotten."""
+        """Ids of nodes that remove() has dropped, and for which no FORGET has come yet."""
         self.lets_names_last = False
-        """Whether names get a validity, and the attributes of control files therefore none."""
+        """Whether names get a validity. If so, the attributes of control files get none."""
         self._lasting: dict[_Key, tuple[float, str]] = {}
-        """Name -> monotonic time until which the host's kernel may keep the name, and its path."""
+        """Name -> monotonic time in seconds until which the host's kernel may keep the name, and its path."""
         self.ends = 0
         """Number of calls of end_names() so far."""
         self._request = threading.local()
@@ -144,7 +145,10 @@ class KnownNodes:
         """Returns a context manager for a wait, during which another thread takes requests."""
 
     def initialise(self, request: bytearray) -> None:
-        """Let names last if they may, and if the host's kernel can end one without dropping its directory."""
+        """Read an INIT request, and set `lets_names_last`.
+
+        Names last only if the host's kernel can expire a name without dropping the directory at the name.
+        """
         flags, more = INIT_IN.unpack_from(request, IN_HEADER.size)
         can_expire = bool(flags & FUSE_INIT_EXT and more & FUSE_HAS_EXPIRE_ONLY)
         self.lets_names_last = self._are_allowed and can_expire
@@ -154,7 +158,10 @@ class KnownNodes:
         self._request.opcode = opcode
 
     def path_of(self, directory: int, name: bytes) -> str | None:
-        """Return the path of a name in a known directory if it is a control file's path, else None."""
+        """Return the path of `name` in the directory with the node id `directory`.
+
+        Return None if the directory is not known, or if the path is not that of a control file.
+        """
         above = self.by_id.get(directory)
         if above is None:
             return None
@@ -164,10 +171,11 @@ class KnownNodes:
     def learn(
         self, reply: bytearray, directory: int, name: bytes, path: str, ends: int, may_last: bool
     ) -> None:
-        """Send libfuse's reply to a LOOKUP of a control file, and know its node from now on.
+        """Send libfuse's reply to a LOOKUP of a control file, and record the node that it contains.
 
-        `ends` is the value of the attribute `ends` when the request came. If `may_last` is set, the name may
-        get a validity. Raises: OSError (not sent).
+        `directory` is the node id of the directory, and `path` is that of the file. `ends` is the value of
+        the attribute `ends` when the request came. If `may_last` is set, the name may get a validity.
+        Raises: OSError (not sent).
         """
         if len(reply) != ENTRY_OUT.size + OUT_HEADER.size + ATTR.size:
             os.write(self.device, reply)
@@ -203,9 +211,11 @@ class KnownNodes:
         attributes: bytes,
         validity: int,
     ) -> bool:
-        """Send the reply to a LOOKUP of a known node; return False if it has been forgotten meanwhile.
+        """Send the reply to the LOOKUP `unique` of a known node.
 
-        `validity` is that of the attributes of a name that does not last, in nanoseconds.
+        Return False, with nothing sent, if the node has been forgotten meanwhile. `directory` is the node id
+        of the directory. `ends` is the value of the attribute `ends` when the request came. `attributes` is a
+        struct fuse_attr. They are valid for `validity` nanoseconds, unless the name gets a validity.
         """
         key = (directory, name)
         lasts = self._may_last(node.path)
@@ -225,7 +235,7 @@ class KnownNodes:
         return True
 
     def forget(self, number: int, count: int) -> int:
-        """Forget `count` lookups of a node; return the number of those that libfuse has answered."""
+        """Take back `count` LOOKUPs of the node `number`; return how many of them libfuse has answered."""
         if number == FUSE_ROOT_ID:
             return count
         with self._lock:
@@ -241,9 +251,9 @@ class KnownNodes:
             return count - answered
 
     def remove(self, directory: int, name: bytes) -> None:
-        """Drop a directory and the nodes below it, because a client removes the directory.
+        """Drop the nodes of a directory and of everything below it, before a client's rmdir(2) is executed.
 
-        If that fails, the kernel keeps the names nevertheless.
+        If the rmdir(2) fails, the host's kernel keeps the names nevertheless.
         """
         with self._lock:
             node = self.by_name.get((directory, name))
@@ -264,8 +274,9 @@ class KnownNodes:
         return self.lets_names_last and self._names.name_lasts(path)
 
     def _let_last(self, key: _Key, path: str, ends: int) -> int:
-        """Note that the host's kernel keeps a name, and return the seconds of its validity.
+        """Record that the host's kernel may keep a name, and return the name's validity in seconds.
 
+        Return 0 if the name must not be kept: MOST_NAMES are kept, or names have ended.
         Hazard: if names have ended since the LOOKUP came, its result may be older.
         """
         now = monotonic()
@@ -280,12 +291,12 @@ class KnownNodes:
         self._lasting = {key: lasting for key, lasting in self._lasting.items() if lasting[0] > now}
 
     def end_names(self, ends: Collection[str | None]) -> None:
-        """Tell the host's kernel which names have ended, before it gets the reply to the current request.
+        """Notify the host's kernel of names that have ended, before the current request is answered.
 
-        `ends`: see FileSystem.on_names_end. The kernel drops names that are gone. It looks up others again
-        that it may no longer keep.
-        Hazard: the kernel locks the directory of a name for that. A request that has locked it must not wait
-        here; then another thread tells the kernel, when the request has been answered.
+        `ends`: see FileSystem.on_names_end. The host's kernel drops the names of removed files. It looks up
+        names again that it may no longer keep.
+        Hazard: to drop a name, the host's kernel locks the name's directory. A request for which this lock is
+        held must not wait here: another thread then notifies the host's kernel.
         """
         with self._lock:
             self.ends += 1
@@ -322,7 +333,10 @@ class KnownNodes:
 
 
 def _concerns(removed: str, path: str) -> bool:
-    """Return True if the removal of the directories GROUP/EVENT may have removed `path`."""
+    """Return True if `path` may be gone after the removal of the directories `removed`, which is GROUP/EVENT.
+
+    If `removed` is empty, any path may be gone.
+    """
     if not removed or f"/{removed}/" in f"{path}/":
         return True
     return path.endswith("/" + removed.partition("/")[0])

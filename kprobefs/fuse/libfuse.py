@@ -96,13 +96,13 @@ T = TypeVar("T")
 PATH_CODEC = "kprobefs_path"
 """Name of the codec that register_path_codec() registers."""
 CACHED_ATTRIBUTES = 500
-"""Maximum number of struct stat that are cached."""
+"""Maximum number of results of stat_bytes() that are cached."""
 VALIDITY = 3600
 """Seconds for which the host's kernel may use a lasting name without a new LOOKUP."""
 RENAME_WINDOW = 1.0
 """Seconds after a rename(2) during which the host's kernel may still request the replaced file."""
 RELEASE_PAUSE = 0.0001
-"""Seconds between two checks whether other threads have answered RELEASE requests."""
+"""Seconds between two checks whether another thread has answered its RELEASE request."""
 RETRY_DELAY = 0.01
 """Seconds until the next attempt to send a reply for which there was no memory."""
 
@@ -118,7 +118,7 @@ _INTERRUPTED = (errno.EINTR, errno.EAGAIN, errno.ENOENT)
 _NO_MEMORY = struct.pack("=Ii", OUT_HEADER.size, -errno.ENOMEM)
 """Beginning of a reply with ENOMEM, up to the field `unique`."""
 _DONE = b"done"
-"""Result of an answer to a request, after which nothing is left to do."""
+"""Result of a function that has sent the reply to a request itself."""
 _NAME_LASTS = struct.pack("=Q", VALIDITY)
 _NAME_LASTS_ATTRIBUTES_DO_NOT = struct.pack("=QQII", VALIDITY, 0, 0, 0)
 
@@ -307,7 +307,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
 
     @staticmethod
     def _wrapper(func: Callable[..., int | None], *args: object) -> int:
-        """Call an operation by guarded(), and return a result that libfuse accepts: a count or -errno."""
+        """Call an operation by guarded(), and return a number of bytes, 0 or -errno for libfuse."""
         found = guarded(func.__self__.operations, func, *args) or 0  # type: ignore[attr-defined]
         # A damaged guest may return any number as the count of bytes that it wrote.
         return found if -MAX_ERRNO <= found <= _INT_MAX else -errno.EIO
@@ -357,7 +357,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return 0
 
     def poll(self, path: bytes | None, file_info: Any, handle: int | None, mask: Any) -> int:
-        """Set the poll mask of a file, and keep the poll handle for its notification; see FuseOperations."""
+        """Set the poll mask of an open file, and keep the poll handle to notify the client later."""
         del path
         mask[0] = self.operations.poll(file_info.contents, handle)
         return 0
@@ -460,10 +460,12 @@ class ReplyChannels:
         clients_own: Collection[str] = (),
         nodes: KnownNodes | None = None,
     ) -> None:
-        """Make the channels of a struct fuse_session. If `walks` is None, no reply is changed.
+        """Make the channels of `session`, which is the address of a struct fuse_session.
 
-        `walks` is called before libfuse looks up a lasting directory: no client has requested the attributes
-        that libfuse requests next. `nodes` learns the nodes of control files.
+        If `walks` is None, no reply is changed. Otherwise it is called before libfuse looks up a lasting
+        directory. It must record that no client has requested the attributes that libfuse requests next.
+        `lasting` and `clients_own` have names of directories in the root; see the class. `nodes` learns the
+        nodes of control files; if it is None, they are not learned.
         """
         self.channel: int = _libfuse.fuse_session_next_chan(session, None)
         """The session's own channel, which changes nothing."""
@@ -532,7 +534,10 @@ class ReplyChannels:
         return self.channel
 
     def _expect(self, node: int, name: bytes, *, may_last: bool) -> bool:
-        """Prepare for libfuse's reply to a LOOKUP; return True if it is for a control file."""
+        """Prepare for libfuse's reply to the LOOKUP of `name`; return True if `name` is a control file's.
+
+        `may_last` is whether the name may get a validity.
+        """
         nodes = self._nodes
         path = nodes and nodes.path_of(node, name)
         self._looked_up.arguments = None
@@ -563,7 +568,7 @@ class ReplyChannels:
         self._linked_nodes.discard(node)
 
     def _share(self, node: int) -> None:
-        """Invalidate the attributes of a node that gets another link, in the host's kernel, too."""
+        """Record that a node gets another link, and invalidate its attributes in the host's kernel."""
         self._linked_nodes.add(node)
         size = INVALIDATION.size
         # The kernel has no attributes of it.
@@ -571,7 +576,7 @@ class ReplyChannels:
             os.write(self.device, INVALIDATION.pack(size, FUSE_NOTIFY_INVAL_INODE, 0, node, -1, 0))
 
     def _changed_by(self, change: Callable[[bytearray], None]) -> int:
-        """Return a channel that changes replies by `change`, or the session's own if there is no memory."""
+        """Return a channel that changes replies by `change`, or without memory the session's own channel."""
 
         def send(_channel: int, pieces: Any, count: int) -> int:
             try:
@@ -592,9 +597,9 @@ class ReplyChannels:
         return made or self.channel
 
     def _let_directory_last(self, reply: bytearray) -> None:
-        """Change a reply so that a lasting directory's name is valid, but not its attributes.
+        """Give a lasting directory's name a validity in a reply, and its attributes none.
 
-        So each stat(2) stays a request.
+        Without a validity of the attributes, each stat(2) is still a request.
         """
         if len(reply) == ATTR_REPLY_SIZE:
             reply[ATTR_VALIDITIES] = bytes(12)
@@ -605,12 +610,12 @@ class ReplyChannels:
                 reply[ENTRY_VALIDITIES] = _NAME_LASTS_ATTRIBUTES_DO_NOT
 
     def _end_validity_or_look_up_again(self, reply: bytearray) -> None:
-        """Change the reply for a file with several links, as for lasting directories and replaced files."""
+        """Change the reply for a file with several links by _let_directory_last() and _look_up_again()."""
         self._let_directory_last(reply)
         _look_up_again(reply)
 
     def _let_name_last(self, reply: bytearray) -> None:
-        """Change a reply so that a name which only clients change is valid."""
+        """Give the name in a reply a validity, because only clients change the name."""
         if len(reply) == ENTRY_REPLY_SIZE:
             node, mode, links = ENTRY_NODE.unpack(reply)
             if stat.S_ISDIR(mode):
@@ -631,7 +636,7 @@ def _look_up_again(reply: bytearray) -> None:
 
 
 class _LoopState:
-    """The latest request of a thread of a SessionLoop, for checks by other threads."""
+    """Lets other threads check which request a thread of a SessionLoop is answering."""
 
     def __init__(self, request: bytearray) -> None:
         self._request = request
@@ -653,10 +658,10 @@ class _LoopState:
         return self._opcode == FUSE_RELEASE
 
     def may_be_releasing(self) -> bool:
-        """Return False if the thread surely has no RELEASE that left the kernel's queue before this call.
+        """Return False if the thread certainly answers no RELEASE that left the queue before this call.
 
         Hazard: the host's kernel takes a request out of its queue before it copies the request. So a
-        thread that shows no request surely has none only if it sleeps.
+        thread without a request in its buffer has none for certain only if it sleeps.
         """
         if not self._opcode and self._is_running():
             return True
@@ -678,19 +683,25 @@ class AtOnce(NamedTuple):
     """
 
     read: Callable[[int, int, int, int, int, int, int, int], bytes | int | None]
-    """Takes uid, gid, pid, fh, offset, size, lock owner and flags; returns None if the read has to wait."""
+    """Reads a file by uid, gid, pid, fh, offset, size, lock owner and flags. Sizes are in bytes.
+
+    Returns the data, or None if the read has to wait, which only libfuse can do.
+    """
     release: Callable[[int], object]
-    """Takes fh."""
+    """Releases the open file with the handle fh."""
     getattr: Callable[[int, int, int, str], Stat | int]
-    """Takes uid, gid, pid and the path of a control file."""
+    """Returns attributes by uid, gid, pid and the path of a control file."""
     fgetattr: Callable[[int, int, int, int], Stat | int]
-    """Takes uid, gid, pid and fh."""
+    """Returns attributes of an open file by uid, gid, pid and fh."""
     open: Callable[[int, int, int, str, int], tuple[int, bool] | int]
-    """Takes uid, gid, pid, path and flags; returns fh, and whether the file is a stream."""
+    """Opens a file by uid, gid, pid, path and flags; returns fh, and whether the file is a stream."""
     write: Callable[[int, int, int, int, int, int, memoryview], int | None]
-    """Takes uid, gid, pid, fh, offset, flags and data; returns the count, or None if libfuse has to write."""
+    """Writes to a file by uid, gid, pid, fh, offset, flags and data.
+
+    Returns the number of bytes written, or None if libfuse has to write.
+    """
     skip_client: Callable[[], None]
-    """Records that the next attributes are only for libfuse."""
+    """Records that libfuse itself, and no client, makes this thread's next request for attributes."""
     validity: int
     """Nanoseconds for which the host's kernel may use the attributes in a reply."""
 
@@ -745,10 +756,10 @@ class SessionLoop:
             FUSE_RMDIR: self._remove,
             FUSE_INIT: self._initialise,
         }
-        """Opcode -> function that answers the request if it can.
+        """Opcode -> function that answers a request if it can.
 
-        It returns the data of the reply, or -errno, or _DONE if nothing is left to do, or None if libfuse has
-        to answer.
+        The function returns the data of the reply, -errno, or _DONE if no reply is left to send. It returns
+        None if libfuse has to answer.
         """
 
     def run(self) -> int:
@@ -791,7 +802,10 @@ class SessionLoop:
                 sleep(RETRY_DELAY)
 
     def _process(self, request: bytearray, address: int, size: int) -> bool:
-        """Answer the request in the buffer. Return False if there may have been no memory for the reply."""
+        """Answer a request of `size` bytes in the buffer `request`, whose address is `address`.
+
+        Return False if there may have been no memory for the reply.
+        """
         opcode, unique, node, uid, gid, pid = IN_HEADER.unpack_from(request)
         if self._nodes is not None:
             self._nodes.begin(opcode)
@@ -820,7 +834,10 @@ class SessionLoop:
         return True
 
     def _look_up(self, nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
-        """Answer the LOOKUP of a known control file. Attributes of a name that lasts are not valid later."""
+        """Answer the LOOKUP of a known control file; return as a function of `_answers`.
+
+        If the name gets a validity, its attributes get none.
+        """
         _, unique, directory, uid, gid, pid = IN_HEADER.unpack_from(request)
         name = bytes(memoryview(request)[IN_HEADER.size : size - 1])
         node = nodes.by_name.get((directory, name))
@@ -837,7 +854,7 @@ class SessionLoop:
         return None
 
     def _get_attributes(self, nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Answer the GETATTR of a known control file."""
+        """Return the reply to the GETATTR of a known control file, as a function of `_answers`."""
         _, _, number, uid, gid, pid = IN_HEADER.unpack_from(request)
         node = nodes.by_id.get(number)
         if node is None or self._replies.is_lasting(number):
@@ -853,7 +870,10 @@ class SessionLoop:
         return ATTR_OUT.pack(0, validity) + attr_bytes(found)
 
     def _open(self, nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Open a known control file. An open(2) that truncates can take long, so that libfuse gets it."""
+        """Open a known control file, and return the reply, as a function of `_answers`.
+
+        An open(2) that truncates can take long, so libfuse answers it.
+        """
         _, _, number, uid, gid, pid = IN_HEADER.unpack_from(request)
         node = nodes.by_id.get(number)
         (flags,) = FIRST_WORD.unpack_from(request, IN_HEADER.size)
@@ -866,7 +886,7 @@ class SessionLoop:
         return OPEN_OUT.pack(handle, FOPEN_DIRECT_IO | is_stream * FOPEN_NONSEEKABLE)
 
     def _write(self, _nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
-        """Write to a file whose write does not wait, from the request's buffer."""
+        """Write to a file whose write does not wait; return the reply, as a function of `_answers`."""
         _, _, _, uid, gid, pid = IN_HEADER.unpack_from(request)
         handle, offset, _, flags = WRITE_IN.unpack_from(request, IN_HEADER.size)
         with memoryview(request)[IN_HEADER.size + WRITE_IN.size : size] as data:
@@ -878,7 +898,7 @@ class SessionLoop:
 
     @staticmethod
     def _forget(nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Subtract the lookups that libfuse has not answered from a FORGET."""
+        """Subtract from a FORGET the LOOKUPs that libfuse has not answered; return _DONE if none are left."""
         (count,) = FORGET_IN.unpack_from(request, IN_HEADER.size)
         _, _, number, *_ = IN_HEADER.unpack_from(request)
         count = nodes.forget(number, count)
@@ -887,20 +907,20 @@ class SessionLoop:
 
     @staticmethod
     def _forget_batch(nodes: KnownNodes, request: bytearray, size: int) -> None:
-        """Subtract the lookups that libfuse has not answered from each part of a BATCH_FORGET."""
+        """Subtract from each node of a BATCH_FORGET the LOOKUPs that libfuse has not answered."""
         for at in range(FORGET_ONE_OFFSET, size, FORGET_ONE.size):
             number, count = FORGET_ONE.unpack_from(request, at)
             FORGET_ONE.pack_into(request, at, number, nodes.forget(number, count))
 
     @staticmethod
     def _remove(nodes: KnownNodes, request: bytearray, size: int) -> None:
-        """Forget the path of a directory that a client removes, before libfuse removes it."""
+        """Drop the known nodes of a directory and below it, before libfuse executes a client's rmdir(2)."""
         _, _, directory, *_ = IN_HEADER.unpack_from(request)
         nodes.remove(directory, bytes(request[IN_HEADER.size : size - 1]))
 
     @staticmethod
     def _initialise(nodes: KnownNodes, request: bytearray, _size: int) -> None:
-        """Learn what the host's kernel can do."""
+        """Read from the INIT request whether the host's kernel can expire names."""
         nodes.initialise(request)
 
     def _await_releases(self, own: _LoopState) -> None:
@@ -915,7 +935,10 @@ class SessionLoop:
                 sleep(RELEASE_PAUSE)
 
     def _refuse(self, refusal: tuple[bytes, memoryview]) -> None:
-        """Answer the latest request with ENOMEM if it is unanswered, because its client can't be killed."""
+        """Reply ENOMEM to the latest request if it is unanswered.
+
+        Without a reply, the client could not even be killed.
+        """
         while True:
             try:
                 os.writev(self._device, refusal)

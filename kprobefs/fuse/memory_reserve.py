@@ -132,7 +132,10 @@ class MemoryReserve:
 
 
 def _ends(line: bytes) -> bool:
-    """Return True if a line deletes an event, or removes functions, events or a trigger."""
+    """Return True if a line that is written to a control file only removes something.
+
+    It deletes an event, or removes functions, events or a trigger.
+    """
     words = line.partition(b" if ")[0].split()
     return line.startswith(ENDING_LINE) or (
         bool(words) and all(word.startswith(ENDING_WORD) for word in words)

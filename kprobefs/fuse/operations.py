@@ -257,7 +257,11 @@ class _Operations:
         self._mount.release(handle)
 
     def access(self, path: str, mode: int) -> None:
-        """Check the access of root to a file, or report a chdir(2), which sends the same request."""
+        """Check whether root may access `path`, or report a chdir(2) to the mount.
+
+        The host's kernel sends the same request for both. Only X_OK can fail for root.
+        Raises: KernelError EACCES (a file without execute permission).
+        """
         if not mode & os.X_OK:
             return
         found = self._mount.getattr(path).mode

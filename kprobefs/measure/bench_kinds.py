@@ -114,7 +114,7 @@ def _kprobe(kernel: Kernel) -> Count:
 
 
 def _jprobe(kernel: Kernel) -> Count:
-    """Register a jprobe whose mirror function only returns, and return a function that counts nothing."""
+    """Register a jprobe whose handler is guest code that only returns; return a Count without hits."""
     text = kernel.machine.text
     arch = kernel.arch
     entry = text.alloc_text(arch.jump_size)

@@ -10,31 +10,32 @@ from emulated_kernel.image.linux.btf_declaration import Parameter
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _HALF = 4
-"""Size in bytes of the lower half of a register."""
+"""Size in bytes of the lower half of a 64-bit register."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A parameter of a function, and the fetch arguments that read it at a place."""
+    """A parameter of a function, and the fetch arguments that read it at one address of the function."""
 
     number: int
     """Number of the parameter, from 1 on."""
     name: str
     type: str
     fetches: tuple[str, ...]
-    """Complete fetch arguments, such as `size=%r12:u64`; empty if the value is nowhere to be found."""
+    """Complete fetch arguments, such as `size=%r12:u64`; empty if no register or stack word has the value."""
     places: tuple[str, ...]
-    """Places of the value in fetch arguments, such as `%r12`; in the order of `fetches`."""
+    """Registers and stack words with the value, such as `%r12` or `$stack2`, in the order of `fetches`."""
     remark: str = ""
-    """Why there is no fetch argument."""
+    """Why there is no fetch argument; "" if there is one."""
 
 
 def arguments_at(
     arch: Arch, values: EntryValues, addr: int, parameters: Iterable[Parameter], *, on_entry: bool
 ) -> tuple[Argument, ...]:
-    """Return the parameters of a function with the fetch arguments that read them at an address.
+    """Return the parameters of a function with the fetch arguments that read them at the address `addr`.
 
-    `on_entry`: the probe's place is the function's symbol, so that $argN is allowed.
+    `values` knows where the function keeps them. `on_entry`: the probe is at the function's symbol, so that
+    $argN is allowed.
     """
     places = values.at(addr)
     registers = list(arch.registers.arguments)

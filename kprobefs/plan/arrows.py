@@ -15,7 +15,7 @@ class Arrow:
     """Index of the row with the jump."""
     target: int
     lane: int
-    """Number of the column of the vertical line; 0 is next to the listing."""
+    """Column of the vertical line, counted from the listing outwards; 0 is next to the listing."""
 
     @property
     def top(self) -> int:

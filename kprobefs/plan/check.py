@@ -1,4 +1,4 @@
-"""Checks of probe definitions: what a kernel would answer to each line of a file, and warnings."""
+"""Checks of probe definitions: a kernel's answer to each line of a definitions file, and warnings."""
 
 from __future__ import annotations
 
@@ -42,30 +42,33 @@ _EXPRESSION = re.compile(
     r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
     r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"
 )
-"""Pattern for an expression with at most one dereference."""
+"""Pattern for the expression of a fetch argument with at most one dereference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error or a warning about a line."""
+    """An error or a warning about a line of a definitions file."""
 
     rule: str
     """Name of the rule: a name of error_log's table, an errno, or a key of WARNINGS."""
     is_error: bool
     message: str
     column: int | None = None
-    """Column in the line's text, from 0 on; None if the whole line is meant."""
+    """Column in the line's text, from 0 on; None if the finding is about the whole line."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a kernel answers to a line."""
+    """What a kernel does with a line that is written to kprobe_events, with errors and warnings."""
 
     line: Line
     outcome: str
-    """Value of ProbeOutcome, or PENDING, UNCHECKED, REMOVED; the name of the errno if the line fails."""
+    """Value of ProbeOutcome, PENDING, UNCHECKED or REMOVED.
+
+    If the kernel refuses the line, the name of the errno.
+    """
     reason: str = ""
-    """The rule that refuses a jump; "" if there is none."""
+    """Why the probe is no jump, or waits; "" if there is nothing to explain."""
     findings: list[Finding] = field(default_factory=list)
     region: range = range(0)
     """Addresses that the probe's jump replaces; empty if there is no jump."""
@@ -81,7 +84,10 @@ class Answer:
 
 
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
-    """Return the answers of a kernel to lines, which are written to it in this order."""
+    """Return a kernel's answers to lines, as if they were written to its kprobe_events in this order.
+
+    Lines that write a value to another file (FILE = VALUE) get no answer.
+    """
     engine = OfflineEngine(kernel)
     answers = [_answer(kernel, engine, line) for line in lines if not SETTING.match(line.text)]
     left = set(engine.kprobe_events.probes())
@@ -126,7 +132,11 @@ def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: Ke
 
 
 def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> str:
-    """Return the end of an error's message: the rule of the engine, or the symbols that were meant."""
+    """Return a text to append to an error's message, or "".
+
+    The text has the reason of a refused place, the addresses of an ambiguous symbol, or symbols with names
+    similar to an unknown one.
+    """
     words = argv_split(line.text)
     place = words[1] if len(words) > 1 else ""
     symbol = re.split(r"[+%-]", place, maxsplit=1)[0]
@@ -158,8 +168,9 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
 
 
 def _find_taken_jumps(answers: Sequence[Answer]) -> None:
-    """Find the probes whose jumps would cover the probes of other lines: they stay breakpoints.
+    """Change the answers for probes whose jumps would cover another line's probe: they stay breakpoints.
 
+    Add a warning to both lines.
     Mirrors: arch/x86/kernel/kprobes/opt.c:arch_check_optimized_kprobe (v6.1)
     """
     for answer in answers:
@@ -189,7 +200,7 @@ def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
 def _types(
     kernel: PlannedKernel, line: Line, probe: TraceKprobe, explained: Explanation
 ) -> Iterator[Finding]:
-    """Compare the types of fetch arguments with those of the kernel's BTF."""
+    """Yield warnings about fetch arguments whose types differ from those of the parameters in the BTF."""
     prototype = explained.prototype
     if prototype is None:
         return
@@ -251,9 +262,9 @@ def _member(btf: Btf, arg: ProbeArg, parameter: Parameter, offset: int, column: 
 
 
 def _column(text: str, column: int) -> int:
-    """Return the column in a line's text that belongs to a column of error_log's entry.
+    """Return the column in a line's text for a column in error_log's copy of the command.
 
-    The entry has one blank between the words.
+    The copy has one blank between two words. Both columns count from 0.
     """
     for number, word in enumerate(argv_split(text)):
         if column <= len(word):

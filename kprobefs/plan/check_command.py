@@ -26,7 +26,7 @@ _OUTCOME_WIDTH = 13
 
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
-    """A file, and the answers of each kernel to its lines."""
+    """A file of probe definitions, and the answers of each kernel to its lines."""
 
     path: str
     text: str
@@ -136,7 +136,7 @@ def _missing(kernel: PlannedKernel) -> str:
 
 
 def _details(path: str, answer: Answer, number: int) -> Iterator[str]:
-    """Yield the findings about a line, and the reason why its probe has no jump."""
+    """Yield output lines: the findings about a line, and the reason why its probe has no jump."""
     where = f"{escape_for_terminal(path)}:{answer.line.number}{f' ({number})' if number else ''}"
     found = [
         (f"{'error' if each.is_error else 'warning'}: {each.message} [{each.rule}]", each.column)

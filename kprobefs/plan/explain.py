@@ -26,7 +26,11 @@ def run(
     svg: str | None,
     html: str | None,
 ) -> None:
-    """Run `kprobefs explain`. Raises: CliError (no such place or kernel, a file that can't be written)."""
+    """Run `kprobefs explain` for `places`, and print the explanations.
+
+    `whole` shows whole functions. `as_json` prints JSON instead of text. `svg` and `html` are paths of files
+    to write. Raises: CliError (no such place or kernel, a file that can't be written).
+    """
     kernel = planned_kernel(arch, image, vmcore, profile)
     found = list(_explanations(kernel, places))
     if svg is not None:

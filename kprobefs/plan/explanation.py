@@ -1,4 +1,4 @@
-"""Explanation of a place in a kernel: the function, verdicts, detour, better places, arguments."""
+"""Explanation of a probe at an address: its outcome, the function, detour, better places, arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PAGE = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class ListedInsn:
-    """An instruction of the function, with its verdict."""
+    """An instruction of the function, and what happens to a probe on it."""
 
     address: int
     offset: int
@@ -40,10 +40,10 @@ class ListedInsn:
     code: bytes
     text: str
     target: int | None
-    """Address in the function to which a jump goes; None for other instructions."""
+    """Address to which a jump within the function goes; None for other instructions."""
     verdict: Verdict
     reason: str
-    """The rule that refuses the probe or its jump, with the place that breaks it; "" if there is none."""
+    """The rule that refuses the probe or its jump, and what breaks the rule; "" if no rule is broken."""
 
     @property
     def end(self) -> int:
@@ -56,17 +56,17 @@ class DetourInsn:
     """An instruction of the detour."""
 
     part: str
-    """Name of the part of the detour."""
+    """Name of the part of the detour that contains the instruction; see Arch.detour_parts."""
     offset: int
     """Offset in bytes from the start of the detour."""
     text: str
     is_relocated: bool
-    """Whether the instruction is a copy with another displacement."""
+    """Whether the instruction is a copy of a replaced instruction, with another displacement."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherVerdict:
-    """The verdict on the same place if boot rewrites the kernel's returns in another way."""
+    """The verdict on an address if boot rewrites the kernel's returns in the way `returns`."""
 
     returns: str
     outcome: ProbeOutcome
@@ -77,7 +77,11 @@ class Explanation:
     """What happens to a probe at a place of a kernel. All parts are computed when they are first used."""
 
     def __init__(self, kernel: PlannedKernel, place: Place, variant: Variant | None = None) -> None:
-        """Explain a place. `variant`: the kernel with its returns rewritten; None: around the place only."""
+        """Explain a place.
+
+        `variant` is the kernel with its returns rewritten. If it is None, only the returns of the place's
+        function are rewritten.
+        """
         self.kernel = kernel
         self.place = place
         self.symbol: Symbol = place.where.symbol
@@ -86,7 +90,7 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """The place as symbol and offset."""
+        """The place as SYMBOL+OFFSET, with MODULE: before it for a module."""
         where = self.place.where
         module = "" if where.module is None else f"{where.module}:"
         return f"{module}{where.name}+{where.offset:#x}" if where.offset else f"{module}{where.name}"
@@ -103,12 +107,12 @@ class Explanation:
 
     @property
     def reason(self) -> str:
-        """The rule that refuses the probe or its jump; "" if there is none."""
+        """The rule that refuses the probe or its jump, and what breaks the rule; "" if no rule is broken."""
         return self._reason(self.judge, self.verdict)
 
     @cached_property
     def others(self) -> tuple[OtherVerdict, ...]:
-        """The verdict for the other ways in which boot may rewrite the kernel's returns."""
+        """The verdicts on the place for each other way in which boot may rewrite the kernel's returns."""
         found = []
         for variant in self.kernel.other_variants(self.symbol):
             verdict = variant.judge.verdict(self.place.where)
@@ -170,13 +174,13 @@ class Explanation:
 
     @property
     def better_before(self) -> ListedInsn | None:
-        """The nearest optimized place before this one, or None."""
+        """The nearest instruction before the place at which a probe is optimized, or None."""
         found = [insn for insn in self._optimized if insn.address < self.address]
         return found[-1] if found else None
 
     @property
     def better_after(self) -> ListedInsn | None:
-        """The nearest optimized place after this one, or None."""
+        """The nearest instruction after the place at which a probe is optimized, or None."""
         return next((insn for insn in self._optimized if insn.address > self.address), None)
 
     @cached_property
@@ -230,7 +234,7 @@ class Explanation:
 
     @property
     def prototype_text(self) -> str:
-        """The prototype, or why there is none."""
+        """The prototype in C, or a text that says why it isn't known."""
         if self.prototype is not None:
             return self.prototype.text
         if "." in self.symbol.name:
@@ -244,7 +248,7 @@ class Explanation:
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
-        """The function's parameters, and how they can be fetched at the place."""
+        """The function's parameters with fetch arguments at the place; empty if a probe is refused."""
         if self.verdict.outcome is ProbeOutcome.REFUSED:
             return ()
         parameters: tuple[Parameter, ...] = ()
@@ -263,7 +267,7 @@ class Explanation:
 
     @cached_property
     def entry_values(self) -> EntryValues:
-        """Where the function keeps the values with which it was called."""
+        """Registers and stack words in which the function keeps the values with which it was called."""
         symbol = self.symbol
         return EntryValues(
             self.judge.arch,

@@ -1,4 +1,4 @@
-"""The rows of an explanation's listing: which instructions are shown, and notes on their verdicts."""
+"""The disassembly in an explanation: which instructions are shown, and notes on their verdicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation, ListedInsn
 
 _AROUND = 8
-"""Number of instructions before and after the place that are shown, unless the whole function is."""
+"""Number of instructions that are shown before and after the explained address, if not all are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,17 @@ class Row:
     insn: ListedInsn
     is_place: bool
     bracket: str
-    """Part of the bracket around the region that a jump replaces: "", "only", "first", "inner" or "last"."""
+    """Part of the bracket beside the instructions that a jump replaces.
+
+    "only", "first", "inner" or "last"; "" beside other instructions.
+    """
     note: str
-    """Letter of the note about the verdict, or ""."""
+    """Letter of the note that explains the verdict, or "" without a note."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The rows, and the notes about their verdicts."""
+    """The rows of a disassembly, and the notes that explain their verdicts."""
 
     rows: tuple[Row, ...]
     notes: tuple[tuple[str, str], ...]
@@ -39,7 +42,7 @@ class Listing:
 
     @property
     def jumps(self) -> list[tuple[int, int]]:
-        """Jumps between rows: row of the jump and row of the target."""
+        """Jumps between shown rows, each as index of the jump's row and index of the target's row."""
         rows = {row.insn.address: number for number, row in enumerate(self.rows)}
         return [
             (number, rows[row.insn.target])
@@ -49,7 +52,10 @@ class Listing:
 
 
 def listing(explained: Explanation, *, whole: bool) -> Listing:
-    """Return the listing of an explanation: `whole`, or only around the place."""
+    """Return the rows for an explanation.
+
+    If `whole` is False, these are only the instructions around the explained address.
+    """
     insns = explained.insns
     first = 0
     last = len(insns)
@@ -80,7 +86,10 @@ def _reason(insn: ListedInsn) -> RejectReason | None:
 
 
 def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, str]]:
-    """Return reason, letter and text of the notes. If one address breaks the rule everywhere, name it."""
+    """Return the notes, each as reason, letter and text.
+
+    If the same address breaks a rule for all instructions with this reason, the text names the address.
+    """
     by_reason: dict[RejectReason, list[ListedInsn]] = {}
     for insn in insns:
         reason = _reason(insn)

@@ -1,4 +1,4 @@
-"""OfflineEngine: registers kprobe events over a kernel that does not run, with the checks of the engine."""
+"""OfflineEngine: registers kprobe events of a kernel that does not run, with the engine's checks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OfflineKprobes:
 
     @property
     def probe_checker(self) -> ProbeChecker[Any]:
-        """The checks by tables and by instructions."""
+        """The code that decides whether an address can be probed and optimized."""
         return self._checker
 
     def register_kprobe(self, kprobe: Kprobe[Any], kind: str = KPROBE, /) -> None:  # noqa: ARG002 - armed
@@ -108,7 +108,7 @@ class LastError(ErrorLog):
 
 
 class StaticEvent(TraceEvent):
-    """An event of the kernel itself, whose name no probe event can have."""
+    """An event that the kernel itself has. A probe event with its group and name is refused."""
 
     __slots__ = ()
 
@@ -124,7 +124,7 @@ class StaticEvent(TraceEvent):
 
 
 class OfflineEngine:
-    """Kprobe events of a kernel that does not run."""
+    """The kprobe_events file of a kernel that does not run: parses and checks definitions."""
 
     def __init__(self, kernel: PlannedKernel) -> None:
         judge = kernel.whole.judge
@@ -149,6 +149,6 @@ class OfflineEngine:
         for group, name in kernel.static_events:
             self.registry.add_own(StaticEvent(group, name))
         self.messages: list[str] = []
-        """Lines that the kernel would log."""
+        """Lines that the kernel would write to its log."""
         commands = EventCommands(self.registry, self.error_log, self.messages.append, Limits(), interface)
         self.kprobe_events = KprobeEvents(engine, commands)

@@ -35,7 +35,7 @@ _STYLE = (
 
 
 def picture(found: Sequence[Explanation], *, whole: bool) -> str:
-    """Return an SVG document with the listings, below each other."""
+    """Return an SVG document with the listings, one below another; `whole`: of whole functions."""
     parts: list[str] = []
     top = _MARGIN
     width = 0.0
@@ -59,10 +59,10 @@ class _Drawing:
         self._shown = shown
         self._arrows = arrows(shown.jumps, _LANES)
         self._top = top + 3 * _ROW
-        """Position of the first row."""
+        """Vertical position of the first row in pixels."""
         lanes = 1 + max((arrow.lane for arrow in self._arrows), default=-1)
         self._left = _MARGIN + _LANE * (lanes + 2)
-        """Position of the bracket."""
+        """Horizontal position of the bracket in pixels."""
         code = max((len(row.insn.code) for row in shown.rows), default=0)
         text = max((len(row.insn.text) for row in shown.rows), default=0)
         self._columns: list[float] = [self._left + _MARGIN]
@@ -90,7 +90,7 @@ class _Drawing:
             yield _text(_MARGIN, self._y(number) + _ROW // 2, f"{letter}  {text}", "dim")
 
     def _y(self, row: int) -> int:
-        """Return the vertical position of a row's base line."""
+        """Return the vertical position of a row's base line in pixels."""
         return self._top + row * _ROW + _FONT
 
     def _row(self, number: int, row: Row) -> Iterator[str]:

@@ -14,14 +14,14 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{1,16}|[0-9]{1,20}")
 _SHOWN = 3
-"""Maximum number of symbols that an error names."""
+"""Maximum number of similar symbols that an error message names."""
 _PREFIX = 4
 """Number of characters that a symbol must share with a wrong name to be compared with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place of a probe, as the user wrote it and in the kernel."""
+    """An address to probe: as the user wrote it, and as symbol and offset in a kernel."""
 
     text: str
     where: Location
@@ -30,12 +30,12 @@ class Place:
 
     @property
     def address(self) -> int:
-        """Address of the place."""
+        """Guest address to probe."""
         return self.where.symbol.address + self.where.offset
 
 
 def find_place(text: str, tables: ProbedTables) -> Place:
-    """Return the place that `text` names in a kernel. Raises: CliError (its text has no such place)."""
+    """Return the place that `text` names in a kernel. Raises: CliError (the kernel has no such place)."""
     kallsyms = tables.kallsyms
     others: tuple[Symbol, ...] = ()
     if _NUMBER.fullmatch(text):
@@ -78,7 +78,7 @@ def _nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
 
 
 def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
-    """Return the names of code that are most similar to a name that does not exist.
+    """Return the symbols whose names are most similar to `name`, which does not exist.
 
     The parts that the compiler split off from the function come first.
     """

@@ -38,7 +38,7 @@ class Variant:
     """A kernel with its returns rewritten in one of the ways in which boot may do so."""
 
     returns: str
-    """Name of the way; "" if the kernel's text stays as it is."""
+    """Name of the way (a value of ReturnThunks); "" if the kernel's text stays as it is."""
     judge: Judge
 
 
@@ -54,11 +54,11 @@ class PlannedKernel:
         """The kernel without modules."""
         self.profile = profile
         self.image: str | None = None
-        """The kernel's file; None for a dump and for the built-in kernel."""
+        """Path of the kernel's file or package; None for a dump and for the built-in kernel."""
         self.modules: tuple[LinkedModule, ...] = ()
-        """Modules, in the order of loading."""
+        """Loaded modules, in the order of loading."""
         self.held_for = held_for
-        """The CPU for which the answers hold."""
+        """Description, for the output, of the CPUs for which the answers hold."""
         self.is_dump = False
         """Whether the text and data are those of a running kernel."""
 
@@ -85,7 +85,7 @@ class PlannedKernel:
         return live
 
     def with_module(self, name: str) -> PlannedKernel:
-        """Return this kernel with a module of its package, and with the modules that this one needs.
+        """Return a copy of this kernel with the module `name` of its package and the module's dependencies.
 
         Raises: CliError (there is no such module, or this kernel's modules are unknown).
         """
@@ -106,7 +106,7 @@ class PlannedKernel:
 
     @cached_property
     def judge(self) -> Judge:
-        """The rules for the kernel with its text as it is in its file."""
+        """Judge of probes in the kernel, with its text as it is in its file."""
         return Judge(Subject(self.title, self.arch, self.tables), self.profile)
 
     @property
@@ -133,11 +133,11 @@ class PlannedKernel:
         return Variant(returns.value, Judge(Subject(self.title, self.arch, tables), self.profile))
 
     def variant(self, symbol: Symbol) -> Variant:
-        """Return the kernel with its returns as on the CPU for which the answers hold, around a function."""
+        """Return the kernel with a function's returns rewritten as on the CPU for which the answers hold."""
         return self._as_booted(symbol, self._returns[0] if self._returns else None)
 
     def other_variants(self, symbol: Symbol) -> Iterator[Variant]:
-        """Yield the kernel with its returns as on other CPUs, around a function."""
+        """Yield the kernel with a function's returns rewritten in each other way, as on other CPUs."""
         return (self._as_booted(symbol, returns) for returns in self._returns[1:])
 
     @property
@@ -158,7 +158,7 @@ class PlannedKernel:
 
     @cached_property
     def ways(self) -> Mapping[int, Sequence[int]]:
-        """Instruction address -> targets in addition to those in its code: by jump labels or fixups."""
+        """Instruction address -> targets that its code does not show: by jump labels or exception fixups."""
         ways: dict[int, list[int]] = {}
         for code, target, _ in self.tables.jump_labels:
             ways.setdefault(code, []).append(target)
@@ -176,7 +176,7 @@ class PlannedKernel:
 
     @property
     def static_events(self) -> Iterator[tuple[str, str]]:
-        """Group and name of each event that the kernel has itself; only those of ftrace if it has no BTF."""
+        """Group and name of each event that the kernel itself has; without BTF, only the group ftrace."""
         core = self.core
         word = self.judge.arch.word_size
         for own in (PrintEvent(word, 0), *ftrace_entry_events(word)):

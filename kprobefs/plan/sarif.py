@@ -17,7 +17,10 @@ _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sa
 
 
 def sarif_log(results: Iterable[tuple[str, str, Finding, tuple[int, int | None]]]) -> dict[str, Any]:
-    """Return a SARIF log. Each result is: file, kernel, finding, and line and column from 1 on."""
+    """Return a SARIF log as a dictionary for JSON.
+
+    Each result is: path of the file, name of the kernel, finding, and its line and column from 1 on.
+    """
     listed = list(results)
     rules = sorted({finding.rule for _, _, finding, _ in listed})
     numbers = {rule: number for number, rule in enumerate(rules)}

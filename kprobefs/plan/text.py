@@ -15,7 +15,7 @@ from kprobefs.plan.listing import Listing, Row, listing
 WIDTH = 80
 _LANES = 4
 _BYTES = 7
-"""Number of bytes of an instruction that one line shows."""
+"""Maximum number of bytes of an instruction's code that one line shows."""
 _VERDICT_WIDTH = 12
 _OFFSET_WIDTH = 7
 _BRACKETS = {"": " ", "only": "[", "first": "/", "inner": "|", "last": "\\"}
@@ -24,7 +24,7 @@ DETOUR_TITLE = "detour as kprobefs builds it (Linux calls optimized_callback() i
 
 
 def as_text(explained: Explanation, *, whole: bool) -> str:
-    """Return an explanation as text; `whole`: with all instructions of the function."""
+    """Return an explanation as text in lines; `whole`: with all instructions of the function."""
     shown = listing(explained, whole=whole)
     labelled = (line for label, texts in answers(explained) for line in _labelled(label, texts))
     parts = [_head(explained), _listing(shown), labelled, _detour(explained)]
@@ -85,7 +85,7 @@ def _continued(arrow: str) -> str:
 
 
 def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
-    """Yield the answers about the place: label and lines."""
+    """Yield the answers about the explained address, each as a label and the lines after it."""
     yield "verdict", [*_verdict(explained)]
     yield "jumps", [*_jumps(explained)]
     if explained.verdict.outcome is not ProbeOutcome.OPTIMIZED:

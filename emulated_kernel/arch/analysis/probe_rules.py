@@ -13,7 +13,7 @@ _CORE = "arch/x86/kernel/kprobes/core.c"
 
 
 class ProbeRule(LinuxRule):
-    """A rule about the places of probes and jumps."""
+    """A rule, which not all versions of Linux have, about where probes and jumps can be."""
 
     EXCEPTION_INSNS = (
         "6.12",
@@ -36,11 +36,11 @@ ProbeRules = frozenset[ProbeRule]
 PROBE_RULES: Mapping[str, ProbeRules] = MappingProxyType(
     {f"linux-{version}": ProbeRule.of(version) for version in ("6.1", "6.12")}
 )
-"""Name of a set of rules -> rules."""
+"""Name of a set of rules, such as `linux-6.1` -> the rules in it."""
 
 
 def probe_rules_named(name: str) -> ProbeRules:
-    """Return the set of rules with a name. Raises: KernelError EINVAL (unknown name)."""
+    """Return the set of rules that PROBE_RULES has for `name`. Raises: KernelError EINVAL (unknown name)."""
     try:
         return PROBE_RULES[name]
     except KeyError:

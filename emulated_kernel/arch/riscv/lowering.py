@@ -79,11 +79,11 @@ _CONDITIONS = {
 """Condition -> funct3 of the branch, and whether the operands must be swapped."""
 
 _SPARE = -1
-"""Pseudo virtual register: an additional register for a single op."""
+"""Pseudo virtual register: its real register is a scratch register for the code of one op."""
 _SECOND = -2
-"""Pseudo virtual register: a second additional register for a single op."""
+"""Pseudo virtual register for the second scratch register of one op."""
 _THIRD = -3
-"""Pseudo virtual register: a third additional register for a single op."""
+"""Pseudo virtual register for the third scratch register of one op."""
 _BRANCH_RANGE = range(-0x1000, 0x1000)
 _HOLE = asm.jal(ZERO, 0, 0)
 _FAR_BRANCH_SIZE = 8

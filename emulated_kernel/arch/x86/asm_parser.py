@@ -183,7 +183,11 @@ class X86Assembler(Assembler):
             raise statement.refused(f"{number:#x} doesn't fit")
 
     def _to_cell(self, statement: Statement, insn: Any, offset: int, place: int) -> None:
-        """Replace the memory operand `place` by the per-CPU data at `offset` from its base."""
+        """Change an instruction's memory operand from the placeholder `place` to a cell (per-CPU variable).
+
+        `offset` is the cell's offset from the base of per-CPU data.
+        Raises: KernelError EINVAL (the instruction can't have a cell as an operand).
+        """
         from iced_x86 import Mnemonic, Register
 
         if insn.memory_displacement != place or insn.mnemonic == Mnemonic.LEA:

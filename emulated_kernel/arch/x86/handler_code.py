@@ -32,7 +32,11 @@ def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -
 
 
 def slots_of(frame: RegsFrame) -> dict[int, int]:
-    """Return slot number -> offset in bytes from sp to the value saved in the frame."""
+    """Return a map for programs within a frame: slot number (see SLOT_FLAGS) -> offset in bytes from sp.
+
+    The value that the probed code had in a register is at the offset. SLOT_SP has the offset at which the
+    probed code's stack begins.
+    """
     offsets = {NUMBERS[name]: offset for name, offset in frame.offsets.items() if name in NUMBERS}
     offsets[SLOT_FLAGS] = frame.offsets["flags"]
     offsets[SLOT_SP] = frame.size

@@ -141,9 +141,11 @@ class Guest:
         return check(self.runner.run(task, request), self._memory.word_size)
 
     def give_up(self, task: GuestTask, error: int) -> None:
-        """End the call in which a task sleeps with the errno `error`, since its process waits no longer.
+        """Let the system call in which a task sleeps fail with the errno `error`.
 
-        Without this, the task would sleep until its process makes another request.
+        If the task sleeps in no system call, do nothing.
+        The task's host process waits for the call no longer. Without this, the task would sleep until the
+        process makes another request.
         """
         if not self.is_dead and task.request is not None:
             self.runner.interrupt(task, error)
@@ -167,8 +169,7 @@ class Guest:
         """Let the task that ran last close the descriptor `fd`.
 
         Usually it is the task of the process that closes the file; FUSE does not report that process.
-        `number` is the
-        number of the descriptor in the process.
+        `number` is the number of the descriptor in the process.
         """
         task = self.runner.at_hand or self.processes.init
         if number is None:

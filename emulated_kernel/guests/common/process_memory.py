@@ -191,7 +191,7 @@ class ProcessMemory:
         self._abandoned: dict[subprocess.Popen[bytes], str] = {}
         """Helper that was given up -> path of the file that it reads."""
         self.failures = 0
-        """Number of failed reads: given up, or not tried for lack of a helper."""
+        """Number of reads that failed: the helper gave no answer in time, or no helper could be used."""
 
     def read(self, path: str, pieces: Sequence[tuple[int, int]]) -> list[bytes] | None:
         """Return the data of the pieces (offset, size) of a file, or None if the file is unreadable.

@@ -1,4 +1,4 @@
-"""Table cache: a distribution's kernel with the tables of its file, decoded once and then mapped."""
+"""Table cache: keeps the decoded tables of a distribution's kernel in a file, which later starts map."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ _VOID = Type(Kind.VOID, 0, 0, False, 0, 0)
 
 
 class StepLimit:
-    """Limit on the number of types that one question visits.
+    """Limit on the number of types that one call visits.
 
     In damaged BTF, types can contain each other, and many times.
     """
@@ -107,7 +107,7 @@ class StepLimit:
 
 
 class Btf:
-    """The types of one kernel. Each type has an id, which is called number here; void has the id 0.
+    """The types of one kernel. Each type has an id, which parameters call `number`; void has the id 0.
 
     Raises: KernelError ENOEXEC (damaged data), ENOENT (an unknown type or member).
     """
@@ -115,7 +115,7 @@ class Btf:
     def __init__(self, data: bytes, index: tuple[bytes, bytes] | None = None) -> None:
         """Parse BTF data.
 
-        `index` is the property `index` of an earlier object for the data, which saves 0.1 s.
+        `index` is the value of the property `index` of an earlier object for the same data. It saves 0.1 s.
         """
         if len(data) < _HEADER.size:
             raise unusable("its BTF is truncated")
@@ -162,7 +162,7 @@ class Btf:
                     yield at // 4 + 1
 
     def size(self, structure: str) -> int:
-        """Return the size of a structure in bytes."""
+        """Return the size of the structure with this name in bytes. Raises: KernelError ENOENT."""
         return self.type(self.find(Kind.STRUCT, structure)).size_or_type
 
     def offset(self, path: str) -> int:
@@ -264,7 +264,7 @@ class Btf:
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """All enumerators of all enums: name -> value; the first of equal names counts."""
+        """Name -> value of the enumerators of all enums; the first of several with one name counts."""
         return self._enumerated(range(len(self)))
 
     def constants_of_module(self, data: bytes) -> dict[str, int]:
@@ -311,7 +311,7 @@ class Btf:
         return proto.size_or_type, tuple(Member(self.text(name), kind, 0, 0) for name, kind in parameters)
 
     def array_of(self, number: int) -> tuple[int, int]:
-        """Return the type id of an array's elements, and their number."""
+        """Return the type id of the elements of an array type, and how many elements it has."""
         element, _, count = _WORDS3.unpack_from(self._types, self.type(number).tail)
         return element, count
 

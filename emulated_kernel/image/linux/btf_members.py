@@ -23,7 +23,7 @@ class ScalarMember:
 
 
 def pointed_to(btf: Btf, number: int) -> int | None:
-    """Return the type id of the structure to which a pointer type points, or None."""
+    """Return the type id of the structure to which a pointer type points, or None for other types."""
     pointer = btf.type(btf.resolve(number))
     if pointer.kind is not Kind.PTR:
         return None

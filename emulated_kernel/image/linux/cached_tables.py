@@ -133,7 +133,7 @@ class CachedKernelTables(LinuxKernel):
         )
 
     def _definition(self, table: str) -> Any:
-        """Return the entries of a table. Raises: KernelError (the table could not be read; its error)."""
+        """Return the decoded JSON of a table. Raises: KernelError (the kernel's table could not be read)."""
         if table in self._unreadable:
             raise KernelError(*self._unreadable[table])
         return json.loads(bytes(self._definitions[table]))

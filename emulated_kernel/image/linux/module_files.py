@@ -30,7 +30,7 @@ _FILE = re.compile(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 _MODULE_PACKAGES = "linux-modules-", "linux-modules-extra-"
 """Beginnings of the names of packages with modules, to which the kernel's release is added."""
 _PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-modules*-{}.rpm"
-"""Patterns of the files of these packages, for the kernel's release."""
+"""Patterns for the file names of packages with modules; `{}` is the kernel's release."""
 
 
 class ModuleFiles:

@@ -88,7 +88,7 @@ _ATTRIBUTES = {point: point.value for point in HandlerPoint}
 
 
 class AssembledHandlers:
-    """The assembled handlers of one registered probe, and the guest memory of their cells."""
+    """The assembled handlers of one registered probe, and the guest memory of their per-CPU cells."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class AssembledHandlers:
         self._cells._detach()
 
     def free(self) -> None:
-        """Free the guest memory of the cells. No CPU may run the handlers any more."""
+        """Free the guest memory of the cells and of the count of faults. No CPU may run the handlers then."""
         self._records.free_percpu(self._faults)
 
 

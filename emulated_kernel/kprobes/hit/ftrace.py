@@ -84,7 +84,7 @@ class FtraceSites:
         """Site -> handler of calls from this site."""
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, AggrKprobe] = {}
-        """Site -> entry of the probes that handle its calls."""
+        """Address of a call site -> AggrKprobe of the probes that handle the calls from the site."""
         self._by_call: dict[int, CallHandler] = {}
         """Site -> handler of its probes' hits, from the first hit on."""
         self._put_off: set[int] = set()

@@ -258,9 +258,10 @@ class HitHandling:
         return code
 
     def after_step(self, head: AggrKprobe, next_ip: int) -> int | None:
-        """Return where the guest continues after the step of a hit without state.
+        """Return the address at which the guest continues after the step of a hit, without Python.
 
-        None means that Python decides: there are no such hits yet, or Python starts the post_code.
+        Return None if Python must end the step: a post_handler follows, the post_code is not compiled yet, or
+        the probe has no compiled handler yet.
         """
         if head.stub is None:
             return next_ip if head.is_python and not head.has_post_handler else None

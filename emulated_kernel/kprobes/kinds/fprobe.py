@@ -383,7 +383,11 @@ class Fprobes:
         return fp.hook is None or native.emit_entry(builder, EntryKind.CALL, fp.hook, keeps_called=True)
 
     def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Called:
-        """Return the handler of entries. Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
+        """Return the handler of calls of the probe's functions.
+
+        `names`: the registers that the probe's handlers can read; None means all.
+        Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1).
+        """
         hook_call = self._hooks.hook_call
         hook = fp.hook
         word = self._arch.word_size

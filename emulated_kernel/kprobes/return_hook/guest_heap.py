@@ -61,7 +61,7 @@ class GuestHeap:
             raise MemoryFault(address, "not in a shadow stack", write=True) from None
 
     def view(self, address: int, size: int) -> memoryview:
-        """Return the live bytes of an allocated piece, or of a part of it."""
+        """Return a view of guest memory in an allocated piece. A write to the view changes guest memory."""
         return self._source.memory.view(address, size)
 
     @property

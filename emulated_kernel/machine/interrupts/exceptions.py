@@ -1,4 +1,4 @@
-"""Access to Unicorn's hidden exception state: the error code, and the mark "in flight", which stays set."""
+"""Access to Unicorn's hidden exception state: error code, and mark "in flight", which Unicorn leaves set."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ TrapHandler = Callable[[Regs], object]
 
 
 class Redirect(partial[object]):
-    """Handler of a trap after which the guest continues at `target`, without Python where the host can.
+    """Handler of a trap after which the guest continues at the address `target`.
 
-    `in_python` is called, with `given` and the registers, on hosts without a routine and while Python handles
-    a hit. A redirected debug trap also clears the trap flag, unless `target` is the trap's own address.
+    The host's routine for traps sets the instruction pointer without Python. If the host has no such routine,
+    or while Python handles a hit, `in_python` is called with `given` and the registers instead. A redirected
+    debug trap also clears the trap flag, unless `target` is the trap's own address.
     """
 
     __slots__ = ("target",)

@@ -57,10 +57,11 @@ class DamageReports:
 
 
 class GuestReader:
-    """Reads one structure of a stopped guest, which reports call `what`; each count and pointer may be wrong.
+    """Reads one structure of a stopped guest. Each count and pointer in guest memory may be wrong.
 
-    The number of steps and bytes is bounded for the reader's whole life. Methods raise MemoryFault at damage:
-    an address that is not mapped, data beyond the bound, a pointer that is not aligned, or a circle.
+    `what` is the structure's name in the reports of damage. `steps` and `size` limit the steps and bytes of
+    the reader's whole life. Methods raise MemoryFault at damage: an address that is not mapped, more data
+    than the limits allow, a pointer that is not aligned, or a circular list.
     """
 
     def __init__(

@@ -36,13 +36,13 @@ DELIVERED_FLAGS = FLAG_TF | FLAG_NT | FLAG_RF
 
 
 def constants() -> dict[str, int]:
-    """Return a map for the sources: name of a constant -> value."""
+    """Return the constants that the assembler sources use: name -> value."""
 
     def offsets(of: type[ctypes.Structure]) -> Iterator[tuple[str, int]]:
         return ((name, getattr(of, name).offset) for name, *_ in of._fields_)
 
     def whole(name: str, value: int) -> dict[str, int]:
-        """Return a constant, and its four parts of 16 bits."""
+        """Return name -> value for a 64-bit constant, and for its four parts of 16 bits."""
         return {name: value} | {f"{name}_{part}": value >> 16 * part & 0xFFFF for part in range(4)}
 
     return {

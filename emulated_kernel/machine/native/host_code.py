@@ -30,10 +30,11 @@ def routine_address(name: str) -> int | None:
 
 @cache
 def _mapped(code: bytes) -> int | None:
-    """Map code read-only and executable for the life of this process; return its address, or None.
+    """Map code read-only and executable for the life of this process, and return its address.
 
-    None means that the host refuses. The code goes through a file in memory. The memory is therefore never
-    writable and executable at the same time, and the kernel makes the instruction cache coherent.
+    Return None if the host refuses the mapping. The code goes through a file in memory. The memory is
+    therefore never writable and executable at the same time, and the kernel makes the instruction cache
+    coherent.
     """
     try:
         file = os.memfd_create("kprobefs-traps", os.MFD_CLOEXEC)

@@ -6,13 +6,13 @@ import ctypes
 from collections.abc import Iterator
 
 FACTOR = 0x9E3779B97F4A7C15
-"""Odd factor of the hash function: the upper bits of address * FACTOR are the address's place in a table."""
+"""Factor of the hash function. The upper bits of address * FACTOR are the index at which a search begins."""
 _WORD = (1 << 64) - 1
 _FIRST_BITS = 8
 
 
 class TableWords(ctypes.Structure):
-    """Location and size of a hash table in this process, for the routine."""
+    """Location and size of a TrapTable in this process's memory, for the host's routine for traps."""
 
     _fields_ = (
         # Address of the first entry: an address in the guest, and the instruction pointer to continue at.
@@ -23,7 +23,7 @@ class TableWords(ctypes.Structure):
 
 
 class TrapWords(ctypes.Structure):
-    """The words that a routine reads, at the address that Unicorn passes to it as user data."""
+    """The words that the routine for traps uses; Unicorn passes their address to the routine as user data."""
 
     _fields_ = (
         # Addresses in Unicorn's memory: instruction pointer, stored flags (x86), error of an ebreak (RISC-V).
@@ -63,8 +63,9 @@ class TrapWords(ctypes.Structure):
 class TrapTable:
     """Hash table from the address of a trap to the instruction pointer at which the guest continues.
 
-    Open addressing: an address is at its place or after it, without an empty entry in between. The address of
-    an empty entry is 0. Python changes the table only in a callback or between two runs.
+    Open addressing: an address is at the index that the hash function gives or after it, without an empty
+    entry in between. The address of an empty entry is 0. Python changes the table only in a callback or
+    between two runs.
     """
 
     def __init__(self, words: TableWords) -> None:
@@ -122,9 +123,9 @@ class TrapTable:
         self._indices[address] = index
 
     def _resize(self, bits: int) -> None:
-        """Move the entries to a new table of 2**bits places, at most half of which are used.
+        """Move the entries to a new table with 2**bits indices of the hash function; at most half are used.
 
-        After the last place there is room for all used entries and an empty one: a search never wraps.
+        After the last index there is room for all used entries and an empty one, so a search never wraps.
         """
         old = list(self.items())
         self._bits = bits

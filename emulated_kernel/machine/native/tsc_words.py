@@ -6,10 +6,10 @@ import ctypes
 
 STEP_FACTOR = 6364136223846793005
 STEP_ADDEND = 1442695040888963407
-"""Constants of the generator of steps, a linear congruential generator modulo 2**64."""
+"""Addend of the generator of steps, a linear congruential generator modulo 2**64."""
 SHORTEST_STEP = 50
 STEP_SHIFT = 57
-"""A step is SHORTEST_STEP plus the generator's state without this number of low bits."""
+"""Number of low bits to drop from the generator's state; the rest plus SHORTEST_STEP is a step."""
 
 
 class TscWords(ctypes.Structure):

@@ -390,9 +390,10 @@ class RecordEmitter:
         )
 
     def _dynamic_header(self) -> None:
-        """Emit code that stores the header of an event of variable size at OTHER.
+        """Emit code that stores the header of an event of variable size at the address in OTHER.
 
-        VALUE is the event's time delta. The code sets VALUE to the address of the event's data.
+        When the code runs, VALUE must be the event's time delta and _LENGTH its size in bytes. The code sets
+        VALUE to the address of the event's data.
         """
         builder = self._builder
         emit = self._emit

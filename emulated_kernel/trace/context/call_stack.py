@@ -58,7 +58,7 @@ class _Left(NamedTuple):
 
 
 class CallStack:
-    """Unwinder: finds the callers of a function in its stack frame, whose layout FrameTables knows."""
+    """Unwinder: finds the callers of a function on its stack. FrameTables has the layouts of stack frames."""
 
     def __init__(
         self,

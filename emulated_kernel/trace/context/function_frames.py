@@ -156,7 +156,10 @@ def _exits_to(frames: FunctionFrames, part: range) -> Mapping[int, Frame]:
 
 
 def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:
-    """Apply an instruction's `effect` to the frame, and note that only `slot` holds the return address."""
+    """Apply an instruction's `effect` to the frame, and note where the trampoline's handler has filled it in.
+
+    Afterwards only the stack slot at offset `slot` from the CFA holds the real return address.
+    """
     effect(frame)
     frame.regs = {name: value for name, value in frame.regs.items() if value[0] != IP}
     frame.slots = {at: value for at, value in frame.slots.items() if value[0] != IP}

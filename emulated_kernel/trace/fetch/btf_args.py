@@ -11,7 +11,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _ANONYMOUS_MAX = 16
-"""Maximum number of anonymous structures and unions that wait for a search."""
+"""Maximum number of anonymous structures and unions that the search for a member still has to visit."""
 _CHAR_BITS = 8
 
 
@@ -25,7 +25,7 @@ class ProbedFunction:
     """Name and type id of each parameter."""
 
     def index(self, name: str) -> int | None:
-        """Return the index of the parameter with a name, or None."""
+        """Return the index of the parameter `name` from 0 on, or None if there is none."""
         return next((at for at, (own, _) in enumerate(self.parameters) if own == name), None)
 
 
@@ -52,7 +52,7 @@ class TypedValue:
 
     btf: Btf
     type: int
-    """Id of the type below typedefs and qualifiers."""
+    """Type id of the value in the BTF, after typedefs and qualifiers have been followed."""
     bit_offset: int = 0
     bit_size: int = 0
     """Size of a bit field in bits; 0 for other values."""
@@ -104,7 +104,7 @@ class TypedValue:
 
 
 class FieldError(Exception):
-    """An error in a chain of fields: what it is, its errno, and its column from the chain's start."""
+    """An error in a chain of fields, with its errno and its column, counted from the chain's start."""
 
     def __init__(self, error: ProbeError, column: int, code: int) -> None:
         super().__init__(error)
@@ -114,7 +114,7 @@ class FieldError(Exception):
 
 
 def split_field(text: str) -> tuple[str, str | None, bool]:
-    """Split `NAME->REST` or `NAME.REST`. Return name, rest, and whether they are separated by an arrow.
+    """Split `NAME->REST` or `NAME.REST`. Return the name, the rest, and whether the separator is an arrow.
 
     The rest is None if there is no separator. Raises: FieldError BAD_HYPHEN.
     Mirrors: kernel/trace/trace_probe.c:split_next_field (v6.12).
@@ -132,8 +132,8 @@ def split_field(text: str) -> tuple[str, str | None, bool]:
 def follow_fields(value: TypedValue, chain: str) -> Iterator[tuple[int, TypedValue, int]]:
     """Follow `FIELD.FIELD->FIELD` from a pointer to a structure.
 
-    Yield, for each dereference, its offset in bytes, the type of what is there, and the column of its last
-    field. Raises: FieldError.
+    Yield, for each dereference, its offset in bytes, the type of the value at that offset, and the column of
+    its last field in `chain`. Raises: FieldError.
     Mirrors: kernel/trace/trace_probe.c:parse_btf_field (v6.12).
     """
     btf = value.btf
@@ -161,9 +161,10 @@ def follow_fields(value: TypedValue, chain: str) -> Iterator[tuple[int, TypedVal
 
 
 def _find_member(btf: Btf, structure: int, name: str, column: int) -> tuple[int, Member]:
-    """Return a member of a structure or of its anonymous members, and the offset in bits of its owner.
+    """Return the member `name`, and before it the offset in bits of the structure that contains it.
 
-    Raises: FieldError BAD_BTF_TID (no structure), NO_BTF_FIELD.
+    That structure is `structure` itself (a type id) or an anonymous member of it.
+    Raises: FieldError BAD_BTF_TID (no structure), NO_BTF_FIELD; both with `column`.
     Mirrors: kernel/trace/trace_btf.c:btf_find_struct_member (v6.12).
     """
     if btf.kind(structure) not in (Kind.STRUCT, Kind.UNION):

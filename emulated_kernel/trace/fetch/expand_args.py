@@ -26,7 +26,7 @@ _DENTRY_TYPES = (":%pd", ":%pD")
 
 
 class ExpansionContext(Protocol):
-    """What the expansion has to know about the probe."""
+    """Interface of the data about a probe that the expansion of its arguments needs."""
 
     @property
     def log(self) -> TraceProbeLog: ...
@@ -47,7 +47,7 @@ class ExpansionContext(Protocol):
 def expand_meta_args(words: Sequence[str], context: ExpansionContext) -> Sequence[str]:
     """Replace `$arg*` by the names of all parameters, and `$argN` at the start of a word by one name.
 
-    Without BTF for the function, `$argN` stays.
+    Return the new words. Without BTF for the function, `$argN` stays.
     Raises: KernelError EINVAL, ENOENT, EOPNOTSUPP, E2BIG (logged).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_expand_meta_args (v6.12).
     """
@@ -74,7 +74,7 @@ def expand_meta_args(words: Sequence[str], context: ExpansionContext) -> Sequenc
 
 
 def _star(words: Sequence[str], context: ExpansionContext) -> int | None:
-    """Return the index of `$arg*`, -1 if only `$argN` occurs, or None without both.
+    """Return the index of the word `$arg*`, -1 if only `$argN` occurs, or None if neither does.
 
     Raises: KernelError EINVAL (logged). Mirrors: kernel/trace/trace_probe.c:argv_has_var_arg (v6.12).
     """
@@ -97,7 +97,7 @@ def _star(words: Sequence[str], context: ExpansionContext) -> int | None:
 
 
 class _Names:
-    """The names of a function's parameters, as far as they fit into the buffer."""
+    """The names of a function's parameters, and the room that is left in Linux's buffer for them."""
 
     def __init__(self, function: ProbedFunction, log: TraceProbeLog) -> None:
         self._function = function
@@ -105,7 +105,10 @@ class _Names:
         self._room = MAX_BTF_ARGS_LEN
 
     def take(self, index: int, type_name: str) -> str:
-        """Return the name of a parameter with `:TYPE`. Raises: KernelError ENOENT, E2BIG (logged)."""
+        """Return the name of the parameter with an index, with `type_name` (`:TYPE`) appended.
+
+        Raises: KernelError ENOENT (no such parameter), E2BIG (no room); both are logged.
+        """
         parameters = self._function.parameters
         if index >= len(parameters):
             raise self._log.error(0, ProbeError.NO_BTFARG, errno.ENOENT)
@@ -118,7 +121,7 @@ class _Names:
 
 
 def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
-    """Return the replacement of `$argN[:TYPE]`."""
+    """Return the replacement of a word `$argN[:TYPE]`. Raises: KernelError EINVAL, ENOENT, E2BIG."""
     digits = re.match("[0-9]*", word[len(_META) :])
     assert digits is not None, "it may match nothing"
     number = int(digits[0] or "0")
@@ -133,7 +136,7 @@ def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
 def expand_dentry_args(words: Sequence[str], btf: Btf | None) -> Sequence[str]:
     """Replace `[NAME=]ARG:%pd` and `[NAME=]ARG:%pD` by the dereferences that lead to the file's name.
 
-    Raises: KernelError ENOMEM (too long), EOPNOTSUPP (the kernel has no BTF, which tells the offsets).
+    Raises: KernelError ENOMEM (too long), EOPNOTSUPP (the kernel has no BTF, which has the offsets).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_expand_dentry_args (v6.12).
     """
     room = MAX_DENTRY_ARGS_LEN
@@ -166,7 +169,7 @@ def _dentry(word: str, btf: Btf) -> str:
 
 
 def expand_args(words: Sequence[str], context: ExpansionContext, limit: int) -> Sequence[str]:
-    """Expand the arguments of a command by the rules of the kernel, and check their number.
+    """Return the arguments of a probe's definition after the kernel's expansions; check their number.
 
     Raises: KernelError, as the expansions, and E2BIG (more than `limit` arguments).
     """

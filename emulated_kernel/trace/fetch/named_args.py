@@ -20,11 +20,11 @@ from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
 
 LogError = Callable[[int, ProbeError, int], KernelError]
-"""Logs an error at a column with an errno, and returns the exception to raise."""
+"""Function (column, error, errno) that logs an error, and returns the exception to raise."""
 
 
 class NamedArgs:
-    """Compiler of the names in one argument."""
+    """Compiles the names of parameters and fields in one fetch argument to fetch operations."""
 
     def __init__(
         self,
@@ -43,12 +43,14 @@ class NamedArgs:
         self._error = error
         self._limit = limit
         self.typed: TypedValue | None = None
-        """The type of the value, or None."""
+        """Type of the argument's value, or None while no name has been compiled."""
         self.end: int | None = None
-        """Column of the last field, or None without fields."""
+        """Column of the last field, or None if the argument has no fields."""
 
     def named(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile `NAME->FIELD.FIELD`, with a parameter of the probed function.
+        """Return the operations for `text`, which is `NAME->FIELD.FIELD` at column `at`.
+
+        NAME is a parameter of the function.
 
         Raises: KernelError (logged). Mirrors: kernel/trace/trace_probe.c:parse_btf_arg (v6.12).
         """
@@ -62,7 +64,11 @@ class NamedArgs:
         return self._fields(self._parameter(index), function, function.parameters[index][1], fields, column)
 
     def return_value(self, load: FetchInsn, text: str, at: int) -> list[FetchInsn]:
-        """Compile `$retval->FIELD.FIELD`, whose value `load` loads. `text` is the whole expression."""
+        """Return the operations for `$retval->FIELD.FIELD`.
+
+        `load` loads the value of $retval. `text` is the whole expression, at column `at`.
+        Raises: KernelError (logged).
+        """
         name, fields, column = self._root(text, at)
         if name != "$retval":
             return self.named(text, at)
@@ -89,7 +95,11 @@ class NamedArgs:
     def _fields(
         self, root: FetchInsn, function: ProbedFunction, number: int, fields: str | None, column: int
     ) -> list[FetchInsn]:
-        """Return the operations that load `root`, whose type has the id `number`, and follow its fields."""
+        """Return `root` and the operations that follow `fields` from its value.
+
+        The type of the value has the id `number`. `column` is that of the fields.
+        Raises: KernelError (logged).
+        """
         code = [root]
         self.typed = TypedValue(function.btf, function.btf.resolve(number))
         if fields is None:
@@ -106,7 +116,7 @@ class NamedArgs:
         return code
 
     def prepare_string(self, type_name: str, code: list[FetchInsn], column: int) -> None:
-        """Add the dereference that a string type needs to `code`.
+        """Append to `code` the dereference that a string type needs. A character array needs none.
 
         Raises: KernelError EINVAL, E2BIG (logged).
         Mirrors: kernel/trace/trace_probe.c:check_prepare_btf_string_fetch (v6.12).
@@ -121,7 +131,7 @@ class NamedArgs:
         code.append(FetchInsn(FetchOp.UDEREF if type_name.startswith("u") else FetchOp.DEREF))
 
     def bit_field(self) -> FetchInsn | None:
-        """Return the shifts that extract a bit field from a word of 64 bits, or None for other values.
+        """Return the operation that extracts a bit field from a 64-bit word by shifts; None for other values.
 
         Mirrors: kernel/trace/trace_probe.c:parse_btf_bitfield (v6.12).
         """

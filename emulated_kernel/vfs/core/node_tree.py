@@ -72,7 +72,7 @@ class NodeTree:
         return node
 
     def is_kernels_name(self, path: str) -> bool:
-        """Return True if `path` exists, and if only the kernel creates and removes names beside it."""
+        """Return True if `path` exists, and if only the kernel creates and removes names in its directory."""
         try:
             above = self.lookup(path).parent
         except KernelError:

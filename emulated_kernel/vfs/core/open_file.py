@@ -32,12 +32,15 @@ class Moves(Enum):
 
     NOT = auto()
     BY_ONE = auto()
-    """Mirrors: kernel/trace/trace.c:rb_simple_write, buffer_percent_write (v6.1)."""
+    """The position moves by 1, however many bytes the write takes.
+
+    Mirrors: kernel/trace/trace.c:rb_simple_write, buffer_percent_write (v6.1).
+    """
     BY_BYTES = auto()
     """The position moves by the number of bytes that the write takes."""
 
     def after(self, count: int) -> int:
-        """Return the distance in bytes for a write that took `count` bytes."""
+        """Return the number of bytes by which a write that took `count` bytes moves the file position."""
         if self is Moves.BY_BYTES:
             return count
         return 1 if self is Moves.BY_ONE else 0
@@ -128,7 +131,7 @@ class Piece(NamedTuple):
 
     data: bytes
     is_part: bool = False
-    """Whether the text after the last newline of the piece continues in the next write(2)."""
+    """Whether the piece ends in the middle of a line, which the next write(2) continues."""
 
 
 class OpenFile:

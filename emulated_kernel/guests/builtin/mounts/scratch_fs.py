@@ -27,7 +27,7 @@ UTIME_NOW = UTIME_OMIT + 1
 
 
 class ScratchFile(FileDescription):
-    """An open file of the guest, or the guest's open file of a directory."""
+    """A file or directory of scratch/ that is open in the guest."""
 
     writes_at_once = True
     __slots__ = ("fd", "number", "position")

@@ -223,7 +223,7 @@ class GuestRunner:
                 raise
 
     def interrupt(self, task: GuestTask, error: int = errno.EINTR) -> None:
-        """End the call that a task sleeps in with the errno `error`.
+        """Let the system call in which a task sleeps fail with the errno `error`.
 
         EINTR means that the task's process makes another request.
         Raises: KernelError (`error`, or EIO as `syscall`).

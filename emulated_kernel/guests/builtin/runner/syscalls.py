@@ -198,10 +198,13 @@ class Syscalls:
         lookup: HostLookup = HostLookup.DEFAULT,
         hostfs: HostfsHandler | None = None,
     ) -> int:
-        """Let a task make the system call in which its process waits, with the arguments of the process.
+        """Let a task make `call`, in which its host process waits; return the result in the guest.
 
-        `walks` are the paths from the guest's root that the guest walks instead of the call's paths. If the
-        call takes or returns a descriptor, the caller must use a numbered() block.
+        The arguments are those of the process. `walks` are the paths from the guest's root that the guest
+        walks instead of the call's paths. `lookup` is the outcome of the host's lookup of the name. `hostfs`
+        serves the control file that the call works on. If the call takes or returns a descriptor, the caller
+        must use a numbered() block.
+        Raises: KernelError (the errno of the guest's call), WouldBlock (see GuestRunner.syscall).
         """
         if call.is_hidden:
             return self._of_hidden(task, call, walks, lookup, hostfs)

@@ -27,12 +27,12 @@ class LinuxTask:
     """A client task. Its registers and flags live in guest memory; this object has their addresses."""
 
     address: int
-    """Virtual address of its task_struct."""
+    """Virtual address of the task's task_struct."""
     pid: int
     root: int
-    """Physical address of its page tables."""
+    """Physical address of the task's page tables."""
     registers: int
-    """Physical address of its pt_regs."""
+    """Physical address of the task's pt_regs."""
     state: int
     """Physical address of task_struct.__state."""
     flags: int
@@ -45,7 +45,7 @@ class LinuxTask:
     has_executed: bool = False
     """True if the process has probably called execve(2), which its next request repeats in the guest."""
     pending: bool = False
-    """True while its system call has not returned."""
+    """True while a system call of the task has not returned."""
     result: int = 0
     """Return value of its latest system call."""
     alive: bool = True

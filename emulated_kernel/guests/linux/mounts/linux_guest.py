@@ -348,10 +348,10 @@ class LinuxGuest:
     def prepared_modules(
         self, client: Client, data: bytes, refused: Collection[str] = ()
     ) -> Callable[[], int]:
-        """Return the function that executes a client's write to machine/modules within a request.
+        """Read the module files for a client's write to machine/modules; return a function that executes it.
 
-        Read the module files first. `refused`: names of kernel functions that no module may use. Lock:
-        leaves.
+        The function runs the guest, and returns the number of bytes taken. `refused`: names of kernel
+        functions that no module may use. Lock: leaves.
         """
         try:
             change = self._modules.prepared(data, refused)
