@@ -440,7 +440,8 @@ def write(options: argparse.Namespace, sides: Sequence[Side], skipped: Sequence[
     _, marker, after = rest.partition(MARKERS[1])
     if not marker:
         raise SystemExit(f"{readme}: the lines {MARKERS} are missing")
-    text = f"Debian's kernel beside QEMU without KVM, by the same script; [the report](docs/reports/{name}) has the\n"
+    report = f"[the report](docs/reports/{name})"
+    text = f"Debian's kernel beside QEMU without KVM, by the same script; {report} has the\n"
     text += "commit, the machine and the spread:\n\n"
     text += "\n".join(table(sides, has_spread=False))
     readme.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")

@@ -19,7 +19,7 @@ die() {
 # Programs that tests use if they are installed: unmodified tracing tools, compilers, groff, a terminal
 # multiplexer, a wrong clock, a shell linter and gawk.
 test_tools="perf-tools-unstable linux-perf trace-cmd bpftrace gcc gcc-riscv64-linux-gnu groff tmux faketime \
-shellcheck gawk stress-ng uftrace busybox-static"
+shellcheck gawk stress-ng uftrace busybox-static rpm"
 
 # setup_python: makes $venv with the project and its test requirements. It needs only Python and a network.
 setup_python() {

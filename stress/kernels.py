@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -313,9 +314,11 @@ def module_probed(checked: Checked) -> None:
 def module_goes(checked: Checked) -> None:
     """Check that the module goes."""
     names = [line.split()[0] for line in checked.read("/machine/modules").splitlines()]
-    for name in names:
-        if name in MODULES:
-            checked.write("/machine/modules", f"unload {name}")
+    loaded = [name for name in names if name in MODULES]
+    if not loaded:
+        raise NotBuilt
+    for name in loaded:
+        checked.write("/machine/modules", f"unload {name}")
     if set(MODULES) & {line.split()[0] for line in checked.read("/machine/modules").splitlines()}:
         raise CheckFailed("the module is still listed")
 
@@ -479,19 +482,15 @@ def page(rows: list[str]) -> str:
     """Return the page with the table, its date and the machine."""
     date = datetime.now(UTC).strftime("%d %B %Y")
     names = ", ".join(f"`{each.__name__}`" for each in OWN_CHECKS)
-    return "\n".join(
-        (
-            "# Kernels that `--image` runs",
-            "",
-            f"`python -m stress.kernels` made this table on {date}, on {platform.machine()} with Python",
-            f"{platform.python_version()} and {os.cpu_count()} CPUs. The checks are {names}.",
-            "",
-            HEAD,
-            RULE,
-            *rows,
-            "",
-        )
+    about = (
+        f"`python -m stress.kernels --write FILE IMAGE...` made this table on {date}, with Python "
+        f"{platform.python_version()} on {os.cpu_count()} CPUs of {platform.machine()} (load average "
+        f"{os.getloadavg()[1]:.0f}). The way of probing is the value of `--kprobes`. A check is not possible "
+        "if the kernel was built without its subject, or if the package with modules was not at hand. The "
+        f"checks are {names}."
     )
+    paragraph = textwrap.fill(about, 140, break_on_hyphens=False)
+    return "\n".join(("# Kernels that `--image` runs", "", paragraph, "", HEAD, RULE, *rows, ""))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
-from emulated_kernel.arch.analysis.disassembly import Disassembler
+from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler, unnamed
 from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayout
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.analysis.xrefs import CodeXrefs
@@ -497,13 +497,13 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """
         raise AssertionError(f"{addr:#x}: no jump of this architecture needs a register")
 
-    def insn_text(self, addr: int) -> str:
-        """Return the disassembly of the instruction at `addr`."""
+    def insn_text(self, addr: int, name: AddressName = unnamed) -> str:
+        """Return the disassembly of the instruction at `addr`, with names of addresses that `name` knows."""
         where = self._symbols.lookup(addr)
         size = self.max_insn_size
         if where is not None:
             size = min(size, where.symbol.size - where.offset)
-        _, _, text = next(self._disassembler.insns(self._image.read(addr, size), addr))
+        _, _, text = next(self._disassembler.insns(self._image.read(addr, size), addr, name))
         return text
 
 

@@ -196,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
 def write(arch: str) -> int:
     """Build an image, write it and its manifest entry into prebuilt/, and return exit status 0."""
     built = build(arch)
+    if TARGETS[arch].has_types and not built.types:
+        raise BuildError(f"{arch}: its types are part of prebuilt/; install {_TYPES_TOOL} (package dwarves)")
     _write_files(built, PREBUILT / arch / "vmlinux")
     _write_modules(PREBUILT / arch / MODULES, built.modules)
     manifest = read_manifest()
@@ -208,7 +210,8 @@ def write(arch: str) -> int:
 def write_image(arch: str, output: Path) -> int:
     """Build an image into a file that `--image` accepts, and return exit status 0.
 
-    The argument counts of the image's functions are written to another file in the same directory.
+    The argument counts of the image's functions are written to another file in the same directory. If pahole
+    is installed, so are the types of the kernel.
     """
     built = build(arch)
     _write_files(built, output)
@@ -311,7 +314,8 @@ def build(arch: str) -> Built:
         image = load_image(vmlinux, arch.partition("-")[0])
         modules = _build_modules(target, work) if target.has_modules else {}
         arguments = _argument_counts(work, image, modules)
-        types = _build_types(target, work) if target.has_types else b""
+        has_types = target.has_types and bool(tool_version(_TYPES_TOOL))
+        types = _build_types(target, work) if has_types else b""
     manifest = {
         "sha256": hashlib.sha256(data).hexdigest(),
         "size": len(data),

@@ -28,7 +28,7 @@ STT_FILE = 4
 
 @dataclass(frozen=True, slots=True)
 class SectionHeader:
-    """One section header; `address` is virtual, `offset` and `size` are in bytes."""
+    """One section header; `address` is virtual, `offset`, `size` and `alignment` are in bytes."""
 
     index: int
     name: str
@@ -38,6 +38,7 @@ class SectionHeader:
     offset: int
     size: int
     link: int
+    alignment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,11 @@ class ElfFile:
             _bad("section names are outside of the section table")
         names = self._slice(headers[self._shstrndx][4], headers[self._shstrndx][5], "section names")
         sections: dict[str, SectionHeader] = {}
-        for index, (name, kind, flags, address, start, length, link, *_) in enumerate(headers):
-            section = SectionHeader(index, _string(names, name), kind, flags, address, start, length, link)
+        for index, fields in enumerate(headers):
+            name, kind, flags, address, start, length, link, _, alignment, _ = fields
+            section = SectionHeader(
+                index, _string(names, name), kind, flags, address, start, length, link, alignment
+            )
             sections.setdefault(section.name, section)
         return sections
 

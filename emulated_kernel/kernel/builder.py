@@ -87,6 +87,8 @@ def _build_on_machine(
     """Build guest, probe engine, tracing and modules on the machine; each part needs the earlier ones."""
     config = machine.config
     arch = arch_named(config.arch)
+    # The front end sets lock.waiting later.
+    watch.let_others_work(lambda: lock.waiting())  # noqa: PLW0108
     guest = _boot(machine, live.core, watch, lock)
     clock = RequestClock(machine.clock, pauses=config.pauses)
     engine = build_probe_engine(_probed_kernel(machine, live, arch, guest, clock, lock, profile))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection
@@ -145,9 +145,9 @@ class AggrKprobe(AssemblyOwner):
     It is the handler of the only enabled member that has one, and this member; otherwise `run_pre_handlers`
     and this object. None: collect() finds it at the next hit, because thousands of members may change before.
     """
-    _pre_handlers: list[tuple[PreHandler, Kprobe]] = field(default_factory=list, init=False, repr=False)
+    _pre_handlers: Sequence[tuple[PreHandler, Kprobe]] = field(default=(), init=False, repr=False)
     """Pre_handlers of enabled members."""
-    _post_handlers: list[tuple[_PostCall, Kprobe]] = field(default_factory=list, init=False, repr=False)
+    _post_handlers: Sequence[tuple[_PostCall, Kprobe]] = field(default=(), init=False, repr=False)
     """Post_handlers of enabled members."""
 
     # State

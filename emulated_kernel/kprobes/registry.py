@@ -9,7 +9,6 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.aggr_kprobe import (
@@ -38,15 +37,14 @@ from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
+from emulated_kernel.kprobes.probe_places import ProbePlaces
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
-from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import replace
 
 
 class Kprobes:
@@ -82,6 +80,7 @@ class Kprobes:
         rules = probe_rules_named(profile.probe_rules)
         verdict = arch.probe_checker(image, strategy, ftrace=profile.ftrace, rules=rules)
         self.probe_checker = verdict
+        self.places = ProbePlaces(image.kallsyms, verdict)
         text = machine.text
         poker = TextPoker(text, arch.breakpoint, lock)
         self.poker = poker
@@ -147,12 +146,10 @@ class Kprobes:
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         self.lock.assert_held()
-        addr, where, on_entry = self._locate(kprobe)
+        addr, where, on_entry = self.places.locate(kprobe)
         if self.table.valid(kprobe) is not None:
             raise KernelError(errno.EINVAL, "the probe is registered already")
-        refused = self.probe_checker.check_address_safe(where, addr)
-        if refused is not None:
-            raise KernelError(refused.errno, refused.text)
+        self.places.check(where, addr)
         self._check_handlers(kprobe)
         member = Member(
             kind=kind,
@@ -333,41 +330,6 @@ class Kprobes:
         if head is not None:
             self.routes.drop_code(head)
             self.routes.install(head)
-
-    def _locate(self, kprobe: Kprobe) -> tuple[GuestAddr, Location, bool]:
-        """Return the probed address, its symbol and offset, and whether it is a function's entry.
-
-        Raises: KernelError EINVAL, ENOENT.
-        Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
-        """
-        name = kprobe.symbol_name
-        addr = kprobe.addr
-        if (name is None) == (addr is None):
-            raise KernelError(errno.EINVAL, "give a symbol name or an address; a registered probe has both")
-        if name is not None:
-            addr = self.symbols.lookup_name(name)
-            if addr is None:
-                raise KernelError(errno.ENOENT, f"no symbol named {name}")
-        assert addr is not None
-        addr += kprobe.offset
-        where = self.symbols.lookup(addr)
-        if where is None:
-            raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
-        entry = self.probe_checker.function_entry(where, addr)
-        if entry is not None and entry != addr:
-            where = replace(where, offset=where.offset + entry - addr)
-            addr = entry
-        return GuestAddr(addr), where, entry is not None
-
-    def function_entry(self, kprobe: Kprobe) -> GuestAddr:
-        """Return the probed address of a probe that must be on a function's entry.
-
-        Raises: KernelError EINVAL, ENOENT.
-        """
-        address, _, on_entry = self._locate(kprobe)
-        if not on_entry:
-            raise KernelError(errno.EINVAL, f"{address:#x} is not the entry of a function")
-        return address
 
     def commit_kprobes(self) -> None:
         """Write the jumps of registered djprobes.

@@ -30,17 +30,25 @@ def _page_symbol(page: int) -> Symbol:
     return Symbol(GENERATED_SYMBOL, page, "t", PAGE_SIZE)
 
 
+def _is_no_trampoline(_address: int) -> bool:
+    """Return False for each address, in a kernel that does not run and has no trampolines."""
+    return False
+
+
 class KernelSymbols:
     """Lookup of the guest's symbols by address and by name, with a cache."""
 
     def __init__(
         self,
         kallsyms: Kallsyms,
-        hook_sets: HookSets,
+        hook_sets: HookSets | None,
         sites: FtraceSites | None,
         generated: Callable[[], Iterable[range]],
     ) -> None:
-        """Store the tables to search. `generated` returns the ranges of code that kprobefs has generated."""
+        """Store the tables to search. `generated` returns the ranges of code that kprobefs has generated.
+
+        `hook_sets`: return hooks with their trampolines; None if the kernel does not run.
+        """
         self._kallsyms = kallsyms
         self._generated = generated
         self.lookup_name = kallsyms.lookup_name
@@ -49,12 +57,14 @@ class KernelSymbols:
         """Returns the number of symbols with the name `NAME` everywhere, or `MODULE:NAME` in a module."""
         self.has_module = kallsyms.has_module
         """Returns True if a module of that name is loaded. Mirrors: find_module (v6.1)."""
-        self.is_return_trampoline = hook_sets.first.trampoline.is_one
+        self.is_return_trampoline: Callable[[int], bool] = (
+            _is_no_trampoline if hook_sets is None else hook_sets.first.trampoline.is_one
+        )
         """Returns True for the address that hooked functions return to.
 
         Mirrors: is_kretprobe_trampoline (v6.1).
         """
-        self._trampolines = hook_sets.trampolines
+        self._trampolines = tuple if hook_sets is None else hook_sets.trampolines
         self._sites = sites
         self._freed: dict[str, list[Location]] = {}
         self.version = 0

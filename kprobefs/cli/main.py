@@ -447,6 +447,21 @@ def _explain(parsed: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
+def _check(parsed: argparse.Namespace) -> int:
+    from kprobefs.plan import check_command
+
+    form = "json" if parsed.json else "sarif" if parsed.sarif else "text"
+    passed = check_command.run(
+        parsed.files,
+        arch=parsed.arch,
+        images=parsed.image,
+        vmcore=parsed.vmcore,
+        profile=parsed.profile,
+        form=form,
+    )
+    return ExitStatus.OK if passed else ExitStatus.FAILURE
+
+
 def _djprobe_analyze(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
@@ -499,7 +514,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         parsed.layout,
         parsed.allow_other,
         isolate=parsed.isolate,
-        is_ordered=parsed.isolate or parsed.seed is not None,
+        is_ordered=parsed.isolate or (parsed.image is not None and parsed.seed is not None),
         kprobes=parsed.kprobes,
         modules=tuple(os.path.abspath(path) for path in parsed.modules),
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
@@ -551,5 +566,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "bench": _bench,
     "coverage": _coverage,
     "explain": _explain,
+    "check": _check,
 }
 """Name of a command -> the function that runs it with the parsed options and returns the exit status."""

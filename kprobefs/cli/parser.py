@@ -224,6 +224,7 @@ def program_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_coverage(commands)
     _add_explain(commands)
+    _add_check(commands)
     for action in commands._get_subactions():
         commands.choices[action.dest].description = f"{str(action.help)[:1].upper()}{str(action.help)[1:]}."
     for command in commands.choices.values():
@@ -308,7 +309,10 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         "explain", help="explain what a probe at a place of a kernel would do, without running the kernel"
     )
     command.add_argument(
-        "places", metavar="PLACE", nargs="+", help="SYMBOL, SYMBOL+OFFSET or an address (0x...)"
+        "places",
+        metavar="PLACE",
+        nargs="+",
+        help="SYMBOL, SYMBOL+OFFSET, MODULE:SYMBOL[+OFFSET] or an address (0x...)",
     )
     what = command.add_mutually_exclusive_group()
     what.add_argument(
@@ -321,7 +325,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     command.add_argument(
         "--profile",
         metavar="P",
-        help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
+        help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
     command.add_argument(
         "--function", action="store_true", help="list all instructions of the function, not only those nearby"
@@ -329,6 +333,35 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     command.add_argument("--json", action="store_true", help="print a JSON array")
     command.add_argument("--svg", metavar="FILE", help="write the listing as a picture to FILE")
     command.add_argument("--html", metavar="FILE", help="write a page without external parts to FILE")
+
+
+def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "check", help="check probe definitions for kernels, without running the kernels"
+    )
+    command.add_argument(
+        "files", metavar="FILE", nargs="+", help="file of definitions as for `apply`; - is standard input"
+    )
+    what = command.add_mutually_exclusive_group()
+    what.add_argument(
+        "--arch", metavar="A", help="the built-in kernel of this architecture (default: x86_64)"
+    )
+    what.add_argument(
+        "--image",
+        metavar="F",
+        action="append",
+        default=[],
+        help="a vmlinuz, a vmlinux, a Debian package, or host (the running kernel); may be repeated",
+    )
+    what.add_argument("--vmcore", metavar="F", help="the kernel in this ELF vmcore, as it was running")
+    command.add_argument(
+        "--profile",
+        metavar="P",
+        help="profile whose rules apply (default: by the kernel's version and architecture)",
+    )
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON array")
+    form.add_argument("--sarif", action="store_true", help="print a SARIF 2.1.0 log, for code hosts")
 
 
 def _add_bench(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
@@ -434,8 +467,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=_seed,
         metavar="N",
-        help="seed of the virtual clock; with it, requests are answered in their order, so that the same "
-        "requests give the same trace (default: 1)",
+        help="seed of the virtual clock; the same seed gives the same trace (default: 1)",
     )
     group.add_argument(
         "--clock",

@@ -226,6 +226,8 @@ class KnownNodes:
 
     def forget(self, number: int, count: int) -> int:
         """Forget `count` lookups of a node; return the number of those that libfuse has answered."""
+        if number == FUSE_ROOT_ID:
+            return count
         with self._lock:
             answered = self._answered.pop(number, 0)
             if answered > count:

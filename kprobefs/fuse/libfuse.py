@@ -698,8 +698,8 @@ class AtOnce(NamedTuple):
 class SessionLoop:
     """The loop that reads requests from /dev/fuse; several threads may run it.
 
-    The loop answers READ and RELEASE itself, and LOOKUP, GETATTR and OPEN of control files with known nodes.
-    It passes all other requests to libfuse.
+    The loop answers READ and RELEASE itself, LOOKUP, GETATTR and OPEN of control files with known nodes, and
+    WRITE of files whose writes do not wait. It passes all other requests to libfuse.
 
     close(2) returns when its RELEASE is in the queue of /dev/fuse, but nobody waits for the reply. Therefore
     a thread that has read a request waits for the RELEASEs that other threads have read before, if an open
@@ -745,7 +745,7 @@ class SessionLoop:
             FUSE_RMDIR: self._remove,
             FUSE_INIT: self._initialise,
         }
-        """Opcode -> function that answers it for a control file.
+        """Opcode -> function that answers the request if it can.
 
         It returns the data of the reply, or -errno, or _DONE if nothing is left to do, or None if libfuse has
         to answer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from enum import Enum
 
 from emulated_kernel.arch.analysis.detour_region import Region
@@ -87,31 +87,31 @@ class Judge:
             )
         else:
             found = self.checker.reasons(symbol)
-        is_filler = self._filler(symbol)
-        if is_filler is None:
+        code = self._filled_code(symbol)
+        start = symbol.address
+        end = start + len(code)
+        if self._is_x86 and _INT3 in code:
+            return [reason for addr, reason in found.items() if addr < end and code[addr - start] != _INT3]
+        if len(code) == symbol.size:
             return found.values()
-        return [reason for addr, reason in found.items() if not is_filler(addr)]
+        return [reason for addr, reason in found.items() if addr < end]
 
-    def _filler(self, symbol: Symbol) -> Callable[[int], bool] | None:
-        """Return a function that says whether an address has filler; None if the function has no filler.
+    def _filled_code(self, symbol: Symbol) -> bytes:
+        """Return a function's machine code without the filler at its end.
 
         Zeros at the function's end are filler. On x86, int3 is filler too; boot also writes it after returns.
         """
         filler = _X86_FILLER if self._is_x86 else b"\0"
-        code = self.subject.tables.read(symbol.address, symbol.size).rstrip(filler)
-        start = symbol.address
-        end = start + len(code)
-        if self._is_x86 and _INT3 in code:
-            return lambda addr: addr >= end or code[addr - start] == _INT3
-        return None if len(code) == symbol.size else lambda addr: addr >= end
+        return self.subject.tables.read(symbol.address, symbol.size).rstrip(filler)
 
     def verdicts(self, symbol: Symbol) -> dict[int, Verdict]:
         """Return address of each instruction of a function -> verdict; filler is left out."""
         forbidden = Rejection(RejectReason.NOTRACE, symbol.address) if self.is_notrace(symbol) else None
         found: dict[int, Verdict] = {}
-        is_filler = self._filler(symbol)
+        code = self._filled_code(symbol)
+        start = symbol.address
         for addr, refused, region in self.checker.check_each_insn(symbol):
-            if is_filler is not None and is_filler(addr):
+            if addr >= start + len(code) or (self._is_x86 and code[addr - start] == _INT3):
                 continue
             rejection = forbidden or refused
             if rejection is None and isinstance(region, Rejection):

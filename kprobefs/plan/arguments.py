@@ -23,6 +23,8 @@ class Argument:
     type: str
     fetches: tuple[str, ...]
     """Complete fetch arguments, such as `size=%r12:u64`; empty if the value is nowhere to be found."""
+    places: tuple[str, ...]
+    """Places of the value in fetch arguments, such as `%r12`; in the order of `fetches`."""
     remark: str = ""
     """Why there is no fetch argument."""
 
@@ -47,7 +49,7 @@ def arguments_at(
         if not sources:
             sources = [f"{STACK_WORD}{words}"]
             words += size
-        fetches: list[str] = []
+        ways: list[str] = []
         remark = ""
         if not parameter.fetch_type or size != 1:
             remark = "a structure: read its registers or its place on the stack"
@@ -57,9 +59,9 @@ def arguments_at(
             # A structure takes several registers, but Linux counts registers.
             if on_entry and not has_structures:
                 ways.insert(0, f"$arg{number}")
-            fetches = [_fetch(parameter, number, way) for way in ways]
-            remark = "" if fetches else "not found on all ways from the entry"
-        found.append(Argument(number, parameter.name, parameter.type, tuple(fetches), remark))
+            remark = "" if ways else "not found on all ways from the entry"
+        fetches = tuple(_fetch(parameter, number, way) for way in ways)
+        found.append(Argument(number, parameter.name, parameter.type, fetches, tuple(ways), remark))
     return tuple(found)
 
 

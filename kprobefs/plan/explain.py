@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kprobefs.common.errors import CliError
+from kprobefs.common.errors import CliError, escape_for_terminal
 from kprobefs.plan.explanation import Explanation, ListedInsn
-from kprobefs.plan.place import find_place
-from kprobefs.plan.planned_kernel import planned_kernel
+from kprobefs.plan.place import find_place, module_of
+from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from kprobefs.plan.text import as_text
 
 
@@ -28,7 +28,7 @@ def run(
 ) -> None:
     """Run `kprobefs explain`. Raises: CliError (no such place or kernel, a file that can't be written)."""
     kernel = planned_kernel(arch, image, vmcore, profile)
-    found = [Explanation(kernel, find_place(place, kernel.tables)) for place in places]
+    found = list(_explanations(kernel, places))
     if svg is not None:
         from kprobefs.plan.picture import picture
 
@@ -40,7 +40,20 @@ def run(
     if as_json:
         print(json.dumps([as_dict(each) for each in found], indent=1))
     elif svg is None and html is None:
-        print("\n\n".join(as_text(each, whole=whole) for each in found))
+        text = "\n\n".join(as_text(each, whole=whole) for each in found)
+        print("\n".join(map(escape_for_terminal, text.split("\n"))))
+
+
+def _explanations(kernel: PlannedKernel, places: Sequence[str]) -> Iterator[Explanation]:
+    with_modules: dict[str, PlannedKernel] = {}
+    for place in places:
+        module = module_of(place)
+        chosen = kernel
+        if module is not None:
+            if module not in with_modules:
+                with_modules[module] = kernel.with_module(module)
+            chosen = with_modules[module]
+        yield Explanation(chosen, find_place(place, chosen.tables))
 
 
 def _write(path: str, text: str) -> None:
@@ -57,6 +70,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
     return {
         "place": explained.place.text,
         "symbol": explained.symbol.name,
+        "module": explained.place.where.module,
         "offset": explained.place.where.offset,
         "address": f"{explained.address:#x}",
         "kernel": kernel.title,

@@ -14,7 +14,6 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason,
 from emulated_kernel.arch.entry_values import EntryValues
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.btf_declaration import Parameter, Prototype, prototype
-from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -77,19 +76,20 @@ class OtherVerdict:
 class Explanation:
     """What happens to a probe at a place of a kernel. All parts are computed when they are first used."""
 
-    def __init__(self, kernel: PlannedKernel, place: Place) -> None:
+    def __init__(self, kernel: PlannedKernel, place: Place, variant: Variant | None = None) -> None:
+        """Explain a place. `variant`: the kernel with its returns rewritten; None: around the place only."""
         self.kernel = kernel
         self.place = place
         self.symbol: Symbol = place.where.symbol
-        self._variant: Variant = kernel.variant(self.symbol)
-        self.judge: Judge = self._variant.judge
+        self.judge: Judge = (variant or kernel.variant(self.symbol)).judge
         self._name = address_names(kernel.tables.kallsyms.lookup)
 
     @property
     def title(self) -> str:
         """The place as symbol and offset."""
         where = self.place.where
-        return f"{where.name}+{where.offset:#x}" if where.offset else where.name
+        module = "" if where.module is None else f"{where.module}:"
+        return f"{module}{where.name}+{where.offset:#x}" if where.offset else f"{module}{where.name}"
 
     @property
     def address(self) -> int:
@@ -198,7 +198,7 @@ class Explanation:
 
     def _detour_insns(self, region: Region) -> Iterator[DetourInsn]:
         arch = self.judge.arch
-        end = self.kernel.tables.kallsyms.end
+        end = max(end for _, end in self.kernel.tables.text_ranges)
         buffer = (end + _DETOUR_DISTANCE) & -_PAGE
         made = arch.detour(region, buffer)
         parts = arch.detour_parts(0, made.trap, made.copied, region)
@@ -218,11 +218,11 @@ class Explanation:
     @cached_property
     def prototype(self) -> Prototype | None:
         """The function's prototype; None if the kernel's types do not have it."""
-        tables = self.kernel.tables
-        if not isinstance(tables, LinuxKernel):
+        btf = self.kernel.btf
+        if btf is None or self.place.where.module is not None:
             return None
         try:
-            return prototype(tables.btf, self.symbol.name)
+            return prototype(btf, self.symbol.name)
         except KernelError as error:
             if error.errno not in (ENOENT, ENODATA):
                 raise
@@ -236,11 +236,11 @@ class Explanation:
         if "." in self.symbol.name:
             return "no prototype: the compiler made this function, and its parameters may differ"
         count = self.kernel.argument_count(self.symbol.name)
-        if count is not None:
+        if count is not None and self.kernel.btf is None:
             return f"no prototype: this kernel has no BTF; {count} parameter{'s' * (count != 1)}"
-        tables = self.kernel.tables
-        has_btf = isinstance(tables, LinuxKernel) and tables.has_btf
-        return f"no prototype: {'it is not in the BTF' if has_btf else 'this kernel has no BTF'}"
+        if self.place.where.module is not None:
+            return f"no prototype: types of modules are not read ({self.place.where.module})"
+        return f"no prototype: {'it is not in the BTF' if self.kernel.btf else 'this kernel has no BTF'}"
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -302,6 +302,4 @@ class Explanation:
             return f": {judge.checker.register_text(rejection.addr)}"
         if rejection.reason.about is None:
             return ""
-        code = judge.subject.tables.read(rejection.addr, judge.checker.max_insn_size)
-        insns = judge.arch.disassembler.insns(code, rejection.addr, self._name)
-        return f": {next(text for _, _, text in insns)}"
+        return f": {judge.checker.insn_text(rejection.addr, self._name)}"

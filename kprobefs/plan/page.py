@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 
+from kprobefs.common.errors import escape_for_terminal
 from kprobefs.plan import text
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.picture import picture
@@ -25,7 +26,7 @@ def page(found: Sequence[Explanation], *, whole: bool) -> str:
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>{escape(titles)}</title><style>{_STYLE}</style></head><body>",
+        f"<title>{_escaped(titles)}</title><style>{_STYLE}</style></head><body>",
     ]
     for explained in found:
         parts += _chapter(explained, whole=whole)
@@ -34,22 +35,27 @@ def page(found: Sequence[Explanation], *, whole: bool) -> str:
 
 def _chapter(explained: Explanation, *, whole: bool) -> Iterator[str]:
     kernel = explained.kernel
-    yield f"<h1>{escape(f'{explained.title}: {explained.verdict.outcome.value}')}</h1>"
-    yield f"<p>{escape(kernel.title)}, profile {escape(kernel.profile.name)}</p>"
-    yield f"<pre>{escape(explained.prototype_text)}</pre>"
+    yield f"<h1>{_escaped(f'{explained.title}: {explained.verdict.outcome.value}')}</h1>"
+    yield f"<p>{_escaped(kernel.title)}, profile {_escaped(kernel.profile.name)}</p>"
+    yield f"<pre>{_escaped(explained.prototype_text)}</pre>"
     yield f"<figure>{picture([explained], whole=whole)}</figure>"
     yield "<table>"
     for label, lines in text.answers(explained):
-        yield f"<tr><th>{escape(label)}</th><td>{_lines(lines)}</td></tr>"
+        yield f"<tr><th>{_escaped(label)}</th><td>{_lines(lines)}</td></tr>"
     yield "</table>"
     if explained.detour:
-        yield f"<h2>{escape(text.DETOUR_TITLE)}</h2>"
+        yield f"<h2>{_escaped(text.DETOUR_TITLE)}</h2>"
         yield "<table>"
         for part, insns in groupby(explained.detour, key=lambda insn: insn.part):
             shown = [f"{insn.text}{text.relocated(insn)}" for insn in insns]
-            yield f"<tr><th>{escape(part)}</th><td><code>{_lines(shown)}</code></td></tr>"
+            yield f"<tr><th>{_escaped(part)}</th><td><code>{_lines(shown)}</code></td></tr>"
         yield "</table>"
 
 
+def _escaped(text: str) -> str:
+    """Return a text for HTML; control characters, which a kernel's names may have, are written out."""
+    return escape(escape_for_terminal(text))
+
+
 def _lines(lines: Iterable[str]) -> str:
-    return "<br>".join(escape(line) for line in lines)
+    return "<br>".join(_escaped(line) for line in lines)

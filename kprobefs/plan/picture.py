@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from kprobefs.common.errors import escape_for_terminal
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.arrows import Arrow, arrows
 from kprobefs.plan.explanation import Explanation
@@ -47,7 +48,7 @@ def picture(found: Sequence[Explanation], *, whole: bool) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{top}" '
         f'viewBox="0 0 {width:.0f} {top}" role="img">'
     )
-    title = escape(", ".join(explained.title for explained in found))
+    title = escape(escape_for_terminal(", ".join(explained.title for explained in found)))
     background = '<rect width="100%" height="100%" fill="#ffffff"/>'
     return "\n".join((head, f"<title>{title}</title><style>{_STYLE}</style>", background, *parts, "</svg>\n"))
 
@@ -129,4 +130,4 @@ def _text(x: float, y: float, text: str, kind: str = "", colour: str = "") -> st
     attributes = f' class="{kind}"' if kind else ""
     if colour:
         attributes += f' style="fill:{colour}"'
-    return f'<text x="{x:.0f}" y="{y}"{attributes}>{escape(text)}</text>'
+    return f'<text x="{x:.0f}" y="{y}"{attributes}>{escape(escape_for_terminal(text))}</text>'

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
+from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
@@ -40,7 +41,7 @@ def find_place(text: str, tables: ProbedTables) -> Place:
     if _NUMBER.fullmatch(text):
         address = int(text, 0) if text.startswith("0x") else int(text)
     else:
-        symbol, offset, others = _named(text, kallsyms)
+        symbol, offset, others = _named(text, tables)
         address = symbol.address + offset
     where = kallsyms.lookup(address)
     if where is None or not any(start <= address < end for start, end in tables.text_ranges):
@@ -48,27 +49,35 @@ def find_place(text: str, tables: ProbedTables) -> Place:
     return Place(text, where, others)
 
 
-def _named(text: str, kallsyms: Kallsyms) -> tuple[Symbol, int, tuple[Symbol, ...]]:
+def module_of(text: str) -> str | None:
+    """Return the module in a place of the form MODULE:SYMBOL, or None."""
+    module, colon, _ = text.partition(":")
+    return module if colon else None
+
+
+def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, ...]]:
+    kallsyms = tables.kallsyms
     name, plus, number = text.partition("+")
     if plus and not _NUMBER.fullmatch(number):
         raise CliError(f"{_shown(text)}: the offset is no number; give SYMBOL+0x1f", ExitStatus.USAGE)
-    if ":" in name:
-        module = name.partition(":")[0]
-        raise CliError(
-            f"{_shown(text)}: the kernel's file has no modules; mount the kernel, load {_shown(module)}, and "
-            "read the event's `reason`",
-            ExitStatus.USAGE,
-        )
     found = kallsyms.by_name(name)
     if not found:
-        near = _nearest(name, kallsyms)
+        is_in_module = module_of(name) is not None
+        near = _nearest_in_module(name, tables) if is_in_module else nearest_symbols(name, kallsyms)
         hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise CliError(f"{_shown(name)}: this kernel has no such symbol{hint}", ExitStatus.USAGE)
+        what = "this module" if is_in_module else "this kernel"
+        raise CliError(f"{_shown(name)}: {what} has no such symbol{hint}", ExitStatus.USAGE)
     offset = int(number, 0) if plus else 0
     return found[0], offset, found[1:]
 
 
-def _nearest(name: str, kallsyms: Kallsyms) -> list[str]:
+def _nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
+    module = tables.find(name.partition(":")[0]) if isinstance(tables, LiveImage) else None
+    known = [] if module is None else [f"{module.name}:{symbol.name}" for symbol in module.symbols]
+    return get_close_matches(name, list(dict.fromkeys(known)), _SHOWN, 0.6)
+
+
+def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
     """Return the names of code that are most similar to a name that does not exist.
 
     The parts that the compiler split off from the function come first.
@@ -86,7 +95,8 @@ def _nearest(name: str, kallsyms: Kallsyms) -> list[str]:
 
 def _starting(head: bytes, kallsyms: Kallsyms) -> list[str]:
     pattern = rb"\0(" + re.escape(head) + rb"[^\0]*)"
-    return [found[1].decode("utf-8", "replace") for found in re.finditer(pattern, kallsyms.table.names)]
+    names = (found[1].decode("utf-8", "replace") for found in re.finditer(pattern, kallsyms.table.names))
+    return list(dict.fromkeys(names))
 
 
 def _suffixes(name: str, kallsyms: Kallsyms) -> Iterable[str]:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.linked_module import LinkedModule, link_modules
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, ReturnThunks
+from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.image.linux.open_image import kernel_file
+from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.image.text_tables import ProbedTables, Range
-from emulated_kernel.kprobes.profile import Profile, profile_named
+from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
+from emulated_kernel.image.types_file import load_types
+from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile, profile_named
+from emulated_kernel.trace.events import syscall_events
+from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
+from emulated_kernel.trace.events.print_event import PrintEvent
+from emulated_kernel.trace.interface import Interface, interface_named
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.common.errors import CliError, ExitStatus, explained
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
 from kprobefs.measure.coverage_subject import Subject
 from kprobefs.measure.verdicts import Judge, default_profile
 
@@ -33,15 +45,64 @@ class Variant:
 class PlannedKernel:
     """A kernel's tables and text, and the rules for its probes."""
 
-    def __init__(self, title: str, arch: str, tables: ProbedTables, profile: Profile, held_for: str) -> None:
+    def __init__(
+        self, title: str, arch: str, core: LinuxKernel | KernelImage, profile: Profile, held_for: str
+    ) -> None:
         self.title = title
         self.arch = arch
-        self.tables = tables
+        self.core = core
+        """The kernel without modules."""
         self.profile = profile
+        self.image: str | None = None
+        """The kernel's file; None for a dump and for the built-in kernel."""
+        self.modules: tuple[LinkedModule, ...] = ()
+        """Modules, in the order of loading."""
         self.held_for = held_for
         """The CPU for which the answers hold."""
         self.is_dump = False
         """Whether the text and data are those of a running kernel."""
+
+    @cached_property
+    def interface(self) -> Interface:
+        """The interface of tracefs that definitions follow, as in a mount of the kernel."""
+        if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
+            return interface_named(self.profile.interface)
+        from emulated_kernel.guests.linux.probing.told_interface import told_interface
+
+        return told_interface(self.core)
+
+    @cached_property
+    def tables(self) -> ProbedTables:
+        """The tables of the kernel and its modules, with the text as it is in the files."""
+        return self._with_modules(self.core, None)
+
+    def _with_modules(self, core: LinuxKernel | KernelImage, returns: ReturnThunks | None) -> ProbedTables:
+        """Return the tables of `core` and the modules, whose returns are rewritten as `returns` says."""
+        if not self.modules:
+            return core
+        live: LiveImage[Any] = LiveImage(core)
+        live.put_all(each.module if returns is None else each.booted(returns) for each in self.modules)
+        return live
+
+    def with_module(self, name: str) -> PlannedKernel:
+        """Return this kernel with a module of its package, and with the modules that this one needs.
+
+        Raises: CliError (there is no such module, or this kernel's modules are unknown).
+        """
+        core = self.core
+        if self.image is None or not isinstance(core, LinuxKernel):
+            where = escape_for_terminal(name)
+            raise CliError(
+                f"{where}: only a kernel's package has modules; give --image, or mount the kernel and read "
+                "the event's `reason`",
+                ExitStatus.USAGE,
+            )
+        with explained(self.image):
+            files = ModuleFiles(kernel_file(self.image), core.release).read(name)
+            found = PlannedKernel(self.title, self.arch, core, self.profile, self.held_for)
+            found.image = self.image
+            found.modules = tuple(link_modules(core, files))
+            return found
 
     @cached_property
     def judge(self) -> Judge:
@@ -61,6 +122,16 @@ class PlannedKernel:
             return None
         return self.tables.read(address, 1) != b"\0"
 
+    @cached_property
+    def whole(self) -> Variant:
+        """The whole kernel with its returns as on the CPU for which the answers hold."""
+        core = self.core
+        if not isinstance(core, LinuxKernel) or not self._returns:
+            return Variant("", self.judge)
+        returns = self._returns[0]
+        tables = self._with_modules(core.booted(returns), returns)
+        return Variant(returns.value, Judge(Subject(self.title, self.arch, tables), self.profile))
+
     def variant(self, symbol: Symbol) -> Variant:
         """Return the kernel with its returns as on the CPU for which the answers hold, around a function."""
         return self._as_booted(symbol, self._returns[0] if self._returns else None)
@@ -72,15 +143,18 @@ class PlannedKernel:
     @property
     def _returns(self) -> Sequence[ReturnThunks]:
         # A dump's text is as boot has left it.
-        return self.tables.returns if isinstance(self.tables, LinuxKernel) and not self.is_dump else ()
+        return self.core.returns if isinstance(self.core, LinuxKernel) and not self.is_dump else ()
 
     def _as_booted(self, symbol: Symbol, returns: ReturnThunks | None) -> Variant:
-        tables = self.tables
-        if returns is None or not isinstance(tables, LinuxKernel):
+        core = self.core
+        if returns is None or not isinstance(core, LinuxKernel):
             return Variant("", self.judge)
-        end = min(symbol.address + symbol.size, tables.text.end)
-        booted = tables.booted(returns, Range(symbol.address, end))
-        return Variant(returns.value, Judge(Subject(self.title, self.arch, booted), self.profile))
+        if symbol.address in range(*core.text):
+            core = core.booted(
+                returns, Range(symbol.address, min(symbol.address + symbol.size, core.text.end))
+            )
+        tables = self._with_modules(core, returns)
+        return Variant(returns.value, Judge(Subject(self.title, self.arch, tables), self.profile))
 
     @cached_property
     def ways(self) -> Mapping[int, Sequence[int]]:
@@ -92,14 +166,35 @@ class PlannedKernel:
             ways.setdefault(insn, []).append(fixup)
         return ways
 
+    @cached_property
+    def btf(self) -> Btf | None:
+        """Descriptions of the kernel's types, or None if it has none."""
+        core = self.core
+        if isinstance(core, KernelImage):
+            return load_types(core.path)
+        return core.btf if core.has_btf else None
+
+    @property
+    def static_events(self) -> Iterator[tuple[str, str]]:
+        """Group and name of each event that the kernel has itself; only those of ftrace if it has no BTF."""
+        core = self.core
+        word = self.judge.arch.word_size
+        for own in (PrintEvent(word, 0), *ftrace_entry_events(word)):
+            yield own.group, own.name
+        if isinstance(core, KernelImage):
+            yield from ((event.system, event.name) for event in event_definitions(core))
+            for call in syscall_definitions(core):
+                yield from ((syscall_events.GROUP, name) for name in syscall_events.event_names(call.name))
+        elif self.btf is not None:
+            yield from ((event.system, event.name) for event in core.events)
+
     def argument_count(self, function: str) -> int | None:
         """Return the number of a function's parameters in the built-in kernel; None if it isn't known."""
         return self._argument_counts.get(function)
 
     @cached_property
     def _argument_counts(self) -> Mapping[str, int]:
-        tables = self.tables
-        return load_argument_counts(tables.path) if isinstance(tables, KernelImage) else {}
+        return load_argument_counts(self.core.path) if isinstance(self.core, KernelImage) else {}
 
 
 def planned_kernel(
@@ -127,9 +222,15 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
 
     kernel = kernel_from_file(image)
     held_for = "a CPU for which boot writes plain returns" if kernel.returns else "any CPU"
-    return PlannedKernel(
-        f"Linux {kernel.release}", "x86_64", kernel, _profile(profile_name, "x86_64"), held_for
+    made = PlannedKernel(
+        f"Linux {kernel.release}",
+        "x86_64",
+        kernel,
+        _linux_profile(profile_name, kernel),
+        held_for,
     )
+    made.image = image
+    return made
 
 
 def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
@@ -137,7 +238,11 @@ def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
 
     kernel = kernel_in_core(vmcore)
     made = PlannedKernel(
-        f"Linux {kernel.release}, a dump", "x86_64", kernel, _profile(profile_name, "x86_64"), ""
+        f"Linux {kernel.release}, a dump",
+        "x86_64",
+        kernel,
+        _linux_profile(profile_name, kernel),
+        "",
     )
     made.is_dump = True
     made.held_for = f"the CPU of the dump: {_cpu_model(kernel)}"
@@ -151,6 +256,13 @@ def _cpu_model(kernel: LinuxKernel) -> str:
         return kernel.read(at, 64).partition(b"\0")[0].decode("ascii", "replace").strip() or "unknown"
     except KernelError:
         return "unknown"
+
+
+def _linux_profile(name: str | None, kernel: LinuxKernel) -> Profile:
+    """Return the profile with a name, or the one that follows a distribution's kernel, as for a mount."""
+    from emulated_kernel.guests.linux.probing.told_interface import profile_of
+
+    return profile_of(kernel) if name is None else _profile(name, "x86_64")
 
 
 def _profile(name: str | None, arch: str) -> Profile:

@@ -35,8 +35,10 @@ def _head(explained: Explanation) -> Iterator[str]:
     kernel = explained.kernel
     yield from _wrapped(f"{explained.title}: {explained.verdict.outcome.value} in {kernel.title}", "")
     yield from _wrapped(explained.prototype_text, "  ")
-    start = explained.symbol.address
-    yield f"  {explained.size} bytes at {start:#x} in {explained.section}, profile {kernel.profile.name}"
+    # The address of a module is made up.
+    module = explained.place.where.module
+    place = f"at {explained.symbol.address:#x} in {explained.section}" if module is None else "in the module"
+    yield f"  {explained.size} bytes {place}, profile {kernel.profile.name}"
 
 
 # Listing

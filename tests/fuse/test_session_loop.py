@@ -371,6 +371,8 @@ def test_lookups_that_libfuse_has_not_answered_are_subtracted(tmp_path: Path) ->
     assert nodes.by_id[17] is node
     assert nodes.forget(17, 2) == 1
     assert 17 not in nodes.by_id
+    assert nodes.forget(1, 1) == 1
+    assert nodes.path_of(1, b"file") == "/file"
     assert not nodes.answer(4, 1, b"file", node, 0, bytes(88), 0)
     os.close(device)
     # The reply is not sent.

@@ -58,7 +58,11 @@ def test_a_changed_image_is_noticed(
     (tmp_path / "x86_64").mkdir()
     (tmp_path / "x86_64" / "vmlinux").write_bytes(data[:-1] + b"!")
     manifest = build_images.read_manifest()
-    versions = {"gcc": manifest["x86_64"]["compiler"], "ld": manifest["x86_64"]["linker"]}
+    versions = {
+        "gcc": manifest["x86_64"]["compiler"],
+        "ld": manifest["x86_64"]["linker"],
+        "pahole": manifest["x86_64"]["types"],
+    }
     monkeypatch.setattr(build_images, "PREBUILT", tmp_path)
     monkeypatch.setattr(build_images, "tool_version", versions.get)
     monkeypatch.setattr(build_images, "build", lambda _: build_images.Built(data, manifest["x86_64"]))

@@ -86,7 +86,7 @@ LINES = {
     "fentry": "p:k{} {} a=$arg1",
     "jump or breakpoint": "p:k{} {}+5 a=%di",
     "return": "r:k{} {} $retval",
-    "fprobe": "f:k{} {} a=%di",
+    "fprobe": "f:k{} {} a=$arg1",
     "fprobe's exit": "f:k{} {}%return $retval",
 }
 

@@ -15,12 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
+from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.btf_declaration import declaration, prototype
+from emulated_kernel.image.linux.btf_members import members_at, size_of
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.util.config import MachineConfig
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.errors import KernelError, UnusableFile
 from kprobefs.cli.main import main
-from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.common.errors import CliError
+from kprobefs.measure.verdicts import ProbeOutcome, default_profile
 from kprobefs.plan.arrows import arrows, gutter
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.place import find_place
@@ -382,6 +386,22 @@ def test_debian_tcp_sendmsg(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert outcomes["return thunks"] == "breakpoint"
 
 
+def test_a_module_of_debians_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    package = str(debian.package("linux-image-cloud-amd64"))
+    (found,) = explained(capsys, "--image", package, "nls_cp437:uni2char+0x5")
+    assert (found["symbol"], found["module"], found["offset"]) == ("uni2char", "nls_cp437", 5)
+    assert found["instructions"][0]["verdict"] == "ftrace"
+    kernel = planned_kernel(None, package, None, None).with_module("nls_cp437")
+    again = Explanation(kernel, find_place("nls_cp437:uni2char+0x5", kernel.tables))
+    # The module's address is made up.
+    assert found["address"] not in as_text(again, whole=True)
+    with pytest.raises(CliError, match="no such symbol; nearest: nls_cp437:uni2char"):
+        find_place("nls_cp437:uni2chra", kernel.tables)
+
+
 def test_all_profiles_answer(capsys: pytest.CaptureFixture[str]) -> None:
     for profile in PROFILES:
         (found,) = explained(capsys, "vfs_read+0x5", "--profile", profile)
@@ -399,3 +419,41 @@ def test_the_guide_shows_what_the_command_prints(
         _, *arguments = step.command.replace("$D", str(package)).split()
         assert main(arguments) == 0
         assert capsys.readouterr().out.rstrip() == step.output.rstrip()
+
+
+@pytest.mark.parametrize(("arch", "profile"), [("x86_64", "linux-6.1"), ("riscv64", "riscv-optprobes-2023")])
+def test_the_default_profile_of_an_architecture(arch: str, profile: str) -> None:
+    assert default_profile(arch) == profile
+
+
+# Hostile kernels
+
+
+def test_types_that_contain_each_other_end() -> None:
+    """A prototype whose parameters are pointers to it, and structures and arrays in themselves."""
+    types = made.Btf()
+    types.add(12, "f", 2)
+    types.prototype(0, ("a", 3), ("b", 3))
+    types.add(2, "", 2)
+    types.structure("s", 8, ("a", 4, 0), ("b", 4, 0), ("c", 5, 0))
+    types.add(3, "", 0, (5).to_bytes(4, "little") * 2 + (2).to_bytes(4, "little"))
+    types.add(10, "", 6)
+    btf = Btf(types.data())
+    for ask in (lambda: prototype(btf, "f"), lambda: members_at(btf, 4, 0), lambda: declaration(btf, 6)):
+        with pytest.raises(UnusableFile, match="BTF"):
+            ask()
+    assert size_of(btf, 5) == 0
+
+
+def test_names_of_a_kernel_move_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = made.Kernel()
+    at = source.function("f\x1b[2J", CALL_FENTRY + BODY + b"\xc3")
+    source.table("mcount_loc", at.to_bytes(8, "little"))
+    image, svg, html = (tmp_path / name for name in ("vmlinuz", "x.svg", "x.html"))
+    image.write_bytes(made.vmlinuz(source.elf(), "xz"))
+    words = ["explain", "--image", str(image), f"{at:#x}"]
+    assert main(words) == 0
+    assert main([*words, "--svg", str(svg), "--html", str(html)]) == 0
+    for text in (capsys.readouterr().out, svg.read_text(), html.read_text()):
+        assert "\x1b" not in text
+    assert "\\x1b[2J" in "".join(ElementTree.fromstring(svg.read_text()).itertext())

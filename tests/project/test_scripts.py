@@ -26,13 +26,13 @@ def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-PACKAGES = {"busybox": "busybox-static", "cc": "gcc", "perf": "linux-perf"}
+PACKAGES = {"busybox": "busybox-static", "cc": "gcc", "perf": "linux-perf", "rpmbuild": "rpm"}
 """Of programs that have another name."""
 SYSTEMS_OWN = {
     *("apt-cache", "apt-get", "dpkg-deb", "findmnt", "nsenter", "systemd-analyze", "true", "unshare"),
-    "go",
+    *("go", "npm"),
 }
-"""Programs that are part of the system, or, as `go`, are too large to install for one test."""
+"""Programs that are part of the system, or too large to install for one test."""
 
 
 def test_what_tests_look_for_is_installed_for_them() -> None:

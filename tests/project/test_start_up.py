@@ -113,8 +113,9 @@ UNUSED_BY_HELP = UNUSED_BY_STATUS | {"json", "pathlib"}
         ("import kprobefs.cli.main; kprobefs.cli.main.main(['--help'])", UNUSED_BY_HELP),
         ("import kprobefs.cli.main; kprobefs.cli.main.main(['status'])", UNUSED_BY_STATUS),
         (BOOT, SOURCE_READERS),
+        ("import kprobefs.cli.run, emulated_kernel.guests.linux.mounts.probed_mount", SOURCE_READERS),
     ],
-    ids=["help", "status", "mount"],
+    ids=["help", "status", "mount", "distribution"],
 )
 def test_a_command_imports_what_it_uses(script: str, unused: set[str]) -> None:
     """But for what Python's own parser takes to print help of a known width."""

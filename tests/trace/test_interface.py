@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from emulated_kernel.arch.analysis.probe_rules import PROBE_RULES, ProbeRule, probe_rules_named
 from emulated_kernel.kprobes.profile import PROFILES
-from emulated_kernel.trace.interface import LINUX_6_1, interface_named
+from emulated_kernel.trace.interface import (
+    INTERFACES,
+    LINUX_6_1,
+    Interface,
+    InterfaceRule,
+    interface_named,
+)
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.linux_rule import LinuxRule
+from tests.trace.events.kernel import Function, errno_of, make_kernel
 
 
 class Made(LinuxRule):
@@ -56,3 +65,63 @@ def test_6_1_has_no_rule_that_came_later() -> None:
     assert not LINUX_6_1.rules
     assert not PROBE_RULES["linux-6.1"]
     assert set(ProbeRule) == PROBE_RULES["linux-6.12"]
+
+
+COMMANDS = (
+    "p:a vfs_read %di:char",
+    "p8:b vfs_read",
+    "p:c no_such_function",
+    "p:d vfs_read $comm:u8",
+    "p:e vfs_read $arg*",
+    "p:f vfs_read count",
+    "r:g vfs_read $arg2",
+    "p:h vfs_read+0 +0(%di:string",
+    "p:i ktgt:no_such_function",
+    "p:j vfs_read" + " %di" * 129,
+)
+
+
+def answers(interface: Interface) -> list[tuple[str, list[str], list[str]]]:
+    """errno, error_log and kprobe_events behind each command, in a kernel of its own."""
+    found = []
+    for command in COMMANDS:
+        kernel = make_kernel(interface=interface)
+        name = errno_of(partial(kernel.events.write, command.encode()))
+        found.append((name, kernel.events.error_log.records(), list(kernel.events.records())))
+    return found
+
+
+def test_rules_alone_decide_and_not_a_name_or_a_release() -> None:
+    """No code compares versions: an interface of any name answers by its rules."""
+    old = INTERFACES["linux-6.1"]
+    new = INTERFACES["linux-6.12"]
+    assert answers(Interface("linux-6.1", old.release, new.rules)) == answers(new)
+    assert answers(Interface("linux-6.12", new.release, old.rules)) == answers(old)
+    assert answers(new) != answers(old)
+
+
+def test_each_later_rule_of_definitions_changes_an_answer() -> None:
+    """A rule that nobody asks for would be no rule."""
+    old = INTERFACES["linux-6.1"]
+    before = answers(old)
+    for rule in (
+        InterfaceRule.CHAR_TYPE,
+        InterfaceRule.MAXACT_AT_EXIT,
+        InterfaceRule.SYMBOL_EINVAL,
+        InterfaceRule.STRING_TYPE_LOGGED,
+        InterfaceRule.META_ARGS,
+        InterfaceRule.BTF_ARGS,
+        InterfaceRule.ENTRY_ARGS,
+        InterfaceRule.ARGS_LIMITED,
+    ):
+        assert answers(Interface("one", "0", frozenset({rule}))) != before, rule
+
+
+def test_a_symbol_of_a_loaded_module_must_be_unique_in_it() -> None:
+    twice = [Function("twice", 0xFFFFFFFFC0230000 + at, size=16, module="ktgt") for at in (0, 16)]
+    outcomes = []
+    for rules in (frozenset[InterfaceRule](), frozenset({InterfaceRule.MODULE_SYMBOLS_CHECKED})):
+        kernel = make_kernel(functions=twice, interface=Interface("one", "0", rules))
+        outcomes.append(errno_of(partial(kernel.events.write, b"p:x ktgt:twice")))
+        outcomes.append(errno_of(partial(kernel.events.write, b"p:y absent:twice")))
+    assert outcomes == ["", "", "EADDRNOTAVAIL", ""]

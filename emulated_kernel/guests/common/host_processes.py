@@ -7,7 +7,8 @@ import os
 import resource
 import select
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from time import monotonic
 
@@ -72,6 +73,9 @@ class ProcessWatch:
     pids of the host and are called without the control lock, since they can take a tenth of a second. All
     other methods take and return pids of the guest, which number() gives, and need the lock.
     """
+
+    def let_others_work(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter the context manager that `waiting` returns while a read of a process's memory takes long."""
 
     def number(self, pid: int) -> int:
         """Return the guest's pid of a host process."""
@@ -436,6 +440,9 @@ class HostProcesses(ProcessWatch):
         except OSError:
             return None
         return program_of(pid, comm, self._memory if is_own else None)
+
+    def let_others_work(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
+        self._memory.waiting = waiting
 
     def close(self) -> None:
         self._memory.close()

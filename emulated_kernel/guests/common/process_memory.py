@@ -13,11 +13,14 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 
 log = logging.getLogger("kprobefs.clients")
 
+PATIENCE = 0.005
+"""Seconds that a read may take until another thread takes the caller's place; see ProcessMemory.waiting."""
 TIMEOUT = 0.1
 """Seconds after which a read by a helper is given up."""
 MOST_ABANDONED = 8
@@ -114,10 +117,15 @@ class _Helper:
             self.process.wait()
             raise
 
-    def read(self, path: str, pieces: Sequence[tuple[int, int]]) -> list[bytes] | None:
+    def read(
+        self,
+        path: str,
+        pieces: Sequence[tuple[int, int]],
+        waiting: Callable[[], AbstractContextManager[object]],
+    ) -> list[bytes] | None:
         """Return the data of the pieces of a file, or None if it is unreadable.
 
-        Raises: OSError, _GivenUpError.
+        `waiting`: see ProcessMemory. Raises: OSError, _GivenUpError.
         """
         assert self.process.stdin is not None
         name = os.fsencode(path)
@@ -125,6 +133,9 @@ class _Helper:
         request += [_PIECE.pack(offset, length) for offset, length in pieces]
         os.write(self.process.stdin.fileno(), b"".join(request))
         deadline = monotonic() + TIMEOUT
+        if not self._answers_within(PATIENCE):
+            with waiting():
+                self._answers_within(deadline - monotonic())
         (size,) = _SIZE.unpack(self._receive(_SIZE.size, deadline))
         answer = self._receive(size, deadline)
         found = []
@@ -138,17 +149,20 @@ class _Helper:
             at += length
         return found
 
-    def _receive(self, size: int, deadline: float) -> bytes:
+    def _answers_within(self, seconds: float) -> bool:
         assert self.process.stdout is not None
-        output = self.process.stdout.fileno()
         # select(2) takes no descriptor above 1023.
         readable = select.poll()
-        readable.register(output, select.POLLIN)
+        readable.register(self.process.stdout.fileno(), select.POLLIN)
+        return bool(readable.poll(max(0.0, 1000 * seconds)))
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        assert self.process.stdout is not None
         data = b""
         while len(data) < size:
-            if not readable.poll(max(0.0, 1000 * (deadline - monotonic()))):
+            if not self._answers_within(deadline - monotonic()):
                 raise _GivenUpError
-            part = os.read(output, size - len(data))
+            part = os.read(self.process.stdout.fileno(), size - len(data))
             if not part:
                 raise _GivenUpError
             data += part
@@ -167,6 +181,11 @@ class ProcessMemory:
     """Reads files of /proc that can block. A read that takes longer than TIMEOUT fails. Thread-safe."""
 
     def __init__(self) -> None:
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Returns a context manager for a long wait, during which another thread takes requests.
+
+        A page of the mount itself can be read only if a thread is left that answers.
+        """
         self._lock = threading.Lock()
         self._idle: list[_Helper] = []
         self._abandoned: dict[subprocess.Popen[bytes], str] = {}
@@ -184,7 +203,7 @@ class ProcessMemory:
         helper = None
         try:
             helper = self._take(path)
-            found = helper.read(path, pieces)
+            found = helper.read(path, pieces, self.waiting)
         except (_GivenUpError, OSError, subprocess.SubprocessError) as error:
             self._abandon(helper, path)
             raise TimeoutError(f"{path}: no answer") from error

@@ -13,7 +13,7 @@ log = logging.getLogger("kprobefs.linux")
 
 
 def kernel_from_file(source: str) -> LinuxKernel:
-    """Return the kernel in the file `source`, with its text as it was linked. It has no trace events.
+    """Return the kernel in the file `source`, with its text as it was linked.
 
     `source`: the kernel's file, or `host` for the running kernel's. If the tables can't be kept in the cache,
     log the error. Raises: KernelError ENOEXEC (no usable kernel), ENOENT, OSError (of the kernel's file).
@@ -25,7 +25,7 @@ def kernel_from_file(source: str) -> LinuxKernel:
         return found
     kernel = open_kernel(str(path))
     try:
-        snapshot.save_tables(place, kernel.release, str(path), cached_parts(kernel, ()))
+        snapshot.save_tables(place, kernel.release, str(path), cached_parts(kernel))
     except OSError as error:
         log.warning("%s: can't keep the kernel's tables there: %s", place.parent, error.strerror)
     return kernel

@@ -90,6 +90,22 @@ class Member:
 _VOID = Type(Kind.VOID, 0, 0, False, 0, 0)
 
 
+class StepLimit:
+    """Limit on the number of types that one question visits.
+
+    In damaged BTF, types can contain each other, and many times.
+    """
+
+    def __init__(self, most: int = 3000) -> None:
+        self._left = most
+
+    def take(self) -> None:
+        """Count a visit. Raises: KernelError ENOEXEC (there were too many)."""
+        self._left -= 1
+        if self._left < 0:
+            raise unusable("types of its BTF contain each other")
+
+
 class Btf:
     """The types of one kernel. Each type has an id, which is called number here; void has the id 0.
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from emulated_kernel.image.linux.btf import Btf, Kind, Member
-from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.image.linux.btf import Btf, Kind, Member, StepLimit
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _QUALIFIERS = {Kind.CONST: "const", Kind.VOLATILE: "volatile", Kind.RESTRICT: "restrict"}
 _TAGS = {
     Kind.STRUCT: "struct ", Kind.UNION: "union ", Kind.ENUM: "enum ", Kind.ENUM64: "enum ",
 }  # fmt: skip
-_DEPTH = 64
+_MOST_TYPES = 200
+"""Maximum number of types in one declaration; Python's stack allows no more of them inside each other."""
 _POINTER_SIZE = 8
 
 
@@ -27,6 +27,8 @@ class Parameter:
     """Type with which a fetch argument shows the parameter, such as `s32`; "" for a structure."""
     is_string: bool
     """Whether the parameter is a pointer to constant characters, which usually end with a zero byte."""
+    type_id: int = 0
+    """Id of the type in the BTF; 0 if it isn't known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Prototype:
     """The prototype in C, without a semicolon."""
     parameters: tuple[Parameter, ...]
     """The parameters, without "..."."""
+    result: Parameter
+    """The result, without a name."""
 
 
 def prototype(btf: Btf, function: str) -> Prototype:
@@ -45,36 +49,37 @@ def prototype(btf: Btf, function: str) -> Prototype:
     Raises: KernelError ENOENT (the BTF does not have the function), ENOEXEC (damaged BTF).
     """
     result, members = btf.prototype(function)
-    text = declaration(btf, result, f"{function}({_parameter_list(btf, members, _DEPTH)})")
+    text = declaration(btf, result, f"{function}({_parameter_list(btf, members, StepLimit(_MOST_TYPES))})")
     named = [member for member in members if member.type or member.name]
-    return Prototype(text, tuple(_parameter(btf, member) for member in named))
+    parameters = tuple(_parameter(btf, member) for member in named)
+    return Prototype(text, parameters, _parameter(btf, Member("", result, 0, 0)))
 
 
-def declaration(btf: Btf, number: int, name: str = "", depth: int = _DEPTH) -> str:
+def declaration(btf: Btf, number: int, name: str = "", limit: StepLimit | None = None) -> str:
     """Return the C declaration of `name` with the type id `number`.
 
-    Raises: KernelError ENOEXEC (the types refer to each other in a circle).
+    Raises: KernelError ENOEXEC (the types contain each other).
     """
-    if not depth:
-        raise unusable("types of its BTF refer to each other in a circle")
+    limit = limit or StepLimit(_MOST_TYPES)
+    limit.take()
     kind = btf.type(number)
     if kind.kind is Kind.PTR:
         below = btf.type(kind.size_or_type).kind
         pointer = f"(*{name})" if below in (Kind.ARRAY, Kind.FUNC_PROTO) else f"*{name}"
-        return declaration(btf, kind.size_or_type, pointer, depth - 1)
+        return declaration(btf, kind.size_or_type, pointer, limit)
     if kind.kind in _QUALIFIERS:
         word = _QUALIFIERS[kind.kind]
         if btf.type(kind.size_or_type).kind is Kind.PTR:
-            return declaration(btf, kind.size_or_type, f" {word} {name}".rstrip(), depth - 1)
-        return f"{word} {declaration(btf, kind.size_or_type, name, depth - 1)}"
+            return declaration(btf, kind.size_or_type, f" {word} {name}".rstrip(), limit)
+        return f"{word} {declaration(btf, kind.size_or_type, name, limit)}"
     if kind.kind is Kind.TYPE_TAG:
-        return declaration(btf, kind.size_or_type, name, depth - 1)
+        return declaration(btf, kind.size_or_type, name, limit)
     if kind.kind is Kind.ARRAY:
         element, count = btf.array_of(number)
-        return declaration(btf, element, f"{name}[{count}]", depth - 1)
+        return declaration(btf, element, f"{name}[{count}]", limit)
     if kind.kind is Kind.FUNC_PROTO:
         result, members = btf.signature(number)
-        return declaration(btf, result, f"{name}({_parameter_list(btf, members, depth)})", depth - 1)
+        return declaration(btf, result, f"{name}({_parameter_list(btf, members, limit)})", limit)
     base = _TAGS.get(kind.kind, "")
     if kind.kind is Kind.FWD:
         base = "union " if kind.flag else "struct "
@@ -82,9 +87,9 @@ def declaration(btf: Btf, number: int, name: str = "", depth: int = _DEPTH) -> s
     return f"{base} {name}".rstrip() if name and not name.startswith("[") else base + name
 
 
-def _parameter_list(btf: Btf, members: tuple[Member, ...], depth: int) -> str:
+def _parameter_list(btf: Btf, members: tuple[Member, ...], limit: StepLimit) -> str:
     texts = [
-        declaration(btf, member.type, member.name, depth - 1) if member.type or member.name else "..."
+        declaration(btf, member.type, member.name, limit) if member.type or member.name else "..."
         for member in members
     ]
     return ", ".join(texts) or "void"
@@ -105,4 +110,4 @@ def _parameter(btf: Btf, member: Member) -> Parameter:
         fetch_type = f"{'s' if signed else 'u'}{8 * size}" if size <= _POINTER_SIZE else ""
     elif kind.kind in (Kind.ENUM, Kind.ENUM64):
         fetch_type = f"u{8 * size}" if size <= _POINTER_SIZE else ""
-    return Parameter(member.name, declaration(btf, member.type), size, fetch_type, is_string)
+    return Parameter(member.name, declaration(btf, member.type), size, fetch_type, is_string, member.type)

@@ -28,13 +28,11 @@ _DEFINITIONS = ("events", "syscalls")
 _ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
 
 
-def cached_parts(
-    kernel: LinuxKernel, definitions: tuple[str, ...] = _DEFINITIONS
-) -> dict[str, bytes | memoryview]:
+def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     """Return the data of a kernel that `CachedKernelTables` needs: name of the part -> contents.
 
-    `definitions`: names of the tables of events and system calls to include. If types, events or system calls
-    cannot be read, the data has the error, which `CachedKernelTables` raises when they are used.
+    If types, events or system calls cannot be read, the data has the error, which `CachedKernelTables` raises
+    when they are used.
     """
     memory = kernel.vmlinux
     parts: dict[str, bytes | memoryview] = {
@@ -47,7 +45,7 @@ def cached_parts(
         starts, names = kernel.btf.index
         parts |= {"btf.starts": starts, "btf.names": names}
     unreadable: dict[str, tuple[int, str]] = {}
-    for table in definitions:
+    for table in _DEFINITIONS:
         try:
             parts[table] = json.dumps(getattr(kernel, table), default=_values).encode()
         except KernelError as error:
@@ -108,7 +106,7 @@ class CachedKernelTables(LinuxKernel):
         self._unreadable = {
             table: (int(number), str(why)) for table, (number, why) in about["unreadable"].items()
         }
-        self._definitions = {table: parts[table] for table in _DEFINITIONS if table in parts}
+        self._definitions = {table: parts[table] for table in _DEFINITIONS if table not in self._unreadable}
 
     def read(self, va: int, size: int, /) -> bytes:
         found = super().read(va, size)
@@ -135,10 +133,7 @@ class CachedKernelTables(LinuxKernel):
         )
 
     def _definition(self, table: str) -> Any:
-        """Return the entries of a table that is among the parts.
-
-        Raises: KernelError (the table could not be read; its error).
-        """
+        """Return the entries of a table. Raises: KernelError (the table could not be read; its error)."""
         if table in self._unreadable:
             raise KernelError(*self._unreadable[table])
         return json.loads(bytes(self._definitions[table]))

@@ -76,7 +76,7 @@ class Jprobes:
         Mirrors: kernel/kprobes.c:register_jprobe (v4.14).
         """
         kp = jprobe.kp
-        self._kprobes.function_entry(kp)
+        self._kprobes.places.function_entry(kp)
         if jprobe.handler is not None:
             kp.pre_handler = self._calling(jprobe.handler)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -96,6 +96,16 @@ class Kretprobe(Kprobe[RegsT]):
         self._missed = value - self.instances_missed
 
 
+def check_returns(address: int, blacklist: Container[int]) -> None:
+    """Check that the return of a function can be hooked.
+
+    `blacklist`: addresses of functions whose returns cannot be hooked.
+    Raises: KernelError EINVAL.
+    """
+    if address in blacklist:
+        raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
+
+
 class Kretprobes:
     """All kretprobes of one kernel.
 
@@ -119,11 +129,10 @@ class Kretprobes:
         traceable), ENOMEM, as `register_kprobe`.
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
-        address = self._kprobes.function_entry(rp)
+        address = self._kprobes.places.function_entry(rp)
         if self._kprobes.table.valid(rp) is not None:
             raise KernelError(errno.EINVAL, "the probe is registered already")
-        if address in self._blacklist:
-            raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
+        check_returns(address, self._blacklist)
         if self.hooks.stack.needs_fentry and address not in self._kprobes.probe_checker.fentry:
             raise KernelError(errno.EOPNOTSUPP, f"{address:#x} can't be traced, so its return isn't hooked")
         if rp.post_code is not None:

@@ -63,7 +63,8 @@ class _Pointer:
 
 _TOKEN = re.compile(
     r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>0[xX][0-9a-fA-F]+|\d+)[uUlL]*'
-    r"|(?P<name>[A-Za-z_]\w*)|(?P<op>->|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^~!<>?:,(){}\[\]]))"
+    r"|'(?P<char>[^'\\]|\\.)'"
+    r"|(?P<name>[A-Za-z_]\w*)|(?P<op>->|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^~!<>?:;=,(){}\[\]]))"
 )
 _BINARY: Mapping[str, tuple[int, Callable[[int, int], int]]] = {
     "||": (1, lambda a, b: int(bool(a) or bool(b))),
@@ -87,10 +88,10 @@ _BINARY: Mapping[str, tuple[int, Callable[[int, int], int]]] = {
 }
 _UNARY: Mapping[str, Callable[[int], int]] = {"-": lambda a: -a, "~": lambda a: ~a, "!": lambda a: int(not a)}
 _MASK = (1 << 64) - 1
-_BITS = {"char": 8, "u8": 8, "s8": 8, "short": 16, "u16": 16, "s16": 16, "u64": 64, "s64": 64}
+_BITS = {"char": 8, "u8": 8, "s8": 8, "short": 16, "u16": 16, "s16": 16, "u64": 64, "s64": 64, "loff_t": 64}
 _TYPE_WORDS = (
     {"unsigned", "signed", "long", "int", "short", "char", "void", "struct", "const"}
-    | {"bool", "gfp_t", "pid_t", "size_t"}
+    | {"bool", "gfp_t", "loff_t", "pid_t", "size_t"}
     | {f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 64)}
 )
 _SAME = {f"{level}_val" for level in ("pgd", "p4d", "pud", "pmd", "pte")}
@@ -139,6 +140,8 @@ class _FmtParser:
         self._fields = fields
         self._word = word_size
         self._names = names
+        self._locals: dict[str, Expression] = {}
+        """Variable of a statement expression -> its value."""
 
     def whole(self) -> tuple[str, list[Expression]]:
         """Parse the whole text, and return the format string and its arguments."""
@@ -201,13 +204,42 @@ class _FmtParser:
             operation = _UNARY[token.text]
             operand = self._unary()
             return lambda context: operation(int(operand(context)))
+        if self._accept("&"):
+            # The address of a field stands for the field's bytes, as an array does.
+            return self._unary()
         if self._accept("("):
+            if self._accept("{"):
+                return self._statements()
             if self._peek().text in _TYPE_WORDS:
                 return self._cast()
             inner = self.expression()
             self._expect(")")
             return inner
         return self._primary()
+
+    def _statements(self) -> Expression:
+        """Parse a statement expression of GCC: declarations with values, and an expression."""
+        while self._peek().text in _TYPE_WORDS:
+            while self._peek().text in _TYPE_WORDS:
+                self._next()
+            name = self._next().text
+            self._expect("=")
+            self._locals[name] = self.expression()
+            self._expect(";")
+        value = self.expression()
+        for sign in ";})":
+            self._expect(sign)
+        return value
+
+    def _size(self) -> int:
+        """Parse the type in `sizeof(TYPE)`, and return its size in bytes."""
+        self._expect("(")
+        words = []
+        while not self._accept(")"):
+            words.append(self._next().text)
+        if not words or not _TYPE_WORDS.issuperset(words) or "struct" in words:
+            raise ValueError(f"print fmt: the size of {' '.join(words)} is unknown")
+        return _type_of(words, 8 * self._word)[0] // 8
 
     def _cast(self) -> Expression:
         words = []
@@ -231,6 +263,14 @@ class _FmtParser:
         if token.kind == "number":
             number = int(token.text, 0)
             return lambda _context: number
+        if token.kind == "char":
+            code = ord(_ESCAPES.get(token.text[-1], token.text[-1]) if len(token.text) > 1 else token.text)
+            return lambda _context: code
+        if token.text in self._locals:
+            return self._locals[token.text]
+        if token.text == "sizeof":
+            size = self._size()
+            return lambda _context: size
         if token.text == "REC":
             self._expect("->")
             return self._field(self._next().text)
@@ -250,6 +290,8 @@ class _FmtParser:
         if self._accept("["):
             index = self.expression()
             self._expect("]")
+            if not field.length:
+                raise ValueError(f"print fmt: {name!r} has no length")
             size = field.size // field.length
             return lambda context: context.number(
                 field.offset + int(index(context)) * size, size, field.is_signed
@@ -271,6 +313,12 @@ class _FmtParser:
             return lambda context: context.text(*_location(context, field))
         if name in ("__print_flags", "__print_symbolic"):
             return self._table(flags=name == "__print_flags")
+        if name == "__print_dynamic_array":
+            field = self._lookup(self._next().text)
+            self._expect(",")
+            size = self.expression()
+            self._expect(")")
+            return _dynamic_elements(field, size)
         if name in _OF_ARRAYS:
             field = self._lookup(self._next().text)
             self._expect(")")
@@ -371,6 +419,17 @@ def _dynamic_array(field: EventField) -> Expression:
 
 def _dynamic_length(field: EventField) -> Expression:
     return lambda context: _location(context, field)[1]
+
+
+def _dynamic_elements(field: EventField, size: Expression) -> Expression:
+    """Compile __print_dynamic_array(). `size`: bytes of an element."""
+    value, length = _dynamic_array(field), _dynamic_length(field)
+
+    def text(context: PrintContext) -> str:
+        each = max(int(size(context)), 1)
+        return _array(value(context), int(length(context)) // each, each)
+
+    return text
 
 
 def _bitmask(field: EventField) -> Expression:

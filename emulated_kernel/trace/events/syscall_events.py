@@ -15,6 +15,11 @@ from emulated_kernel.trace.symbols import KernelSymbols
 GROUP = "syscalls"
 
 
+def event_names(syscall: str) -> tuple[str, str]:
+    """Return the names of the events of a system call's entry and exit; `syscall`: such as `sys_read`."""
+    return syscall.replace("sys_", "sys_enter_", 1), syscall.replace("sys_", "sys_exit_", 1)
+
+
 class SyscallTracepoint:
     """Dispatcher for the entries or exits of all system calls: passes a record to the event of its call.
 
@@ -109,7 +114,7 @@ class SyscallEnter(SyscallEvent):
 
     def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
         fields = [(kind, name, False) for kind, name in zip(syscall.types, syscall.args, strict=True)]
-        name = syscall.name.replace("sys_", "sys_enter_", 1)
+        name, _ = event_names(syscall.name)
         super().__init__(name, syscall, calls, fields)
 
     @property
@@ -152,7 +157,7 @@ class SyscallExit(SyscallEvent):
     """Event sys_exit_NAME, which has one word for the result."""
 
     def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
-        name = syscall.name.replace("sys_", "sys_exit_", 1)
+        _, name = event_names(syscall.name)
         super().__init__(name, syscall, calls, [("long", "ret", True)], '"0x%lx", REC->ret')
 
     def words(self, raw: bytes) -> bytes:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir import AddToPerCpu
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.kprobes.aggr_kprobe import JPROBE, KPROBE
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
-from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
-from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, HitCounter
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
@@ -48,14 +48,41 @@ The % operator takes half the time of an f-string, and the file may have thousan
 """
 
 
+class KprobeRegistry(Protocol):
+    """Interface to a registry of kprobes: Kprobes, or one that only checks."""
+
+    @property
+    def probe_checker(self) -> ProbeChecker[Any]: ...
+
+    def register_kprobe(self, kprobe: Kprobe[Any], kind: str = ..., /) -> None: ...
+
+    def unregister_kprobe(self, kprobe: Kprobe[Any], /) -> None: ...
+
+    def enable_kprobe(self, kprobe: Kprobe[Any], /) -> None: ...
+
+    def disable_kprobe(self, kprobe: Kprobe[Any], /) -> None: ...
+
+    def handler_changed(self, kprobe: Kprobe[Any], /) -> None: ...
+
+
+class KretprobeRegistry(Protocol):
+    """Interface to a registry of kretprobes: Kretprobes, or one that only checks."""
+
+    def register_kretprobe(self, rp: Kretprobe[Any], /) -> None: ...
+
+    def unregister_kretprobe(self, rp: Kretprobe[Any], /) -> None: ...
+
+    def handler_changed(self, rp: Kretprobe[Any], /) -> None: ...
+
+
 @dataclass(frozen=True)
 class ProbeEngine:
     """The registries with which events register their probes, and the context of the probes' hits."""
 
     arch: Arch
     symbols: KernelSymbols
-    kprobes: Kprobes
-    kretprobes: Kretprobes
+    kprobes: KprobeRegistry
+    kretprobes: KretprobeRegistry
     fprobes: Fprobes
     probe_ctx: ProbeHit
     """The context of the hit that is being handled; handlers set its registers."""

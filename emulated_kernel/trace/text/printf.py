@@ -104,6 +104,8 @@ def _with(found: re.Match[str], word_size: int, values: Sequence[int]) -> Conver
     if found["kind"] in _SEPARATORS:
         size = widths[0] if widths else last
         return _dump(max(0, min(size, _LONGEST_DUMP)), _SEPARATORS[found["kind"]])
+    if found["kind"] == _BIT_LIST:
+        return _bit_list(max(0, widths[0] if widths else last))
     text = found[0]
     for value in (*widths, last):
         text = text.replace("*", str(value), 1)
@@ -190,6 +192,30 @@ def _socket_address(address: bytes) -> str:
     return f"[{_ip6_compressed_string(address[8:24])}]:{port}" if family == _AF_INET6 else "(einval)"
 
 
+def _guid(data: bytes) -> str:
+    """Return the text of a GUID, whose first three fields are little-endian."""
+    return _uuid(data[3::-1] + data[5:3:-1] + data[7:5:-1] + data[8:])
+
+
+def _bit_list(bits: int) -> Conversion:
+    """Return a conversion of the first `bits` bits to ranges of the bits that are set.
+
+    Mirrors: lib/vsprintf.c:bitmap_list_string (v6.1).
+    """
+
+    def text(value: Value, _symbols: KernelSymbols) -> str:
+        number = unsigned(value, bits)
+        found: list[list[int]] = []
+        for bit in (at for at in range(number.bit_length()) if number >> at & 1):
+            if found and found[-1][1] == bit - 1:
+                found[-1][1] = bit
+            else:
+                found.append([bit, bit])
+        return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in found)
+
+    return text
+
+
 def _uuid(data: bytes) -> str:
     """Return the text of a UUID. Mirrors: lib/vsprintf.c:uuid_string (v6.1)."""
     text = data.hex()
@@ -204,12 +230,14 @@ def _dump(size: int, separator: str) -> Conversion:
     return _address(size, lambda data: separator.join(f"{byte:02x}" for byte in data))
 
 
+_BIT_LIST = "pbl"
 _SEPARATORS = {"ph": " ", "phC": ":", "phD": "-", "phN": ""}
 _POINTERS: dict[str, Conversion] = {
     "pISpc": _address(28, _socket_address),
     "pM": _dump(6, ":"),
     "pU": _address(16, _uuid),
     "pUb": _address(16, _uuid),
+    "pUl": _address(16, _guid),
     "pI4": _address(4, _ip4_string),
     "pI6c": _address(16, _ip6_compressed_string),
     "ps": lambda value, symbols: sprint_symbol_no_offset(symbols, unsigned(value)),

@@ -48,7 +48,7 @@ def readme_text(interface: Interface) -> str:
     nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
     stack = "common_stacktrace" if InterfaceRule.HIST_COMMON_STACKTRACE in interface else "stacktrace"
     return f"""\
-Files of this directory.
+tracing: the files of this directory.
 
   Switch recording off with "echo 0 > tracing_on" and on again with "echo 1 > tracing_on".
 

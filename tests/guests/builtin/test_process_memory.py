@@ -43,6 +43,22 @@ def test_pieces_and_strings(tmp_path: os.PathLike[str], memory: ProcessMemory) -
     assert memory.failures == 0
 
 
+def test_a_slow_read_lets_others_work(tmp_path: os.PathLike[str], memory: ProcessMemory) -> None:
+    """The data may come from the caller's own mount, if a thread is left to answer."""
+    waits: list[str] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        waits.append("begins")
+        yield
+        waits.append("ends")
+
+    memory.waiting = waiting
+    with silent_file(tmp_path) as path, pytest.raises(TimeoutError):
+        memory.read(path, [(0, 4)])
+    assert waits == ["begins", "ends"]
+
+
 def test_nothing_to_read(tmp_path: os.PathLike[str], memory: ProcessMemory) -> None:
     assert memory.read(os.path.join(tmp_path, "none"), [(0, 1)]) is None
     assert memory.read("/proc/self/mem", [(8, 1)]) is None

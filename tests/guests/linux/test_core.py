@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import stat
 import struct
 import subprocess
@@ -188,6 +190,27 @@ def test_links_stay_in_the_dump(mount: Mount) -> None:
     links = {"absolute": "../proc/version", "root": "..", "out": "../etc/passwd", "around": "../etc"}
     assert {name: mount.readlink(CLIENT, f"/files/scratch/{name}") for name in links} == links
     assert mount.readlink(CLIENT, "/files/scratch/dir/deep") == "../numbers"
+
+
+def test_a_dump_of_a_newer_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its per-CPU variables are linked into the image, and its flags have other numbers."""
+    tasks = debian_kernel.tasks("linux-image-cloud-amd64", "sid")
+    flag, path = tasks.need_resched, tmp_path / "core"
+    core_dump.dump_of(tasks, path, has_info=True)
+    tasks.machine.close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ensure_core_cached(str(path))
+    guest, kernel = started_core(str(path))
+    made = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    shell = Files(made, CLIENT)
+    assert guest.need_resched == flag
+    shell.write("/kprobe_events", "p:called int_sqrt x=%di:u64\n")
+    shell.write("/tracing/events/kprobes/enable", "1")
+    assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+    assert re.search(r" called: \(int_sqrt\+0x[04]/0x\w+\) x=144\n", shell.read("/tracing/trace"))
+    assert shell.read("/files/scratch/dir/note") == TEXT
+    assert kernel.release in shell.read("/machine/dmesg")
+    made.close()
 
 
 def test_who_asks(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -717,3 +740,22 @@ int_sqrt = 0xc (12)
 msleep: it sleeps, and nothing else runs in a dump{" "}
 """
     )
+
+
+def test_places_of_a_dump_are_explained_without_running_it(
+    dumped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dump's text is as its machine has patched it: the emulated CPU needs no return thunks."""
+    image = str(debian_kernel.image())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent / "explained"))
+    answers = []
+    for option, source in (("--vmcore", str(dumped)), ("--image", image), ("--vmcore", str(dumped))):
+        assert main(["explain", option, source, "tcp_sendmsg+0x19", "--json"]) == 0
+        answers.append(json.loads(capsys.readouterr().out)[0])
+    dump, linked, again = answers
+    assert dump == again
+    assert dump["cpu"].startswith("the CPU of the dump: ")
+    assert dump["optimization"] is True
+    assert (dump["others"], len(linked["others"])) == ([], 2)
+    for key in ("prototype", "verdict", "arguments", "detour", "nearest"):
+        assert dump[key] == linked[key]

@@ -6,8 +6,10 @@ import errno
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from types import FrameType
 
 import pytest
@@ -21,16 +23,23 @@ from emulated_kernel.guests.linux.probing.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
 from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
+from emulated_kernel.image.linux.linked_module import link_modules
+from emulated_kernel.image.linux.linux_kernel import ReturnThunks
+from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.trace.events.static_event import StaticEvent
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.errors import KernelError, UnusableFile
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
+from kprobefs.measure.coverage_subject import Subject
+from kprobefs.measure.verdicts import Judge
+from kprobefs.plan.planned_kernel import planned_kernel
 from tests.guests.linux import core_dump, debian_kernel
 from tests.guests.linux.files import Files
 from tests.guests.linux.parts import calls_of, guest_of
+from tests.image.linux import debian
 from tests.ledger import ledger_mismatches
-from tests.sample import share
+from tests.sample import fewer, share
 
 CLIENT = Client(4242, 0, 0)
 SUITES = ("", "trixie")
@@ -430,3 +439,57 @@ def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
         assert f"uni2char [{NLS}]\n" in dump.read("/tracing/available_filter_functions")
     finally:
         core.close()
+
+
+@pytest.mark.parametrize("module", [NLS, "tcp_bbr", "nf_conntrack"])
+@SOME
+def test_a_module_linked_offline_has_the_verdicts_of_the_loaded_one(
+    shell: Files, engine: LinuxEngine, module: str, request: pytest.FixtureRequest
+) -> None:
+    """Function by function; alternatives, which only the loaded one has, change few of them."""
+    suite = request.node.callspec.params["mount"]
+    package = debian.package(debian.META_PACKAGES[0], suite)
+    planned = planned_kernel(None, str(package), None, None).with_module(module)
+    shell.write("/machine/modules", f"load {module}\n")
+    live = engine.live.find(module)
+    assert live is not None
+    running = Judge(Subject("", "x86_64", engine.live), planned.profile)
+    offline = planned.whole.judge
+    names = Counter(symbol.name for symbol in live.symbols)
+    same = different = 0
+    for symbol in live.symbols:
+        if not symbol.size or symbol.address not in range(*live.text) or names[symbol.name] > 1:
+            continue
+        (linked,) = planned.tables.kallsyms.by_name(f"{module}:{symbol.name}")
+        found, wanted = (
+            {addr - each.address: verdict.outcome for addr, verdict in judge.verdicts(each).items()}
+            for judge, each in ((offline, linked), (running, symbol))
+        )
+        if found == wanted:
+            same += 1
+        else:
+            different += 1
+    assert same > 3
+    assert different <= same / 20
+
+
+@SOME
+def test_damaged_modules_are_refused_or_linked(engine: LinuxEngine, request: pytest.FixtureRequest) -> None:
+    suite = request.node.callspec.params["mount"]
+    ((name, data),) = debian_kernel.modules(engine.tasks.release, suite=suite).read(NLS)
+    rng = Random(4)
+    outcomes = Counter[str]()
+    for _ in range(fewer(600, 4)):
+        damaged = bytearray(data)
+        for _ in range(rng.choice((1, 3, 20))):
+            # The section headers are at the end.
+            at = len(data) - rng.randrange(4096) if rng.random() < 0.6 else rng.randrange(len(data))
+            damaged[at - 1] = rng.choice((0, 255, rng.randrange(256)))
+        try:
+            (linked,) = link_modules(engine.kernel, [(name, bytes(damaged))])
+        except UnusableFile:
+            outcomes["refused"] += 1
+        else:
+            LiveImage(engine.kernel).put(linked.booted(ReturnThunks.PLAIN))
+            outcomes["linked"] += 1
+    assert min(outcomes.values()) > 5

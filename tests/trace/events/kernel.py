@@ -70,7 +70,11 @@ class Symbols:
         return None
 
     def count_name(self, name: str) -> int:
-        return sum(function.name == name for function in self.functions)
+        module, colon, symbol = name.rpartition(":")
+        return sum(
+            function.name == symbol and (not colon or function.module == module)
+            for function in self.functions
+        )
 
     def at(self, address: int) -> Function | None:
         for function in self.functions:

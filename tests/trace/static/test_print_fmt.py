@@ -54,6 +54,23 @@ def _print(print_fmt: str) -> str:
         ('"%pI4:%hu", REC->ends, 70000', "97.98.99.0:4464"),
         ('"%pI6c", REC->mapped', "::ffff:127.0.0.1"),
         ('"%d", (REC->number & 4) ? 1 : 2', "2"),
+        ("\"[%c%c%c]\", 'F', REC->number ? 'S' : ' ', '\\n'", "[FS\n]"),
+        ('"%d %d %d", sizeof(u64), sizeof(unsigned int), 24 / sizeof(long)', "8 4 3"),
+        (
+            '"%s", __print_array(__get_dynamic_array(both), __get_dynamic_array_len(both) / sizeof(u32), 4)',
+            "{0x7,0x0}",
+        ),
+        ('"%lld", ((loff_t)REC->number) << 12', "-20480"),
+        (
+            '"%s %s", __print_dynamic_array(both, sizeof(u8)), "after"',
+            "{0x7,0x0,0x0,0x0,0x0,0x0,0x0,0x0} after",
+        ),
+        ('"%d", ({ int a = (REC->number); unsigned long b = (3 + 1); ((a) < (b) ? (a) : (b)); })', "-5"),
+        ('"%pUb", &REC->mapped', "00000000-0000-0000-0000-ffff7f000001"),
+        ('"%pUl", REC->words', "00000007-0000-0000-0800-000000000000"),
+        ('"%*pbl", 64, REC->words', "0-2"),
+        ('"[%*pbl]", (1 << 7), REC->words', "[0-2,67]"),
+        ('"[%*pbl]", 0, REC->words', "[]"),
         ('"%d", 2 + 3 * 4 - 1', "13"),
         ('"%d", 1 << 4 >> 2', "4"),
         ('"%d", !(1 == 2 || 3 != 3)', "1"),
@@ -175,5 +192,5 @@ def test_widths_out_of_values(layout: str, values: tuple[int | str, ...], text: 
 
 def test_a_width_is_bounded_and_its_letters_are_known() -> None:
     assert len(compile_format("%*d", 8)((1 << 30, 1), Symbols())) == 4096
-    with pytest.raises(ValueError, match="no conversion %pbl"):
-        compile_format("%*pbl", 8)
+    with pytest.raises(ValueError, match="no conversion %pbx"):
+        compile_format("%*pbx", 8)

@@ -49,6 +49,8 @@ class LinuxClients:
         self._settle = settle
         self._executions = ExecObserver(tasks)
         self._watch = watch
+        # The front end sets lock.waiting later.
+        watch.let_others_work(lambda: lock.waiting())  # noqa: PLW0108
         self._owner = owner
         self._by_pid: dict[int, LinuxTask] = {}
         self._forked: list[Fork] = []

@@ -5,8 +5,6 @@ The numbers are macros, which neither symbols nor BTF contain. So the kernel set
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
 from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
 from emulated_kernel.guests.linux.kernel_offsets import (
@@ -19,6 +17,7 @@ from emulated_kernel.guests.linux.kernel_offsets import (
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 from emulated_kernel.util.code_listing import machine_code
+from emulated_kernel.util.fast_dataclass import replace
 
 RESCHEDULE = """
     48 bf imm64:run_queue   | movabs rdi, run_queue

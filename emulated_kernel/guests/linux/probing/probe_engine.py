@@ -6,7 +6,6 @@ import errno
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cached_property
 
 from emulated_kernel.arch.x86.arch import X86_64
@@ -32,6 +31,7 @@ from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.abi import ModuleState
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.limits import Limits
 
 log = logging.getLogger("kprobefs.linux")

@@ -21,7 +21,8 @@ def profile_of(kernel: LinuxKernel) -> Profile:
     """Return the profile that follows a kernel: its interface, and the probe rules of its version."""
     series = series_of(kernel.release)
     wanted = ProbeRule.of(series)
-    rules = next(name for name, rules in PROBE_RULES.items() if rules == wanted)
+    fitting = [name for name, rules in PROBE_RULES.items() if rules <= wanted]
+    rules = max(fitting, key=lambda name: len(PROBE_RULES[name]))
     return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
 
 
@@ -29,11 +30,13 @@ def told_interface(kernel: LinuxKernel) -> Interface:
     """Return the interface that a kernel has by its own texts, and by its version where these do not tell."""
     texts = _error_table(kernel)
     series = series_of(kernel.release)
-    told = "\n".join([*texts, _text(kernel, _README)])
+    readme = _text(kernel, _README)
+    told = "\n".join([*texts, readme])
     return Interface(
         f"linux-{series}",
         kernel.release,
-        InterfaceRule.told(series, told),
+        # A dump may lack these pages.
+        InterfaceRule.told(series, told) if texts and readme else InterfaceRule.of(series),
         {error: text for error in ProbeError for text in error.texts[1:] if text in texts},
     )
 

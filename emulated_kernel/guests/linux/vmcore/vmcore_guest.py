@@ -28,7 +28,13 @@ from emulated_kernel.guests.linux.kernel_offsets import (
 from emulated_kernel.guests.linux.pc.linux_cpu import CpuTables
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.vmcore.spill_file import has_space, open_tmpfile
-from emulated_kernel.guests.linux.vmcore.vmcore_image import ONLINE, VmcoreOffsets, convert, ram_size
+from emulated_kernel.guests.linux.vmcore.vmcore_image import (
+    ONLINE,
+    SAVED_CR4,
+    VmcoreOffsets,
+    convert,
+    ram_size,
+)
 from emulated_kernel.image.linux.cached_tables import CachedKernelTables
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unmapped
@@ -161,7 +167,7 @@ class VmcoreGuest(RunningLinux):
             self.per_cpu = memory.read_word(self.root, symbols["__per_cpu_offset"])
             self.current_cell = self.per_cpu + per_cpu[CURRENT_TASK]
             self._preempt_count = self.per_cpu + per_cpu["__preempt_count"]
-            cr4 = memory.read_word(self.root, self.per_cpu + facts.tlb_cr4)
+            cr4 = memory.read_word(self.root, self.per_cpu + per_cpu[SAVED_CR4])
             self._tables = CpuTables(
                 self.root,
                 _CR4 | cr4 & _CR4_KEPT,

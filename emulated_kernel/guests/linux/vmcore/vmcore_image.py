@@ -38,6 +38,8 @@ _SYMBOLS = ("__per_cpu_offset", "_stext", "idt_table", "init_task")
 _PER_CPU = (
     "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", CURRENT_TASK, RUN_QUEUES,
 )  # fmt: skip
+SAVED_CR4 = "cpu_tlbstate.cr4"
+"""Key of the offset in the per-CPU area of the saved value of CR4."""
 CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
 """Members of struct tk_read_base: clock source, its count at the last tick, and the time of that tick."""
 ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
@@ -54,8 +56,6 @@ class VmcoreOffsets:
     symbols: dict[str, int]
     per_cpu: dict[str, int]
     """Name of a per-CPU variable -> its offset in the per-CPU area, which can be negative."""
-    tlb_cr4: int
-    """Offset in a per-CPU area of the saved value of CR4."""
     stack: int
     """Offset of the stack's address in task_struct."""
     thread_flags: int
@@ -168,8 +168,7 @@ def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
         kernel.release,
         root,
         symbols | _optional(kernel),
-        per_cpu,
-        per_cpu["cpu_tlbstate"] + offset("tlb_state.cr4"),
+        per_cpu | {SAVED_CR4: per_cpu["cpu_tlbstate"] + offset("tlb_state.cr4")},
         offset("task_struct.stack"),
         offset(THREAD_FLAGS),
         offset("rq.curr"),

@@ -1,0 +1,65 @@
+"""ProbePlaces: where a probe is, from its symbol or address, and whether tables allow it there."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from emulated_kernel.arch.probe_checks import ProbeChecker
+from emulated_kernel.image.kallsyms import Kallsyms, Location
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.util.abi import GuestAddr
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
+
+
+class ProbePlaces:
+    """Finds the places of probes in a kernel's symbols, and checks them by tables. It needs no machine."""
+
+    def __init__(self, symbols: Kallsyms, probe_checker: ProbeChecker[Any]) -> None:
+        self._symbols = symbols
+        self._checker = probe_checker
+
+    def locate(self, kprobe: Kprobe) -> tuple[GuestAddr, Location, bool]:
+        """Return the probed address, its symbol and offset, and whether it is a function's entry.
+
+        Raises: KernelError EINVAL, ENOENT.
+        Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
+        """
+        name = kprobe.symbol_name
+        addr = kprobe.addr
+        if (name is None) == (addr is None):
+            raise KernelError(errno.EINVAL, "give a symbol name or an address; a registered probe has both")
+        if name is not None:
+            addr = self._symbols.lookup_name(name)
+            if addr is None:
+                raise KernelError(errno.ENOENT, f"no symbol named {name}")
+        assert addr is not None
+        addr += kprobe.offset
+        where = self._symbols.lookup(addr)
+        if where is None:
+            raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
+        entry = self._checker.function_entry(where, addr)
+        if entry is not None and entry != addr:
+            where = replace(where, offset=where.offset + entry - addr)
+            addr = entry
+        return GuestAddr(addr), where, entry is not None
+
+    def function_entry(self, kprobe: Kprobe) -> GuestAddr:
+        """Return the probed address of a probe that must be on a function's entry.
+
+        Raises: KernelError EINVAL, ENOENT.
+        """
+        address, _, on_entry = self.locate(kprobe)
+        if not on_entry:
+            raise KernelError(errno.EINVAL, f"{address:#x} is not the entry of a function")
+        return address
+
+    def check(self, where: Location, addr: int) -> None:
+        """Check that the kernel's tables allow a probe at `addr`, which is at `where`.
+
+        Raises: KernelError EINVAL, EILSEQ.
+        """
+        refused = self._checker.check_address_safe(where, addr)
+        if refused is not None:
+            raise KernelError(refused.errno, refused.text)

@@ -1,0 +1,267 @@
+"""Checks of probe definitions: what a kernel would answer to each line of a file, and warnings."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.btf_declaration import Parameter
+from emulated_kernel.image.linux.btf_members import members_at, pointed_to, size_of
+from emulated_kernel.trace.fetch.fetchargs import ProbeArg
+from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
+from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
+from emulated_kernel.trace.text.chars import argv_split
+from emulated_kernel.trace.text.probe_errors import ProbeError
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass, field
+from kprobefs.definitions.syntax import DEFINITION, SETTING, Line
+from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.plan.explanation import Explanation
+from kprobefs.plan.offline_engine import OfflineEngine
+from kprobefs.plan.place import Place, nearest_symbols
+from kprobefs.plan.planned_kernel import PlannedKernel
+
+PENDING = "pending"
+"""Outcome of a probe whose module is not loaded."""
+UNCHECKED = "unchecked"
+"""Outcome of a line for another kind of event than kprobe events."""
+REMOVED = "removed"
+"""Outcome of a line that removes events."""
+WARNINGS = {
+    "type-size": "A fetch argument reads fewer or more bits than the value has.",
+    "type-sign": "A fetch argument shows a signed value as unsigned, or an unsigned value as signed.",
+    "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
+    "name-cut": "The event's name is cut at the kernel's limit.",
+    "never-returns": "The function of a return probe never returns.",
+    "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
+}
+"""Name of each warning -> its meaning."""
+_EXPRESSION = re.compile(
+    r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
+    r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"
+)
+"""Pattern for an expression with at most one dereference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An error or a warning about a line."""
+
+    rule: str
+    """Name of the rule: a name of error_log's table, an errno, or a key of WARNINGS."""
+    is_error: bool
+    message: str
+    column: int | None = None
+    """Column in the line's text, from 0 on; None if the whole line is meant."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a kernel answers to a line."""
+
+    line: Line
+    outcome: str
+    """Value of ProbeOutcome, or PENDING, UNCHECKED, REMOVED; the name of the errno if the line fails."""
+    reason: str = ""
+    """The rule that refuses a jump; "" if there is none."""
+    findings: list[Finding] = field(default_factory=list)
+    region: range = range(0)
+    """Addresses that the probe's jump replaces; empty if there is no jump."""
+    address: int = 0
+    """The probed address; 0 if there is no probe."""
+    probe: TraceKprobe | None = None
+    """The probe that the line has created, or None."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the kernel refuses the line."""
+        return any(finding.is_error for finding in self.findings)
+
+
+def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
+    """Return the answers of a kernel to lines, which are written to it in this order."""
+    engine = OfflineEngine(kernel)
+    answers = [_answer(kernel, engine, line) for line in lines if not SETTING.match(line.text)]
+    left = set(engine.kprobe_events.probes())
+    _find_taken_jumps([answer for answer in answers if answer.probe in left])
+    return answers
+
+
+def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
+    if _is_foreign(line.text):
+        return Answer(line, UNCHECKED)
+    events = engine.kprobe_events
+    before = set(events.probes())
+    engine.error_log.last = None
+    try:
+        events.write(line.text.encode("utf-8", "surrogateescape") + b"\n")
+    except KernelError as error:
+        return _refused(kernel, engine, line, error)
+    added = [probe for probe in events.probes() if probe not in before]
+    if not added:
+        return Answer(line, REMOVED)
+    return _created(kernel, line, added[0])
+
+
+def _is_foreign(text: str) -> bool:
+    """Return True if a line defines an event of another kind: a uprobe, event probe, fprobe or the like."""
+    found = DEFINITION.match(text)
+    if found is None:
+        return False
+    return found["kind"] not in "prj" or found["rest"].startswith(("/", "."))
+
+
+def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: KernelError) -> Answer:
+    number = errno.errorcode.get(error.errno or 0, "?")
+    logged = engine.error_log.last
+    if logged is None:
+        message = f"{number}: {error.strerror}"
+        return Answer(line, number, findings=[Finding(number, True, message)])
+    rule = logged.error.name
+    message = f"{number}: {logged.text}{_hint(kernel, line, rule, error)}"
+    column = _column(line.text, logged.column)
+    return Answer(line, number, findings=[Finding(rule, True, message, column)])
+
+
+def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> str:
+    """Return the end of an error's message: the rule of the engine, or the symbols that were meant."""
+    words = argv_split(line.text)
+    place = words[1] if len(words) > 1 else ""
+    symbol = re.split(r"[+%-]", place, maxsplit=1)[0]
+    kallsyms = kernel.tables.kallsyms
+    if rule == ProbeError.NON_UNIQ_SYMBOL.name:
+        found = ", ".join(f"{each.address:#x}" for each in kallsyms.by_name(symbol))
+        return f"; {symbol} is at {found}: give an address"
+    if rule == ProbeError.BAD_PROBE_ADDR.name and symbol and not kallsyms.count_name(symbol):
+        near = nearest_symbols(symbol, kallsyms)
+        return f"; there is {', '.join(near)}" if near else ""
+    if rule in (ProbeError.BAD_INSN_BNDRY.name, ProbeError.FAIL_REG_PROBE.name):
+        return f" ({error.strerror})"
+    return ""
+
+
+def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
+    found = [*_cut_name(line, probe)]
+    where = kernel.tables.kallsyms.lookup(probe.address) if probe.address else None
+    if where is None:
+        return Answer(line, PENDING, f"waits for module {probe.symbol.partition(':')[0]}", found)
+    explained = Explanation(kernel, Place(line.text, where, ()), kernel.whole)
+    verdict = explained.verdict
+    found += _types(kernel, line, probe, explained)
+    if probe.place.is_return and explained.never_returns:
+        message = f"{where.name} never returns, so the probe is never hit"
+        found.append(Finding("never-returns", False, message, _word_column(line.text, 1)))
+    region = range(0) if verdict.region is None else range(verdict.region.addr, verdict.region.end)
+    return Answer(line, verdict.outcome.value, explained.reason, found, region, probe.address, probe)
+
+
+def _find_taken_jumps(answers: Sequence[Answer]) -> None:
+    """Find the probes whose jumps would cover the probes of other lines: they stay breakpoints.
+
+    Mirrors: arch/x86/kernel/kprobes/opt.c:arch_check_optimized_kprobe (v6.1)
+    """
+    for answer in answers:
+        inside = range(answer.region.start + 1, answer.region.stop)
+        other = next((each for each in answers if each.address in inside), None)
+        if other is None:
+            continue
+        answer.outcome = ProbeOutcome.BREAKPOINT.value
+        answer.reason = f"the jump would cover the probe of line {other.line.number}"
+        message = f"this probe prevents the jump of the probe of line {answer.line.number}"
+        answer.findings.append(Finding("takes-jump", False, answer.reason))
+        other.findings.append(Finding("takes-jump", False, message))
+
+
+# Warnings
+
+
+def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
+    head = argv_split(line.text)[0]
+    name = head.partition(":")[2].rpartition("/")[2]
+    if name or len(probe.event.name) < MAX_EVENT_NAME_LEN - 1:
+        return
+    message = f"the event is named {probe.event.name}, which is cut; name it"
+    yield Finding("name-cut", False, message, 0)
+
+
+def _types(
+    kernel: PlannedKernel, line: Line, probe: TraceKprobe, explained: Explanation
+) -> Iterator[Finding]:
+    """Compare the types of fetch arguments with those of the kernel's BTF."""
+    prototype = explained.prototype
+    if prototype is None:
+        return
+    known = {"$retval": prototype.result} if probe.place.is_return else {}
+    if not probe.place.is_return:
+        for argument, own in zip(explained.arguments, prototype.parameters, strict=False):
+            known |= dict.fromkeys(argument.places, own)
+    for number, arg in enumerate(probe.args):
+        found = _EXPRESSION.fullmatch(arg.expression)
+        parameter = None if found is None else known.get(found["base"])
+        if found is None or parameter is None or arg.type.is_dynamic or arg.count:
+            continue
+        column = _word_column(line.text, number + 2)
+        if found["offset"] is None:
+            yield from _scalar(arg, parameter, found["type"], column)
+        elif kernel.btf is not None:
+            yield from _member(kernel.btf, arg, parameter, int(found["offset"], 0), column)
+
+
+def _scalar(arg: ProbeArg, parameter: Parameter, kind: str | None, column: int) -> Iterator[Finding]:
+    wanted = parameter.fetch_type
+    if not wanted or (kind or "").startswith(("b", "sym")):
+        return
+    name = f"{parameter.name or 'the result'} ({parameter.type})"
+    bits = 8 * parameter.size
+    if arg.type.size < parameter.size:
+        message = f"{arg.name} reads {8 * arg.type.size} of the {bits} bits of {name}; use :{wanted}"
+        yield Finding("type-size", False, message, column)
+    elif arg.type.size > parameter.size:
+        message = f"{arg.name} reads more than the {bits} bits of {name}, and the rest is undefined"
+        yield Finding("type-size", False, f"{message}; use :{wanted}", column)
+    elif kind and {kind[0], wanted[0]} == {"s", "u"}:
+        is_signed = "signed" if wanted[0] == "s" else "unsigned"
+        yield Finding("type-sign", False, f"{name} is {is_signed}; use :{wanted}", column)
+
+
+def _member(btf: Btf, arg: ProbeArg, parameter: Parameter, offset: int, column: int) -> Iterator[Finding]:
+    structure = pointed_to(btf, parameter.type_id)
+    if structure is None:
+        return
+    size = size_of(btf, structure)
+    name = parameter.type.replace("const ", "").rstrip("* ")
+    if not 0 <= offset < size:
+        message = f"{arg.name} reads at offset {offset} of {name}, which has {size} bytes"
+        yield Finding("no-member", False, message, column)
+        return
+    found = [each for each in members_at(btf, structure, offset) if not each.is_bitfield]
+    if not found:
+        yield Finding("no-member", False, f"no member of {name} begins at offset {offset}", column)
+    elif arg.type.size not in {each.size for each in found}:
+        member = found[0]
+        message = (
+            f"{arg.name} reads {8 * arg.type.size} bits of {name}.{member.path}, which has {8 * member.size}"
+        )
+        yield Finding("type-size", False, message, column)
+
+
+# Columns
+
+
+def _column(text: str, column: int) -> int:
+    """Return the column in a line's text that belongs to a column of error_log's entry.
+
+    The entry has one blank between the words.
+    """
+    for number, word in enumerate(argv_split(text)):
+        if column <= len(word):
+            return _word_column(text, number) + column
+        column -= len(word) + 1
+    return len(text)
+
+
+def _word_column(text: str, number: int) -> int:
+    starts = [found.start() for found in re.finditer(r"\S+", text)]
+    return starts[number] if number < len(starts) else len(text)

@@ -1,0 +1,198 @@
+"""`kprobefs check`: lints files of probe definitions for one or several kernels, as text, JSON or SARIF."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.safe_read import read_named
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.definitions.syntax import Line, read_lines
+from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.plan.check import PENDING, Answer, Finding, check_lines
+from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
+from kprobefs.plan.sarif import sarif_log
+
+_LIMIT = 16 << 20
+"""Maximum size of a file of definitions in bytes."""
+_WIDTH = 80
+_OUTCOME_WIDTH = 13
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFile:
+    """A file, and the answers of each kernel to its lines."""
+
+    path: str
+    text: str
+    answers: tuple[tuple[PlannedKernel, tuple[Answer, ...]], ...]
+
+
+def run(
+    paths: Sequence[str],
+    *,
+    arch: str | None,
+    images: Sequence[str],
+    vmcore: str | None,
+    profile: str | None,
+    form: str,
+) -> bool:
+    """Run `kprobefs check`; return True if no kernel refuses a line. `form`: text, json or sarif.
+
+    Raises: CliError (a file can't be read; no such kernel or profile).
+    """
+    kernels = [planned_kernel(arch, image, vmcore, profile) for image in images or (None,)]
+    texts = {path: _read(path) for path in paths}
+    found = []
+    for path, text in texts.items():
+        lines = list(read_lines(path, text))
+        found.append(CheckedFile(path, text, tuple((each, _checked(each, lines)) for each in kernels)))
+    if form == "json":
+        print(json.dumps([_as_dict(each) for each in found], indent=1))
+    elif form == "sarif":
+        results = (
+            (line.file, kernel.title, finding, _place(each.text, line, finding))
+            for each in found
+            for kernel, answers in each.answers
+            for line, finding in _findings(answers)
+        )
+        print(json.dumps(sarif_log(results), indent=1))
+    else:
+        print("\n\n".join("\n".join(_text(each)) for each in found))
+    every = [answer for each in found for _, answers in each.answers for answer in answers]
+    return not any(answer.is_error for answer in every)
+
+
+def _checked(kernel: PlannedKernel, lines: Sequence[Line]) -> tuple[Answer, ...]:
+    return tuple(check_lines(kernel, lines))
+
+
+def _read(path: str) -> str:
+    try:
+        if path == "-":
+            return sys.stdin.buffer.read(_LIMIT).decode("utf-8", "surrogateescape")
+        return read_named(Path(path), _LIMIT).decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror or error}", ExitStatus.USAGE) from error
+
+
+def _findings(answers: Sequence[Answer]) -> Iterator[tuple[Line, Finding]]:
+    return ((answer.line, finding) for answer in answers for finding in answer.findings)
+
+
+def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
+    """Return line and column of a finding in its file, both from 1 on.
+
+    The column is None if the finding is about the whole line, or if the line is continued.
+    """
+    raw = text.replace("\r\n", "\n").split("\n")[line.number - 1]
+    start = raw.find(line.text)
+    if start < 0 or finding.column is None:
+        return line.number, None
+    return line.number, start + finding.column + 1
+
+
+# Text
+
+
+def _text(checked: CheckedFile) -> Iterator[str]:
+    kernels = [kernel for kernel, _ in checked.answers]
+    for number, kernel in enumerate(kernels, 1):
+        yield from wrap(
+            f"{number}  {escape_for_terminal(kernel.title)}, for {kernel.held_for}; profile "
+            f"{kernel.profile.name}{_missing(kernel)}",
+            _WIDTH,
+            subsequent_indent="   ",
+        )
+    yield ""
+    columns = "".join(f"{number:<{_OUTCOME_WIDTH}}" for number in range(1, len(kernels) + 1))
+    yield f"{'line':<6}{columns}definition".rstrip()
+    rows = list(zip(*(answers for _, answers in checked.answers), strict=True))
+    for row in rows:
+        outcomes = "".join(f"{answer.outcome:<{_OUTCOME_WIDTH}}" for answer in row)
+        room = max(_WIDTH - 6 - len(outcomes), 20)
+        first, *more = wrap(escape_for_terminal(row[0].line.text), room, break_on_hyphens=False)
+        yield f"{row[0].line.number:<6}{outcomes}{first}"
+        for part in more:
+            yield f"{' ' * (6 + len(outcomes))}{part}"
+    for number, (_, answers) in enumerate(checked.answers, 1):
+        for answer in answers:
+            yield from _details(checked.path, answer, number if len(kernels) > 1 else 0)
+    errors = sum(answer.is_error for _, answers in checked.answers for answer in answers)
+    warnings = sum(
+        not finding.is_error for _, answers in checked.answers for _, finding in _findings(answers)
+    )
+    yield ""
+    yield f"{_counted(errors, 'error')}, {_counted(warnings, 'warning')}"
+
+
+def _missing(kernel: PlannedKernel) -> str:
+    return "" if kernel.btf else "; it has no BTF, so types are not compared"
+
+
+def _details(path: str, answer: Answer, number: int) -> Iterator[str]:
+    """Yield the findings about a line, and the reason why its probe has no jump."""
+    where = f"{escape_for_terminal(path)}:{answer.line.number}{f' ({number})' if number else ''}"
+    found = [
+        (f"{'error' if each.is_error else 'warning'}: {each.message} [{each.rule}]", each.column)
+        for each in answer.findings
+    ]
+    is_told = any(finding.message == answer.reason for finding in answer.findings)
+    if answer.outcome in (ProbeOutcome.BREAKPOINT.value, PENDING) and not is_told:
+        found.append((f"{answer.outcome}: {answer.reason}", None))
+    for message, column in found:
+        yield ""
+        yield from wrap(
+            escape_for_terminal(f"{where}: {message}"), _WIDTH, subsequent_indent="  ", break_on_hyphens=False
+        )
+        text = escape_for_terminal(answer.line.text)
+        if column is not None and text == answer.line.text and len(text) <= _WIDTH - 2:
+            yield f"  {text}"
+            yield f"  {' ' * column}^"
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+# JSON
+
+
+def _as_dict(checked: CheckedFile) -> dict[str, Any]:
+    return {
+        "file": checked.path,
+        "kernels": [
+            {
+                "kernel": kernel.title,
+                "cpu": kernel.held_for,
+                "profile": kernel.profile.name,
+                "btf": kernel.btf is not None,
+                "lines": [_line_as_dict(checked.text, answer) for answer in answers],
+            }
+            for kernel, answers in checked.answers
+        ],
+    }
+
+
+def _line_as_dict(text: str, answer: Answer) -> dict[str, Any]:
+    return {
+        "line": answer.line.number,
+        "definition": answer.line.text,
+        "outcome": answer.outcome,
+        "reason": answer.reason,
+        "address": f"{answer.address:#x}" if answer.address else None,
+        "findings": [
+            {
+                "rule": finding.rule,
+                "level": "error" if finding.is_error else "warning",
+                "message": finding.message,
+                "column": _place(text, answer.line, finding)[1],
+            }
+            for finding in answer.findings
+        ],
+    }

@@ -1,0 +1,154 @@
+"""OfflineEngine: registers kprobe events over a kernel that does not run, with the checks of the engine."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from emulated_kernel.arch.probe_checks import ProbeChecker
+from emulated_kernel.kprobes.aggr_kprobe import KPROBE
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, check_returns
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.probe_places import ProbePlaces
+from emulated_kernel.kprobes.return_hook.hook_sets import never_returning
+from emulated_kernel.trace.context.probe_hit import ProbeHit
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.probes.dynamic_events import EventCommands
+from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.error_log import CommandError, ErrorLog, ErrorTexts
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Limits
+from kprobefs.measure.verdicts import Judge
+from kprobefs.plan.planned_kernel import PlannedKernel
+
+
+class OfflineKprobes:
+    """A registry of kprobes that checks places and arms nothing."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._checker = judge.checker
+        self.places = ProbePlaces(judge.subject.tables.kallsyms, judge.checker)
+
+    @property
+    def probe_checker(self) -> ProbeChecker[Any]:
+        """The checks by tables and by instructions."""
+        return self._checker
+
+    def register_kprobe(self, kprobe: Kprobe[Any], kind: str = KPROBE, /) -> None:  # noqa: ARG002 - armed
+        """Check a probe's place, and store its address.
+
+        Raises: KernelError, as Kprobes.register_kprobe().
+        """
+        addr, where, _ = self.places.locate(kprobe)
+        self.places.check(where, addr)
+        refused = self._checker.check_prepare(addr)
+        if refused is not None:
+            raise KernelError(refused.errno, refused.text)
+        kprobe.addr = addr
+
+    def unregister_kprobe(self, kprobe: Kprobe[Any], /) -> None:
+        """Do nothing: nothing is armed."""
+
+    def enable_kprobe(self, kprobe: Kprobe[Any], /) -> None:
+        """Do nothing: nothing is armed."""
+
+    def disable_kprobe(self, kprobe: Kprobe[Any], /) -> None:
+        """Do nothing: nothing is armed."""
+
+    def handler_changed(self, kprobe: Kprobe[Any], /) -> None:
+        """Do nothing: no handler is compiled."""
+
+
+class OfflineKretprobes:
+    """A registry of kretprobes that checks places and hooks nothing."""
+
+    def __init__(self, judge: Judge, kprobes: OfflineKprobes) -> None:
+        self._kprobes = kprobes
+        self._blacklist = frozenset(never_returning(judge.subject.tables, judge.arch))
+
+    def register_kretprobe(self, rp: Kretprobe[Any], /) -> None:
+        """Check a probe's place, and store its address.
+
+        Raises: KernelError, as Kretprobes.register_kretprobe().
+        """
+        check_returns(self._kprobes.places.function_entry(rp), self._blacklist)
+        self._kprobes.register_kprobe(rp)
+
+    def unregister_kretprobe(self, rp: Kretprobe[Any], /) -> None:
+        """Do nothing: nothing is hooked."""
+
+    def handler_changed(self, rp: Kretprobe[Any], /) -> None:
+        """Do nothing: no handler is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedError:
+    """An entry of error_log."""
+
+    error: CommandError
+    text: str
+    """The kernel's text for the error."""
+    column: int
+    """Column of the caret in the command, from 0 on."""
+
+
+class LastError(ErrorLog):
+    """An error_log that keeps its last entry."""
+
+    def __init__(self, texts: ErrorTexts) -> None:
+        super().__init__(lambda: 0, texts)
+        self.last: LoggedError | None = None
+
+    def add(self, location: str, command: str, error: CommandError, column: int) -> None:
+        self.last = LoggedError(error, self.text_of(error), column)
+        super().add(location, command, error, column)
+
+
+class StaticEvent(TraceEvent):
+    """An event of the kernel itself, whose name no probe event can have."""
+
+    __slots__ = ()
+
+    def start(self) -> None:
+        """Do nothing: nothing is traced."""
+
+    def stop(self) -> None:
+        """Do nothing: nothing is traced."""
+
+    def print_record(self, _payload: bytes, _symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+        del sym_addr
+        raise AssertionError("no event of a kernel that does not run has records")
+
+
+class OfflineEngine:
+    """Kprobe events of a kernel that does not run."""
+
+    def __init__(self, kernel: PlannedKernel) -> None:
+        judge = kernel.whole.judge
+        kprobes = OfflineKprobes(judge)
+        symbols = KernelSymbols(judge.subject.tables.kallsyms, None, None, tuple)
+        # Only hits use the context, and only fprobe events use fprobes; there are neither.
+        hit = ProbeHit(cast("Any", None), cast("Any", None), cast("Any", None))
+        engine = ProbeEngine(
+            judge.arch,
+            symbols,
+            kprobes,
+            OfflineKretprobes(judge, kprobes),
+            cast("Any", None),
+            hit,
+            None,
+            judge.profile.jprobes,
+            lambda: kernel.btf,
+        )
+        interface = kernel.interface
+        self.error_log = LastError(interface.texts)
+        self.registry = EventRegistry()
+        for group, name in kernel.static_events:
+            self.registry.add_own(StaticEvent(group, name))
+        self.messages: list[str] = []
+        """Lines that the kernel would log."""
+        commands = EventCommands(self.registry, self.error_log, self.messages.append, Limits(), interface)
+        self.kprobe_events = KprobeEvents(engine, commands)

@@ -1,0 +1,385 @@
+"""`kprobefs check`: the answers are those of a mounted kernel, warnings follow their rules, SARIF is valid."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.errors import KernelError
+from kprobefs.cli.main import main
+from kprobefs.definitions.syntax import Line
+from kprobefs.plan.check import WARNINGS, Answer, check_lines
+from kprobefs.plan.explanation import Explanation
+from kprobefs.plan.place import find_place
+from kprobefs.plan.planned_kernel import planned_kernel
+from tests.image.linux import debian, made
+from tests.project.readme import blocks, steps
+from tests.sample import fewer
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "plan-probes.md"
+SCHEMA = "package/lib/schemas/sarif-2.1.0-rtm.5.json"
+"""OASIS's schema of SARIF in the npm package @microsoft/jest-sarif."""
+OWN = planned_kernel("x86_64", None, None, None)
+CALL_FENTRY = b"\xe8\0\0\0\0"
+BODY = bytes.fromhex("53 4889fb 4889d8 31f6 5b")  # push %rbx; mov %rdi,%rbx; mov %rbx,%rax; xor; pop
+
+heads = st.sampled_from(
+    (
+        *(
+            "p",
+            "r",
+            "p:ev",
+            "p:grp/ev",
+            "r:ev",
+            "r4:ev",
+            "p4",
+            "r0",
+            "p:",
+            "p:1x",
+            "p:a/b/c",
+            "r9999",
+            "p:ev2",
+        ),
+        *("p:syscalls/sys_enter_read", "p:syscalls/sys_exit_read", "p:ftrace/print", "p:sched/sched_switch"),
+        f"p:{'n' * 64}",
+    )
+)
+places = st.sampled_from(
+    (
+        *("vfs_read", "vfs_read+5", "vfs_read+6", "vfs_read+0x1d", "vfs_raed", "jiffies", "0x10", "mod:f"),
+        *("tcp_sendmsg+5", "tcp_sendmsg+7", "tcp_sendmsg", "int_sqrt%return", "int_sqrt%nix", "vfs_read+x"),
+        *("do_group_exit", "kprobe_dispatcher", "memcpy", "vfs_read-1", "panic+3", "0xffffffff81000000"),
+    )
+)
+arguments = st.lists(
+    st.sampled_from(
+        (
+            *("$arg1", "a=%di", "a=%dx:u32", "b=$retval", "c=$stack1:x8", "=%di", "c=$foo", "d=+0(%di):u16"),
+            *("d=+0(%di", "e=%xx", "f=@jiffies", "f=@nix", "g=%di:u7", "h=$comm", "i=%di:string"),
+            *("j=$arg1:u8[99]", "k=\\1:s32"),
+        )
+    ),
+    max_size=3,
+)
+lines = st.builds(
+    lambda head, blanks, place, words: f"{head}{blanks}{place} {'  '.join(words)}".rstrip(),
+    heads,
+    st.sampled_from((" ", "   ")),
+    places,
+    arguments,
+)
+
+
+def checked(*texts: str) -> list[Answer]:
+    return check_lines(OWN, [Line("x", number, text) for number, text in enumerate(texts, 1)])
+
+
+def last_error(kernel: Kernel) -> tuple[str, int]:
+    """Text and column of the newest entry of error_log."""
+    head, _, caret = kernel.read_file("/tracing/error_log").splitlines()[-3:]
+    return head.partition("error: ")[2], caret.index("^") - len("  Command: ")
+
+
+@settings(max_examples=fewer(60, 3))
+@given(st.lists(lines, min_size=1, max_size=8))
+def test_answers_are_those_of_a_mounted_kernel(texts: list[str]) -> None:
+    """Line by line: the same errno, and the same entry in error_log."""
+    answers = checked(*texts)
+    with Kernel() as kernel:
+        for text, answer in zip(texts, answers, strict=True):
+            before = kernel.read_file("/tracing/error_log")
+            number = write(kernel, text)
+            assert [finding.is_error for finding in answer.findings].count(True) == bool(number)
+            if not number:
+                continue
+            assert answer.outcome == number
+            (finding,) = answer.findings
+            if kernel.read_file("/tracing/error_log") == before:
+                assert finding.column is None
+                continue
+            said, column = last_error(kernel)
+            assert said in finding.message
+            words = " ".join(text.split())
+            assert finding.column is not None
+            if column < len(words):
+                assert text[finding.column :].split() == words[column:].split()
+
+
+def write(kernel: Kernel, text: str) -> str:
+    """Name of the errno with which a line fails, or ""."""
+    try:
+        kernel.write_file("/tracing/kprobe_events", f"{text}\n")
+    except KernelError as error:
+        return errno.errorcode[error.errno]
+    return ""
+
+
+def test_a_probe_that_takes_a_jump_takes_it_on_a_mount_too() -> None:
+    rng = Random(2)
+    functions = [s for s in OWN.judge.subject.symbols if 40 < s.size < 400]
+    seen = 0
+    with Kernel() as kernel:
+        for symbol in rng.sample(functions, 60):
+            explained = Explanation(OWN, find_place(f"{symbol.address:#x}", OWN.tables))
+            better = explained.better_after
+            if better is None or better.verdict.region is None:
+                continue
+            inside = [
+                insn for insn in explained.insns if better.address < insn.address < better.verdict.region.end
+            ]
+            if not inside:
+                continue
+            texts = [f"p:one {better.address:#x}", f"p:two {inside[0].address:#x}"]
+            one, two = checked(*texts)
+            assert [one.outcome, *(finding.rule for finding in two.findings)] == ["breakpoint", "takes-jump"]
+            for name, text in zip(("one", "two"), texts, strict=True):
+                kernel.write_file("/tracing/kprobe_events", f"{text}\n")
+                kernel.write_file(f"/tracing/events/kprobes/{name}/enable", "1")
+            kernel.wait_for_kprobe_optimizer()
+            assert kernel.read_file("/kprobes/stats/kprobes/one/mode") in ("int3\n", "boosted\n")
+            assert f"{inside[0].address:#x}" in kernel.read_file("/kprobes/stats/kprobes/one/reason")
+            for name in ("one", "two"):
+                kernel.write_file(f"/tracing/events/kprobes/{name}/enable", "0")
+                kernel.write_file("/tracing/kprobe_events", f"-:{name}\n")
+            seen += 1
+    assert seen > 5
+
+
+def test_a_removed_probe_takes_no_jump() -> None:
+    insns = Explanation(OWN, find_place("int_sqrt", OWN.tables)).insns
+    one, two = next(
+        (first, second)
+        for first, second in pairwise(insns)
+        if first.verdict.region is not None and second.address < first.verdict.region.end
+    )
+    texts = [f"p:one {one.address:#x}", f"p:two {two.address:#x}"]
+    assert checked(*texts)[0].outcome == "breakpoint"
+    answer, _, removal = checked(*texts, "-:two")
+    assert (answer.outcome, answer.findings, removal.outcome) == ("optimized", [], "removed")
+
+
+@pytest.mark.parametrize("text", ["e:x sched.sched_switch", "s:x int a", "p:x /bin/sh:0x10", "f:x vfs_read"])
+def test_other_kinds_of_events_are_not_checked(text: str) -> None:
+    (answer,) = checked(text)
+    assert (answer.outcome, answer.findings) == ("unchecked", [])
+
+
+def test_settings_are_no_definitions() -> None:
+    assert checked("kprobes/enabled = 0") == []
+
+
+@pytest.mark.parametrize("function", ["panic", "do_group_exit"])
+def test_a_return_probe_that_is_never_hit(function: str) -> None:
+    (answer,) = checked(f"r:x {function}")
+    assert [finding.rule for finding in answer.findings] == ["never-returns"]
+    assert not checked("r:x vfs_read", f"p:y {function}")[0].findings
+
+
+# A kernel with types
+
+
+def kernel_with_types(tmp_path: Path) -> str:
+    """A made kernel: int f(int number, unsigned long size, struct pair *pair)."""
+    source = made.Kernel()
+    at = source.function("f", CALL_FENTRY + BODY + b"\xc3")
+    source.function("a_function_whose_name_is_too_long_for_an_event_of_its_own_name_1", BODY + b"\xc3")
+    source.function("split.isra.0", CALL_FENTRY + BODY + b"\xc3")
+    for _ in range(2):
+        source.function("twice", CALL_FENTRY + BODY + b"\xc3")
+    sites = [address for address, letter, _ in source.symbols if letter == "T" and address >= at]
+    btf = made.Btf()
+    number = btf.add(1, "int", 4, (1 << 24 | 32).to_bytes(4, "little"))
+    size = btf.add(1, "unsigned long", 8, (64).to_bytes(4, "little"))
+    pair = btf.structure("pair", 16, ("first", number, 0), ("second", size, 8))
+    pointer = btf.add(2, "", pair)
+    proto = btf.prototype(number, ("number", number), ("size", size), ("pair", pointer))
+    btf.add(12, "f", proto)
+    source.table("mcount_loc", b"".join(site.to_bytes(8, "little") for site in sites))
+    source.table("BTF", btf.data())
+    file = tmp_path / "vmlinuz"
+    file.write_bytes(made.vmlinuz(source.elf(), "xz"))
+    return str(file)
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return kernel_with_types(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "rules"),
+    [
+        ("a=$arg1:s32 b=$arg2:u64 c=$arg3:x64", []),
+        ("a=$arg1:x32 b=$arg2", []),
+        ("a=$arg1", ["type-size"]),
+        ("a=$arg1:u32", ["type-sign"]),
+        ("a=$arg1:u64", ["type-size"]),
+        ("b=$arg2:u32", ["type-size"]),
+        ("b=%si:u32", ["type-size"]),
+        ("c=+0($arg3):s32", []),
+        ("c=+8($arg3)", []),
+        ("c=+0($arg3):u64", ["type-size"]),
+        ("c=+4($arg3):u32", ["no-member"]),
+        ("c=+16($arg3):u64", ["no-member"]),
+        ("c=+0(%dx):u8 d=%r8:u8", ["type-size"]),
+        ("d=$comm e=@linux_banner:string", []),
+    ],
+)
+def test_types_are_compared_with_those_of_the_kernel(typed: str, words: str, rules: list[str]) -> None:
+    kernel = planned_kernel(None, typed, None, None)
+    (answer,) = check_lines(kernel, [Line("x", 1, f"p:x f {words}")])
+    assert [finding.rule for finding in answer.findings] == rules
+    for finding in answer.findings:
+        assert finding.column is not None
+        assert f"p:x f {words}"[finding.column - 1] == " "
+
+
+@pytest.mark.parametrize(("kind", "rules"), [("s32", []), ("u32", ["type-sign"]), ("s64", ["type-size"])])
+def test_the_type_of_a_result(typed: str, kind: str, rules: list[str]) -> None:
+    kernel = planned_kernel(None, typed, None, None)
+    (answer,) = check_lines(kernel, [Line("x", 1, f"r:x f ret=$retval:{kind}")])
+    assert [finding.rule for finding in answer.findings] == rules
+
+
+def test_names_that_are_cut_ambiguous_or_only_split(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.probes"
+    long = "a_function_whose_name_is_too_long_for_an_event_of_its_own_name_1"
+    file.write_text(f"p {long}\np:named {long}\np:a split\np:b twice\n")
+    assert main(["check", str(file), "--image", typed, "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    cut, named, split, twice = found["kernels"][0]["lines"]
+    assert [finding["rule"] for finding in cut["findings"]] == ["name-cut"]
+    assert named["findings"] == []
+    assert "split.isra.0" in split["findings"][0]["message"]
+    assert twice["outcome"] == "EADDRNOTAVAIL"
+    assert len(re.findall("0x[0-9a-f]{16}", twice["findings"][0]["message"])) == 2
+
+
+# The command
+
+
+def test_several_kernels_have_a_column_each(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.probes"
+    file.write_text("# comment\np:x f\np:y vfs_read\n")
+    assert main(["check", str(file), "--image", typed, "--image", typed]) == 1
+    text = capsys.readouterr().out
+    rows = [line.split()[:4] for line in text.splitlines() if line[:1].isdigit() and "p:" in line]
+    assert rows == [["2", "ftrace", "ftrace", "p:x"], ["3", "ENOENT", "ENOENT", "p:y"]]
+    assert max(map(len, text.splitlines())) <= 80
+    assert main(["check", str(file), "--image", typed, "--sarif"]) == 1
+    log = json.loads(capsys.readouterr().out)
+    (result,) = log["runs"][0]["results"]
+    region = result["locations"][0]["physicalLocation"]["region"]
+    assert (region, result["ruleId"]) == ({"startLine": 3, "startColumn": 5}, "BAD_PROBE_ADDR")
+
+
+@pytest.fixture(scope="module")
+def schema(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if shutil.which("npm") is None:
+        pytest.skip("no npm, which has the schema of SARIF")
+    place = tmp_path_factory.mktemp("npm")
+    command = ("npm", "pack", "--silent", "@microsoft/jest-sarif@1.0.0-beta.0")
+    made = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+    found = [*place.glob("*.tgz")]
+    if not found:
+        pytest.skip(f"npm cannot fetch the schema of SARIF: {made.stderr.strip()}")
+    with tarfile.open(found[0]) as package:
+        file = package.extractfile(SCHEMA)
+        assert file is not None
+        return json.load(file)
+
+
+@settings(max_examples=fewer(40, 2))
+@given(texts=st.lists(lines, max_size=8))
+def test_sarif_logs_are_valid(schema: Any, texts: list[str]) -> None:
+    log = sarif_of("\n".join(texts))
+    jsonschema.validate(log, schema)
+    rules = [rule["id"] for rule in log["runs"][0]["tool"]["driver"]["rules"]]
+    for result in log["runs"][0]["results"]:
+        assert rules[result["ruleIndex"]] == result["ruleId"]
+        place = result["locations"][0]["physicalLocation"]["region"]
+        assert 1 <= place["startLine"] <= len(texts)
+
+
+def sarif_of(text: str) -> Any:
+    from contextlib import redirect_stdout
+    from io import StringIO
+    from tempfile import NamedTemporaryFile
+
+    with NamedTemporaryFile("w", suffix=".probes") as file, redirect_stdout(StringIO()) as out:
+        file.write(text)
+        file.flush()
+        main(["check", file.name, "--sarif"])
+    return json.loads(out.getvalue())
+
+
+def test_each_warning_is_explained_in_the_manual() -> None:
+    manual = (Path(__file__).parents[2] / "docs/man/kprobefs.1").read_text().replace("\\-", "-")
+    for rule in WARNINGS:
+        assert rule in manual
+
+
+def test_definitions_from_standard_input() -> None:
+    command = [sys.executable, "-m", "kprobefs", "check", "-", "--json"]
+    done = subprocess.run(command, input="p vfs_read\n", capture_output=True, text=True, check=True)
+    (found,) = json.loads(done.stdout)
+    assert found["kernels"][0]["lines"][0]["outcome"] == "ftrace"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/nonexistent"], "/nonexistent"),
+        (["/etc"], "/etc"),
+        (["/dev/null", "--profile", "windows"], "no profile"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_debian(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = debian.package("linux-image-cloud-amd64")
+    file = tmp_path / "x.probes"
+    file.write_text("p:send tcp_sendmsg+5 size=%dx:u64\np:short tcp_sendmsg size=$arg3:u32\nr:x vfs_raed\n")
+    assert main(["check", str(file), "--image", str(package), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    send, short, wrong = found["kernels"][0]["lines"]
+    assert (send["outcome"], send["findings"]) == ("optimized", [])
+    assert [finding["rule"] for finding in short["findings"]] == ["type-size"]
+    assert wrong["outcome"] == "ENOENT"
+    assert "vfs_read" in wrong["findings"][0]["message"]
+
+
+def test_the_guide_shows_what_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = debian.package("linux-image-6.1.0-50-cloud-amd64")
+    shown, check = [step for body in blocks("console check", GUIDE) for step in steps(body)]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / shown.command.removeprefix("cat ")).write_text(shown.output)
+    _, *words = check.command.replace("$D", str(package)).split()
+    assert main(words) == 1
+    assert capsys.readouterr().out == check.output
