@@ -394,8 +394,9 @@ class Kprobes:
     def _disarm(self, head: AggrKprobe) -> None:
         if not self.table.all_disarmed and not head.is_disabled:
             self._arming.disarm(head)
-        for kprobe in head.members:
-            kprobe.flags |= KprobeFlag.DISABLED
+        if not head.is_aggregated:
+            for kprobe in head.members:
+                kprobe.flags |= KprobeFlag.DISABLED
         head.flags |= KprobeFlag.DISABLED
         self._refresh(head)
 
