@@ -1,4 +1,4 @@
-"""`kprobefs check`: the answers are those of a mounted kernel, warnings follow their rules, SARIF is valid."""
+"""`kprobefs check`: answers are those of a mounted kernel, warnings follow their rules, SARIF is valid."""
 
 from __future__ import annotations
 
