@@ -100,7 +100,7 @@ def limit_line(limit: Limit, most: int | None, used: int) -> str:
 
 
 class Limits:
-    """Limits of one mount; they persist when its kernel is rebooted.
+    """Limits of one kernel and its mounts; they persist when the kernel is rebooted.
 
     Lowering a limit frees nothing that is in use; it only refuses new allocations.
     """
@@ -108,9 +108,9 @@ class Limits:
     def __init__(self, values: Mapping[Limit, int | None] = MappingProxyType({})) -> None:
         self._values = {**DEFAULTS, **values}
         self.open_files = 0
-        """Number of open files and directories, which the mount keeps up to date."""
-        self.user_open_files = 0
-        """Maximum of the numbers of open files of users other than root, which the mount keeps up to date."""
+        """Number of open files and directories of all mounts."""
+        self._by_user: Counter[int] = Counter()
+        """Uid of a user other than root -> number of open files; without users that have none."""
 
     def __getitem__(self, limit: Limit) -> int | None:
         return self._values[limit]
@@ -118,8 +118,27 @@ class Limits:
     def __setitem__(self, limit: Limit, value: int | None) -> None:
         self._values[limit] = value
 
+    @property
+    def user_open_files(self) -> int:
+        """Number of open files of the user other than root who has most."""
+        return max(self._by_user.values(), default=0)
+
+    def count_open(self, uid: int, change: int) -> None:
+        """Count an open (1) or a close (-1) of a file by a user."""
+        self.open_files += change
+        if uid:
+            self._by_user[uid] += change
+            if not self._by_user[uid]:
+                del self._by_user[uid]
+
+    def check_open(self, uid: int) -> None:
+        """Check that a user may open one more file. Raises: KernelError ENFILE."""
+        self.check(Limit.OPEN_FILES, self.open_files)
+        if uid:
+            self.check(Limit.USER_OPEN_FILES, self._by_user[uid])
+
     def open_file_lines(self) -> Iterator[str]:
-        """Yield the lines of machine/limits for open files, which each mount limits."""
+        """Yield the lines of machine/limits for open files, which all mounts share."""
         used = {Limit.OPEN_FILES: self.open_files, Limit.USER_OPEN_FILES: self.user_open_files}
         for limit, count in used.items():
             yield limit_line(limit, self._values[limit], count)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import gc
 import posixpath
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
@@ -21,7 +20,7 @@ from time import monotonic, sleep
 
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.limits import Limit, Limits
+from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, still_there
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory
@@ -80,9 +79,7 @@ class Mount:
         """Cache: mount prefix -> entry in the parent directory, for listings after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
         self._users: dict[int, int] = {}
-        """Handle -> uid of the client that opened the file, except root."""
-        self._open_files: Counter[int] = Counter()
-        """uid -> number of open files of the user, except root."""
+        """Handle -> uid of the client that opened the file, if the kernel has limits."""
         self.acting: set[int] = set()
         """Handles whose release has an effect that other files show.
 
@@ -311,9 +308,7 @@ class Mount:
 
     def _check_room(self, limits: Limits, fs: FileSystem, path: str, client: Client) -> None:
         try:
-            limits.check(Limit.OPEN_FILES, len(self._handles))
-            if client.uid:
-                limits.check(Limit.USER_OPEN_FILES, self._open_files[client.uid])
+            limits.check_open(client.uid)
         except KernelError:
             # The files that raise the limit can be opened beyond the limit.
             if not fs.is_always_open(path):
@@ -326,22 +321,12 @@ class Mount:
         handle = next(self._numbers)
         opened.handle = handle
         self._handles[handle] = opened
-        if client.uid:
-            self._users[handle] = client.uid
-            self._count_user(client.uid, 1)
         if opened.acts_on_close:
             self.acting.add(handle)
         if self._limits is not None:
-            self._limits.open_files = len(self._handles)
+            self._users[handle] = client.uid
+            self._limits.count_open(client.uid, 1)
         return handle
-
-    def _count_user(self, uid: int, change: int) -> None:
-        """Count an open (1) or a close (-1) of a user other than root, and set what machine/limits shows."""
-        self._open_files[uid] += change
-        if not self._open_files[uid]:
-            del self._open_files[uid]
-        if self._limits is not None:
-            self._limits.user_open_files = max(self._open_files.values(), default=0)
 
     def _opened(self, handle: int) -> FileDescription:
         """Return the usable description of a handle. Raises: KernelError EBADF, ESTALE, EIO."""
@@ -448,10 +433,8 @@ class Mount:
         opened = self._handles.pop(handle, None)
         self._pollers.pop(handle, None)
         user = self._users.pop(handle, None)
-        if user is not None:
-            self._count_user(user, -1)
-        if self._limits is not None:
-            self._limits.open_files = len(self._handles)
+        if self._limits is not None and user is not None:
+            self._limits.count_open(user, -1)
         if opened is not None:
             try:
                 opened.release()
@@ -518,6 +501,11 @@ class Mount:
         self._closed = True
         # Hazard: clear the handles before waiting for the lock, so that woken waiters find no handle.
         self._handles = {}
+        users = list(self._users.values())
+        self._users = {}
+        if self._limits is not None:
+            for uid in users:
+                self._limits.count_open(uid, -1)
         # All file systems are closed, even if closing one of them fails.
         with ExitStack() as closing:
             for fs in reversed(self._file_systems):

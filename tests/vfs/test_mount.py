@@ -311,6 +311,12 @@ def test_open_files_are_counted_where_there_is_a_limit() -> None:
     mount.release(mount.open(CLIENT, "/machine", os.O_RDONLY))
     mount.release(first)
     assert limits.open_files == 0
+    mount.open(CLIENT, "/a", os.O_RDONLY)
+    other = Mount({"/": ControlFs(tree)}, limits=limits)
+    assert error_of(lambda: other.open(CLIENT, "/a", os.O_RDONLY)) == errno.ENFILE
+    mount.close()
+    assert limits.open_files == 0
+    other.release(other.open(CLIENT, "/a", os.O_RDONLY))
     without = Mount({"/": ControlFs(tree)})
     for _ in range(3):
         without.open(CLIENT, "/a", os.O_RDONLY)
