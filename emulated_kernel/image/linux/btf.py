@@ -171,7 +171,10 @@ class Btf:
         return bits // 8
 
     def locate(self, path: str) -> tuple[int, Member]:
-        """Return a member's offset in bits, and the member. `path` may omit anonymous members."""
+        """Return the offset in bits of the member `path` (STRUCT.MEMBER...), and the member.
+
+        `path` may omit anonymous members. Raises: KernelError ENOENT.
+        """
         found = self._located.get(path)
         if found is None:
             try:

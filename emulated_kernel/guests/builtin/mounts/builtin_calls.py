@@ -205,7 +205,8 @@ class BuiltinCalls(GuestCalls):
     def _number(self, client: Client, file: ControlFile) -> int | None:
         """Return the number of the file's descriptor in the requesting client, or None if it is unknown.
 
-        If no probe could see it at the open, its first use tells the number for later calls.
+        If no probe could see the number when the file was opened, the first call on the descriptor has the
+        number, which is kept for later calls.
         """
         call = facts_of(client).call
         if call is None or call.fd is None:
@@ -268,7 +269,7 @@ class BuiltinCalls(GuestCalls):
         return elsewhere if inner.node.runs_guest else consume
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """End the call in which the client's task waits for the file; see GuestCalls."""
+        """Implement GuestCalls.give_up: let the call in which the client's task waits fail with `error`."""
         if file.fd is not None:
             with suppress(KernelError):
                 self._guest.give_up(self._guest.processes.known(client.pid), error)

@@ -18,7 +18,7 @@ _LONGEST = 256
 
 
 def profile_of(kernel: LinuxKernel) -> Profile:
-    """Return the profile that follows a kernel: its interface, and the probe rules of its version."""
+    """Return the profile for a kernel: the kernel's own interface, and the probe rules of its version."""
     series = series_of(kernel.release)
     wanted = ProbeRule.of(series)
     fitting = [name for name, rules in PROBE_RULES.items() if rules <= wanted]
