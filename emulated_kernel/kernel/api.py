@@ -149,6 +149,8 @@ class Kernel:
     def unregister_kprobe(self, kprobe: Kprobe[Any]) -> None:
         """Disarm and forget a kprobe. If the kprobe is not registered, only its `addr` is reset.
 
+        The optimizer removes a jump later; wait_for_kprobe_optimizer() waits for that.
+
         Raises: KernelError EDEADLK (in a handler).
 
         Mirrors: kernel/kprobes.c:unregister_kprobe (v6.1).
@@ -493,8 +495,9 @@ class Kernel:
     def read_detour(self, kprobe: Kprobe[Any]) -> str:
         """Return the disassembly of the code that hits of a registered probe run out of line.
 
-        Depending on the mode, this is the detour buffer, the insn slot, or a compiled handler, one line for
-        each instruction: address, bytes, mnemonic and operands.
+        Depending on the mode, this is the detour buffer, the insn slot, the ftrace trampoline, or a compiled
+        handler. A line that ends in a colon names a part. Each other line is an instruction: address, bytes,
+        mnemonic and operands.
 
         Raises: KernelError EINVAL (not registered).
         """

@@ -29,7 +29,10 @@ class ProbePlaces:
         name = kprobe.symbol_name
         addr = kprobe.addr
         if (name is None) == (addr is None):
-            raise KernelError(errno.EINVAL, "give a symbol name or an address; a registered probe has both")
+            raise KernelError(
+                errno.EINVAL,
+                "give a symbol name or an address; if it has both, the probe may be registered already",
+            )
         if name is not None:
             addr = self._symbols.lookup_name(name)
             if addr is None:

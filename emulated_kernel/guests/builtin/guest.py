@@ -227,9 +227,9 @@ class Guest:
             if isinstance(arg, int):
                 words.append(arg % (1 << 8 * self._memory.word_size))
                 continue
-            data = arg.encode("utf-8", "surrogateescape") if isinstance(arg, str) else arg
-            if b"\0" in data:
+            if isinstance(arg, str) and "\0" in arg:
                 raise KernelError(errno.EINVAL, "a string with NUL in it")
+            data = arg.encode("utf-8", "surrogateescape") if isinstance(arg, str) else arg
             if at + len(data) >= buffer + BUFFER_SIZE:
                 raise KernelError(errno.E2BIG, "the strings are too long")
             self._memory.write(at, data + b"\0")

@@ -168,6 +168,7 @@ DEPENDS = "kmod, linux-binary-7.2-x (= 7.2), linux-base (>= 4) | other, linux-mo
         (b"!<arch>\n", "without data.tar"),
         (made.deb(WITH_MODULES, None)[:-1000], "truncated package: 1000 bytes are missing"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_no_kernel(data: bytes, says: str, tmp_path: Path) -> None:
     assert re.search(says, refusal(data, tmp_path))
