@@ -1,4 +1,4 @@
-"""Arrows beside a listing, from jumps to their targets."""
+"""Arrows at the left of a listing, from jumps to their targets."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ class BuiltinCalls(GuestCalls):
     def informed_of_file(self, client: Client) -> Client:
         """Return the client with the facts that a read or write of an open file needs; see GuestCalls.
 
-        The client's call tells only the number of the descriptor, which is not read if no probe can see it.
+        The only fact from the client's call is the number of the descriptor. It is not read if no probe can
+        see it.
         """
         if not self._patched:
             return client
