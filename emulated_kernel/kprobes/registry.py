@@ -379,13 +379,14 @@ class Kprobes:
     def _disable(self, kprobe: Kprobe, head: AggrKprobe) -> None:
         """Disable a probe, and disarm its address if no other probe needs it.
 
+        A single probe is marked only after it is disarmed: until then another CPU's hit calls its handler.
         Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1).
         """
         if kprobe.is_disabled:
             return
-        kprobe.flags |= KprobeFlag.DISABLED
         head.enabled_members -= 1
         if head.is_aggregated:
+            kprobe.flags |= KprobeFlag.DISABLED
             self._refresh(head)
         if not head.enabled_members:
             self._disarm(head)
@@ -393,6 +394,9 @@ class Kprobes:
     def _disarm(self, head: AggrKprobe) -> None:
         if not self.table.all_disarmed and not head.is_disabled:
             self._arming.disarm(head)
+        if not head.is_aggregated:
+            for kprobe in head.members:
+                kprobe.flags |= KprobeFlag.DISABLED
         head.flags |= KprobeFlag.DISABLED
         self._refresh(head)
 

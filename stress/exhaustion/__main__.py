@@ -1,5 +1,7 @@
 """Prove that every optimizable address can be patched while other CPUs run: python -m stress.exhaustion.
 
+In a kernel without jumps, the same addresses only get breakpoints.
+
 Options: [--profile P] [--arch A] [--save-regs R] [--sites] [--states N] [--part I/N] [--jobs N].
 """
 
@@ -12,7 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from stress.exhaustion.compiled import CompiledProof
 from stress.exhaustion.proof import Proof
 from stress.exhaustion.sites import SiteProof, fentry_sites
@@ -66,8 +69,8 @@ def _check(place: Where) -> tuple[int, list[str]]:
 def main() -> int:
     """Check every optimizable address of the image; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profile", default="linux-6.1")
-    parser.add_argument("--arch", default="x86_64")
+    parser.add_argument("--profile", choices=PROFILES, default=DEFAULT)
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="x86_64")
     parser.add_argument(
         "--save-regs", choices=["live", "all"], help="compile the handlers, and save these registers"
     )
@@ -80,6 +83,8 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     options = parser.parse_args()
+    if options.sites and not PROFILES[options.profile].ftrace:
+        parser.error(f"--sites: {options.profile} has no fentry sites; choose {DEFAULT}")
     first, step = map(int, options.part.split("/"))
     runs, problems, start = 0, [], time.monotonic()
     with ProcessPoolExecutor(options.jobs, initializer=_boot, initargs=(options,)) as pool:

@@ -97,10 +97,6 @@ class CompiledPlace(Place):
     def _register(self) -> Kprobe:
         return self.probed.probe("probe", at=self.address, program=self.proof.emit)
 
-    def _delays(self, interiors: Group, slots: Group) -> None:
-        """Check the delays of Place, also with CPUs in a stub, from which a CPU continues to the slot."""
-        super()._delays(interiors, joined(slots, self._stubs()))
-
     def _handled_otherwise(self, detours: Group) -> Group:
         """Redirect the jump to a compiled detour, back to the detour that calls Python, and to a new one."""
         compiler = self.compiler
@@ -124,6 +120,13 @@ class CompiledPlace(Place):
         super()._leave(detours)
         self.scheduler.occupied_of = lambda _spans: ()
         self.garbage.work.flush()
+        self._no_code_left()
+
+    def _remove(self, interiors: Group, slots: Group) -> None:
+        super()._remove(interiors, slots)
+        self._no_code_left()
+
+    def _no_code_left(self) -> None:
         if self.compiler.codes:
             self._note("unregistered", "code isn't freed")
 
@@ -131,6 +134,7 @@ class CompiledPlace(Place):
         """Compile a stub by a hit of the breakpoint; return the CPUs in its code and in the slot after it.
 
         From the stub on, the host's routine handles the traps, and a CPU has no other state than its ip.
+        Python handles the hits of an emulated instruction.
         """
         self._change()
         with enabled(self.compiler):
@@ -141,12 +145,14 @@ class CompiledPlace(Place):
                 self._note("compiling a stub", "there is none")
             return [[] for _ in self.cpus]
         self._all("compiled stub", None)
-        native = self.kernel.machine.hooks.native_traps
+        hooks = self.kernel.machine.hooks
+        native = hooks.native_traps
         slots = [self._slot(cpu) for cpu in self.cpus]
-        if any(standing.running is not None for group in slots for standing in group) or (
-            self.kernel.machine.hooks.is_native and self.kernel.machine.hooks.native_traps == native
-        ):
-            self._note("compiled stub", "Python takes part in its hits")
+        in_slot = any(standing.running is not None for group in slots for standing in group)
+        by_python = in_slot or (hooks.is_native and hooks.native_traps == native)
+        assert self.head.insn is not None
+        if by_python != (hooks.is_native and self.head.insn.entry is None):
+            self._note("compiled stub", f"Python {'takes' if by_python else 'takes no'} part in its hits")
         return joined([self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus], slots)
 
     def _compile(self) -> None:
@@ -186,6 +192,8 @@ class CompiledPlace(Place):
         return super()._jumps() | self._code_jumps()
 
     def _code_jumps(self) -> dict[bytes, int]:
+        if not self.proof.has_jumps:
+            return {}
         codes = {*self.codes, *([self.head.compiled] if self.head.compiled is not None else [])}
         jump, buffer = self.kernel.arch.detour_jump, self._buffer()
         return {jump(buffer.region, code.entry): code.entry for code in codes}

@@ -1,10 +1,12 @@
-"""Proof of all stages of optimizing and unoptimizing a region, with CPUs at every possible position."""
+"""Proof of all stages of patching a probed region, with CPUs at every possible position."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
+from unittest.mock import patch
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.analysis.reject_reason import Rejection
@@ -59,8 +61,14 @@ class Proof:
         """Return the address and the contents of per-CPU cells that handlers write."""
         return ()
 
+    @property
+    def has_jumps(self) -> bool:
+        """Whether the optimizer writes jumps by itself; without these, a probe is only armed and disarmed."""
+        kprobes = self.probed.kernel.kprobes
+        return kprobes.optimizer is not None and kprobes.profile.djprobe is None
+
     def length(self, address: int) -> int:
-        """Return the number of bytes of whole instructions that the jump replaces."""
+        """Return the number of bytes of whole instructions that a jump replaces or would replace."""
         return self.probed.region(address).length
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
@@ -77,7 +85,7 @@ class Proof:
         The scratch registers of the jumps may differ if no instruction reads them after the region.
         """
         live, region = self.live_at(end), self.probed.verdict.optimized_region(address)
-        if isinstance(region, Rejection) or region.scratch is None:
+        if isinstance(region, Rejection) or region.scratch is None or not self.has_jumps:
             return live
         free = {region.scratch.entry, region.scratch.exit} - self.probed.verdict.live_at(end).registers
         return replace(live, registers=live.registers - free)
@@ -122,20 +130,32 @@ class Place:
         self.kernel, self.scheduler = self.probed.kernel, self.proof.scheduler
         self.in_jump: Group = [[] for _ in self.cpus]
         """States of CPUs that have executed a part of the jump; see `_stays`."""
+        self.is_sole = False
+        """Whether the probe has no aggregator, so that it is marked as disabled only after it is disarmed."""
 
     def run(self) -> None:
-        """Optimize, unoptimize, optimize again and unregister a probe; check all CPUs in each step."""
-        kernel = self.kernel
+        """Arm and unregister a probe, and optimize it if there are jumps; check all CPUs in each step."""
+        kernel, has_jumps = self.kernel, self.proof.has_jumps
         interiors = [self._behind_each(cpu, cpu.end - self.address, "interior", 0) for cpu in self.cpus]
         self.probe = self._register()
         self.head = self._head()
-        self._hold(True)
+        self.is_sole = not self.head.is_aggregated
+        if has_jumps:
+            self._hold(True)
         slots = [self._slot(cpu) for cpu in self.cpus]
-        if self._breakpoint_size() > len(kernel.arch.breakpoint):
+        if not has_jumps or self._breakpoint_size() > len(kernel.arch.breakpoint):
             around = joined(interiors, slots)
             self._watched("disarming", lambda: kernel.disable_kprobe(self.probe), around, hits=0)
             self._watched("arming", lambda: kernel.enable_kprobe(self.probe), around)
-        self._delays(interiors, slots)
+        if has_jumps:
+            self._optimize(interiors, slots)
+        else:
+            self._remove(interiors, joined(slots, self._stubs()))
+
+    def _optimize(self, interiors: Group, slots: Group) -> None:
+        """Optimize, unoptimize, optimize again and unregister the probe."""
+        kernel = self.kernel
+        self._delays(interiors, joined(slots, self._stubs()))
         self._watched("optimizing", lambda: self._hold(False))
         if not self.head.is_patched:
             self.proof.problems.append(f"not optimized: {kernel.kprobes.reason(self.probe)}")
@@ -146,6 +166,10 @@ class Place:
         self._all("unoptimized", joined(detours, slots))
         self._watched("optimizing again", lambda: self._hold(False), detours)
         self._leave(detours)
+
+    def _stubs(self) -> Group:
+        """Return the CPUs in code that a hit of the breakpoint executes before the slot."""
+        return [[] for _ in self.cpus]
 
     def _register(self) -> Kprobe:
         return self.probed.probe("probe", at=self.address)
@@ -234,6 +258,42 @@ class Place:
         self._hold(True)
         self.scheduler.quiescent_in = lambda _spans: True
 
+    def _remove(self, interiors: Group, slots: Group) -> None:
+        """Unregister the probe, and check that its slot and code are kept until all CPUs have left them."""
+        waited: list[bool] = []
+
+        def occupied(spans: Spans) -> Spans:
+            waited.append(all(any(a <= at.ip < b for a, b in spans) for group in slots for at in group))
+            return spans
+
+        self.scheduler.occupied_of = occupied
+        around = joined(interiors, slots)
+        self._all("armed", around)
+        self._are_seen(slots)
+        with self._standing_at(chain(*slots)):
+            self._watched("unregistering", self._unregister, around, hits=0)
+        self._all("unregistered", around, hits=0)
+        if waited[-1:] != [True] and any(slots):
+            self.proof.problems.append("a CPU in the slot isn't waited for")
+        self.scheduler.occupied_of = lambda _spans: ()
+        self.probed.settle()
+
+    def _are_seen(self, slots: Group) -> None:
+        """Check that each CPU in a slot or code counts as a hit that has not ended."""
+        assert self.head.insn is not None
+        if self.head.insn.boosted:
+            # The slot is kept for CPUs in any case.
+            return
+        for at in chain(*slots):
+            with self._standing_at([at]):
+                is_seen = self.kernel.kprobes.hits.is_underway
+            self._note("armed", None if is_seen else f"a CPU at {at.what} is not seen")
+
+    def _standing_at(self, standings: Iterable[Standing]) -> AbstractContextManager[object]:
+        """Let the machine report that CPUs are in these states within the block."""
+        positions = [(at.registers.ip, at.registers.sp) for at in standings]
+        return patch.object(self.kernel.machine, "positions", lambda: positions)
+
     def _leave(self, detours: Group) -> None:
         """Unregister the probe, and check that the detour is kept until all CPUs have left it."""
         waited: list[bool] = []
@@ -285,8 +345,9 @@ class Place:
         self.in_jump = joined(self.in_jump, self._inside_jump())
 
     def _all(self, stage: str, others: Group | None, hits: int = 1) -> None:
+        now = self.kernel.machine.text.current(self.address, self.kernel.arch.max_insn_size)
         for number, cpu in enumerate(self.cpus):
-            at_start, in_jump = cpu.at_start(hits), self.in_jump[number]
+            at_start, in_jump = cpu.at_start(self._hits(now, hits)), self.in_jump[number]
             windows = self._windows(self.address)
             in_windows = [(at, window) for at in in_jump for window in self._windows(at.ip, changed=True)]
             with cpu.running():
@@ -296,6 +357,10 @@ class Place:
                     self._note(stage, self._stale(cpu, at_start, window))
                 for standing, window in in_windows:
                     self._note(stage, cpu.stale_problem(standing, window, self._jumps().values()))
+
+    def _hits(self, code: bytes, hits: int) -> int:
+        """Return the number of hits of a CPU that executes `code` at the probe; `hits` if it is as armed."""
+        return 1 if self.is_sole and starts_with_breakpoint(self.kernel.arch, code) else hits
 
     def _windows(self, address: int, *, changed: bool = False) -> set[bytes]:
         """Return all byte sequences that a CPU may have fetched at an address and that can be stepped.
@@ -310,6 +375,7 @@ class Place:
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
         jumps = self._jumps()
+        at_start = replace(at_start, hits=self._hits(window, at_start.hits))
         if starts_with_breakpoint(self.kernel.arch, window) or window.startswith(tuple(jumps)):
             return cpu.stale_problem(at_start, window, jumps.values())
         # A CPU that executes the original instruction has passed without a hit.
@@ -318,6 +384,8 @@ class Place:
 
     def _jumps(self) -> dict[bytes, int]:
         """Return the bytes of each possible jump at the probe -> its destination."""
+        if not self.proof.has_jumps:
+            return {}
         buffer = self._buffer()
         return {buffer.jump: buffer.address}
 

@@ -182,7 +182,7 @@ class BreakpointDispatch:
         self._install_step_end(head, insn)
         self.breakpoints[head.address] = hits.by_stub(head, stub)
         if leads_to is None:
-            self.breakpoints[stub.tail] = lambda regs: hits.singlestep(head, regs, reentered=False)
+            self.breakpoints[stub.tail] = partial(hits.emulate, head, insn)
 
     def _first_by_detour(self, head: AggrKprobe, trap: int, regs: Regs) -> None:
         if not head.may_compile:

@@ -30,7 +30,7 @@ from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.asm_handlers import HandlerPoint
 from emulated_kernel.kprobes.codegen.asm_thunks import AsmThunks
 from emulated_kernel.kprobes.codegen.compiler import Compiler
-from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode, OutOfLine
 from emulated_kernel.kprobes.codegen.pt_regs import PtRegsFrames
 from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.hit.handler_failures import HandlerFailures
@@ -184,6 +184,14 @@ class HitHandling:
             if insn.lead:
                 regs.step(True)
             return
+        self.emulate(head, insn, regs)
+
+    def emulate(self, head: AggrKprobe, insn: OutOfLine, regs: Regs) -> None:
+        """Emulate the probed instruction, and end the hit.
+
+        The caller passes `insn`, because a probe that was unregistered during the hit has none any more.
+        """
+        ctlblk = self.ctlblk
         emulation = insn.prepared.emulate
         assert emulation is not None, "an instruction without a slot is emulated"
         try:

@@ -11,7 +11,9 @@ import pytest
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
+from emulated_kernel.kprobes.hit.insn_slots import InsnSlots
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
+from emulated_kernel.kprobes.hit.steps import Steps
 from emulated_kernel.kprobes.quiescence import Span
 from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
 from emulated_kernel.util.config import MachineConfig
@@ -94,6 +96,51 @@ def test_with_handlers_in_guest_code(arch: str, profile: str, save_regs: str) ->
         native = kernel.machine.hooks.native_traps
         assert native > COMPILED_SAMPLE * 100 or not kernel.machine.hooks.is_native
         assert kernel.machine.text.ledger == {}
+
+
+@pytest.mark.parametrize(
+    ("arch", "profile", "save_regs"),
+    [
+        ("x86_64", "kprobes-2010", None),
+        ("x86_64", "kprobes-2010", "live"),
+        ("x86_64", "djprobe-2007", None),
+        ("i386", "kprobes-2010", "all"),
+        ("riscv64", "linux-6.1", None),
+        ("riscv64", "linux-6.1", "live"),
+        ("riscv64i", "linux-6.1", "all"),
+    ],
+)
+def test_where_there_are_only_breakpoints(arch: str, profile: str, save_regs: str | None) -> None:
+    with Kernel(MachineConfig(arch=arch, profile=profile, save_regs=save_regs)) as kernel:
+        probed = Probed(kernel)
+        proof = Proof(probed) if save_regs is None else CompiledProof(probed)
+        check(proof, optimizable(proof, COMPILED_SAMPLE))
+        assert proof.problems == []
+        assert proof.runs > COMPILED_SAMPLE * (10 if save_regs is None else 50)
+        assert kernel.machine.text.ledger == {}
+
+
+def returns(proof: Proof) -> Iterator[Where]:
+    """A place for a jump whose first instruction is a return, which Python emulates."""
+    probed = proof.probed
+    read = probed.kernel.image.read
+
+    def is_one(place: Where) -> bool:
+        return read(place[2], 1) == b"\xc3" and is_optimizable(probed, place)
+
+    return sample(list(instructions(probed)), 1, is_one)
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+@pytest.mark.parametrize("profile", ["linux-6.1", "optprobes-2009", "kprobes-2010"])
+@pytest.mark.parametrize("save_regs", [None, "live"])
+def test_an_emulated_instruction(arch: str, profile: str, save_regs: str | None) -> None:
+    with Kernel(MachineConfig(arch=arch, profile=profile, save_regs=save_regs)) as kernel:
+        probed = Probed(kernel)
+        proof = Proof(probed) if save_regs is None else CompiledProof(probed)
+        check(proof, returns(proof))
+        assert proof.problems == []
+        assert proof.runs > 10
 
 
 @pytest.mark.parametrize(("arch", "save_regs"), [("x86_64", "live"), ("i386", "all"), ("riscv64", "live")])
@@ -222,6 +269,30 @@ class TestBrokenOnRiscv:
     def test_a_long_breakpoint_at_once(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TextPoker, "replace_all", replace_all_at_once)
         assert finds(proof, longer(proof, 24), ": arming.*stale", ": disarming.*stale")
+
+
+class TestBrokenBreakpoints:
+    """The proof of kernels without jumps finds these faults."""
+
+    @pytest.fixture(params=[("x86_64", "djprobe-2007"), ("riscv64", "linux-6.1")])
+    def proof(self, request: pytest.FixtureRequest) -> Iterator[Proof]:
+        arch, profile = request.param
+        config = MachineConfig(arch=arch, profile=profile, save_regs="live", run_budget=0.2)
+        with Kernel(config) as kernel:
+            yield CompiledProof(Probed(kernel))
+
+    def test_a_slot_freed_too_soon(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
+        free = InsnSlots.free
+
+        def free_now(slots: InsnSlots, slot: int, *, dirty: bool, on_free: Callable[[], None]) -> None:  # noqa: ARG001
+            free(slots, slot, on_free=on_free)
+
+        monkeypatch.setattr(InsnSlots, "free", free_now)
+        assert finds(proof, longer(proof, 8), "slot isn't waited for")
+
+    def test_a_cpu_in_a_step_unseen(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Steps, "at", lambda _self, _ip: None)
+        assert finds(proof, longer(proof, 8), r"slot \+0x0 is not seen")
 
 
 def test_sites_that_become_calls_together_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

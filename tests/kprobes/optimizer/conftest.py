@@ -89,7 +89,8 @@ class Probed:
 
     def settle(self) -> None:
         """Let the optimizer do all that it has to do, and what is left behind be freed."""
-        self.optimizer.work.flush()
+        if self.kernel.kprobes.optimizer is not None:
+            self.optimizer.work.flush()
         self.kernel.kprobes.garbage.work.flush()
 
 
