@@ -95,7 +95,7 @@ def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -
 
 
 def limit_line(limit: Limit, most: int | None, used: int) -> str:
-    """Return the line of a limit in machine/limits: its name, the most that is possible, and the use."""
+    """Return the line of a limit in machine/limits: its name, maximum (None: unlimited), and present use."""
     return f"{limit.value} {UNLIMITED if most is None else most} {used}\n"
 
 

@@ -276,7 +276,8 @@ class KnownNodes:
     def _let_last(self, key: _Key, path: str, ends: int) -> int:
         """Record that the host's kernel may keep a name, and return the name's validity in seconds.
 
-        Return 0 if the name must not be kept: MOST_NAMES are kept, or names have ended.
+        Return 0 if the name must not be kept: MOST_NAMES are kept, or names have ended. `ends` is the value
+        of the attribute `ends` when the LOOKUP came.
         Hazard: if names have ended since the LOOKUP came, its result may be older.
         """
         now = monotonic()
