@@ -186,7 +186,8 @@ class MemoryBudget:
     def exchanged(self, freed: Sequence[tuple[int, int]], size: int, user: int) -> Iterator[None]:
         """Charge `size` bytes to a user in place of the charges `freed`, which have a size and a user each.
 
-        An exception in the `with` block undoes that. Raises: KernelError ENOMEM (a limit would be exceeded).
+        An exception in the `with` block restores the former charges.
+        Raises: KernelError ENOMEM (a limit would be exceeded).
         """
         for charge in freed:
             self.give_back(*charge)
