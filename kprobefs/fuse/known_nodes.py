@@ -48,7 +48,7 @@ NAME_VALIDITY = 10
 MOST_NAMES = 500
 """Maximum number of names that the host's kernel may keep at a time."""
 CACHED_ATTRIBUTES = 500
-"""Maximum number of struct fuse_attr that are cached."""
+"""Maximum number of results of attr_bytes() that are cached."""
 BLOCK_SIZE = 4096
 """Value of st_blksize for every file, in bytes."""
 PAGED_SIZE = 1 << 40
