@@ -85,7 +85,7 @@ class BuildTarget:
     linker_flags: str
     has_modules: bool = True
     has_types: bool = False
-    """Whether a file with BTF is beside the image."""
+    """Whether a file with BTF is built next to the image."""
 
 
 def _riscv(isa: str, flags: str) -> BuildTarget:

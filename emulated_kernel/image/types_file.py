@@ -1,4 +1,4 @@
-"""The types of a kernel of kprobefs's own: BTF in a file beside its image."""
+"""The types of kprobefs's own kernels: BTF in a file next to each image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMIT = 16 << 20
 
 
 def load_types(image: Path) -> Btf | None:
-    """Return the types of an image, or None if no file with types is beside it.
+    """Return the types of an image, or None if no file with types is next to it.
 
     Raises: KernelError ENOEXEC (damaged data).
     """

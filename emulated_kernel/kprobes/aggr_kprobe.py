@@ -31,7 +31,7 @@ FailureReport = Callable[[Kprobe, BaseException], None]
 """Function that takes a probe and the exception that a handler of this probe raised."""
 _PostCall = Callable[[Kprobe, Regs], object]
 PreCall = tuple[Callable[[Any, Regs], "int | None"], Any]
-"""Function that calls pre_handlers, and its first argument."""
+"""Function that calls the pre_handlers of an address, and the first argument to pass to the function."""
 
 # Integers, because operators of Flag take a microsecond, and arming all tests thousands of probes.
 _DISABLED_OR_GONE = (KprobeFlag.DISABLED | KprobeFlag.GONE).value

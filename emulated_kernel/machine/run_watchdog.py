@@ -68,7 +68,7 @@ class HandlerTime:
             self.since = 0.0
 
     def until(self, now: float) -> float:
-        """Return the total of measured time up to the thread's CPU time `now`, with the current callback."""
+        """Return the seconds of all measured callbacks up to the thread's CPU time `now`."""
         since = self.since
         return self.seconds + (now - since if since else 0.0)
 

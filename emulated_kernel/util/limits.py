@@ -95,7 +95,7 @@ def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -
 
 
 def limit_line(limit: Limit, most: int | None, used: int) -> str:
-    """Return the line of a limit in machine/limits: its name, the most that is possible, and the use."""
+    """Return the line of a limit in machine/limits: its name, maximum (None: unlimited), and present use."""
     return f"{limit.value} {UNLIMITED if most is None else most} {used}\n"
 
 
@@ -205,7 +205,8 @@ class MemoryBudget:
     def exchanged(self, freed: Sequence[tuple[int, int]], size: int, user: int) -> Iterator[None]:
         """Charge `size` bytes to a user in place of the charges `freed`, which have a size and a user each.
 
-        An exception in the `with` block undoes that. Raises: KernelError ENOMEM (a limit would be exceeded).
+        An exception in the `with` block restores the former charges.
+        Raises: KernelError ENOMEM (a limit would be exceeded).
         """
         for charge in freed:
             self.give_back(*charge)

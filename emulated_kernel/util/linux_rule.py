@@ -23,7 +23,7 @@ class LinuxRule(Enum):
         `since` is the first version that has the rule, and `until` the first later version that lacks it, or
         "". Both are among the versions whose sources were compared: 5.10, 6.1, 6.12, 7.2 and 7.3. `what`
         describes the rule, and `source` names the place in the source of `since`. `sign` is a text in the
-        kernel's error table or README if and only if the kernel has the rule; "" if neither tells.
+        kernel's error table or README if and only if the kernel has the rule; "" if neither text shows it.
         """
         self.since = since
         self.what = what
@@ -39,7 +39,7 @@ class LinuxRule(Enum):
 
     @classmethod
     def told(cls, version: str, texts: str) -> frozenset[Self]:
-        """Return the rules of a kernel by its own `texts`, and by its version where the texts do not tell."""
+        """Return a kernel's rules: by its own `texts` if a rule has a `sign`, otherwise by its version."""
         number = _number(version)
         return frozenset(rule for rule in cls if (rule.sign in texts if rule.sign else rule._is_in(number)))
 

@@ -453,7 +453,7 @@ class GuestCalls:
             return write.by_piece()
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """End the call in which the client's task in the guest waits for the file, with the errno `error`."""
+        """Let the guest's call in which the client's task waits for the file fail with the errno `error`."""
 
     def release(self, file: ControlFile | ControlDirectory) -> None:
         """Close the guest's descriptor `file.fd` of a file or directory."""

@@ -382,7 +382,7 @@ class FileDescription:
         """
 
     def give_up(self, client: Client, error: int) -> None:
-        """End a call that raised WouldBlock and whose client gets the errno `error`. Lock: takes."""
+        """Give up a call that raised WouldBlock: its client gets the errno `error`. Lock: takes."""
 
     def fsync(self, client: Client) -> None:
         """Write cached data to storage. Lock: either. Raises: KernelError EINVAL (Linux: no ->fsync)."""

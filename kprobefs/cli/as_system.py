@@ -308,7 +308,10 @@ def _is_in_reach(point: mountpoints.MountPoint) -> bool:
 
 
 def _keep_own_part(proc: str) -> None:
-    """Make read-only what a /proc has beside its processes; of a part of one, all."""
+    """Make a mounted /proc read-only, except the directories of its processes.
+
+    If only a part of a /proc is mounted at `proc`, make all of the part read-only.
+    """
     if not os.path.islink(f"{proc}/self"):
         _make_read_only(proc)
         return

@@ -211,14 +211,17 @@ class _Caller:
         return self._lookup
 
     def look_up(self, address: int) -> int:
-        """Open the path at an address with O_PATH, in the task's place. Raises: OSError."""
+        """Open a path with O_PATH as the task would, and return the descriptor. Raises: OSError.
+
+        `address` is that of the path in the task's memory.
+        """
         return self.lookup.open(self.read_text(address))
 
     def read_text(self, address: int) -> bytes:
         """Return the text at `address`, without its end. Raises: OSError."""
         found = b""
         while b"\0" not in found and len(found) < PATH_MAX:
-            # What lies behind the page may not be there.
+            # The next page may not be mapped.
             place = address + len(found)
             part = os.pread(self._memory, PAGE_SIZE - place % PAGE_SIZE, place)
             if not part:

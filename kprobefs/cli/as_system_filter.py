@@ -74,10 +74,10 @@ class _Abi:
 
 @dataclass(frozen=True)
 class Machine:
-    """System calls of one kind of machine."""
+    """The system calls that the filter intercepts on one kind of machine, by ABI."""
 
     abis: tuple[_Abi, ...]
-    """The machine's own one first."""
+    """ABIs whose programs the machine runs. The ABI of the kernel itself comes first."""
     seccomp: int
     ids: tuple[int, int, int]
     """setgroups(2), setresgid(2) and setresuid(2), which the C library would execute in all threads."""

@@ -35,18 +35,18 @@ _NS_GET_PARENT = 0xB702
 _PROC_MAGIC = 0x9FA0
 _PROC_ROOT_INO = 1
 _LINES = re.compile(rb"^(Tgid|Pid|Uid|Gid|Groups|NStgid|CapPrm|CapEff):(.*)$", re.MULTILINE)
-"""Those of /proc/PID/status that are needed."""
+"""Pattern for the lines of /proc/PID/status that Credentials needs."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Found:
-    """Attributes of an open file, as far as its file system has told them already."""
+    """Cached attributes of an open file; no request to the file system is sent."""
 
     def __init__(self, file: int | str, *, only_device: bool = False) -> None:
-        """`file`: a descriptor, or the link to one in /proc.
+        """Read the attributes of `file`, which is a descriptor, or the link to one in /proc.
 
-        `only_device`: FUSE tells the rest only to users whom it lets in.
+        `only_device`: ask for the device only, because FUSE refuses the other attributes to some users.
 
         Raises: OSError.
         """
@@ -69,7 +69,7 @@ class Credentials:
     """Ids, capabilities and namespaces of a process."""
 
     def __init__(self, process: int) -> None:
-        """`process`: its open directory in /proc. Raises: OSError."""
+        """Read the credentials from `process`, an open directory /proc/PID. Raises: OSError."""
         self._directory = process
         status = os.open("status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)
         with open(status, "rb") as file:

@@ -56,7 +56,10 @@ class CommandNamespace:
         self._try()
 
     def enter(self) -> None:
-        """Enter the namespaces and install the filter; for the command's process. Raises: OSError."""
+        """Move this process, which then executes the command, to the namespaces; install the filter.
+
+        Raises: OSError.
+        """
         if self._own_user:
             self._enter_user()
         if self._listens:

@@ -22,7 +22,7 @@ def check_log(path: str, directory: str, *, is_given: bool) -> None:
 
 
 def open_log(path: str, directory: str, *, anew: bool, is_given: bool = True) -> int:
-    """Open the log for appending and return its descriptor; truncate it if `anew` is true.
+    """Open the log for appending and return its descriptor; truncate it if `anew` is set.
 
     Raises: CliError.
     """

@@ -38,7 +38,7 @@ class NamespaceMembers:
             return False
 
     def add(self, pid: int) -> None:
-        """Do not count the process with this pid, which belongs to the daemon."""
+        """Declare the process `pid` to be one of the daemon's own, which are not counted as members."""
         self._own.add(pid)
 
     def have_gone(self) -> bool:

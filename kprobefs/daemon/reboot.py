@@ -102,7 +102,7 @@ class RebootableKernel:
     def _restore(self, state: SavedState) -> bool:
         """Restore the saved state.
 
-        Return False if there is none, or if it fails; then boot a fresh kernel.
+        Return False if there is no state. If restoring it fails, boot a fresh kernel and return False.
         """
         kernel = self._kernel
         try:

@@ -95,7 +95,7 @@ class Definition:
     count: str
     """maxactive, or "" if the kernel chooses it. dynamic_events shows the value that the kernel chose."""
     event: str
-    """group/name, or "" if the kernel chooses the name."""
+    """The event as GROUP/NAME, or "" if the kernel chooses the name."""
     rest: str
     """Location and arguments, in the form in which dynamic_events shows them."""
 

@@ -48,7 +48,7 @@ NAME_VALIDITY = 10
 MOST_NAMES = 500
 """Maximum number of names that the host's kernel may keep at a time."""
 CACHED_ATTRIBUTES = 500
-"""Maximum number of struct fuse_attr that are cached."""
+"""Maximum number of results of attr_bytes() that are cached."""
 BLOCK_SIZE = 4096
 """Value of st_blksize for every file, in bytes."""
 PAGED_SIZE = 1 << 40
@@ -276,7 +276,8 @@ class KnownNodes:
     def _let_last(self, key: _Key, path: str, ends: int) -> int:
         """Record that the host's kernel may keep a name, and return the name's validity in seconds.
 
-        Return 0 if the name must not be kept: MOST_NAMES are kept, or names have ended.
+        Return 0 if the name must not be kept: MOST_NAMES are kept, or names have ended. `ends` is the value
+        of the attribute `ends` when the LOOKUP came.
         Hazard: if names have ended since the LOOKUP came, its result may be older.
         """
         now = monotonic()

@@ -296,7 +296,9 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     def __init__(
         self, operations: Any, directory: str, options: dict[str, Any], serve: Callable[[int], None]
     ) -> None:
-        """Mount on `directory`, call `serve` with the struct fuse_session, and tear that down afterwards.
+        """Mount on `directory`, call `serve` with the address of a struct fuse_session, and unmount.
+
+        `operations` answers the requests. `options` are the mount options of libfuse.
 
         Raises: RuntimeError (libfuse refused the mount).
         """
@@ -496,7 +498,7 @@ class ReplyChannels:
         self._for_control = self._changed_by(lambda _reply: None)
 
     def select(self, opcode: int, node: int, request: bytearray, size: int) -> int:
-        """Return the channel for libfuse's reply to a request of `size` bytes."""
+        """Return the channel for libfuse's reply to a request; `node` is a node id, `size` is in bytes."""
         if self._walks is None:
             return self.channel
         if opcode == FUSE_LOOKUP:
@@ -834,7 +836,7 @@ class SessionLoop:
         return True
 
     def _look_up(self, nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
-        """Answer the LOOKUP of a known control file; return as a function of `_answers`.
+        """Answer the LOOKUP of a known control file. Results: see `_answers`.
 
         If the name gets a validity, its attributes get none.
         """
@@ -854,7 +856,7 @@ class SessionLoop:
         return None
 
     def _get_attributes(self, nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Return the reply to the GETATTR of a known control file, as a function of `_answers`."""
+        """Return the reply to the GETATTR of a known control file. Other results: see `_answers`."""
         _, _, number, uid, gid, pid = IN_HEADER.unpack_from(request)
         node = nodes.by_id.get(number)
         if node is None or self._replies.is_lasting(number):
@@ -870,7 +872,7 @@ class SessionLoop:
         return ATTR_OUT.pack(0, validity) + attr_bytes(found)
 
     def _open(self, nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Open a known control file, and return the reply, as a function of `_answers`.
+        """Open a known control file, and return the reply. Other results: see `_answers`.
 
         An open(2) that truncates can take long, so libfuse answers it.
         """
@@ -886,7 +888,7 @@ class SessionLoop:
         return OPEN_OUT.pack(handle, FOPEN_DIRECT_IO | is_stream * FOPEN_NONSEEKABLE)
 
     def _write(self, _nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
-        """Write to a file whose write does not wait; return the reply, as a function of `_answers`."""
+        """Write to a file whose write does not wait; return the reply. Other results: see `_answers`."""
         _, _, _, uid, gid, pid = IN_HEADER.unpack_from(request)
         handle, offset, _, flags = WRITE_IN.unpack_from(request, IN_HEADER.size)
         with memoryview(request)[IN_HEADER.size + WRITE_IN.size : size] as data:

@@ -86,11 +86,11 @@ class FuseOptions:
     """First field of the mount's line in /proc/mounts, where tools look for "tracefs" or "debugfs"."""
     subtype: str = "kprobefs"
     allow_other: bool = False
-    """Admit other users, subject to file modes."""
+    """Whether other users may use the mount, subject to file modes."""
     flags: tuple[str, ...] = ()
     """Further mount options of libfuse, such as noexec."""
     is_ordered: bool = False
-    """Make the sequence of requests and replies independent of timing, for reproducible traces."""
+    """Whether the order of requests and replies must not depend on timing, for reproducible traces."""
 
 
 class Server:

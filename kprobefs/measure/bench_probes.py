@@ -20,7 +20,7 @@ DETOUR_ELSEWHERE = 200
 """Approximate size in bytes of a detour buffer in the jump optimization of 2009."""
 NO_DETOUR = "no detour buffers"
 WARMING = 100
-"""Number of probes that are registered and unregistered before the measurement."""
+"""Number of probes that are registered and unregistered before the measurement, to warm up the code."""
 RESOLUTION_KB = 4096
 """Minimum memory in kB that can be measured: Python takes memory from the host by the MiB."""
 

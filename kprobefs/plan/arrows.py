@@ -1,4 +1,4 @@
-"""Arrows beside a listing, from jumps to their targets."""
+"""Arrows at the left of a listing, from jumps to their targets."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Arrow:
 
 
 def arrows(jumps: Iterable[tuple[int, int]], most: int) -> list[Arrow]:
-    """Return arrows for jumps, given as row of the jump and row of its target, in at most `most` lanes.
+    """Return arrows for jumps, in at most `most` lanes. Each jump is (its row, the row of its target).
 
-    Short arrows are inside. Two arrows in one lane do not touch, except if they have the same target. A jump
-    for which there is no lane gets no arrow.
+    Short arrows are next to the listing. Two arrows in one lane do not touch, except if they have the same
+    target. A jump for which there is no lane gets no arrow.
     """
     found: list[Arrow] = []
     for source, target in sorted(set(jumps), key=lambda jump: (abs(jump[0] - jump[1]), jump)):

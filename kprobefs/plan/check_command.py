@@ -42,7 +42,9 @@ def run(
     profile: str | None,
     form: str,
 ) -> bool:
-    """Run `kprobefs check`; return True if no kernel refuses a line. `form`: text, json or sarif.
+    """Run `kprobefs check` on the files `paths`; return True if no kernel refuses a line.
+
+    The kernels are the options of the command. `form`: text, json or sarif.
 
     Raises: CliError (a file can't be read; no such kernel or profile).
     """

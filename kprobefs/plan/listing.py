@@ -21,9 +21,9 @@ class Row:
     insn: ListedInsn
     is_place: bool
     bracket: str
-    """Part of the bracket beside the instructions that a jump replaces.
+    """Part of the bracket around the instructions that a jump replaces.
 
-    "only", "first", "inner" or "last"; "" beside other instructions.
+    "only", "first", "inner" or "last"; "" for other instructions.
     """
     note: str
     """Letter of the note that explains the verdict, or "" without a note."""

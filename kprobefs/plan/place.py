@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]{1,16}|[0-9]{1,20}")
 _SHOWN = 3
 """Maximum number of similar symbols that an error message names."""
 _PREFIX = 4
-"""Number of characters that a symbol must share with a wrong name to be compared with it."""
+"""Number of first characters that a symbol must share with a wrong name to be compared with the name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,7 @@ class PlannedKernel:
 def planned_kernel(
     arch: str | None, image: str | None, vmcore: str | None, profile_name: str | None
 ) -> PlannedKernel:
-    """Return the kernel that the options of a command name.
+    """Return the kernel that the options --arch, --image, --vmcore and --profile name; None: not given.
 
     Raises: CliError (no such kernel, image, dump or profile).
     """

@@ -80,7 +80,7 @@ def _save_all(
 def _save_live(
     body: RiscvLowering, live: LiveRegisters, above: int = 0
 ) -> tuple[bytes, bytes, dict[int, int]]:
-    """Return code that saves registers, code that restores them, and slot number -> how to load its value.
+    """Return code that saves registers, code that restores them, and slot number -> word of code to load it.
 
     `above`: number of bytes that the trampoline has pushed on the probed code's stack.
     """

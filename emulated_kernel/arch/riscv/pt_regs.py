@@ -6,7 +6,7 @@ from emulated_kernel.arch.riscv.encoder import addi, load, move_stack_pointer, s
 from emulated_kernel.arch.riscv.insn import GP, REGISTER_NAMES, SP, T0, ZERO
 
 PT_REGS = ("ip", *REGISTER_NAMES[1:], "status", "badaddr", "cause", "orig_a0")
-"""Fields of struct pt_regs in address order, one word each. The index of x1 to x31 is their number."""
+"""Fields of struct pt_regs in address order, one word each. Registers x1 to x31 have the indices 1 to 31."""
 WORD = 8
 SIZE = WORD * len(PT_REGS)
 """Size of struct pt_regs in bytes; a multiple of the stack alignment."""

@@ -108,7 +108,7 @@ class DecodeCache:
 
 
 def _ends_in_registers(insn: X86Insn) -> bool:
-    """Return True if the head ends in a ModRM that only says where the operands are."""
+    """Return True if the head ends in a ModRM byte that only selects the operands, and not the operation."""
     ordinary = len(insn.prefixes) + bool(insn.rex) + len(insn.opcode) + 1 == insn.head_size
     return ordinary and insn.modrm is not None and insn.address_size != 2 and insn.opcode not in _BY_REG
 

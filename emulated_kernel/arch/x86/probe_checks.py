@@ -103,9 +103,10 @@ def _places_to_ask(known: AnalyzedFunction[X86FunctionAnalysis]) -> set[int]:
 def _asked(
     known: AnalyzedFunction[X86FunctionAnalysis], addr: int, refusal: RejectReason | None
 ) -> RejectReason | None:
-    """Return the first reason against a jump at `addr`, with detoured_region(), or None.
+    """Return the first reason against a probe or its jump at `addr`, or None if there is none.
 
-    Reasons against registering a probe come first. `refusal` is the one of the instruction.
+    Reasons against registering a probe come before those of detoured_region(). `refusal` is the reason
+    against probing the instruction, or None.
     """
     if addr in known.reserved:
         return known.reserved[addr]

@@ -20,7 +20,7 @@ from time import monotonic
 log = logging.getLogger("kprobefs.clients")
 
 PATIENCE = 0.005
-"""Seconds that a read may take until another thread takes the caller's place; see ProcessMemory.waiting."""
+"""Seconds after which another thread takes requests instead of the reader; see ProcessMemory.waiting."""
 TIMEOUT = 0.1
 """Seconds after which a read by a helper is given up."""
 MOST_ABANDONED = 8

@@ -86,7 +86,7 @@ PUNCTUAL = "timer_bases[]"
 These wheels precede the wheel of deferrable timers.
 """
 _MIGRATING = "tmigr_cpu"
-"""Structure that exists in kernels with two wheels whose timers wake an idle CPU (since Linux 6.9)."""
+"""Name of a structure that only kernels with two wheels of non-deferrable timers have (since Linux 6.9)."""
 CURRENT_TASK = "current_task"
 """Symbol of the word with the address of the running task's task_struct."""
 RUN_QUEUES = "runqueues"
@@ -119,7 +119,7 @@ class KernelOffsets:
     asks: int
     """Flags in d_flags of dentries that only the kernel can look up."""
     need_resched: int = 0
-    """Bit of TIF_NEED_RESCHED in thread_info.flags, which only the booted kernel tells; 0 before the boot."""
+    """Bit of TIF_NEED_RESCHED in thread_info.flags, found in the booted kernel; 0 before the boot."""
     syscall_trace: int = 0
     """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
 

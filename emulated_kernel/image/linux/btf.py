@@ -171,7 +171,10 @@ class Btf:
         return bits // 8
 
     def locate(self, path: str) -> tuple[int, Member]:
-        """Return a member's offset in bits, and the member. `path` may omit anonymous members."""
+        """Return the offset in bits of the member `path` (STRUCT.MEMBER...), and the member.
+
+        `path` may omit anonymous members. Raises: KernelError ENOENT.
+        """
         found = self._located.get(path)
         if found is None:
             try:
@@ -372,9 +375,10 @@ class Btf:
         return starts.tobytes(), names.tobytes()
 
     def _member(self, number: int, name: str, depth: int, others: set[int]) -> tuple[int, Member] | None:
-        """Return offset in bits and member, from a structure or its anonymous members; None if not found.
+        """Return the offset in bits of the member `name`, and the member; None if it is not found.
 
-        `others` collects the ids of the types that don't have the member.
+        The member is one of the structure with the type id `number`, or of an anonymous member of it.
+        `depth` limits the nesting. `others` collects the ids of the types that don't have the member.
         """
         if not depth:
             raise unusable("structures of its BTF contain each other")

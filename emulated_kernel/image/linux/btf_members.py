@@ -32,12 +32,18 @@ def pointed_to(btf: Btf, number: int) -> int | None:
 
 
 def members_at(btf: Btf, number: int, offset: int) -> list[ScalarMember]:
-    """Return the members at a byte offset of a structure; several if the offset is in a union."""
+    """Return the members that begin at a byte offset of the structure with the type id `number`.
+
+    There are several if the offset is in a union.
+    """
     return list(_members_at(btf, number, 8 * offset, "", _DEPTH, StepLimit()))
 
 
 def size_of(btf: Btf, number: int, depth: int = _DEPTH) -> int:
-    """Return the size of a type in bytes; 0 for void and functions, and for arrays of too many dimensions."""
+    """Return the size in bytes of the type with the id `number`.
+
+    It is 0 for void and functions, and for arrays of more than `depth` dimensions.
+    """
     kind = btf.type(btf.resolve(number))
     if kind.kind is Kind.PTR:
         return _POINTER_SIZE

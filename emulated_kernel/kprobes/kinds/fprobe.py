@@ -256,7 +256,7 @@ class Fprobes:
             self._kprobes.forget(assembled)
 
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Let assembly handlers run where Python handles calls, unless the fprobe is disabled."""
+        """Let calls that Python handles run the fprobe's assembly handlers, unless the fprobe is disabled."""
         moments = () if fp.is_disabled else handler_texts(fp)
         assert self._kprobes.sites is not None
         self._kprobes.sites.set_assembly(registered.ops, registered if HandlerPoint.PRE in moments else None)

@@ -34,9 +34,9 @@ JprobeHandler: TypeAlias = Callable[..., object]
 class Jprobe:
     """A probe on a function's entry: a function with the same signature is called before it.
 
-    `handler` is such a function in Python. It gets as many arguments as it takes; each is a word. Instead,
-    `entry` is the guest address of such a function. That function runs with interrupts off, and must end in a
-    jump or call to Jprobes.jprobe_return. Give `symbol_name` or `addr`.
+    `handler` is the function in Python. It gets as many arguments as it takes; each is a word. If the
+    function is guest code instead, `entry` is its address. Guest code runs with interrupts off, and must end
+    in a jump or call to Jprobes.jprobe_return. Give `symbol_name` or `addr`.
 
     Mirrors: include/linux/kprobes.h:struct jprobe (v4.14).
     """

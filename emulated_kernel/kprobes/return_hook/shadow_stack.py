@@ -22,9 +22,9 @@ MISSED = 0
 RETURNED = 1
 """Index of the counter of calls whose return was handled, in a hook."""
 ACTIVE = 2
-"""Index of the counter of nodes in use in a hook; it is 0 if the number follows from the free nodes."""
+"""Index of a hook's counter of nodes in use. The counter stays 0 if the free nodes show the number."""
 HIGH_WATER = 3
-"""Index of the counter of the most nodes in use at a time in a hook; it is 0 if the nodes show it."""
+"""Index of a hook's counter of the maximum of ACTIVE. The counter stays 0 if the nodes show the number."""
 _COUNTERS_SIZE = 4 * 8
 _COUNTER_MASK = (1 << 64) - 1
 DAMAGED = "shadow stack"

@@ -209,7 +209,7 @@ def _api_class(cpu: CpuModel) -> type[ApiRegs]:
 
 @cache
 def _fast_class(cpu: CpuModel) -> Any:
-    """Return a class with a field for each register; a 32-bit CPU uses the lower 4 of its 8 bytes."""
+    """Return a ctypes class with a field for each register, as Unicorn stores them: 8 bytes per register."""
     members = {
         **_common(cpu),
         "__slots__": _SLOTS,

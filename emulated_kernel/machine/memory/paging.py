@@ -69,7 +69,7 @@ class PageTables(ABC):
             va += step
 
     def _map_large(self, va: int, pa: int, size: int, prot: Prot) -> int:
-        """Map large pages up to the table's end or an existing table of small pages; return their size."""
+        """Map large pages up to the table's end or a table of small pages; return the bytes mapped."""
         count = min(size // LARGE_PAGE_SIZE, 512 - va // LARGE_PAGE_SIZE % 512)
         if not count:
             return 0

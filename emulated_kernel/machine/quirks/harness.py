@@ -26,7 +26,7 @@ _CPU_SIZE = 64 << 10
 
 
 class Outcome(Enum):
-    """Result of a self-test."""
+    """Outcome of the self-test that checks one deviation of Unicorn from the hardware."""
 
     OK = "ok"
     FALLBACK = "fallback"

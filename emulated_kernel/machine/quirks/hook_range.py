@@ -14,14 +14,14 @@ _NOWHERE = 1 << 63, 1 << 63
 
 
 class HookRange:
-    """The range of addresses of a hook, in Unicorn's memory.
+    """The fields of a Unicorn hook with its address range, which can be moved away and back.
 
-    Unicorn: a hook cannot be removed when the code that was translated with it is gone. But the code has the
-    calls of a hook only if the hook was there at the translation.
+    Unicorn: translated code calls a hook only if the hook covered its address at the translation. Unicorn
+    cannot remove the hook when this code is dropped.
     """
 
     def __init__(self, hook: int, at: range) -> None:
-        """Find the range of the hook with address `hook`, which is `at`."""
+        """Find, in the struct hook at the address `hook`, the fields with the range `at`."""
         self._at = at[0], at[-1]
         place = own_memory(hook, _HOOK_SIZE).find(struct.pack("<2Q", *self._at))
         self._cells = None if place < 0 else (ctypes.c_uint64 * 2).from_address(hook + place)

@@ -35,9 +35,10 @@ def find_exit_switch(engine: Engine) -> int | None:
 
 
 def stop_between_blocks(bench: Bench, one: bytes, jump: bytes, two: bytes, result: str) -> SelfTest:
-    """Set the field that find_exit_switch finds, if it has the expected effect; return the result.
+    """Set the field that find_exit_switch finds, if the field has the expected effect.
 
-    `one` and `two` set the register `result` to 1 and 2; `jump` jumps to the next instruction.
+    Return the outcome of the self-test. `one` and `two` are code that sets the register `result` to 1 and 2.
+    `jump` is code that jumps to the next instruction.
     """
     engine = bench.engine
     address = find_exit_switch(engine)

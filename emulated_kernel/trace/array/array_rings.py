@@ -227,9 +227,11 @@ class ArrayRings(ABC):
             memory.release()
 
     def _resize_in_place(self, buffers: list[RingBuffer], pages: int) -> None:
-        """Resize buffers for which there is no memory beside the old one. Raises: KernelError ENOMEM.
+        """Resize `buffers` to `pages` pages each, after freeing their old memory.
 
-        The records need as much of the host's memory meanwhile. If the process ends meanwhile, they are lost.
+        There is no room for the old and the new memory at the same time. Meanwhile the records are in other
+        memory of the process. If the process ends then, they are lost.
+        Raises: KernelError ENOMEM.
         """
         sizes = [memory_size(pages)] * len(buffers)
         with self.system.memory.exchanged([buffer.place for buffer in buffers], sizes) as memories:

@@ -88,7 +88,7 @@ class TraceArray(ArrayRings, Recorder):
         self.pids = EventPids(self._pids_changed)
         self._has_pids = False
         self.max_latency_ns = 0
-        """The longest latency so far, or the value written to tracing_max_latency."""
+        """The longest latency so far in nanoseconds, or the value written to tracing_max_latency."""
         self._stamp = system.clocks.converter(LOCAL)
         self._time_start = 0
         self._records_comm = True

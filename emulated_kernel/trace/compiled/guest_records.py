@@ -50,7 +50,7 @@ class GuestRecords(TaskObserver):
         self._cmdlines = cmdlines
         self._request_at = cells.alloc_percpu(2 * _CELL)
         self._requests = [cell.cast("Q") for cell in cells.cells(self._request_at, 2 * _CELL)]
-        """For each CPU, time and length of the event for which guest code requests room in a buffer."""
+        """For each CPU, time stamp and size in bytes of the event for which guest code requests room."""
         self._last_pid_at = cells.alloc_percpu(_CELL)
         self._last_pids = [cell.cast("Q") for cell in cells.cells(self._last_pid_at, _CELL)]
         self._scratch_at = cells.alloc_percpu(SCRATCH_SIZE)

@@ -24,7 +24,7 @@ class FilterType(Enum):
     COMM = auto()
     CPU = auto()
     CPUMASK = auto()
-    """A set of CPUs behind the fixed part of the entry, as bits."""
+    """A set of CPUs after the fixed part of the entry, as a bit mask."""
 
     @property
     def is_string(self) -> bool:

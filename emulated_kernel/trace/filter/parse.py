@@ -306,7 +306,7 @@ class _FilterParser:
 def _compare(field: FilterField, op: FilterOp, value: int) -> Predicate:
     """Return the predicate that compares a field with a number.
 
-    Linux: only as many low bytes of the value count as the field has.
+    Linux: the value is truncated to the size of the field.
     """
     declared = field.declared
     is_cpu = field.type is FilterType.CPU

@@ -1,4 +1,4 @@
-"""UprobeEvents: create, show and remove uprobe events. They have no hits, as the guest runs no programs."""
+"""UprobeEvents: uprobe events, which are only listed: they have no hits, as the guest runs no programs."""
 
 from __future__ import annotations
 

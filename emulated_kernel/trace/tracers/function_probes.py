@@ -24,7 +24,7 @@ Kind = tuple[str, bool]
 
 @dataclass(eq=False)
 class FunctionProbe:
-    """A command on one function."""
+    """A command of set_ftrace_filter, such as traceoff, that runs at each call of one function."""
 
     title: str
     """The command as set_ftrace_filter shows it: `NAME`, or `NAME:GROUP:EVENT`."""

@@ -48,7 +48,7 @@ class NodeTree:
     def lookup(self, path: str) -> Node:
         """Return the node at an absolute path, with one dictionary lookup for each component.
 
-        A node whose name the kernel alone removes is found at once the next time, until removed() is called.
+        Nodes whose names only the kernel removes are cached by path until removed() is called.
         Raises: KernelError ENOENT, ENOTDIR, ENAMETOOLONG.
         """
         found = self._found.get(path)

@@ -78,7 +78,7 @@ def _place(name: str, past: PreviousBootRecords, clock: str) -> ArrayPlace:
 
 @dataclass
 class LastRecords:
-    """The trace records that were found in a file."""
+    """The trace records of the previous boot that were found in a file of --state."""
 
     arrays: dict[str, tuple[ArrayPlace, PreviousBootRecords]]
     """Name of the instance that will show records -> their former location, and the records."""

@@ -59,7 +59,8 @@ class BuiltinCalls(GuestCalls):
     def informed_of_file(self, client: Client) -> Client:
         """Return the client with the facts that a read or write of an open file needs; see GuestCalls.
 
-        The client's call tells only the number of the descriptor, which is not read if no probe can see it.
+        The only fact from the client's call is the number of the descriptor. It is not read if no probe can
+        see it.
         """
         if not self._patched:
             return client
@@ -205,7 +206,8 @@ class BuiltinCalls(GuestCalls):
     def _number(self, client: Client, file: ControlFile) -> int | None:
         """Return the number of the file's descriptor in the requesting client, or None if it is unknown.
 
-        If no probe could see it at the open, its first use tells the number for later calls.
+        If no probe could see the number when the file was opened, the first call on the descriptor has the
+        number, which is kept for later calls.
         """
         call = facts_of(client).call
         if call is None or call.fd is None:
@@ -268,7 +270,7 @@ class BuiltinCalls(GuestCalls):
         return elsewhere if inner.node.runs_guest else consume
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """End the call in which the client's task waits for the file; see GuestCalls."""
+        """Implement GuestCalls.give_up: let the call in which the client's task waits fail with `error`."""
         if file.fd is not None:
             with suppress(KernelError):
                 self._guest.give_up(self._guest.processes.known(client.pid), error)

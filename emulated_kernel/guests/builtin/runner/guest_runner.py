@@ -85,7 +85,10 @@ class Request:
     waits_for_host: type[WouldBlock] | None = None
     """Reason why the task sleeps in a control file until `GuestRunner.resume` is called, or None."""
     elsewhere: Callable[[], int] | None = None
-    """Action of a DeferToGuest, which must run before the task repeats its request to the control file."""
+    """Action that a DeferToGuest exception asked for; it runs before the task repeats its request.
+
+    None if there is no such action.
+    """
     result: int | None = None
     killed: bool = False
     """Whether the task died in the call."""

@@ -102,7 +102,7 @@ class ClientScheduler:
             raise GuestFault(Trap(TrapKind.FAULT, address), self._machine.death) from fault
 
     def switch(self, to: LinuxTask | None) -> None:
-        """Put the task at its stub or in a call to sleep, and wake `to`, if any, in the guest's next run."""
+        """Put the current client task to sleep, and wake `to` in the guest's next run unless it is None."""
         self._leave_call()
         task = self.current
         self.current = None
@@ -187,7 +187,10 @@ class ClientScheduler:
     def call_behind_close(
         self, task: LinuxTask, closed: int, number: int, *arguments: int, patience: int = 0
     ) -> int:
-        """Close the descriptor `closed`, ignoring errors, and make a system call, both in one run."""
+        """Let a task close the descriptor `closed` and make the system call `number`, both in one run.
+
+        Errors of the close are ignored. Return the result of the system call, as wait_for_result().
+        """
         first, *others = arguments
         self.begin(task, TWO_CALLS, _CLOSE, (closed, *others), kept=(first, number))
         return self.wait_for_result(task, patience)

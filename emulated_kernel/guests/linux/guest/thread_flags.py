@@ -35,9 +35,10 @@ _JMP_SIZE = 5
 
 
 def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffsets:
-    """Return the offsets of a kernel that has just booted, with the flags that only the kernel itself tells.
+    """Return the offsets of a kernel that has just booted, with the bits of the thread flags.
 
-    Init is at its stub. An interrupt lets the kernel set init's flags. The return to user mode clears the
+    The bits are found by letting the kernel set them. Init is at its stub. An interrupt lets the kernel set
+    init's flags. The return to user mode clears the
     flag of a task to reschedule, and the wakeup thunk stays installed.
     Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2), kernel/tracepoint.c:syscall_regfunc (v5.10).
     Raises: GuestFault (the kernel set no flag).
@@ -51,7 +52,7 @@ def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffs
 
 
 class _Interrupt:
-    """Calls code in an interrupt of init, and sees which of init's flags the code sets."""
+    """Calls kernel code in an interrupt of init, and finds which of init's thread flags the code sets."""
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
         self._machine = machine

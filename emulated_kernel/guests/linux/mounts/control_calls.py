@@ -304,7 +304,7 @@ class LinuxControlCalls(GuestCalls):
             raise
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """End the call in which the client's task waits for the file; see GuestCalls."""
+        """Implement GuestCalls.give_up: end the call in which the client's task waits for the file."""
         if not any(each is file for each in self._asleep.values()):
             return
         with self.request(client) as task:

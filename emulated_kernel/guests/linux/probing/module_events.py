@@ -83,7 +83,7 @@ class ModuleEvents:
         return replace(names, constants=ChainMap(own, dict(names.constants)))
 
     def goes(self, name: str) -> None:
-        """Remove the events of the module `name`, which goes.
+        """Remove the events of the module `name`, which is being unloaded.
 
         No task runs in the module any more, and the kernel has not yet checked whether its tracepoints are
         used.

@@ -1,4 +1,4 @@
-"""The interface of a distribution's kernel, by what the kernel says of itself: error table and README."""
+"""The tracefs interface of a distribution's kernel, as the kernel's own error table and README show it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST = 256
 
 
 def profile_of(kernel: LinuxKernel) -> Profile:
-    """Return the profile that follows a kernel: its interface, and the probe rules of its version."""
+    """Return the profile for a kernel: the kernel's own interface, and the probe rules of its version."""
     series = series_of(kernel.release)
     wanted = ProbeRule.of(series)
     fitting = [name for name, rules in PROBE_RULES.items() if rules <= wanted]
@@ -27,7 +27,7 @@ def profile_of(kernel: LinuxKernel) -> Profile:
 
 
 def told_interface(kernel: LinuxKernel) -> Interface:
-    """Return the interface that a kernel has by its own texts, and by its version where these do not tell."""
+    """Return a kernel's interface, by its own texts. Rules without a sign in them follow from its version."""
     texts = _error_table(kernel)
     series = series_of(kernel.release)
     readme = _text(kernel, _README)

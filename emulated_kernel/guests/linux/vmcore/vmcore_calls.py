@@ -208,7 +208,7 @@ class VmcoreCalls:
         regs.sp += 8
 
     def _where(self) -> str:
-        """Return text for an error message: the exception, the panic message or the callers."""
+        """Return the end of an error message: where a call failed (exception, panic message or callers)."""
         regs = self._guest.machine.regs
         trap = self._guest.machine.last_exception
         if self._reached == "oops_begin" and trap is not None:
