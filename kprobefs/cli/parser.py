@@ -340,7 +340,10 @@ def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         "check", help="check probe definitions for kernels, without running the kernels"
     )
     command.add_argument(
-        "files", metavar="FILE", nargs="+", help="file of definitions as for `apply`; - is standard input"
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="file of definitions, as for apply; - is standard input",
     )
     what = command.add_mutually_exclusive_group()
     what.add_argument(

@@ -50,6 +50,8 @@ UNANSWERED = (MountState.HUNG, MountState.BUSY)
 """Conditions in which a request to the mount would block."""
 REASON_LINES = 3
 """Maximum number of lines of a reason below the list."""
+INSN_LINES = 6
+"""Maximum number of lines for the instructions of a probe's bytes."""
 MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
 
 
@@ -364,7 +366,7 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
     why = escape_for_terminal(probe.reason.partition("\n")[0]) or "none: it is in the best mode"
     lines = [*head, Text(f"cost    {told.shown_cost or 'not measured'}")]
     lines += wrap_lines(f"reason  {why}", width, REASON_LINES if height > 16 else 2)
-    lines += marked_bytes(probes.text(probe, "bytes"))
+    lines += marked_bytes(probes.text(probe, "bytes"), width)
     detour = [_instruction(line, width) for line in probes.text(probe, "detour").splitlines()]
     records = probes.records(probe, max(1, (height - 8) // 3))
     records = records or [f"none: they are made while tracing/events/{probe.event}/enable is 1"]
@@ -413,8 +415,11 @@ def keys(width: int, height: int) -> Group:
     )
 
 
-def marked_bytes(text: str) -> list[Text]:
-    """Return the lines of a file `bytes`; each current byte that differs from the original is marked."""
+def marked_bytes(text: str, width: int) -> list[Text]:
+    """Return the lines of a file `bytes`; each current byte that differs from the original is marked.
+
+    Instructions that do not fit behind their bytes within `width` columns have lines of their own.
+    """
     from rich.text import Text
 
     found = []
@@ -429,9 +434,15 @@ def marked_bytes(text: str) -> list[Text]:
         for number, byte in enumerate(data):
             patched = kind == "current" and original[number : number + 1] != [byte]
             marked.append(f"[{byte}]" if patched else f" {byte} ", style="bold red" if patched else "")
-        if insns:
-            marked.append(f"  {escape_for_terminal(insns)}", style="dim")
+        shown = escape_for_terminal(insns)
         found.append(marked)
+        if shown and len(marked) + 2 + len(shown) <= width:
+            marked.append(f"  {shown}", style="dim")
+        elif shown:
+            further = wrap_lines(f"  {shown}", width, INSN_LINES, "  ")
+            for each in further:
+                each.stylize("dim")
+            found += further
     return found
 
 

@@ -15,6 +15,7 @@ from emulated_kernel.guests.linux.initramfs import ROOTS
 from emulated_kernel.guests.linux.kernel_offsets import STACK_TOP
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
+from emulated_kernel.machine.traps.trap import GuestFault
 from stress.hostile.corruption import Readers, Watched
 from tests.guests.linux import debian_kernel
 
@@ -96,6 +97,13 @@ def readers(engine: LinuxEngine) -> Readers:
     pages = PageReporting(machine.memory, tasks.root, tasks.facts)
     cells = (tasks.current_cell, tasks.per_cpu + tasks.facts.per_cpu[STACK_TOP])
 
+    def adopt() -> object:
+        try:
+            table = TaskTable(machine.memory, structs, *cells)
+        except GuestFault as fault:
+            return fault
+        return table.adopt(tasks.init.address)
+
     def lstat() -> object:
         files._answers.clear()
         files.__dict__.pop("_roots", None)
@@ -107,7 +115,7 @@ def readers(engine: LinuxEngine) -> Readers:
         "lstat again": lambda: files.lstat("/scratch/file"),
         "fstat": lambda: [files.fstat(fd) for fd in ROOTS.values()],
         "is_seekable": lambda: [files.is_seekable(fd) for fd in ROOTS.values()],
-        "adopt": lambda: TaskTable(machine.memory, structs, *cells).adopt(tasks.init.address),
+        "adopt": adopt,
         "free pages": lambda: [*islice(pages._blocks(), 4096)],
         "zones": lambda: PageReporting(machine.memory, tasks.root, tasks.facts),
     }

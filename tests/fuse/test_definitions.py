@@ -463,7 +463,7 @@ def test_a_mount_begins_with_its_files(
             switch = Path(running.path("tracing/events/kprobes/one/enable"))
 
             eventually(lambda: switch.exists() and switch.read_text() == "1\n")
-            eventually(lambda: "serving" in running.log)
+            eventually(lambda: "20.probes" in running.log)
             told = running.log
     else:
         result = kprobefs("mount", str(directory), program=REAL_PROGRAM)

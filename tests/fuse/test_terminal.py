@@ -294,7 +294,7 @@ def test_the_code_of_an_opened_probe_scrolls_to_its_end_and_no_further(watched: 
 
 
 def test_patched_bytes_are_marked() -> None:
-    lines = marked_bytes("original 0f 1f 44 00\ncurrent  e8 1f 45 00")
+    lines = marked_bytes("original 0f 1f 44 00\ncurrent  e8 1f 45 00", 80)
     assert [line.plain.split() for line in lines] == [
         ["original", "0f", "1f", "44", "00"],
         ["current", "[e8]", "1f", "[45]", "00"],

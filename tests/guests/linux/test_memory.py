@@ -14,7 +14,7 @@ from tests.guests.linux import debian_kernel
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
-LIMIT = 120 << 10
+LIMIT = 126 << 10
 """KiB of VmRSS, in which are pages of libraries and the snapshot that mounts share; while all functions
 are traced, of what is this mount's alone."""
 TRACERS = ("function", "function_graph")
