@@ -108,7 +108,7 @@ class Limits:
     def __init__(self, values: Mapping[Limit, int | None] = MappingProxyType({})) -> None:
         self._values = {**DEFAULTS, **values}
         self.open_files = 0
-        """Number of open files and directories of all mounts."""
+        """Number of open files and directories of all mounts, which the mounts keep up to date."""
         self._by_user: Counter[int] = Counter()
         """Uid of a user other than root -> number of open files; without users that have none."""
 
@@ -123,19 +123,15 @@ class Limits:
         """Number of open files of the user other than root who has most."""
         return max(self._by_user.values(), default=0)
 
-    def count_open(self, uid: int, change: int) -> None:
-        """Count an open (1) or a close (-1) of a file by a user."""
-        self.open_files += change
-        if uid:
-            self._by_user[uid] += change
-            if not self._by_user[uid]:
-                del self._by_user[uid]
+    def count_user(self, uid: int, change: int) -> None:
+        """Count an open (1) or a close (-1) of a file by a user other than root."""
+        self._by_user[uid] += change
+        if not self._by_user[uid]:
+            del self._by_user[uid]
 
-    def check_open(self, uid: int) -> None:
-        """Check that a user may open one more file. Raises: KernelError ENFILE."""
-        self.check(Limit.OPEN_FILES, self.open_files)
-        if uid:
-            self.check(Limit.USER_OPEN_FILES, self._by_user[uid])
+    def check_user(self, uid: int) -> None:
+        """Check that a user other than root may open one more file. Raises: KernelError ENFILE."""
+        self.check(Limit.USER_OPEN_FILES, self._by_user[uid])
 
     def open_file_lines(self) -> Iterator[str]:
         """Yield the lines of machine/limits for open files, which all mounts share."""

@@ -20,7 +20,7 @@ from time import monotonic, sleep
 
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.limits import Limits
+from emulated_kernel.util.limits import Limit, Limits
 from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, still_there
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory
@@ -308,7 +308,9 @@ class Mount:
 
     def _check_room(self, limits: Limits, fs: FileSystem, path: str, client: Client) -> None:
         try:
-            limits.check_open(client.uid)
+            limits.check(Limit.OPEN_FILES, limits.open_files)
+            if client.uid:
+                limits.check_user(client.uid)
         except KernelError:
             # The files that raise the limit can be opened beyond the limit.
             if not fs.is_always_open(path):
@@ -325,7 +327,9 @@ class Mount:
             self.acting.add(handle)
         if self._limits is not None:
             self._users[handle] = client.uid
-            self._limits.count_open(client.uid, 1)
+            self._limits.open_files += 1
+            if client.uid:
+                self._limits.count_user(client.uid, 1)
         return handle
 
     def _opened(self, handle: int) -> FileDescription:
@@ -434,7 +438,9 @@ class Mount:
         self._pollers.pop(handle, None)
         user = self._users.pop(handle, None)
         if self._limits is not None and user is not None:
-            self._limits.count_open(user, -1)
+            self._limits.open_files -= 1
+            if user:
+                self._limits.count_user(user, -1)
         if opened is not None:
             try:
                 opened.release()
@@ -504,8 +510,9 @@ class Mount:
         users = list(self._users.values())
         self._users = {}
         if self._limits is not None:
-            for uid in users:
-                self._limits.count_open(uid, -1)
+            self._limits.open_files -= len(users)
+            for uid in filter(None, users):
+                self._limits.count_user(uid, -1)
         # All file systems are closed, even if closing one of them fails.
         with ExitStack() as closing:
             for fs in reversed(self._file_systems):

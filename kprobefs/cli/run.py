@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from kprobefs.cli.as_system import System
     from kprobefs.cli.trace import TraceSession
 
+READ_TIMEOUT = 1.0
+"""Seconds after which the read of a process's environment is given up, also on a busy host."""
+
 # Loaded before a fork, because nothing may be loaded afterwards.
 _libc = ctypes.CDLL(None)
 
@@ -222,7 +225,7 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
     A process whose memory does not answer gets no signal.
     """
     mark = os.fsencode(f"KPROBEFS={directory}")
-    memory = ProcessMemory()
+    memory = ProcessMemory(READ_TIMEOUT)
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):
             if pid == os.getpid() or os.getsid(pid) != session:

@@ -122,17 +122,18 @@ class _Helper:
         path: str,
         pieces: Sequence[tuple[int, int]],
         waiting: Callable[[], AbstractContextManager[object]],
+        timeout: float,
     ) -> list[bytes] | None:
         """Return the data of the pieces of a file, or None if it is unreadable.
 
-        `waiting`: see ProcessMemory. Raises: OSError, _GivenUpError.
+        `waiting`, `timeout`: see ProcessMemory. Raises: OSError, _GivenUpError.
         """
         assert self.process.stdin is not None
         name = os.fsencode(path)
         request = [_SIZE.pack(len(name)), name, _SIZE.pack(len(pieces))]
         request += [_PIECE.pack(offset, length) for offset, length in pieces]
         os.write(self.process.stdin.fileno(), b"".join(request))
-        deadline = monotonic() + TIMEOUT
+        deadline = monotonic() + timeout
         if not self._answers_within(PATIENCE):
             with waiting():
                 self._answers_within(deadline - monotonic())
@@ -178,9 +179,11 @@ class _Helper:
 
 
 class ProcessMemory:
-    """Reads files of /proc that can block. A read that takes longer than TIMEOUT fails. Thread-safe."""
+    """Reads files of /proc that can block. A read that takes too long fails. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = TIMEOUT) -> None:
+        """Start without helpers. `timeout`: seconds after which a read is given up."""
+        self._timeout = timeout
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Returns a context manager for a long wait, during which another thread takes requests.
 
@@ -197,13 +200,13 @@ class ProcessMemory:
         """Return the data of the pieces (offset, size) of a file, or None if the file is unreadable.
 
         A negative size means a C string of at most that many bytes, without its NUL.
-        Hazard: a read can take TIMEOUT, so no caller may hold the control lock.
+        Hazard: a read can take the whole timeout, so no caller may hold the control lock.
         Raises: TimeoutError (the read was given up or not tried; `failures` counts it).
         """
         helper = None
         try:
             helper = self._take(path)
-            found = helper.read(path, pieces, self.waiting)
+            found = helper.read(path, pieces, self.waiting, self._timeout)
         except (_GivenUpError, OSError, subprocess.SubprocessError) as error:
             self._abandon(helper, path)
             raise TimeoutError(f"{path}: no answer") from error
