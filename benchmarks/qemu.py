@@ -1,4 +1,4 @@
-"""kprobefs beside virtual machines: the same kernel, module and script, in turns.
+"""Comparison of kprobefs with virtual machines: the same kernel, module and script, in turns.
 
 The sides run Debian's kernel: QEMU without KVM (TCG), kprobefs's own kprobes over that kernel, and virtme-ng
 where it can use KVM. `--sides` adds `kernel`: kprobefs with the kernel's own kprobes. All sides run
@@ -441,7 +441,9 @@ def write(options: argparse.Namespace, sides: Sequence[Side], skipped: Sequence[
     if not marker:
         raise SystemExit(f"{readme}: the lines {MARKERS} are missing")
     report = f"[the report](docs/reports/{name})"
-    text = f"Debian's kernel beside QEMU without KVM, by the same script; {report} has the\n"
+    text = (
+        f"Debian's kernel under kprobefs and under QEMU without KVM, with the same script; {report} has the\n"
+    )
     text += "commit, the machine and the spread:\n\n"
     text += "\n".join(table(sides, has_spread=False))
     readme.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")

@@ -27,7 +27,7 @@ BY_MODE = [
 Measure = Callable[[int, int], tuple[float, ...]]
 """Function from hits a round and number of rounds to the nanoseconds of a hit, or its count, by round."""
 COUNTS = {"traps": "traps a hit here", "instructions": "guest instructions a hit here"}
-"""What is counted -> start of the labels of its rows."""
+"""Name of a count -> beginning of the labels of its rows."""
 
 
 @dataclass(frozen=True)

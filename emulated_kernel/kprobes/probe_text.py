@@ -20,7 +20,7 @@ _LANDING = {
     "call": " (the call leads here)",
     "breakpoint": " (a hit leads here)",
 }
-"""What leads to the code -> end of the title of the part at which it arrives."""
+"""Instruction that leads to the code -> text behind the title of the part that it leads to."""
 
 
 class ProbeText:

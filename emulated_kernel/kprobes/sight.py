@@ -7,10 +7,10 @@ from enum import IntEnum
 
 
 class Sight(IntEnum):
-    """What handlers of a probe can see."""
+    """Kind of data that the handlers of a probe can read at a hit."""
 
     NOTHING = 0
-    """That the hit happens, when, and in which task."""
+    """Only the hit itself, its time and its task."""
     REGISTERS = 1
     """Also the registers, so that they see numbers which a system call takes and returns."""
     MEMORY = 2
@@ -25,4 +25,4 @@ class LimitedSight(ABC):
     @property
     @abstractmethod
     def sight(self) -> Sight:
-        """What the handlers can see of the system call in which the probe is hit."""
+        """Data that the handlers can read about the system call in which the probe is hit."""

@@ -371,7 +371,7 @@ class FileDescription:
     def poll(self, notify: Callable[[], None] | None) -> int:
         """Return the mask of ready poll events. Lock: either.
 
-        `notify`: called once when the mask changes; None: nobody waits for a change.
+        `notify`: called once when the mask changes; None: no client waits for a change.
         """
         return ALWAYS_READY
 

@@ -25,7 +25,7 @@ ST_FLAGS = 0x1026
 PROC = b"proc"
 MS_RDONLY = 1
 MS_MAGIC = 0xC0ED0000
-"""What old programs pass in addition. Mirrors: MS_MGC_VAL."""
+"""Flag of mount(2) that old programs add; it has no effect. Mirrors: MS_MGC_VAL."""
 MS_MAGIC_MASK = 0xFFFF0000
 MS_NOT_NEW = 0x20 | 0x1000 | 0x2000 | 1 << 17 | 1 << 18 | 1 << 19 | 1 << 20
 """Flags with which mount(2) mounts no new file system."""

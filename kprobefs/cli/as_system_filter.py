@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Kind(Enum):
-    """What a system call of the filter does."""
+    """Kind of a system call that the filter passes to kprobefs."""
 
     STATFS = "statfs"
     FSTATFS = "fstatfs"

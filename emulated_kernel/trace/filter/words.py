@@ -17,7 +17,7 @@ def _no_function(_place: str | int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class FilterWords:
-    """What a kernel's filters have in addition to those of Linux 6.1."""
+    """Features of event filters that later kernels have and Linux 6.1 does not."""
 
     interface: Interface = LINUX_6_1
     cpus: int = 1

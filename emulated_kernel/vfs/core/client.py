@@ -31,7 +31,7 @@ class Client(NamedTuple):
     is_calling: bool = True
     """False if the process's system call is not for the file, because the host's kernel fills its page cache.
 
-    Hazard: the page may belong to the memory that the system call names, and nobody can read it before.
+    Hazard: the system call may name memory in that page, which cannot be read until the page is filled.
     """
 
 

@@ -53,7 +53,7 @@ class _LimitsFile:
             Limit.USER_HIST_BYTES: lambda: trace.arrays.hist_memory.most_by_user,
             Limit.USER_RECORD_BYTES: lambda: trace.arrays.record_memory.most_by_user,
         }
-        # What the kernel itself has room for may be less than the limit.
+        # The kernel may have room for fewer probes or instances than the limit allows.
         self._room: dict[Limit, Callable[[], int]] = {
             Limit.PROBES: lambda: trace.system.events.ids_left,
             Limit.INSTANCES: lambda: self._records.room_for(*trace.arrays.instance_memory()),
