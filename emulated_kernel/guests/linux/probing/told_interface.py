@@ -20,10 +20,13 @@ _LONGEST = 256
 def profile_of(kernel: LinuxKernel) -> Profile:
     """Return the profile for a kernel: the kernel's own interface, and the probe rules of its version."""
     series = series_of(kernel.release)
-    wanted = ProbeRule.of(series)
-    fitting = [name for name, rules in PROBE_RULES.items() if rules <= wanted]
-    rules = max(fitting, key=lambda name: len(PROBE_RULES[name]))
-    return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
+    name = f"linux-{series}"
+    rules = name
+    if name not in PROBE_RULES:
+        wanted = ProbeRule.of(series)
+        fitting = [each for each, rules in PROBE_RULES.items() if rules <= wanted]
+        rules = max(fitting, key=lambda each: len(PROBE_RULES[each]))
+    return Profile(name, interface=KERNEL_INTERFACE, probe_rules=rules)
 
 
 def told_interface(kernel: LinuxKernel) -> Interface:
