@@ -95,7 +95,7 @@ def test_an_exception_table_forbids_its_own_instructions_only() -> None:
         (MOV + "ff542408" + MOV, (RejectReason.NOT_BOOSTABLE, 3)),
         (MOV + "66e90000" + MOV, (RejectReason.NOT_BOOSTABLE, 3)),
         (MOV + "90fb" + "f4" + MOV, (RejectReason.DELAYS_INTERRUPTS, 4)),
-        (MOV + RET, (RejectReason.NO_ROOM, 0)),
+        (MOV + RET, (RejectReason.REGION_TOO_SHORT, 0)),
     ],
 )
 def test_refusals(code: str, expected: tuple[RejectReason, int]) -> None:

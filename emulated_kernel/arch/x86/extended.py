@@ -33,7 +33,7 @@ def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
     if addr in analysis.layout.entry_text:
         return Rejection(RejectReason.ENTRY_TEXT, addr)
     if function.end - addr < JMP32_SIZE:
-        return Rejection(RejectReason.NO_ROOM, addr)
+        return Rejection(RejectReason.REGION_TOO_SHORT, addr)
     flow = analysis.flow
     undecodable = flow.hazards.get(RejectReason.UNDECODABLE)
     if undecodable is not None:
