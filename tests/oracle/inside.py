@@ -42,7 +42,6 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.parts import guest_of
-from tests.profiles import LINUX_6_12
 
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
@@ -491,7 +490,7 @@ def main() -> int:
         profile = profile_of(kernel)
         interface = detect_interface(kernel)
     else:
-        profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
+        profile = profile_named(options.profile)
         interface = interface_named(profile.interface)
     rules = probe_rules_named(profile.probe_rules)
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
