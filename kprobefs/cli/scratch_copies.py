@@ -71,7 +71,7 @@ def _copy(source: Path, scratch: Path, copied: dict[Path, Path], made: list[Path
         target.chmod(stat.S_IMODE(source.stat().st_mode))
 
 
-def tell_of_results(scratch: Path) -> None:
+def report_results(scratch: Path) -> None:
     """Report the files that a command has left in the scratch/ of a temporary mount."""
     with suppress(OSError):
         _report(sorted(os.listdir(scratch)), "created in scratch/, which is removed with this mount")
