@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, AssemblyOwner, HandlerPoint
@@ -14,12 +15,12 @@ from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, PostHandler, PreH
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
-MOST_HANDLERS = 400
+MAX_HANDLERS = 400
 """Maximum number of handlers that one request compiles, and therefore of compiled handlers of one address.
 
 Python calls thousands of handlers as fast as the emulator does.
 """
-COSTS_KEPT = 63
+MAX_LATEST = 63
 """Number of latest hits whose cost is kept; it is odd, so that the median is one of the costs."""
 
 JPROBE = "j"
@@ -52,7 +53,7 @@ class HitCost:
     def kept(self) -> deque[int]:
         """Return `latest`, to which the cost of each hit is appended."""
         if self.latest is None:
-            self.latest = deque(maxlen=COSTS_KEPT)
+            self.latest = deque(maxlen=MAX_LATEST)
         return self.latest
 
     def text(self, hits: int) -> str:
@@ -196,17 +197,17 @@ class AggrKprobe(AssemblyOwner):
         """Whether the true result of the pre_handler that ended the latest hit leaves that hit open."""
         return self._stopped_by is not None and self._stopped_by.break_handler is not None
 
-    def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, int]]:
+    def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
         """Iterate over the guest code that hits run: stub, detour and compiled detour.
 
-        Each item is the entry address, the code, and the number of bytes of probed text that the code copies.
+        Each item is the entry address, the code, and the region that the code copies, or None for a stub.
         """
         if self.stub is not None:
-            yield self.stub.entry, self.stub, 0
+            yield self.stub.entry, self.stub, None
         if self.detour is not None:
-            yield self.detour.address, self.detour, self.detour.length
+            yield self.detour.address, self.detour, self.detour.region
             if self.compiled is not None:
-                yield self.compiled.entry, self.compiled, self.detour.length
+                yield self.compiled.entry, self.compiled, self.detour.region
 
     # Members
 
@@ -337,7 +338,7 @@ class AggrKprobe(AssemblyOwner):
     @property
     def may_compile(self) -> bool:
         """Whether compiling the handlers may succeed."""
-        if self.is_python or not 0 < self.nr_handlers <= MOST_HANDLERS:
+        if self.is_python or not 0 < self.nr_handlers <= MAX_HANDLERS:
             return False
         return not any(_runs_python(kprobe) for kprobe in self._enabled())
 

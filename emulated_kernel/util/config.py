@@ -17,7 +17,7 @@ DEFAULT_RUN_BUDGET = 1.0
 """Default of MachineConfig.run_budget in seconds."""
 HOST = "host"
 """Value of option --image that selects the kernel that the host runs, in place of a path."""
-MOST_SEED = (1 << 63) - 1
+MAX_SEED = (1 << 63) - 1
 """Largest seed of the virtual clock; the smallest is 0."""
 DEFAULT_SEED = 1
 IMAGE_LIMIT = 1 << 30
@@ -77,6 +77,11 @@ class MachineConfig:
     """Maximum wall time of one guest run, in seconds. A guest that runs longer counts as looping."""
     profile: str = "linux-6.1"
     """Set of kprobes features to emulate: a key of PROFILES."""
+    strategy: str | None = None
+    """Optimization policy: "extended", which also optimizes where Linux refuses.
+
+    None takes the profile's policy.
+    """
     save_regs: str | None = None
     """Registers that compiled handlers save: "live" or "all"; None takes the profile's value."""
     return_hook: str | None = None

@@ -28,7 +28,7 @@ from kprobefs.mount_options import Builder, MountOptions
 END_TIMEOUT = 5.0
 """Maximum seconds that the daemon may take to end before it is killed."""
 POLL_INTERVAL = 0.01
-MOST_ENVIRONMENT = 4 << 20
+MAX_ENVIRONMENT = 4 << 20
 """Maximum bytes of a process's environment that are read. Linux limits it, with arguments, to 6 MiB."""
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def run(
             with closing(runner.system) if runner.system is not None else nullcontext():
                 status = runner.run(directory, tracing)
             if tracing is not None:
-                from kprobefs.cli.scratch_copies import tell_of_results
+                from kprobefs.cli.scratch_copies import report_results
 
-                tell_of_results(base / "mnt" / "scratch")
+                report_results(base / "mnt" / "scratch")
             return status
     except CliError:
         # An interrupt from the terminal ends the start of the daemon too.
@@ -135,9 +135,9 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
 def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
     """Return a runner of `command`, and let it handle signals.
 
-    If records are printed as JSON, the command's standard output goes to standard error.
+    If records with a syntax are printed, the command's standard output goes to standard error.
     """
-    runner = _Runner(command, 2 if tracing is not None and tracing.as_json else None)
+    runner = _Runner(command, 2 if tracing is not None and tracing.takes_output else None)
     for number in SIGNALS:
         signal.signal(number, runner.on_signal)
     return runner
@@ -160,8 +160,11 @@ class _Runner:
 
     def run(self, directory: str, tracing: TraceSession | None) -> int:
         """Run the command; return its exit status as in a shell. Raises: CliError (it can't be started)."""
-        with tracing.attached(directory, self._command) if tracing else nullcontext() as place:
-            return self._run(directory, place)
+        if tracing is None:
+            return self._run(directory, None)
+        with tracing.attached(directory, self._command) as place:
+            tracing.status = self._run(directory, place)
+            return tracing.status
 
     def _run(self, directory: str, place: str | None) -> int:
         if self.pending:
@@ -233,7 +236,7 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
             descriptor = os.pidfd_open(pid)
             try:
                 # What is read now is of the process that the descriptor holds, or of none.
-                environment = memory.read(f"/proc/{pid}/environ", [(0, MOST_ENVIRONMENT)])
+                environment = memory.read(f"/proc/{pid}/environ", [(0, MAX_ENVIRONMENT)])
                 if environment is not None and mark in environment[0].split(b"\0"):
                     signal.pidfd_send_signal(descriptor, number)
                     signal.pidfd_send_signal(descriptor, signal.SIGCONT)

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.text.stale_fetch import WINDOW
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import Bench, Expected, Pieces, State
+from tests.kprobes.optimizer.regions import Bench, Expected, Live, Pieces, State
 
 MAX_STEPS = 1 << 10
 
 
 @dataclass(frozen=True)
-class Standing:
+class CpuState:
     """State of a CPU at a position.
 
     `memory` contains the memory that it has written so far, and `hits` is the number of hits to come.
@@ -40,16 +39,16 @@ class OtherCpu:
 
     probed: Probed
     bench: Bench
-    end: int
-    """Address after the region."""
+    exits: tuple[int, ...]
+    """Addresses to which the region leads; the first one is the address after it."""
     start: State
     """Registers at the first instruction of the region."""
     count: Callable[[], int]
     """Function that returns the number of hits so far."""
     own: Callable[[], Pieces]
     """Function that returns the per-CPU cells that handlers write, with their current contents."""
-    live: LiveRegisters
-    """Registers and flags that must be the same after the region."""
+    live: Live
+    """Address of an exit -> registers and flags that must be the same there."""
     loose_flags: int = 0
     """Flags that may differ nevertheless."""
     expected: Expected = field(init=False)
@@ -64,15 +63,20 @@ class OtherCpu:
         text = self.probed.kernel.machine.text
         watcher, text.watcher = text.watcher, None
         try:
-            with self.bench.until(self.end):
+            with self.bench.until(*self.exits):
                 yield
         finally:
             text.watcher = watcher
 
-    def at_start(self, hits: int) -> Standing:
-        return Standing("at the probe", self.start, (), hits)
+    @property
+    def end(self) -> int:
+        """Address after the region."""
+        return self.exits[0]
 
-    def standings(self, places: Mapping[int, str], hits: int) -> list[Standing]:
+    def at_start(self, hits: int) -> CpuState:
+        return CpuState("at the probe", self.start, (), hits)
+
+    def standings(self, places: Mapping[int, str], hits: int) -> list[CpuState]:
         """Return the states at the first visit of each address in a run from the start.
 
         `places` is address -> description, and `hits` is the number of hits of the whole run.
@@ -83,7 +87,7 @@ class OtherCpu:
         ctlblk, trap_size = self.probed.kernel.kprobes.hits.ctlblk, len(self.probed.kernel.arch.breakpoint)
         usual = {addr: machine.breakpoints.get(addr) for addr in places}
         counted = self.count()
-        found: dict[int, Standing] = {}
+        found: dict[int, CpuState] = {}
         unmet = {addr: ExitStack() for addr in places}
 
         def meet(regs: Regs) -> None:
@@ -91,7 +95,7 @@ class OtherCpu:
             regs.ip = addr = behind - trap_size
             to_come = hits - (self.count() - counted)
             state, memory = regs.snapshot(), [*self.bench.changed(), *self.own()]
-            found[addr] = Standing(places[addr], state, memory, to_come, ctlblk.running)
+            found[addr] = CpuState(places[addr], state, memory, to_come, ctlblk.running)
             unmet[addr].close()
             handler = usual[addr]
             if handler is not None:
@@ -105,11 +109,11 @@ class OtherCpu:
             until_met.close()
         return list(found.values())
 
-    def problem(self, standing: Standing) -> str | None:
+    def problem(self, standing: CpuState) -> str | None:
         """Continue from a state with the current text, and return the problem, or None."""
         return self._compare(standing, standing.registers, standing.hits)
 
-    def stale_problem(self, standing: Standing, window: bytes, targets: Iterable[int]) -> str | None:
+    def stale_problem(self, standing: CpuState, window: bytes, targets: Iterable[int]) -> str | None:
         """Continue from a state with stale fetched bytes, and return the problem, or None.
 
         The CPU executes the bytes of `window`, and reads memory again after them. `targets` are the
@@ -126,7 +130,7 @@ class OtherCpu:
             machine.text.poke(at, before)
         return problem and f"{standing.what}, stale {window[:8].hex()}: {problem}"
 
-    def _step_window(self, standing: Standing, window: bytes, targets: Iterable[int]) -> str | None:
+    def _step_window(self, standing: CpuState, window: bytes, targets: Iterable[int]) -> str | None:
         """Continue with the current text after the first instruction of `window`, and after all of them."""
         text, first = self.probed.kernel.machine.text, standing.ip
         now = text.current(first, WINDOW)
@@ -150,7 +154,7 @@ class OtherCpu:
                 return problem
         return self._compare(standing, state, standing.hits) if steps != 1 else None
 
-    def _compare(self, standing: Standing, registers: State, hits: int) -> str | None:
+    def _compare(self, standing: CpuState, registers: State, hits: int) -> str | None:
         self._put(standing)
         ctlblk = self.probed.kernel.kprobes.hits.ctlblk
         ctlblk.set_running(standing.running)
@@ -164,7 +168,7 @@ class OtherCpu:
             return f"{standing.what}: {counted} hits instead of {hits}"
         return None
 
-    def _put(self, standing: Standing) -> None:
+    def _put(self, standing: CpuState) -> None:
         write = self.probed.kernel.machine.memory.write
         for addr, data in standing.memory:
             write(addr, data)

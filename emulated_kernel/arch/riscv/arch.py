@@ -33,6 +33,7 @@ class Riscv(Arch):
     """Whether the kernel uses instructions of 2 bytes (RVC)."""
     max_insn_size = RVI_SIZE + len(encoder.EBREAK)
     jump_size = encoder.JUMP_SIZE
+    jump_back_size = encoder.LONG_JUMP_SIZE
     call_size = encoder.LONG_JUMP_SIZE
     call_link = "t0"
     strategies = MappingProxyType(STRATEGIES)
@@ -63,7 +64,7 @@ class Riscv(Arch):
     detour_jump = staticmethod(detours.detour_jump)
     around_handler = staticmethod(detours.around_handler)
     repetition = staticmethod(detours.repetition)
-    kept_by_calls = frozenset(f"s{n}" for n in range(12))
+    callee_saved = frozenset(f"s{n}" for n in range(12))
     trampoline_slot = -16
 
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:

@@ -43,15 +43,16 @@ class X86(Arch):
     breakpoint = INT3
     max_insn_size = MAX_INSN_SIZE
     jump_size = out_of_line.JMP32_SIZE
+    jump_back_size = out_of_line.JMP32_SIZE
     call_size = out_of_line.JMP32_SIZE
-    seen_ip = 1
+    handler_ip_offset = 1
     general_registers = frozenset((*REGISTER_NAMES, "ip", "flags"))
     return_size = 1
     max_repetition = 32
     strategies = MappingProxyType(STRATEGIES)
     max_detour = detours.MAX_DETOUR
     max_copied = detours.MAX_COPIED
-    max_detoured = MAX_INSN_SIZE + out_of_line.DISP32_SIZE
+    max_detoured = detours.MAX_DETOURED
     trap_flag = TF
     trap_flag_lead = b"\x9c\x80\x4c\x24\x01\x01\x9d"  # pushf; orb $TF >> 8, 1(%sp); popf
     no_return_hook = ("__switch_to",)
@@ -101,6 +102,9 @@ class X86(Arch):
     def relocated(self, region: Region, to: int) -> bytes:
         return detours.relocated(region, to, self.bits)
 
+    def original_place(self, region: Region, copied: int, address: int) -> tuple[int, int]:
+        return detours.original_place(region, copied, address, self.bits)
+
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
         absolute = b"\x0c\x25" if self.bits == 64 else b"\x0d"
         wide = b"\x48" if self.bits == 64 else b""
@@ -135,7 +139,7 @@ class X86_64(X86):
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_64", width=30)
     assembler = X86Assembler(64)
     returns = X86ReturnCode(FRAME_64, "ax dx bx bp r12 r13 r14 r15")
-    kept_by_calls = frozenset(["bx", "bp", "r12", "r13", "r14", "r15"])
+    callee_saved = frozenset(["bx", "bp", "r12", "r13", "r14", "r15"])
     trampoline_slot = -8
     has_ops_trampolines = True
     _frame = FRAME_64
@@ -156,6 +160,6 @@ class I386(X86):
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_32", width=30)
     assembler = X86Assembler(32)
     returns = X86ReturnCode(FRAME_32, "ax dx bx bp si di")
-    kept_by_calls = frozenset(["bx", "bp", "si", "di"])
+    callee_saved = frozenset(["bx", "bp", "si", "di"])
     trampoline_slot = -4
     _frame = FRAME_32
