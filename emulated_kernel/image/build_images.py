@@ -147,8 +147,8 @@ TARGETS["x86_64-retpoline"] = replace(
     has_types=False,
 )
 
-# Has landing pads at the entries of C functions and no jump tables, like distributions' kernels since 6.2 with
-# CONFIG_X86_KERNEL_IBT. Tests load it by its path.
+# Has landing pads at the entries of C functions and no jump tables, as CONFIG_X86_KERNEL_IBT builds a kernel.
+# Tests load it by its path.
 TARGETS["x86_64-ibt"] = replace(
     TARGETS["x86_64"],
     flags=TARGETS["x86_64"].flags.replace("-fcf-protection=none", "-fcf-protection=branch -fno-jump-tables"),

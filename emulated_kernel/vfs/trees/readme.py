@@ -144,7 +144,7 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
   available_events        - <group>:<event> of every event
   set_event               - the enabled ones; takes <group>:<event>, with * or nothing for any, or a
                             name of either kind; ! before it disables, and "echo > set_event" all
-{further}  set_event_pid           - only their events are recorded; with option event-fork their children's too
+{further}  set_event_pid           - only their events are recorded; option event-fork adds their children
   set_event_notrace_pid   - tasks whose events are not
   events/header_page      - the layout of a binary page, and in header_event of what precedes a record
   events/enable           - 0 or 1 for all events

@@ -20,26 +20,23 @@ _LONGEST = 256
 def profile_of(kernel: LinuxKernel) -> Profile:
     """Return the profile for a kernel: the kernel's own interface, and the probe rules of its version."""
     series = series_of(kernel.release)
-    name = f"linux-{series}"
-    rules = name
-    if name not in PROBE_RULES:
-        wanted = ProbeRule.of(series)
-        fitting = [each for each, rules in PROBE_RULES.items() if rules <= wanted]
-        rules = max(fitting, key=lambda each: len(PROBE_RULES[each]))
-    return Profile(name, interface=KERNEL_INTERFACE, probe_rules=rules)
+    wanted = ProbeRule.of(series)
+    fitting = [name for name, rules in PROBE_RULES.items() if rules <= wanted]
+    rules = max(fitting, key=lambda name: len(PROBE_RULES[name]))
+    return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
 
 
-def told_interface(kernel: LinuxKernel) -> Interface:
+def detect_interface(kernel: LinuxKernel) -> Interface:
     """Return a kernel's interface, by its own texts. Rules without a sign in them follow from its version."""
     texts = _error_table(kernel)
     series = series_of(kernel.release)
     readme = _text(kernel, _README)
-    told = "\n".join([*texts, readme])
+    found = "\n".join([*texts, readme])
     return Interface(
         f"linux-{series}",
         kernel.release,
         # A dump may lack these pages.
-        InterfaceRule.told(series, told) if texts and readme else InterfaceRule.of(series),
+        InterfaceRule.detected(series, found) if texts and readme else InterfaceRule.of(series),
         {error: text for error in ProbeError for text in error.texts[1:] if text in texts},
     )
 
