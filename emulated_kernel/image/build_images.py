@@ -147,6 +147,14 @@ TARGETS["x86_64-retpoline"] = replace(
     has_types=False,
 )
 
+# Has landing pads at the entries of C functions and no jump tables, as CONFIG_X86_KERNEL_IBT builds a kernel.
+# Tests load it by its path.
+TARGETS["x86_64-ibt"] = replace(
+    TARGETS["x86_64"],
+    flags=TARGETS["x86_64"].flags.replace("-fcf-protection=none", "-fcf-protection=branch -fno-jump-tables"),
+    has_modules=False,
+)
+
 
 @dataclass(frozen=True)
 class Built:
