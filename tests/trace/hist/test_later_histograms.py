@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.util.errors import KernelError
-from tests.profiles import LINUX_6_12, LINUX_7_2
 
 EVENT = "tracing/events/kprobes/calls"
 DEFINITION = "p:calls gcd a=%di:u64 b=%si:u64"
@@ -16,7 +16,7 @@ DEFINITION = "p:calls gcd a=%di:u64 b=%si:u64"
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    with Kernel(profile=LINUX_6_12) as kernel:
+    with Kernel(profile=profile_named("linux-6.12")) as kernel:
         kernel.write_file("tracing/kprobe_events", DEFINITION)
         yield kernel
 
@@ -53,7 +53,7 @@ def test_a_call_chain_has_its_common_name(kernel: Kernel, key: str) -> None:
 @pytest.mark.parametrize(("key", "shown"), [("common_comm", "common_comm"), ("comm", "comm")])
 def test_the_name_of_the_task_is_a_key(key: str, shown: str) -> None:
     """The name of a key in `hist` is that of the field, but the trigger shows only common_comm."""
-    with Kernel(profile=LINUX_7_2) as later:
+    with Kernel(profile=profile_named("linux-7.2")) as later:
         later.write_file("tracing/kprobe_events", DEFINITION)
         later.write_file(f"{EVENT}/trigger", f"hist:keys={key},a:vals=b:sort={key}")
         assert later.read_file(f"{EVENT}/trigger") == (
