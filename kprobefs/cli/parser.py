@@ -464,7 +464,10 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "for reproducible traces",
     )
     group.add_argument(
-        "--cpus", type=_cpus, default=1, metavar="N", help="number of CPUs (default: %(default)s)"
+        "--cpus",
+        type=_cpus,
+        metavar="N",
+        help="number of CPUs (default: 1; with run --as-system that of the host)",
     )
     group.add_argument(
         "--seed",
