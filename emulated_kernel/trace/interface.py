@@ -175,13 +175,47 @@ class InterfaceRule(LinuxRule):
         "7.2",
         "the files `show_event_filters` and `show_event_triggers`",
         "kernel/trace/trace_events.c:create_event_toplevel_files",
-        "show_event_filters",
     )
     EVENT_MODULES = (
         "7.2",
         "`set_event` takes `EVENT:mod:MODULE`, and keeps it for a module that is not loaded",
         "kernel/trace/trace_events.c:ftrace_set_clr_event",
         ":mod:<module>",
+    )
+    OPTION_HASH_PTR = (
+        "6.1",
+        "the trace option `hash-ptr`",
+        "kernel/trace/trace.h:TRACE_FLAGS",
+    )
+    OPTION_FIELDS = (
+        "6.12",
+        "the trace option `fields` shows the values of all fields in place of an event's format",
+        "kernel/trace/trace_output.c:print_event_fields",
+    )
+    OPTION_PRINTK_DEST = (
+        "6.12",
+        "the trace option `trace_printk_dest` is on in the one trace array that gets trace_printk()",
+        "kernel/trace/trace.c:update_printk_trace",
+    )
+    OPTION_COPY_MARKER = (
+        "7.2",
+        "markers of the top directory go to all trace arrays with the option `copy_trace_marker`",
+        "kernel/trace/trace.c:update_marker_trace",
+    )
+    OPTION_BITMASK_LIST = (
+        "7.2",
+        "the trace option `bitmask-list`",
+        "kernel/trace/trace.h:TRACE_FLAGS",
+    )
+    FIELDS_AS_SYMBOLS = (
+        "7.2",
+        "the option `fields` shows words of 64 bits as symbols, and bytes of strings that cannot be printed",
+        "kernel/trace/trace_output.c:print_fields",
+    )
+    LONG_LINES = (
+        "6.12",
+        "a line of `trace`, and a read of `trace_pipe`, has up to 8155 bytes; earlier 4095",
+        "include/linux/trace_seq.h:TRACE_SEQ_SIZE",
     )
     LONG_MARKERS = (
         "6.12",

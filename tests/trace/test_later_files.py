@@ -67,7 +67,7 @@ def test_functions_that_were_traced_stay_in_touched_functions(kernel: Kernel) ->
     kernel.write_file("tracing/events/kprobes/two/enable", "1")
     kernel.write_file("tracing/events/kprobes/one/enable", "0")
     touched = {each.split()[0]: each for each in kernel.read_file("tracing/touched_functions").splitlines()}
-    assert touched["gcd"] == f"gcd (0){' ' * 11}"
+    assert touched["gcd"] == f"gcd (0){' ' * 11} ->ftrace_stub"
     assert touched["int_sqrt"] in kernel.read_file("tracing/enabled_functions")
     kernel.write_file("tracing/events/kprobes/two/enable", "0")
     kernel.write_file("tracing/kprobe_events", "-:one\n-:two")
@@ -151,3 +151,108 @@ def test_sizes_of_markers(profile: str, longest: int, taken: int, shown: list[in
         assert [len(data.split()) for _, found, data in lines if found] == shown
         assert write(b"x" * longest) == taken
         assert kernel.trace.write_marker(b"y" * 5000) == text
+
+
+def test_options_belong_to_their_versions() -> None:
+    later = {"fields": "6.12", "trace_printk_dest": "6.12", "copy_trace_marker": "7.2", "bitmask-list": "7.2"}
+    for version in ("5.10", "6.1", "6.12", "7.2"):
+        with Kernel(profile=profile_named(f"linux-{version}")) as kernel:
+            text = kernel.read_file("tracing/trace_options")
+            names = {line.removeprefix("no") for line in text.splitlines()}
+            assert names & {*later, "hash-ptr"} == {
+                name for name, since in {**later, "hash-ptr": "6.1"}.items() if since in text_of(version)
+            }
+            if version == "6.1":
+                continue
+            order = [line for line in text.splitlines() if line.removeprefix("no") in later]
+            assert (
+                order
+                == {
+                    "5.10": [],
+                    "6.12": ["nofields", "trace_printk_dest"],
+                    "7.2": ["nofields", "trace_printk_dest", "copy_trace_marker", "nobitmask-list"],
+                }[version]
+            )
+
+
+def text_of(version: str) -> tuple[str, ...]:
+    """The versions up to this one."""
+    versions = ("5.10", "6.1", "6.12", "7.2")
+    return versions[: versions.index(version) + 1]
+
+
+@pytest.mark.parametrize(
+    ("profile", "word", "text"),
+    [
+        ("linux-6.12", "{address:#x} ({signed})", "caf\u00e9"),
+        ("linux-7.2", "gcd+0x0/0x80 ({signed})", "caf... (63:61:66:c3:a9:00)"),
+    ],
+)
+def test_option_fields_shows_all_fields(profile: str, word: str, text: str) -> None:
+    """As Debian's kernels do, also for entries that are no event's."""
+    with Kernel(profile=profile_named(profile)) as kernel:
+        address = kernel.kallsyms_lookup_name("gcd")
+        shown = word.format(address=address, signed=address - (1 << 64))
+        kernel.write_file(
+            "tracing/kprobe_events",
+            "p:all gcd b=\\65:u8 c=\\1:u8 d=\\65535:s16 e=\\-2:s32 f=%di:u64 "
+            'g=\\"caf\u00e9":string h=+0(%sp):u32[3]',
+        )
+        kernel.write_file("tracing/events/kprobes/all/enable", "1")
+        kernel.write_file("tracing/options/fields", "1")
+        kernel.call("gcd", 3, 4)
+        kernel.write_file("tracing/trace_marker", "text")
+        lines = [line for line in kernel.read_file("tracing/trace").splitlines() if line[:1] != "#"]
+        assert lines[0].partition(" all:")[2] == (
+            f" __probe_ip={shown} b='A'(65) c=(1) d=0xffff (65535) e=0xfffffffe (-2) f=0x3 (3) g={text} "
+            "h=<INVALID-SIZE>"
+        )
+        assert lines[1].endswith(": UNKNOWN TYPE 5")
+
+
+def test_markers_go_to_the_arrays_with_copy_trace_marker(kernel: Kernel) -> None:
+    for name in ("one", "two"):
+        kernel.trace_arrays.make(name)
+        assert kernel.read_file(f"tracing/instances/{name}/options/copy_trace_marker") == "0\n"
+    kernel.write_file("tracing/instances/one/options/copy_trace_marker", "1")
+    kernel.write_file("tracing/trace_marker", "first")
+    kernel.write_file("tracing/options/copy_trace_marker", "0")
+    kernel.write_file("tracing/trace_marker", "second")
+    kernel.write_file("tracing/instances/two/trace_marker", "own")
+    assert "first" in kernel.read_file("tracing/trace")
+    assert "second" not in kernel.read_file("tracing/trace")
+    copied = kernel.read_file("tracing/instances/one/trace")
+    assert "first" in copied
+    assert "second" in copied
+    assert "first" not in kernel.read_file("tracing/instances/two/trace")
+    assert "own" in kernel.read_file("tracing/instances/two/trace")
+    kernel.write_file("tracing/instances/one/options/copy_trace_marker", "0")
+    assert refused(kernel, "tracing/trace_marker", "third") == errno.ENODEV
+    kernel.write_file("tracing/options/copy_trace_marker", "1")
+    for name in ("one", "two"):
+        kernel.trace_arrays.remove(name)
+
+
+def test_one_trace_array_gets_trace_printk(kernel: Kernel) -> None:
+    option = "options/trace_printk_dest"
+    paths = {name: f"tracing/instances/{name}/{option}" for name in ("one", "two")}
+    paths["top"] = f"tracing/{option}"
+    for name in ("one", "two"):
+        kernel.trace_arrays.make(name)
+
+    def chosen() -> list[str]:
+        return [name for name, path in paths.items() if kernel.read_file(path) == "1\n"]
+
+    assert chosen() == ["top"]
+    assert refused(kernel, paths["top"], "0") == errno.EINVAL
+    kernel.write_file(paths["one"], "1")
+    assert chosen() == ["one"]
+    kernel.write_file(paths["two"], "1")
+    assert chosen() == ["two"]
+    kernel.write_file(paths["two"], "0")
+    assert chosen() == ["top"]
+    kernel.write_file(paths["one"], "1")
+    for name in ("one", "two"):
+        kernel.trace_arrays.remove(name)
+        del paths[name]
+    assert chosen() == ["top"]

@@ -11,6 +11,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.output.event_fields import fields_text
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.ring.trace_clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import (
@@ -31,6 +32,8 @@ from emulated_kernel.trace.text.cmdlines import TaskNames
 
 SEQ_SIZE = 4095
 """Maximum size in bytes of a line, and of a read of trace_pipe."""
+LONG_SEQ_SIZE = 8155
+"""SEQ_SIZE of Linux 6.12. Mirrors: include/linux/trace_seq.h:TRACE_SEQ_BUFFER_SIZE (v6.12)."""
 TOO_BIG = "[LINE TOO BIG]\n"
 """Text that replaces the part of a line that does not fit."""
 
@@ -113,11 +116,14 @@ class LineFormatter:
         cmdlines: TaskNames,
         style: AddressStyle,
         time_start: int = 0,
+        shows_symbols: bool = False,
+        limit: int = SEQ_SIZE,
     ) -> None:
         """Prepare printing in the format that the trace options `flags` select.
 
         `find_event` finds an event by an entry's type. `in_ns` means that the clock counts nanoseconds.
-        `time_start` is the time from which latency-format counts.
+        `time_start` is the time from which latency-format counts. `shows_symbols`: see fields_text().
+        `limit` is the maximum size of a line in bytes.
         """
         self.flags = flags
         self._in_ns = in_ns
@@ -125,6 +131,8 @@ class LineFormatter:
         self.cmdlines = cmdlines
         self.style = style
         self._time_start = time_start
+        self._shows_symbols = shows_symbols
+        self.limit = limit
         self._tasks: dict[tuple[int, int, int, int], str] = {}
         self._print = self._printer()
         wanted = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY
@@ -171,8 +179,13 @@ class LineFormatter:
         if kind == EntryType.FUNC_REPEATS:
             return self._repeats(payload, entry.time_stamp)
         event = self._event(kind)
+        style = self.style
+        if TraceOption.FIELDS in self.flags:
+            # Linux: it does not find the events of its own entries.
+            if event is None:
+                return f"UNKNOWN TYPE {kind}\n"
+            return fields_text(event, payload, style.symbols, shows_symbols=self._shows_symbols)
         if event is not None:
-            style = self.style
             verbose = TraceOption.VERBOSE in self.flags
             return event.print_line(payload, style.symbols, sym_addr=style.sym_addr, verbose=verbose) + "\n"
         if printer := ENTRY_PRINTERS.get(kind):
@@ -191,10 +204,9 @@ class LineFormatter:
         call = ENTRY_PRINTERS[EntryType.FN](payload, self.style).rstrip("\n")
         return f"{call} (repeats: {count}, last_ts: {when})\n"
 
-    @staticmethod
-    def _clip(context: str, body: str) -> str:
+    def _clip(self, context: str, body: str) -> str:
         line = context + body
-        if len(line) * 4 > SEQ_SIZE and len(encode_text(line)) > SEQ_SIZE:
+        if len(line) * 4 > self.limit and len(encode_text(line)) > self.limit:
             # Deviates: Linux keeps the arguments that fit before the text [LINE TOO BIG].
             return context + TOO_BIG
         return line
