@@ -28,7 +28,7 @@ from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.interface import Interface, InterfaceRule, interface_named
 from emulated_kernel.trace.output.tracer_options import TracerOptions
-from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
+from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands, EventKind
 from emulated_kernel.trace.probes.eprobe import EventProbes
 from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
 from emulated_kernel.trace.probes.handler_cost import HandlerCosts
@@ -131,8 +131,14 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)
     # A command is offered to each kind in this order.
-    kinds = (kprobe_events, fprobe_events, synthetic_events, uprobe_events)
-    event_probes = EventProbes(arch, kernel.symbols, commands)
+    kinds: tuple[EventKind[Any] | None, ...] = (
+        kprobe_events,
+        fprobe_events,
+        synthetic_events,
+        uprobe_events,
+    )
+    if InterfaceRule.EVENT_PROBES in interface:
+        kinds += (EventProbes(arch, kernel.symbols, commands),)
     return TracingComponents(
         symbols=kernel.symbols,
         system=system,
@@ -144,7 +150,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         printk_formats=kernel.printk_formats,
         guest_records=records,
         handler_costs=_build_handler_costs(kernel, engine, arch, records, addresses),
-        dynamic_events=DynamicEvents(commands, *(kind for kind in kinds if kind is not None), event_probes),
+        dynamic_events=DynamicEvents(commands, *(kind for kind in kinds if kind is not None)),
         kprobe_events=kprobe_events,
         fprobe_events=fprobe_events,
         synthetic_events=synthetic_events,

@@ -49,6 +49,17 @@ class InterfaceRule(LinuxRule):
         f"{_KPROBE}:number_of_same_symbols",
         "The symbol is not unique",
     )
+    EVENT_PROBES = (
+        "6.1",
+        "dynamic_events takes `e` lines: events that are made of other events",
+        "kernel/trace/trace_eprobe.c:__trace_eprobe_create",
+        "<attached-group>.<attached-event>",
+    )
+    SYMBOLS_OF_KERNEL_FIRST = (
+        "7.2",
+        "a symbol of the kernel hides symbols of modules with its name",
+        f"{_KPROBE}:number_of_same_symbols",
+    )
     CHAR_TYPE = (
         "6.12",
         "fetch arguments have the type `char`",
@@ -181,6 +192,16 @@ class InterfaceRule(LinuxRule):
         "`set_event` takes `EVENT:mod:MODULE`, and keeps it for a module that is not loaded",
         "kernel/trace/trace_events.c:ftrace_set_clr_event",
         ":mod:<module>",
+    )
+    MIGRATE_COLUMN = (
+        "6.1",
+        "`trace` has a column for migrate-disable, and shows `b` and `D` where softirqs are disabled",
+        "kernel/trace/trace_output.c:trace_print_lat_fmt",
+    )
+    LAZY_RESCHED = (
+        "7.2",
+        "the flag 2 of records is a pending lazy reschedule, shown as `l`, `b`, `L` or `B`",
+        "kernel/trace/trace_output.c:trace_print_lat_fmt",
     )
     OPTION_HASH_PTR = (
         "6.1",

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import profile_named
+from emulated_kernel.trace.interface import INTERFACES
+from emulated_kernel.trace.output.line_formatter import FlagColumns, latency_flags
+from emulated_kernel.trace.ring.trace_entry import EntryFlag
 from emulated_kernel.util.errors import KernelError
+from tests.trace.events.kernel import Function, errno_of, make_kernel
 
 SET_EVENT = "tracing/set_event"
 
@@ -256,3 +261,62 @@ def test_one_trace_array_gets_trace_printk(kernel: Kernel) -> None:
         kernel.trace_arrays.remove(name)
         del paths[name]
     assert chosen() == ["top"]
+
+
+def test_5_10_has_no_column_for_migrate_disable_and_no_event_probes() -> None:
+    with Kernel(profile=profile_named("linux-5.10")) as kernel:
+        kernel.write_file("tracing/kprobe_events", "p:one gcd a=%di")
+        kernel.write_file("tracing/events/kprobes/one/enable", "1")
+        kernel.call("gcd", 3, 4)
+        lines = kernel.read_file("tracing/trace").splitlines()
+        assert lines[4:-1] == [
+            "#                                _-----=> irqs-off",
+            "#                               / _----=> need-resched",
+            "#                              | / _---=> hardirq/softirq",
+            "#                              || / _--=> preempt-depth",
+            "#                              ||| /     delay",
+            "#           TASK-PID     CPU#  ||||   TIMESTAMP  FUNCTION",
+            "#              | |         |   ||||      |         |",
+        ]
+        assert len(lines[-1].partition("[000] ")[2].split()[0]) == 4
+        kernel.write_file("tracing/options/irq-info", "0")
+        assert "||||" not in kernel.read_file("tracing/trace")
+        kernel.write_file("tracing/options/irq-info", "1")
+        kernel.write_file("tracing/options/latency-format", "1")
+        assert "#  cmd     pid     ||||| time  |   caller      \n" in kernel.read_file("tracing/trace")
+        assert refused(kernel, "tracing/dynamic_events", "e:x kprobes.one a=$a") == errno.EINVAL
+        assert "<attached-group>" not in kernel.read_file("tracing/README")
+
+
+def test_lazy_reschedules_have_letters_where_the_flag_exists() -> None:
+    lazy, need, preempted = EntryFlag.IRQS_NOSUPPORT, EntryFlag.NEED_RESCHED, EntryFlag.PREEMPT_RESCHED
+    new = FlagColumns(has_lazy=True)
+    shown = {
+        lazy: "l",
+        lazy | need: "b",
+        lazy | preempted: "L",
+        lazy | need | preempted: "B",
+        need: "n",
+        preempted: "p",
+        need | preempted: "N",
+    }
+    for flags, letter in shown.items():
+        assert latency_flags(flags, 0, new) == f".{letter}..."
+    assert latency_flags(lazy | need, 0) == "Xn..."
+
+
+def test_symbols_of_the_kernel_hide_those_of_modules() -> None:
+    """A name in the kernel and in a module is ambiguous before 7.2; twice in the kernel it always is."""
+    functions = [
+        Function("both", 0xFFFFFFFF81000100, size=16),
+        Function("both", 0xFFFFFFFFC0230000, size=16, module="ktgt"),
+        Function("twice", 0xFFFFFFFF81000200, size=16),
+        Function("twice", 0xFFFFFFFF81000210, size=16),
+    ]
+    outcomes = []
+    for name in ("linux-6.12", "linux-7.2"):
+        made = make_kernel(functions=functions, interface=INTERFACES[name])
+        outcomes += [
+            errno_of(partial(made.events.write, f"p:x {each}".encode())) for each in ("both", "twice")
+        ]
+    assert outcomes == ["EINVAL", "EINVAL", "", "EINVAL"]

@@ -23,7 +23,12 @@ from emulated_kernel.trace.filter.predicates import POINTED_STRING_MAX
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output import graph_output
 from emulated_kernel.trace.output.graph_output import GraphPrinter
-from emulated_kernel.trace.output.line_formatter import LONG_SEQ_SIZE, SEQ_SIZE, LineFormatter
+from emulated_kernel.trace.output.line_formatter import (
+    LONG_SEQ_SIZE,
+    SEQ_SIZE,
+    FlagColumns,
+    LineFormatter,
+)
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output.trace_file import TraceHeader, header_text, timed_records, trace_lines
 from emulated_kernel.trace.ring.buffer import RingBuffer
@@ -80,6 +85,10 @@ class TraceArray(ArrayRings, Recorder):
             lambda: self.current_tracer,
             system.printk,
             self._tracer_option_changed,
+        )
+        self._columns = FlagColumns(
+            InterfaceRule.MIGRATE_COLUMN in system.interface,
+            InterfaceRule.LAZY_RESCHED in system.interface,
         )
         self.marker_targets: Callable[[], Iterable[TraceArray]] = lambda: (self,)
         """Returns the trace arrays that record the markers which are written to this one."""
@@ -439,6 +448,7 @@ class TraceArray(ArrayRings, Recorder):
         entries = sum(counters.entries for counters in stats)
         overruns = sum(counters.overrun for counters in stats)
         header = TraceHeader(
+            columns=self._columns,
             tracer=self.current_tracer,
             entries=entries,
             total=entries + overruns,
@@ -490,6 +500,7 @@ class TraceArray(ArrayRings, Recorder):
                 print_parent=TraceOption.PRINT_PARENT in flags,
             ),
             time_start=self._time_start,
+            columns=self._columns,
             limit=LONG_SEQ_SIZE if InterfaceRule.LONG_LINES in system.interface else SEQ_SIZE,
             shows_symbols=InterfaceRule.FIELDS_AS_SYMBOLS in system.interface,
         )
