@@ -16,6 +16,8 @@ _PROBE = "kernel/trace/trace_probe.c"
 _KPROBE = "kernel/trace/trace_kprobe.c"
 _HIST = "kernel/trace/trace_events_hist.c"
 _FILTER = "kernel/trace/trace_events_filter.c"
+_FPROBES_OVER_FGRAPH = "fprobe_return()"
+"""Sign of a kernel whose fprobes use the function graph."""
 
 
 class InterfaceRule(LinuxRule):
@@ -28,18 +30,18 @@ class InterfaceRule(LinuxRule):
         "p[:[<group>/][<event>]]",
     )
     EVENT_NAME_DOT = (
-        "6.1",
+        "5.15",
         "group and name of an event may also be separated by a dot",
         f"{_PROBE}:traceprobe_parse_event_name",
         "<attached-group>.<attached-event>",
     )
     NAMES_WITH_NUL = (
-        "6.1",
+        "5.15",
         "an event's name has at most 63 bytes; earlier versions accept 64",
         f"{_PROBE}:traceprobe_parse_event_name",
     )
     GROUP_DASHES = (
-        "6.1",
+        "5.15",
         "names of groups may contain dashes",
         "kernel/trace/trace.h:is_good_system_name",
     )
@@ -91,12 +93,12 @@ class InterfaceRule(LinuxRule):
         "%pd/%pD",
     )
     ARGS_LIMITED = (
-        "6.12",
+        "6.8",
         "more than 128 arguments are refused with E2BIG; earlier versions ignore the further ones",
         f"{_KPROBE}:trace_kprobe_create",
     )
     ARGS_LIMIT_LOGGED = (
-        "7.2",
+        "6.14",
         "the refusal of more than 128 arguments is in error_log",
         f"{_KPROBE}:trace_kprobe_create_internal",
         "Too many arguments are specified",
@@ -119,7 +121,7 @@ class InterfaceRule(LinuxRule):
         f"{_PROBE}:find_fetch_type",
     )
     SYMBOL_EINVAL = (
-        "6.12",
+        "6.8",
         "an unknown or ambiguous symbol is refused with EINVAL instead of ENOENT and EADDRNOTAVAIL",
         f"{_KPROBE}:trace_kprobe_create",
     )
@@ -135,12 +137,12 @@ class InterfaceRule(LinuxRule):
         "Maxactive is only for function exit",
     )
     FILTER_FUNCTIONS = (
-        "6.12",
+        "6.8",
         "filters compare `FIELD.function` with a function's name or an address in it",
         f"{_FILTER}:parse_pred",
     )
     FILTER_CPUS = (
-        "6.12",
+        "6.8",
         "filters compare sets of CPUs, numbers and `CPU` with `CPUS{LIST}`",
         f"{_FILTER}:parse_pred",
     )
@@ -162,7 +164,7 @@ class InterfaceRule(LinuxRule):
         "common_stacktrace",
     )
     HIST_COMMON_COMM = (
-        "7.2",
+        "6.17",
         "`common_comm` in histograms is the task's name; `comm` means the same if no field has that name",
         f"{_HIST}:parse_field",
     )
@@ -259,22 +261,25 @@ class InterfaceRule(LinuxRule):
         "the functions of an `f` event are hooked from its definition on; later, while it is enabled",
         "kernel/trace/trace_fprobe.c:__register_trace_fprobe",
         "",
-        "7.2",
+        "6.14",
     )
     FPROBE_EINVAL = (
-        "7.2",
+        "6.14",
         "an `f` line fails with EINVAL if its probe cannot be registered, and an unknown symbol is named so",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+        _FPROBES_OVER_FGRAPH,
     )
     FPROBE_RETURNS_BY_FGRAPH = (
-        "7.2",
+        "6.14",
         "a return probe on the same call hides the return address of an `f` event at the return",
         "kernel/trace/fprobe.c:fprobe_return",
+        _FPROBES_OVER_FGRAPH,
     )
     FPROBE_WITHOUT_MAXACTIVE = (
-        "7.2",
+        "6.14",
         "`f` lines have no maxactive",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+        _FPROBES_OVER_FGRAPH,
     )
 
 
