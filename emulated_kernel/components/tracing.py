@@ -22,6 +22,7 @@ from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
 from emulated_kernel.trace.fetch.fetchargs import no_types
 from emulated_kernel.trace.filter.words import FilterWords
 from emulated_kernel.trace.hist.services import HistServices
@@ -92,6 +93,8 @@ class TracedKernel:
     """Tracers that the kernel has and kprobefs does not run: name -> option -> whether it is on."""
     marker_ip: int | None = None
     """Address of the code that writes markers; None selects the start of MARKER_SYMBOL."""
+    user_data: UserDataSize | None = None
+    """Size of user memory in records of system calls; None if they have none."""
     measured: Machine | None = None
     """The machine on which handlers' costs are measured; None if costs cannot be measured."""
 
@@ -203,6 +206,7 @@ def _build_services(
         interface=interface,
         filter_words=_filter_words(kernel, arch, interface),
         release=kernel.release or interface.release,
+        user_data=kernel.user_data,
     )
 
 

@@ -205,6 +205,11 @@ class InterfaceRule(LinuxRule):
         "the flag 2 of records is a pending lazy reschedule, shown as `l`, `b`, `L` or `B`",
         "kernel/trace/trace_output.c:trace_print_lat_fmt",
     )
+    SYSCALL_USER_DATA = (
+        "7.2",
+        "records of system calls have the memory that arguments point to; `syscall_user_buf_size` limits it",
+        "kernel/trace/trace_syscalls.c:check_faultable_syscall",
+    )
     OPTION_HASH_PTR = (
         "6.1",
         "the trace option `hash-ptr`",

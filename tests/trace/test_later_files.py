@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from functools import partial
 
@@ -14,6 +15,7 @@ from emulated_kernel.trace.interface import INTERFACES
 from emulated_kernel.trace.output.line_formatter import FlagColumns, latency_flags
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
 from tests.trace.events.kernel import Function, errno_of, make_kernel
 
 SET_EVENT = "tracing/set_event"
@@ -44,6 +46,7 @@ def refused(kernel: Kernel, path: str, text: str) -> int:
         "touched_functions",
         "show_event_filters",
         "show_event_triggers",
+        "syscall_user_buf_size",
     ],
 )
 def test_each_file_belongs_to_its_versions(kernel: Kernel, old: Kernel, path: str) -> None:
@@ -320,3 +323,54 @@ def test_symbols_of_the_kernel_hide_those_of_modules() -> None:
             errno_of(partial(made.events.write, f"p:x {each}".encode())) for each in ("both", "twice")
         ]
     assert outcomes == ["EINVAL", "EINVAL", "", "EINVAL"]
+
+
+def test_records_of_system_calls_have_strings_and_bytes_of_their_arguments(kernel: Kernel) -> None:
+    """The texts are those of Debian's 7.2.13 for the same calls."""
+    size = "tracing/syscall_user_buf_size"
+    client = Client(4001, 0, 0)
+    mount = kernel.mount()
+    kernel.trace.clear_trace()
+    for limit in ("63", "8", "0", "1000"):
+        kernel.write_file(size, limit)
+        kernel.write_file("tracing/events/syscalls/enable", "1")
+        handle = mount.create(client, f"/scratch/name-that-is-long-{limit}", 0o600, os.O_RDWR)
+        mount.write(client, handle, b"ab\x01c" * 20, 0)
+        mount.write(client, handle, b"\x01\x02", 80)
+        mount.release(handle)
+        kernel.write_file("tracing/events/syscalls/enable", "0")
+    assert kernel.read_file(size) == "165\n"
+    lines = [line.partition(": ")[2] for line in kernel.read_file("tracing/trace").splitlines()]
+    opened = [line.partition("filename: ")[2] for line in lines if line.startswith("sys_openat(")]
+    written = [
+        line.partition("buf: ")[2].partition(" ")[2] for line in lines if line.startswith("sys_write(")
+    ]
+    assert [line.partition(" ")[2] for line in opened] == [
+        '"/scratch/name-that-is-long-63", flags: O_RDWR|O_CREAT, mode: 0600)',
+        '"/scratch...", flags: O_RDWR|O_CREAT, mode: 0600)',
+        '"", flags: O_RDWR|O_CREAT, mode: 0600)',
+        '"/scratch/name-that-is-long-1000", flags: O_RDWR|O_CREAT, mode: 0600)',
+    ]
+    pattern = b"ab\x01c" * 20
+    assert written == [
+        f'({pattern[:63].hex(":")}, ...) "{"ab.c" * 15}ab."..., count: 0x50)',
+        "(01:02), count: 2)",
+        '(61:62:01:63:61:62:01:63, ...) "ab.cab.c"..., count: 0x50)',
+        "(01:02), count: 2)",
+        "(, ...), count: 0x50)",
+        "(, ...), count: 2)",
+        f'({pattern.hex(":")}) "{"ab.c" * 20}", count: 0x50)',
+        "(01:02), count: 2)",
+    ]
+    kernel.write_file(size, "63")
+
+
+def test_formats_of_system_calls_name_their_memory(kernel: Kernel, old: Kernel) -> None:
+    path = "tracing/events/syscalls/sys_enter_{}/format"
+    text = kernel.read_file(path.format("write"))
+    assert "\tfield:__data_loc char[] __buf_val;\toffset:40;\tsize:4;\tsigned:0;\n" in text
+    assert '"fd: 0x%08lx, buf: 0x%08lx (%s), count: 0x%08lx", ' in text
+    assert ", __print_dynamic_array(__buf_val, 1), " in text
+    assert "__filename_val;\toffset:48;" in kernel.read_file(path.format("openat"))
+    assert "_val" not in kernel.read_file(path.format("read"))
+    assert "_val" not in old.read_file(path.format("write"))

@@ -20,8 +20,11 @@ _LINES = {
         "                   e[:[<group>/][<event>]] <attached-group>.<attached-event> [<args>] "
         "[if <filter>]\n"
     ),
+    InterfaceRule.SYSCALL_USER_DATA: (
+        "  syscall_user_buf_size   - the most bytes of a string or buffer in a record of a system call\n"
+    ),
     InterfaceRule.EVENT_MODULES: (
-        "                            <group>:<event>:mod:<module> means only events of that module\n"
+        "                            Can enable module events via: :mod:<module>\n"
     ),
     InterfaceRule.EVENT_LISTS: (
         "  show_event_filters      - the filters of all events\n"
@@ -62,7 +65,14 @@ def readme_text(interface: Interface) -> str:
     """Return the text of README for an interface."""
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
     probes = lines[InterfaceRule.EVENT_PROBES]
-    further = lines[InterfaceRule.EVENT_MODULES] + lines[InterfaceRule.EVENT_LISTS]
+    further = "".join(
+        lines[rule]
+        for rule in (
+            InterfaceRule.EVENT_MODULES,
+            InterfaceRule.EVENT_LISTS,
+            InterfaceRule.SYSCALL_USER_DATA,
+        )
+    )
     events = lines[InterfaceRule.FPROBE_EVENTS] + lines[InterfaceRule.TRACEPOINT_EVENTS]
     nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
     stack = "common_stacktrace" if InterfaceRule.HIST_COMMON_STACKTRACE in interface else "stacktrace"
