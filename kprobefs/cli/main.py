@@ -177,6 +177,14 @@ def _mount(parsed: argparse.Namespace) -> int:
 def _images(parsed: argparse.Namespace) -> int:
     from emulated_kernel.guests.linux.boot import snapshot
 
+    if parsed.action == "fetch":
+        from kprobefs.common.kernel_packages import USAGE, fetch
+
+        if not parsed.names:
+            raise CliError(f"images fetch: no kernel given; use {USAGE}", ExitStatus.USAGE)
+        for name in parsed.names:
+            print(escape_for_terminal(str(fetch(name))), flush=True)
+        return ExitStatus.OK
     if parsed.clear:
         removed = snapshot.clear()
         print(f"{removed} images removed from {escape_for_terminal(str(snapshot.directory()))}")

@@ -174,7 +174,16 @@ def program_parser() -> argparse.ArgumentParser:
     _add_machine_options(command)
     command.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] CMD...")
 
-    command = commands.add_parser("images", help="list the cached boots of distributions' kernels")
+    command = commands.add_parser(
+        "images", help="list the cached boots of distributions' kernels, or fetch a kernel"
+    )
+    command.add_argument("action", nargs="?", choices=("fetch",), help="fetch kernels with apt")
+    command.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help="(fetch) kernels: debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud",
+    )
     form = command.add_mutually_exclusive_group()
     form.add_argument("--clear", action="store_true", help="remove all of them")
     form.add_argument("--json", action="store_true", help="print a JSON array, with sizes in bytes")
