@@ -453,7 +453,14 @@ def _check_bench(parsed: argparse.Namespace) -> None:
 def _coverage(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import coverage
 
-    coverage.run(parsed.arch, parsed.image, parsed.functions, parsed.profile, as_json=parsed.json)
+    coverage.run(
+        parsed.arch,
+        parsed.image,
+        parsed.functions,
+        parsed.profile,
+        parsed.strategy,
+        as_json=parsed.json,
+    )
     return ExitStatus.OK
 
 
@@ -466,6 +473,7 @@ def _explain(parsed: argparse.Namespace) -> int:
         image=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        strategy=parsed.strategy,
         whole=parsed.function,
         as_json=parsed.json,
         svg=parsed.svg,
@@ -484,6 +492,7 @@ def _check(parsed: argparse.Namespace) -> int:
         images=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        strategy=parsed.strategy,
         form=form,
     )
     return ExitStatus.OK if passed else ExitStatus.FAILURE
@@ -529,6 +538,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         pauses=not parsed.isolate,
         seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
         profile=parsed.profile or PROFILES[0],
+        strategy=parsed.strategy,
         image=image,
         return_hook=parsed.return_hook,
         save_regs=parsed.save_regs,

@@ -319,6 +319,7 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
         metavar="P",
         help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
     )
+    _add_strategy(command)
     command.add_argument("--json", action="store_true", help="print all counts as JSON, also by function")
 
 
@@ -345,6 +346,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_strategy(command)
     command.add_argument(
         "--function", action="store_true", help="list all instructions of the function, not only those nearby"
     )
@@ -380,6 +382,7 @@ def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_strategy(command)
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array")
     form.add_argument("--sarif", action="store_true", help="print a SARIF 2.1.0 log, for code hosts")
@@ -506,6 +509,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help=f"kprobes feature set to emulate: %(choices)s (default: {PROFILES[0]}, or with a distribution's "
         "kernel that of its version)",
     )
+    _add_strategy(group)
     group.add_argument(
         "--return-hook",
         choices=RETURN_HOOKS,
@@ -517,6 +521,16 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--save-regs",
         choices=SAVE_REGS,
         help="registers that a handler in guest code saves (default: those of the profile)",
+    )
+
+
+def _add_strategy(command: argparse._ActionsContainer) -> None:
+    from kprobefs.mount_options import STRATEGIES
+
+    command.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="optimization policy; extended also optimizes where Linux refuses (default: Linux's)",
     )
 
 
