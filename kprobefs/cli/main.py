@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from emulated_kernel.util.config import HOST
 from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.cli.parser import BENCH_OPTIONS, MAX_CPUS, machine_options, program_parser
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
@@ -400,6 +401,31 @@ def _run(parsed: argparse.Namespace) -> int:
     )
 
 
+def _matrix(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from kprobefs.cli import matrix
+    from kprobefs.cli.run import check_host
+
+    command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
+    if not command:
+        raise CliError("matrix: no command given; add -- CMD...", ExitStatus.USAGE)
+    if parsed.kprobes and not parsed.image:
+        raise CliError("matrix: --kprobes: no distribution's kernel given; add --image", ExitStatus.USAGE)
+    check_host()
+    images = [each if each == HOST else os.path.abspath(each) for each in parsed.image]
+    cases = matrix.cases(images, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock)
+
+    def report(result: matrix.Result) -> None:
+        _print_error(f"matrix: {escape_for_terminal(result.case.name)}: {result.verdict}")
+
+    results = matrix.run_all(cases, command, Path(parsed.logs), parsed.jobs, report)
+    if parsed.junit:
+        matrix.write_junit(results, command, Path(parsed.junit))
+    print(matrix.as_json(results) if parsed.json else "\n".join(matrix.table(results)))
+    return ExitStatus.FAILURE if any(result.status for result in results) else ExitStatus.OK
+
+
 def _bench(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import bench
     from kprobefs.measure.host_load import HostLoad
@@ -599,6 +625,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "save": _save,
     "install-service": _install_service,
     "completion": _completion,
+    "matrix": _matrix,
     "djprobe-analyze": _djprobe_analyze,
     "bench": _bench,
     "coverage": _coverage,
