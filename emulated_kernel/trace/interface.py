@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from emulated_kernel.trace.text.error_log import ErrorTexts
+from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.linux_rule import LinuxRule
@@ -127,6 +128,12 @@ class InterfaceRule(LinuxRule):
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "f[:[<group>/][<event>]]",
     )
+    TRACEPOINT_EVENTS = (
+        "6.12",
+        "dynamic_events takes `t` lines: events at tracepoints, with the arguments of the tracepoint",
+        "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+        "t[:[<group>/][<event>]] <tracepoint>",
+    )
     FPROBES_STAY = (
         "6.12",
         "the functions of an `f` event are hooked from its definition on; later, while it is enabled",
@@ -170,7 +177,14 @@ INTERFACES: Mapping[str, Interface] = MappingProxyType(
         each.name: each
         for each in (
             LINUX_6_1,
+            Interface(
+                "linux-5.10",
+                "5.10.0",
+                InterfaceRule.of("5.10"),
+                {ProbeError.BAD_VAR: ProbeError.BAD_VAR.texts[1]},
+            ),
             Interface("linux-6.12", "6.12.0", InterfaceRule.of("6.12")),
+            Interface("linux-7.2", "7.2.0", InterfaceRule.of("7.2")),
             Interface("linux-6.1-fprobe", LINUX_6_1.release, LINUX_6_1.rules | {InterfaceRule.FPROBE_EVENTS}),
         )
     }

@@ -29,8 +29,8 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.guests.linux.probing.told_interface import profile_of, told_interface
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -42,7 +42,6 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.parts import guest_of
-from tests.profiles import LINUX_6_12
 
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
@@ -489,9 +488,9 @@ def main() -> int:
     tasks, kernel = started_with_kernel(options.image, options.seed)
     if options.profile == KERNEL_INTERFACE:
         profile = profile_of(kernel)
-        interface = told_interface(kernel)
+        interface = detect_interface(kernel)
     else:
-        profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
+        profile = profile_named(options.profile)
         interface = interface_named(profile.interface)
     rules = probe_rules_named(profile.probe_rules)
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)

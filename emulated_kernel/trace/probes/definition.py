@@ -49,6 +49,8 @@ class ProbePoint:
     address: int | None
     is_return: bool
     is_jprobe: bool = False
+    is_tracepoint: bool = False
+    """Whether `symbol` is the name of a tracepoint."""
 
     def show(self, word_size: int) -> str:
         """Return the place as kprobe_events shows it; `-:EVENT PLACE` requires the same text.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.util.errors import KernelError
-from tests.profiles import LINUX_6_12
 
 EVENT = "tracing/events/kprobes/calls"
 DEFINITION = "p:calls gcd a=%di:u64 b=%si:u64"
@@ -16,7 +16,7 @@ DEFINITION = "p:calls gcd a=%di:u64 b=%si:u64"
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    with Kernel(profile=LINUX_6_12) as kernel:
+    with Kernel(profile=profile_named("linux-6.12")) as kernel:
         kernel.write_file("tracing/kprobe_events", DEFINITION)
         yield kernel
 
