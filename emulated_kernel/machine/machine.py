@@ -139,7 +139,7 @@ class Machine(ProbedMachine):
             dict(image.ex_table),
             self.on_leave,
             return_pad=self._pad,
-            stack_top=self._stack - self.model.room_above_call,
+            stack_top=self._stack - self.model.call_stack_gap,
         )
         self.call = self.calls.call
         self.execute = self.calls.execute
@@ -240,7 +240,7 @@ class Machine(ProbedMachine):
     def leave(self, within: Callable[[int], bool]) -> None:
         """Run the current CPU, which was preempted at an ip in `within`, until its ip has left `within`."""
         assert self._quantum is not None, "CPUs are only preempted with a quantum"
-        self._quantum.arm_behind(within)
+        self._quantum.stop_outside(within)
         try:
             self._runner.run(tick=False)
         finally:

@@ -117,11 +117,11 @@ def _give_up_output() -> None:
 
 
 def _complain(message: str, status: ExitStatus) -> ExitStatus:
-    _tell(escape_for_terminal(message))
+    _print_error(escape_for_terminal(message))
     return status
 
 
-def _tell(message: str) -> None:
+def _print_error(message: str) -> None:
     try:
         from kprobefs.common.terminal import wrap
     except MemoryError:
@@ -225,7 +225,7 @@ def _save(parsed: argparse.Namespace) -> int:
 def _complain_of(failed: Sequence[str]) -> None:
     for message in failed:
         # A message may have several lines, which are escaped already.
-        _tell(message)
+        _print_error(message)
 
 
 def _install_service(parsed: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from emulated_kernel.util.config import MOST_SEED
+from emulated_kernel.util.config import MAX_SEED
 from kprobefs import __version__
 from kprobefs.common.errors import CliError, ExitStatus
 
@@ -508,7 +508,7 @@ def _count(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    return _between(text, 0, MOST_SEED)
+    return _between(text, 0, MAX_SEED)
 
 
 def _seconds(text: str) -> float:

@@ -30,7 +30,7 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.guests.linux.probing.told_interface import profile_of, told_interface
+from emulated_kernel.guests.linux.probing.detect_interface import profile_of, detect_interface
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -489,7 +489,7 @@ def main() -> int:
     tasks, kernel = started_with_kernel(options.image, options.seed)
     if options.profile == KERNEL_INTERFACE:
         profile = profile_of(kernel)
-        interface = told_interface(kernel)
+        interface = detect_interface(kernel)
     else:
         profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
         interface = interface_named(profile.interface)

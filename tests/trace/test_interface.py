@@ -44,8 +44,8 @@ def test_a_version_has_the_rules_since_and_until(version: str, rules: set[Made])
 
 
 def test_what_a_kernel_says_of_itself_counts_more_than_its_version() -> None:
-    assert Made.told("6.12", "a kernel without it") == {Made.CAME, Made.WENT}
-    assert Made.told("6.1", "with a sign of the backport") == {Made.WENT, Made.TOLD}
+    assert Made.detected("6.12", "a kernel without it") == {Made.CAME, Made.WENT}
+    assert Made.detected("6.1", "with a sign of the backport") == {Made.WENT, Made.TOLD}
 
 
 def test_each_profile_names_an_interface_and_probe_rules() -> None:

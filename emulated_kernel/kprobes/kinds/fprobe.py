@@ -362,7 +362,7 @@ class Fprobes:
             if registered.code is not None:
                 self._set_code(registered, dict.fromkeys(fp.functions, registered.code.entry))
         except SHORTAGES as error:
-            self._kprobes.compiler.tell(error)
+            self._kprobes.compiler.log_failure(error)
             self._drop_code(registered)
         registered.is_python = registered.code is None
 

@@ -220,8 +220,8 @@ class ReturnHooks:
         breakpoints[abi["rethook_flush_trap"]] = ended
         if before is not None:
             return
-        breakpoints[abi["rethook_find_trap"]] = self._asked_for_caller
-        self.trampoline.tell_guest()
+        breakpoints[abi["rethook_find_trap"]] = self._on_find_ret_addr
+        self.trampoline.notify_guest()
 
     # Function entry
 
@@ -377,7 +377,7 @@ class ReturnHooks:
     def _task_ended(self, regs: Any) -> None:
         self.flush(getattr(regs, self._arch.registers.arguments[0]))
 
-    def _asked_for_caller(self, regs: Any) -> None:
+    def _on_find_ret_addr(self, regs: Any) -> None:
         task, slot = (getattr(regs, name) for name in self._arch.registers.arguments[:2])
         setattr(
             regs,

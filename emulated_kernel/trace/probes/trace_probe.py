@@ -213,7 +213,7 @@ class ProbeKind(EventKind[P]):
         Raises: KernelError EEXIST (logged), ENOSPC, or the error of _insert().
         Mirrors: register_trace_kprobe (v6.1).
         """
-        self._check_room()
+        self._check_capacity()
         log.index = 0
         shared = self._shared_event(probe)
         if shared is not None:

@@ -36,7 +36,7 @@ from emulated_kernel.util.errors import KernelError
 
 _RESERVE = "trace_event_buffer_reserve"
 _COMMIT = "trace_event_buffer_commit"
-TAKEN_OVER = (_RESERVE, _COMMIT)
+REPLACED_FUNCTIONS = (_RESERVE, _COMMIT)
 """Kernel functions that the host replaces. They never run, so a probe on one would never be hit."""
 _REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
 _VARIABLES = "vmemmap_base", "jiffies"
@@ -237,7 +237,7 @@ class KernelTracepoints:
 
     @cached_property
     def _hands_over(self) -> bool:
-        """Whether the kernel has the functions in TAKEN_OVER, by which it reserves and commits records."""
+        """Whether the kernel has the functions in REPLACED_FUNCTIONS, by which it reserves and commits records."""
         lookup = self._kernel.kallsyms.lookup_name
         return lookup(_RESERVE) is not None and lookup(_COMMIT) is not None
 

@@ -26,7 +26,7 @@ def profile_of(kernel: LinuxKernel) -> Profile:
     return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
 
 
-def told_interface(kernel: LinuxKernel) -> Interface:
+def detect_interface(kernel: LinuxKernel) -> Interface:
     """Return a kernel's interface, by its own texts. Rules without a sign in them follow from its version."""
     texts = _error_table(kernel)
     series = series_of(kernel.release)
@@ -36,7 +36,7 @@ def told_interface(kernel: LinuxKernel) -> Interface:
         f"linux-{series}",
         kernel.release,
         # A dump may lack these pages.
-        InterfaceRule.told(series, told) if texts and readme else InterfaceRule.of(series),
+        InterfaceRule.detected(series, told) if texts and readme else InterfaceRule.of(series),
         {error: text for error in ProbeError for text in error.texts[1:] if text in texts},
     )
 
