@@ -114,7 +114,8 @@ def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> by
 class BoundedFileReader:
     """Reads files from file systems that may be slow or hang, with a thread for each file.
 
-    A thread that hangs doesn't delay other readers. While MAX_BLOCKED_READERS threads hang, read() refuses new files.
+    A thread that hangs doesn't delay other readers. While MAX_BLOCKED_READERS threads hang,
+    read() refuses new files.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 
 from stress.endurance.late import PROGRAM
-from stress.endurance.looks import SLOWEST, WITHIN, look, read_each, soundly_serves, timed, lateness
+from stress.endurance.looks import SLOWEST, WITHIN, lateness, look, read_each, soundly_serves, timed
 from stress.endurance.starved import starved
 from stress.endurance.state_kills import state_kills
 from stress.fuzz.report import Violation

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from stress.endurance.looks import SLOWEST, WITHIN, errno_of, look, read_each, soundly_serves, timed, lateness
+from stress.endurance.looks import SLOWEST, WITHIN, errno_of, lateness, look, read_each, soundly_serves, timed
 from stress.fuzz.report import Violation
 from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, environment, eventually, is_mounted
 from tests.mounted.files import EVENTS, Files

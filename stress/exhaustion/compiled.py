@@ -14,7 +14,7 @@ from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import RegisterSaving
 from stress.exhaustion.proof import Group, Place, Proof, Spans, joined
-from stress.exhaustion.standing import OtherCpu, CpuState
+from stress.exhaustion.standing import CpuState, OtherCpu
 from tests.kprobes.optimizer.regions import Pieces
 
 

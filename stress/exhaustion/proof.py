@@ -14,7 +14,7 @@ from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.text.stale_fetch import Prefetch
-from stress.exhaustion.standing import OtherCpu, CpuState
+from stress.exhaustion.standing import CpuState, OtherCpu
 from tests.arch.decoding import starts_with_breakpoint
 from tests.kprobes.optimizer.conftest import Probed
 from tests.kprobes.optimizer.regions import Bench, Pieces, loose_flags

@@ -11,7 +11,7 @@ from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
 from stress.exhaustion.compiled import CompiledProof, enabled
 from stress.exhaustion.proof import Group, Place
-from stress.exhaustion.standing import OtherCpu, CpuState
+from stress.exhaustion.standing import CpuState, OtherCpu
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.optimizer.conftest import Probed
 

@@ -29,8 +29,8 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.guests.linux.probing.detect_interface import profile_of, detect_interface
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles

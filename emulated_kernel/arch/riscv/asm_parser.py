@@ -70,8 +70,12 @@ _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 _NUMBERS |= {f"x{number}": number for number in range(32)} | {"fp": _NUMBERS["s0"]}
 _MEMORY = re.compile(r"([^()]*)\((\w+)\)")
 _CELL = re.compile(r"([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*(\w+))?")
-_RESERVED_REGISTERS = {SP: "the stack pointer isn't the probed code's here", GP: "gp leads to the CPU's own data",
-         TP: "tp is the task", RA: "ra may be another probe's to change"}  # fmt: skip
+_RESERVED_REGISTERS = {
+    SP: "the stack pointer isn't the probed code's here",
+    GP: "gp leads to the CPU's own data",
+    TP: "tp is the task",
+    RA: "ra may be another probe's to change",
+}
 _JUMPS = frozenset((*_BRANCHES, *_SWAPPED, *_WITH_ZERO, "j"))
 _BRANCH_RANGE = range(-0x1000, 0x1000)
 

@@ -40,8 +40,8 @@ EmitAll = Callable[[ProgramBuilder], object]
 SHORTAGES = (MemoryError, ImportError, OSError)
 """Exceptions that mean that the host has no memory or descriptor, or that no address is within reach.
 
-They may occur in the middle of a hit, which must continue. Code that catches them calls Compiler.log_failure. It
-logs the error, because a package that can't be imported raises an ImportError too.
+They may occur in the middle of a hit, which must continue. Code that catches them calls
+Compiler.log_failure. It logs the error, because a package that can't be imported raises an ImportError too.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")

@@ -386,11 +386,11 @@ class FtraceSites:
             self._route(site)
         self._with_regs -= sites - used
         calls = used if self.enabled else set()
-        put_off = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
-        self._deferred_sites |= put_off
-        targets = ((site, self._target(site)) for site in calls - put_off)
+        busy = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
+        self._deferred_sites |= busy
+        targets = ((site, self._target(site)) for site in calls - busy)
         starting = {site: target for site, target in targets if self._calling.get(site) != target}
-        stopping = (sites - calls - put_off) & self._calling.keys()
+        stopping = (sites - calls - busy) & self._calling.keys()
         self._start_and_stop(starting, stopping)
         for site in stopping:
             self._route(site)

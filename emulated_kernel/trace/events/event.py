@@ -75,6 +75,7 @@ class TraceEvent(ABC):
     __slots__ = (
         "_fields",
         "_print_fmt",
+        "ever_enabled_in",
         "files",
         "filters",
         "group",
@@ -82,7 +83,6 @@ class TraceEvent(ABC):
         "name",
         "recorders",
         "references",
-        "ever_enabled_in",
     )
 
     is_switchable = True

@@ -8,8 +8,8 @@ from emulated_kernel.arch.analysis.probe_rules import PROBE_RULES
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.guests.linux.probing.detect_interface import profile_of, detect_interface
 from emulated_kernel.trace.interface import INTERFACES, Interface
 from emulated_kernel.util.linux_rule import series_of
 from emulated_kernel.vfs.core.node import Owner

@@ -203,8 +203,8 @@ def finish(
 ) -> None:
     """Complete a snapshot file that already has `size` bytes of RAM at HEADER.
 
-    `about`: facts in a form that JSON can represent; `parts`: name -> further data to keep; `is_checksummed`: other
-    processes will read and check the file, so write a checksum of RAM.
+    `about`: facts in a form that JSON can represent; `parts`: name -> further data to keep;
+    `is_checksummed`: other processes will read and check the file, so write a checksum of RAM.
     Raises: OSError.
     """
     end = HEADER + size

@@ -31,12 +31,12 @@ def detect_interface(kernel: LinuxKernel) -> Interface:
     texts = _error_table(kernel)
     series = series_of(kernel.release)
     readme = _text(kernel, _README)
-    told = "\n".join([*texts, readme])
+    found = "\n".join([*texts, readme])
     return Interface(
         f"linux-{series}",
         kernel.release,
         # A dump may lack these pages.
-        InterfaceRule.detected(series, told) if texts and readme else InterfaceRule.of(series),
+        InterfaceRule.detected(series, found) if texts and readme else InterfaceRule.of(series),
         {error: text for error in ProbeError for text in error.texts[1:] if text in texts},
     )
 

@@ -237,7 +237,7 @@ class KernelTracepoints:
 
     @cached_property
     def _hands_over(self) -> bool:
-        """Whether the kernel has the functions in REPLACED_FUNCTIONS, by which it reserves and commits records."""
+        """Whether the kernel has REPLACED_FUNCTIONS, by which it reserves and commits records."""
         lookup = self._kernel.kallsyms.lookup_name
         return lookup(_RESERVE) is not None and lookup(_COMMIT) is not None
 
