@@ -113,7 +113,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch)
     system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines, interface)
-    functions = _build_functions(kernel, engine, arch)
+    functions = _build_functions(kernel, engine, arch, interface)
     arrays = _build_arrays(kernel, engine, system, functions)
     addresses = records.places(
         kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched
@@ -124,7 +124,10 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     )
     probes = _build_probes(kernel, engine, arch, addresses)
     kprobe_events = KprobeEvents(probes, commands)
-    fprobe_events = FprobeEvents(probes, commands) if InterfaceRule.FPROBE_EVENTS in interface else None
+    fprobe_events = None
+    if InterfaceRule.FPROBE_EVENTS in interface:
+        called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
+        fprobe_events = FprobeEvents(probes, commands, kernel.points, called)
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)
     # A command is offered to each kind in this order.
@@ -211,11 +214,15 @@ def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface) -> Fil
     return FilterWords(interface, len(kernel.machine.per_cpu_bases), arch.word_size, find)
 
 
-def _build_functions(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> KernelFunctions:
+def _build_functions(
+    kernel: TracedKernel, engine: ProbeRegistries, arch: Arch, interface: Interface
+) -> KernelFunctions:
     """Build the list of traceable functions, by which tracers attach to fentry sites."""
     kprobes = engine.kprobes
     called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
-    return KernelFunctions(kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch)
+    return KernelFunctions(
+        kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch, interface
+    )
 
 
 def _build_arrays(

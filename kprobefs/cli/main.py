@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from emulated_kernel.util.fast_dataclass import replace
-from kprobefs.cli.parser import BENCH_OPTIONS, machine_options, program_parser
+from kprobefs.cli.parser import BENCH_OPTIONS, MAX_CPUS, machine_options, program_parser
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
 
 # Not from typing, which takes longer to import than most modules here.
@@ -96,6 +96,9 @@ def _complete(parser: argparse.ArgumentParser) -> None:
         import argcomplete
     except ImportError:
         return
+    from kprobefs.cli.completers import attach
+
+    attach(parser)
     argcomplete.autocomplete(parser)
 
 
@@ -315,11 +318,22 @@ def _trace(parsed: argparse.Namespace) -> int:
         why = f"it has no scratch/ for the command; use --layout {LAYOUTS[0]}"
         raise CliError(f"trace --layout {parsed.layout}: {why}", ExitStatus.USAGE)
     from kprobefs.cli.run import check_host, run, run_traced
-    from kprobefs.cli.trace import TraceSession
+    from kprobefs.cli.trace import TraceRequest, TraceSession
 
+    if parsed.mount and parsed.graph:
+        why = "the function graph tracer is one for all users of a mount; leave -m out"
+        raise CliError(f"trace --graph: {why}", ExitStatus.USAGE)
+    request = TraceRequest(
+        parsed.probes,
+        parsed.filter,
+        parsed.output,
+        as_json=parsed.json,
+        has_stacks=parsed.stack,
+        graph=parsed.graph,
+    )
     check_host()
     with open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as output:
-        tracing = TraceSession(parsed.probes, parsed.filter, output, as_json=parsed.json)
+        tracing = TraceSession(request, output)
         if parsed.mount:
             return run_traced(apply.which_mount(parsed.mount), parsed.behind, tracing)
         options = _options(parsed, "")
@@ -360,10 +374,15 @@ def _run(parsed: argparse.Namespace) -> int:
     if not command:
         raise CliError("run: no command given; add -- CMD...", ExitStatus.USAGE)
     from kprobefs.cli.run import run
+    from kprobefs.mount_options import runs_linux
 
     if parsed.real_root and not parsed.as_system:
         raise CliError("run: --real-root: is for --as-system; give both", ExitStatus.USAGE)
     options = _options(parsed, "")
+    if parsed.as_system and parsed.cpus is None and not runs_linux(options):
+        # Tools take the number of CPUs from the host's /sys, and expect a buffer for each of them.
+        cpus = min(os.cpu_count() or 1, MAX_CPUS)
+        options = replace(options, machine=replace(options.machine, cpus=cpus))
     return run(
         options,
         parsed.build or _builder_for_run(options),
@@ -426,7 +445,14 @@ def _check_bench(parsed: argparse.Namespace) -> None:
 def _coverage(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import coverage
 
-    coverage.run(parsed.arch, parsed.image, parsed.functions, parsed.profile, as_json=parsed.json)
+    coverage.run(
+        parsed.arch,
+        parsed.image,
+        parsed.functions,
+        parsed.profile,
+        parsed.strategy,
+        as_json=parsed.json,
+    )
     return ExitStatus.OK
 
 
@@ -439,6 +465,7 @@ def _explain(parsed: argparse.Namespace) -> int:
         image=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        strategy=parsed.strategy,
         whole=parsed.function,
         as_json=parsed.json,
         svg=parsed.svg,
@@ -457,6 +484,7 @@ def _check(parsed: argparse.Namespace) -> int:
         images=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        strategy=parsed.strategy,
         form=form,
     )
     return ExitStatus.OK if passed else ExitStatus.FAILURE
@@ -497,11 +525,12 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     limits, run_budget = parsed_limits(parsed.limit)
     machine = MachineConfig(
         arch=parsed.arch,
-        cpus=parsed.cpus,
+        cpus=parsed.cpus or 1,
         clock=parsed.clock,
         pauses=not parsed.isolate,
         seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
         profile=parsed.profile or PROFILES[0],
+        strategy=parsed.strategy,
         image=image,
         return_hook=parsed.return_hook,
         save_regs=parsed.save_regs,

@@ -42,7 +42,6 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.parts import guest_of
-from tests.profiles import LINUX_6_12
 
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
@@ -140,7 +139,8 @@ VALUES = (
 
 HISTOGRAMS = (
     "keys=prev_pid", "keys=prev_pid:vals=next_prio", "keys=stacktrace", "keys=common_stacktrace",
-    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=prev_comm:vals=next_prio",
+    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=comm",
+    "keys=common_comm,prev_pid", "keys=prev_comm:vals=next_prio",
     "keys=prev_pid:vals=hitcount", "keys=prev_pid:vals=next_prio.percent",
     "keys=prev_pid:vals=next_prio.graph",
     "keys=nothing", "key=prev_pid.hex", "keys=prev_pid.execname", "keys=common_pid.execname",
@@ -155,6 +155,9 @@ ATTRIBUTES = (
     ":sort=stacktrace", ":sort=common_stacktrace", " if prev_pid > 0", " if nothing",
     ":nohitcount if prev_pid==0",
 )  # fmt: skip
+
+PERCENTAGE = re.compile(r"[.](percent|graph)")
+"""Modifiers that some kernels with a README about them refuse. Ours accepts them (compatibility.md)."""
 
 
 @dataclass
@@ -271,11 +274,13 @@ def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
     write(mount, "/tracing/error_log", "", os.O_TRUNC)
     result = write(mount, f"{path}/trigger", command)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
-    shown = read(mount, f"{path}/trigger")
-    counted = read(mount, f"{path}/hist")
-    for line in shown.splitlines():
-        if not line.startswith("#"):
-            write(mount, f"{path}/trigger", "!" + re.sub(r" \[\w+\]$", "", line))
+    # Linux 7.2 shows this key in a form that no trigger file accepts.
+    shown = read(mount, f"{path}/trigger").replace("common_cpu" * 2, "common_cpu")
+    counted = read(mount, f"{path}/hist").replace("common_cpu" * 2, "common_cpu")
+    # A trigger that is shown with a wrong sort key is removed only by its own command.
+    shown_commands = [re.sub(r" \[\w+\]$", "", line) for line in shown.splitlines() if line[0] != "#"]
+    for each in (command, *shown_commands):
+        write(mount, f"{path}/trigger", f"!{each}")
     kept = [line for line in counted.splitlines() if not line.startswith(("{", " ", "}"))]
     return result, shown, log, "\n".join(kept)
 
@@ -283,11 +288,17 @@ def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
 def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
     """Both kernels' answers to each histogram trigger; what they have counted is left out."""
     tally = Tally()
+    if all(entry.name != "hist" for entry in linux.readdir("/tracing/events/sched/sched_switch")):
+        print("the kernel was built without histograms")
+        return tally
     dice = random.Random(seed)
     for _ in range(count):
         command = f"hist:{dice.choice(HISTOGRAMS)}{dice.choice(ATTRIBUTES)}{dice.choice(ATTRIBUTES)}"
         theirs = histogram(linux, command)
-        tally.add(command, theirs, histogram(ours, command), is_refused=bool(theirs[0]))
+        mine = histogram(ours, command)
+        if PERCENTAGE.search(command) and "Invalid field modifier" in theirs[2]:
+            continue
+        tally.add(command, theirs, mine, is_refused=bool(theirs[0]))
     return tally
 
 
@@ -491,7 +502,7 @@ def main() -> int:
         profile = profile_of(kernel)
         interface = detect_interface(kernel)
     else:
-        profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
+        profile = profile_named(options.profile)
         interface = interface_named(profile.interface)
     rules = probe_rules_named(profile.probe_rules)
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
@@ -511,6 +522,9 @@ def main() -> int:
         "histograms over it": lambda: compare_histograms(linux, ours, count, seed),
         "records over it": lambda: compare_records(linux, ours, recorded_definitions(engine, interface)),
     }
+    if options.profile == KERNEL_INTERFACE:
+        # Only a named profile has an interface without a distribution's kernel.
+        del compared["definitions"]
     for what, compare in compared.items():
         if not what.startswith(options.only or ""):
             continue

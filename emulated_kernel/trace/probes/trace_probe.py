@@ -262,7 +262,7 @@ def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog)
 
     Raises: KernelError EEXIST (logged). Mirrors: append_trace_kprobe (v6.1).
     """
-    if probe.event.addresses != event.addresses:
+    if probe.event.addresses != event.addresses or type(probe) is not type(event.probes[0]):
         raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)
     different = first_difference(probe.args, event.args)
     if different is not None:

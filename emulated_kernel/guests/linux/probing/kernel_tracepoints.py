@@ -26,7 +26,12 @@ from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.print_fmt import KernelNames, PrintContext
-from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, layout_fields
+from emulated_kernel.trace.events.static_event import (
+    StaticEvent,
+    Tracepoint,
+    TracepointStub,
+    layout_fields,
+)
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
 from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
@@ -50,13 +55,17 @@ Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)
 _WORD = 8
 _INT = 4
 _JMP8 = b"\xeb"
-_FUNCS = 2 * 24
-"""Size in bytes of an array of struct tracepoint_func with one entry and its terminator."""
+_FUNC = 24
+"""Size in bytes of a struct tracepoint_func."""
+_FUNCS = 3 * _FUNC
+"""Size in bytes of an array with the event's function, the tracepoint's stub and the terminator."""
 _FILE = 8
 """Distance in bytes of the addresses that serve as trace_event_files."""
 _DEPTH = 4
 """Maximum number of records under construction; making a record may hit another tracepoint."""
 Switch = Callable[[bool], None]
+SwitchStub = Callable[["EventBatch", int, bool], None]
+"""Function that takes a batch, the index of a tracepoint in it, and whether its stub is called."""
 log = logging.getLogger("kprobefs.linux")
 
 
@@ -66,12 +75,19 @@ class EventBatch:
     Their tracepoints share a block of memory, which is allocated when the first event is enabled.
     """
 
-    def __init__(self, machine: ProbedMachine, names: Callable[[], KernelNames], references: int = 0) -> None:
+    def __init__(
+        self,
+        machine: ProbedMachine,
+        names: Callable[[], KernelNames],
+        references: int = 0,
+        module: str = "",
+    ) -> None:
         """Start without events.
 
         `names`: returns the names for print formats. `references`: address of the module's reference count,
-        or 0.
+        or 0. `module`: name of the events' module, or "".
         """
+        self.module = module
         self._machine = machine
         self.names = names
         self._references = references
@@ -104,9 +120,14 @@ class EventBatch:
             memory.write(self._references, count.to_bytes(_INT, "little"))
         return count
 
-    def add(self, switch: Callable[[int, bool], None]) -> Tracepoint:
-        """Return a new tracepoint, whose switching calls `switch` with its index and the new state."""
-        point = Tracepoint(partial(switch, len(self.points)))
+    def add(self, switch: Callable[[int, bool], None], stub: str, switch_stub: SwitchStub) -> Tracepoint:
+        """Return a new tracepoint, whose switching calls `switch` with its index and the new state.
+
+        `stub` is the name of its stub, or "". Letting the tracepoint call it calls `switch_stub`.
+        """
+        number = len(self.points)
+        called = TracepointStub(stub, 1, 0, partial(switch_stub, self, number)) if stub else None
+        point = Tracepoint(partial(switch, number), called)
         self.points.append(point)
         return point
 
@@ -129,6 +150,11 @@ class EventBatch:
         self._machine.free_pages(self._funcs)
         self._funcs = 0
         return files
+
+    def stub(self, number: int) -> str:
+        """Return the name of the stub of the tracepoint with this index."""
+        stub = self.points[number].stub
+        return "" if stub is None else stub.symbol
 
     def array(self, number: int) -> int:
         """Return the address of the array of struct tracepoint_func of the tracepoint with this index."""
@@ -257,13 +283,14 @@ class KernelTracepoints:
         switch = partial(self._switch, event, batch)
         if register is not None:
             switch = partial(self._switch_registered, register, event, batch)
+        stub = f"__probestub_{event.name}"
         return KernelStaticEvent(
             event.system,
             event.name,
             layout_fields(event.fields, self._kernel.btf.size("trace_entry")),
             event.print_fmt,
             batch,
-            batch.add(switch),
+            batch.add(switch, stub if self._kernel.kallsyms.lookup_name(stub) else "", self._switch_stub),
         )
 
     @cached_property
@@ -351,6 +378,13 @@ class KernelTracepoints:
         if not on:
             self._memory.write(funcs, bytes(_WORD))
 
+    def _switch_stub(self, batch: EventBatch, number: int, on: bool) -> None:
+        """Let a tracepoint that is on call its stub, too, or not. The entry after the stub's stays zero."""
+        entry = bytes(_WORD)
+        if on:
+            entry = pack("<Q", self._kernel.required(batch.stub(number)))
+        self._memory.write(batch.array(number) + _FUNC, entry)
+
     def _prepare(self, batch: EventBatch) -> None:
         self._points.update(batch.prepare())
         if self._places:
@@ -434,6 +468,10 @@ class KernelStaticEvent(StaticEvent):
     ) -> None:
         super().__init__(group, name, fields, print_fmt, tracepoint, batch.names, _WORD)
         self._batch = batch
+
+    @property
+    def module(self) -> str:  # type: ignore[override]
+        return self._batch.module
 
     @property
     def is_removed(self) -> bool:
