@@ -40,6 +40,7 @@ def run(
     images: Sequence[str],
     vmcore: str | None,
     profile: str | None,
+    cpu: str | None,
     form: str,
 ) -> bool:
     """Run `kprobefs check` on the files `paths`; return True if no kernel refuses a line.
@@ -48,7 +49,7 @@ def run(
 
     Raises: CliError (a file can't be read; no such kernel or profile).
     """
-    kernels = [planned_kernel(arch, image, vmcore, profile) for image in images or (None,)]
+    kernels = [planned_kernel(arch, image, vmcore, profile, cpu) for image in images or (None,)]
     texts = {path: _read(path) for path in paths}
     found = []
     for path, text in texts.items():
@@ -111,6 +112,10 @@ def _text(checked: CheckedFile) -> Iterator[str]:
             _WIDTH,
             subsequent_indent="   ",
         )
+        for remark in kernel.remarks:
+            yield from wrap(
+                escape_for_terminal(remark), _WIDTH, initial_indent="   ", subsequent_indent="   "
+            )
     yield ""
     columns = "".join(f"{number:<{_OUTCOME_WIDTH}}" for number in range(1, len(kernels) + 1))
     yield f"{'line':<6}{columns}definition".rstrip()
@@ -172,6 +177,7 @@ def _as_dict(checked: CheckedFile) -> dict[str, Any]:
             {
                 "kernel": kernel.title,
                 "cpu": kernel.held_for,
+                "remarks": list(kernel.remarks),
                 "profile": kernel.profile.name,
                 "btf": kernel.btf is not None,
                 "lines": [_line_as_dict(checked.text, answer) for answer in answers],

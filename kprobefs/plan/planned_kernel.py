@@ -26,7 +26,7 @@ from emulated_kernel.trace.interface import Interface, interface_named
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
-from kprobefs.measure.coverage_subject import Subject
+from kprobefs.measure.coverage_subject import Subject, booted_kernel
 from kprobefs.measure.verdicts import Judge, default_profile
 
 _ALLOWED = "kprobes_allow_optimization"
@@ -59,8 +59,12 @@ class PlannedKernel:
         """Loaded modules, in the order of loading."""
         self.held_for = held_for
         """Description, for the output, of the CPUs for which the answers hold."""
+        self.remarks: tuple[str, ...] = ()
+        """Sentences, for the output, that limit for which CPUs the answers hold."""
         self.is_dump = False
         """Whether the text and data are those of a running kernel."""
+        self.is_booted = False
+        """Whether the text is as boot has left it, as in a dump or with a chosen CPU."""
 
     @cached_property
     def interface(self) -> Interface:
@@ -77,7 +81,13 @@ class PlannedKernel:
         return self._with_modules(self.core, None)
 
     def _with_modules(self, core: LinuxKernel | KernelImage, returns: ReturnThunks | None) -> ProbedTables:
-        """Return the tables of `core` and the modules, whose returns are rewritten as `returns` says."""
+        """Return the tables of `core` and the modules, whose returns are rewritten as `returns` says.
+
+        `returns` is None if the text of `core` stays as it is. A booted kernel has rewritten its modules'
+        returns as its own.
+        """
+        if returns is None and self.is_booted and isinstance(core, LinuxKernel):
+            returns = core.booted_returns
         if not self.modules:
             return core
         live: LiveImage[Any] = LiveImage(core)
@@ -101,6 +111,8 @@ class PlannedKernel:
             files = ModuleFiles(kernel_file(self.image), core.release).read(name)
             found = PlannedKernel(self.title, self.arch, core, self.profile, self.held_for)
             found.image = self.image
+            found.remarks = self.remarks
+            found.is_booted = self.is_booted
             found.modules = tuple(link_modules(core, files))
             return found
 
@@ -142,8 +154,7 @@ class PlannedKernel:
 
     @property
     def _returns(self) -> Sequence[ReturnThunks]:
-        # A dump's text is as boot has left it.
-        return self.core.returns if isinstance(self.core, LinuxKernel) and not self.is_dump else ()
+        return self.core.returns if isinstance(self.core, LinuxKernel) and not self.is_booted else ()
 
     def _as_booted(self, symbol: Symbol, returns: ReturnThunks | None) -> Variant:
         core = self.core
@@ -198,16 +209,26 @@ class PlannedKernel:
 
 
 def planned_kernel(
-    arch: str | None, image: str | None, vmcore: str | None, profile_name: str | None
+    arch: str | None,
+    image: str | None,
+    vmcore: str | None,
+    profile_name: str | None,
+    cpu: str | None = None,
 ) -> PlannedKernel:
-    """Return the kernel that the options --arch, --image, --vmcore and --profile name; None: not given.
+    """Return the kernel that the options --arch, --image, --vmcore, --profile and --cpu name.
 
-    Raises: CliError (no such kernel, image, dump or profile).
+    None stands for an option that is not given.
+    Raises: CliError (no such kernel, image, dump, profile or CPU).
     """
+    if cpu is not None and image is None:
+        why = "only possible with a distribution's kernel; add --image, or leave it out"
+        raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     with explained(image or vmcore or arch or ""):
         if vmcore is not None:
             return _dumped(vmcore, profile_name)
         if image is not None:
+            if cpu is not None:
+                return _booted(image, profile_name, cpu)
             return _distributed(image, profile_name)
         name = arch or "x86_64"
         profile = _profile(profile_name, name)
@@ -233,6 +254,18 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
     return made
 
 
+def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
+    """Return the kernel of an image as boot on a production CPU leaves it."""
+    kernel, report = booted_kernel(image, cpu)
+    title = f"Linux {kernel.release}"
+    profile = _linux_profile(profile_name, kernel)
+    made = PlannedKernel(title, "x86_64", kernel, profile, report.held_for)
+    made.image = image
+    made.remarks = tuple(report.remarks)
+    made.is_booted = True
+    return made
+
+
 def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import kernel_in_core
 
@@ -245,6 +278,7 @@ def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
         "",
     )
     made.is_dump = True
+    made.is_booted = True
     made.held_for = f"the CPU of the dump: {_cpu_model(kernel)}"
     return made
 

@@ -6,7 +6,7 @@ Source: Documentation/x86/boot.rst and zero-page.rst, the 64-bit boot protocol.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from emulated_kernel.guests.linux.initramfs import initramfs
@@ -28,6 +28,8 @@ COMMAND_LINE = (
 
 jent_mod_init measures the jitter of a real CPU's time. Random stack offsets would slow down each call.
 """
+_LONGEST_LINE = 2048
+"""Size in bytes of the kernel's buffer for the command line. Mirrors: COMMAND_LINE_SIZE (v6.1)."""
 _STACK = 0x60000
 _PARAMETERS = 0x10000
 _COMMAND_LINE = 0x20000
@@ -44,9 +46,10 @@ _LOADED_HIGH = 1
 _PROTOCOL = 0x20F
 
 
-def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
+def load(machine: LinuxMachine, vmlinux: LinkedMemory, parameters: Sequence[str] = ()) -> None:
     """Load the kernel, the initramfs and the boot parameters, and point the CPU to the kernel's entry.
 
+    `parameters`: further parameters for the command line.
     Raises: KernelError ENOEXEC (a segment does not fit into RAM).
     """
     ram = machine.memory.ram
@@ -60,7 +63,7 @@ def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
             )
         ram[segment.pa : segment.pa + len(segment.data)] = segment.data
     ram[initrd : initrd + len(files)] = files
-    line = COMMAND_LINE.encode() + b"\0"
+    line = " ".join((COMMAND_LINE, *parameters)).encode()[: _LONGEST_LINE - 1] + b"\0"
     ram[_COMMAND_LINE : _COMMAND_LINE + len(line)] = line
     ram[_PARAMETERS : _PARAMETERS + 4096] = _boot_parameters(top, initrd, len(files))
     struct.pack_into("<Q", ram, _TABLES, _TABLES + 0x1000 | 3)

@@ -9,11 +9,13 @@ import stat
 from collections.abc import Callable
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.guest.cpu_report import cpu_text
 from emulated_kernel.guests.linux.guest.passing_time import PassingTime, RealTime
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, TRACEFS
 from emulated_kernel.guests.linux.mounts.guest_fs import GuestFs
 from emulated_kernel.guests.linux.mounts.guest_paths import (
+    CPU,
     DMESG,
     FORWARDED,
     LASTING,
@@ -102,7 +104,7 @@ class _TextFile(FileDescription):
 
 
 class MachineFs(FileSystem):
-    """File system of machine/ with dmesg, the kernel log, and limits.
+    """File system of machine/ with dmesg, the kernel log, cpu, and limits.
 
     Other files are mounted there from the guest's /proc.
     """
@@ -114,6 +116,7 @@ class MachineFs(FileSystem):
         self.guest = guest
         self._texts: dict[str, Callable[[], bytes]] = {
             DMESG: self._log,
+            CPU: lambda: cpu_text(guest.tasks.shown_cpu, guest.tasks.release).encode(),
             LIMITS: lambda: "".join(limits.open_file_lines()).encode(),
         }
         """Path of a file -> function that returns its text."""
