@@ -19,7 +19,7 @@ KPROBEFS = Path(sys.executable).with_name("kprobefs")
 """The kprobefs program in the directory of the interpreter that runs the benchmark."""
 WIDE = 0.2
 """Greatest spread of a row that is not measured again."""
-_KEPT_OF_PYTHON = ("PYTHONPATH", "PYTHONHOME")
+_PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
 """Python's environment variables that say where its modules are."""
 
 
@@ -90,7 +90,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     PYTHONDONTWRITEBYTECODE, for example, no program that the benchmark starts would have a bytecode cache.
     """
     for name in list(os.environ):
-        if name.startswith("PYTHON") and name not in _KEPT_OF_PYTHON:
+        if name.startswith("PYTHON") and name not in _PYTHON_VARIABLES:
             del os.environ[name]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

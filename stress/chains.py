@@ -26,7 +26,7 @@ from emulated_kernel.util.errors import KernelError
 from tests.arch.decoding import is_call, is_return
 
 _RISCV_SRET = 0x10200073
-_MOST = 15
+_MAX_INSN_SIZE = 15
 """Bytes of the longest instruction."""
 
 
@@ -155,10 +155,10 @@ class Chains:
         """Return the kind of an instruction ("call", "leaves" or ""), and its end address."""
         read, rest = self._kernel.machine.memory.read, 4096 - address % 4096
         try:
-            code = read(address, _MOST)
+            code = read(address, _MAX_INSN_SIZE)
         except MemoryFault:
             # The next page is not mapped.
-            code = read(address, min(_MOST, rest))
+            code = read(address, min(_MAX_INSN_SIZE, rest))
         key = address, code
         found = self._kinds.get(key)
         if found is None:
@@ -170,7 +170,7 @@ class Chains:
             if self._arch.registers.link is not None:
                 insn = decode_insn(code, compressed=self._arch.name == "riscv64")
                 return self._read_riscv(address, insn), address + insn.length
-            end = self._arch.instruction_boundaries(code.ljust(2 * _MOST, b"\x90"), address)[1]
+            end = self._arch.instruction_boundaries(code.ljust(2 * _MAX_INSN_SIZE, b"\x90"), address)[1]
             if is_call(self._arch, code):
                 return "call", end
             if is_return(self._arch, code):

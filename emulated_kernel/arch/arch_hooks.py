@@ -171,7 +171,7 @@ class Arch(ABC):
     registers: Registers
     breakpoint: bytes
     """The shortest breakpoint instruction. When it traps, the CPU reports the address after it as ip."""
-    seen_ip = 0
+    handler_ip_offset = 0
     """Difference in bytes between the ip that a probe's handlers see and the probed address."""
     max_insn_size: int
     """Size of an insn slot in bytes; also the number of bytes that prepare() needs at the probed address."""
@@ -220,7 +220,7 @@ class Arch(ABC):
         return (1 << self.bits) - 1
 
     @property
-    def kept_at_return(self) -> frozenset[str]:
+    def valid_at_return(self) -> frozenset[str]:
         """Registers that a return handler sees with the values that they have when the function returns."""
         returns = self.returns
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
@@ -296,7 +296,7 @@ class Arch(ABC):
     """Symbols of the image that no function calls, and labels inside them: unwinding ends there."""
     interrupt_entries = frozenset(("asm_host_interrupt", "handle_exception"))
     """Symbols at which interrupts enter the kernel."""
-    kept_by_calls: frozenset[str]
+    callee_saved: frozenset[str]
     """Names of the registers that a called function preserves."""
     stack_switches = frozenset(("__switch_to_asm",))
     """Functions that save one stack pointer and return on another stack, which they left earlier."""

@@ -147,11 +147,11 @@ def _call(effect: Effect, kept: Iterable[str], frame: Frame) -> None:
         private = -_ALL_PRIVATE if is_aligned else frame.regs.get(area, (area, -_ALL_PRIVATE))[1]
         offsets = [offset for base, offset in known if base == CFA and (offset >= 0) == bool(number)]
         frame.regs[area] = (area, min(private, *offsets, _ALL_PRIVATE))
-    frame.slots = {at: value for at, value in frame.slots.items() if _is_kept(at, value, frame)}
+    frame.slots = {at: value for at, value in frame.slots.items() if _survives_call(at, value, frame)}
     effect(frame)
 
 
-def _is_kept(place: Value, value: Value, frame: Frame) -> bool:
+def _survives_call(place: Value, value: Value, frame: Frame) -> bool:
     if value[0] in (CFA, ALIGNED, IP):
         return True
     base, offset = place

@@ -61,7 +61,7 @@ class ModuleNotifier:
         """Add a module's symbols and tables, and register the events that waited for it."""
         self._live.put(module)
         self._tables_changed()
-        self._functions.module_came(module.name, module.mcount)
+        self._functions.module_added(module.name, module.mcount)
         self._events.module_coming(module.name)
 
     def _settle(self, name: str) -> None:
@@ -70,7 +70,7 @@ class ModuleNotifier:
         if module is None:
             return
         left = module.without_init()
-        self._functions.init_goes(name, module.mcount - left.mcount)
+        self._functions.init_removed(name, module.mcount - left.mcount)
         self._forget((module.init_text, *module.init_data), name)
         self._kprobes.kill_within((module.init_text,))
         self._live.put(left)
@@ -81,7 +81,7 @@ class ModuleNotifier:
         module = self._live.find(name)
         if module is None:
             return
-        self._functions.module_goes(name, module.mcount)
+        self._functions.module_removed(name, module.mcount)
         self._forget((module.text, module.init_text, *module.data, *module.init_data), name)
         self._kprobes.kill_within((module.text, module.init_text))
         self._live.remove(name)

@@ -124,7 +124,10 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     )
     probes = _build_probes(kernel, engine, arch, addresses)
     kprobe_events = KprobeEvents(probes, commands)
-    fprobe_events = FprobeEvents(probes, commands) if InterfaceRule.FPROBE_EVENTS in interface else None
+    fprobe_events = None
+    if InterfaceRule.FPROBE_EVENTS in interface:
+        called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
+        fprobe_events = FprobeEvents(probes, commands, kernel.points, called)
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)
     # A command is offered to each kind in this order.

@@ -614,7 +614,9 @@ class Kernel:
         guest was dead before). If handlers of probes raised exceptions, the first of them.
         """
         with self._request():
-            return self.kprobes.hits.failures.raised_behind(lambda: self.guest.call_function(function, *args))
+            return self.kprobes.hits.failures.reraise_failures(
+                lambda: self.guest.call_function(function, *args)
+            )
 
     @property
     def is_dead(self) -> bool:

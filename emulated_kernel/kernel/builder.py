@@ -88,7 +88,7 @@ def _build_on_machine(
     config = machine.config
     arch = arch_named(config.arch)
     # The front end sets lock.waiting later.
-    watch.let_others_work(lambda: lock.waiting())  # noqa: PLW0108
+    watch.set_wait_context(lambda: lock.waiting())  # noqa: PLW0108
     guest = _boot(machine, live.core, watch, lock)
     clock = RequestClock(machine.clock, pauses=config.pauses)
     engine = build_probe_engine(_probed_kernel(machine, live, arch, guest, clock, lock, profile))

@@ -14,12 +14,12 @@ from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, PostHandler, PreH
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
-MOST_HANDLERS = 400
+MAX_HANDLERS = 400
 """Maximum number of handlers that one request compiles, and therefore of compiled handlers of one address.
 
 Python calls thousands of handlers as fast as the emulator does.
 """
-COSTS_KEPT = 63
+MAX_LATEST = 63
 """Number of latest hits whose cost is kept; it is odd, so that the median is one of the costs."""
 
 JPROBE = "j"
@@ -52,7 +52,7 @@ class HitCost:
     def kept(self) -> deque[int]:
         """Return `latest`, to which the cost of each hit is appended."""
         if self.latest is None:
-            self.latest = deque(maxlen=COSTS_KEPT)
+            self.latest = deque(maxlen=MAX_LATEST)
         return self.latest
 
     def text(self, hits: int) -> str:
@@ -337,7 +337,7 @@ class AggrKprobe(AssemblyOwner):
     @property
     def may_compile(self) -> bool:
         """Whether compiling the handlers may succeed."""
-        if self.is_python or not 0 < self.nr_handlers <= MOST_HANDLERS:
+        if self.is_python or not 0 < self.nr_handlers <= MAX_HANDLERS:
             return False
         return not any(_runs_python(kprobe) for kprobe in self._enabled())
 

@@ -9,7 +9,7 @@ from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.machine.text.text import OriginalBytes
 
-MOST_WORDS = 16
+MAX_WORDS = 16
 """Maximum number of patched words that are attributed to probes."""
 _LONGEST = 16
 """Upper bound of the size of a patch in bytes."""
@@ -55,7 +55,7 @@ class Observers:
         The result is kept until the text changes.
         """
         words = self._originals.words
-        if len(words) > MOST_WORDS:
+        if len(words) > MAX_WORDS:
             return None
         patched = tuple(words.items())
         heads = self._heads

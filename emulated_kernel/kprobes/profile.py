@@ -102,6 +102,28 @@ _OLD: dict[str, Any] = {
     "return_hook": "instances",
 }
 
+
+def _of_version(
+    version: str,
+    preemption: bool = True,
+    stepper: Stepper = Stepper.BREAKPOINT,
+    return_hook: str = "objpool",
+    *,
+    fault_handlers: bool = False,
+) -> Profile:
+    """Return the profile of a version of Linux, with the build options of Debian's kernels for x86_64."""
+    name = f"linux-{version}"
+    return Profile(
+        name,
+        preemption,
+        stepper,
+        interface=name,
+        probe_rules=name,
+        fault_handlers=fault_handlers,
+        return_hook=return_hook,
+    )
+
+
 RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
 """Names of shadow stacks: of Linux 6.1, 6.7 and 5.10, of the function graph, and that one for all hooks.
 
@@ -115,6 +137,9 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             Profile(DEFAULT),
             Profile("linux-6.1-nopreempt", preemption=False),
             Profile("linux-6.1-fprobe", interface="linux-6.1-fprobe"),
+            _of_version("5.10", False, Stepper.TRAP_FLAG, "instances", fault_handlers=True),
+            _of_version("6.12"),
+            _of_version("7.2"),
             Profile("kprobes-2010", False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT, **_OLD),
             Profile("optprobes-2009", False, **_OLD),
             Profile(

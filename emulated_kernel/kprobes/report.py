@@ -22,10 +22,13 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
     """Return a probe's present mode: int3, boosted, optimized, ftrace, disarmed or gone."""
     if kprobe.is_gone:
         return "gone"
+    if kprobe.is_disabled:
+        # Other probes of the address may keep its jump.
+        return "disarmed"
     head = table.valid(kprobe)
     if head is not None and head.is_patched:
         return "optimized"
-    if head is None or head.is_disabled or table.all_disarmed or kprobe.is_disabled:
+    if head is None or head.is_disabled or table.all_disarmed:
         return "disarmed"
     if kprobe.is_ftrace:
         return "ftrace"

@@ -52,7 +52,7 @@ class HostCalls:
         values = {name: value & mask for name, value in zip(names, args, strict=False)}
         for index, value in enumerate(args[len(names) :], 1):
             self._memory.write_word(self.stack_top + index * self._cpu.word_size, value)
-        values.update({name: self._regs.get(name) for name in self._cpu.kept_in_calls})
+        values.update({name: self._regs.get(name) for name in self._cpu.saved_in_calls})
         start = self._cpu.register_set(sp=self.stack_top, ip=address, **values)
         return int(getattr(self._enter(start, tick=True), self._cpu.result))
 

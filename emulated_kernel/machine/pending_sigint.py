@@ -13,7 +13,7 @@ import socket
 from contextlib import suppress
 from itertools import takewhile
 
-_MOST = 4096
+_MAX_PENDING = 4096
 _pair: tuple[socket.socket, socket.socket] | None = None
 """Two sockets: one to read signal numbers from, and one to which Python writes them. Signals belong to the
 whole process."""
@@ -59,7 +59,7 @@ def pending() -> int:
         return 0
     reader = _pair[0]
     with suppress(BlockingIOError):
-        numbers = reader.recv(_MOST, socket.MSG_PEEK)
+        numbers = reader.recv(_MAX_PENDING, socket.MSG_PEEK)
         others = sum(1 for _ in takewhile(lambda number: number != signal.SIGINT, numbers))
         if others:
             reader.recv(others)
@@ -72,5 +72,5 @@ def take() -> int:
     if _pair is None:
         return 1
     with suppress(BlockingIOError):
-        return max(1, _pair[0].recv(_MOST).count(signal.SIGINT))
+        return max(1, _pair[0].recv(_MAX_PENDING).count(signal.SIGINT))
     return 1

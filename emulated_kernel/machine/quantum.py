@@ -9,7 +9,7 @@ from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE, Engine
 
-_FEWEST = 1
+_MIN_QUANTUM = 1
 """Minimum number of instructions of a run; an interrupt before the first one would lose the host's answer."""
 
 
@@ -21,10 +21,10 @@ class Quantum:
 
     def __init__(self, engine: Engine, hooks: TrapHooks, mean: int, seed: int) -> None:
         """`mean` is the average number of instructions of a run. Raises: ValueError (less than one)."""
-        if mean < _FEWEST:
+        if mean < _MIN_QUANTUM:
             raise ValueError(f"a quantum of {mean} instructions")
         self._hooks = hooks
-        self._longest = 2 * mean - _FEWEST
+        self._longest = 2 * mean - _MIN_QUANTUM
         self._dice = Random(seed)
         self._left = 0
         self._within: Callable[[int], bool] | None = None
@@ -40,14 +40,14 @@ class Quantum:
         """Start counting for the next run; `within` ends it at the first instruction outside that range."""
         self._within = None if within is None else within.__contains__
         # The run ends before the instruction after its last one.
-        self._left = self._dice.randint(_FEWEST, self._longest) + 1
+        self._left = self._dice.randint(_MIN_QUANTUM, self._longest) + 1
 
     def disarm(self) -> None:
         """Stop counting; calls of guest functions by the host aren't preempted."""
         self._left = 0
         self._within = None
 
-    def arm_behind(self, within: Callable[[int], bool]) -> None:
+    def stop_outside(self, within: Callable[[int], bool]) -> None:
         """End the next run at the first instruction for which `within` returns False."""
         self._within = within
 

@@ -31,30 +31,30 @@ class HandlerTime:
     The guest isn't responsible for the time of handlers, however many probes a function has.
     """
 
-    __slots__ = ("_kept_from", "callbacks", "is_kept", "is_measured", "seconds", "since")
+    __slots__ = ("_start_seconds", "callbacks", "is_continued", "is_measured", "seconds", "since")
 
     def __init__(self) -> None:
         self.callbacks: set[CodeType] = set()
         """Code objects of Unicorn's callbacks. Each callback checks `is_measured` and calls `measure`."""
         self.is_measured = False
-        self.is_kept = False
+        self.is_continued = False
         """Whether the measurement continues in the next runs."""
-        self._kept_from = 0.0
+        self._start_seconds = 0.0
         self.seconds = 0.0
         """Total of the measured CPU time in seconds."""
         self.since = 0.0
         """CPU time of the thread at the start of the measured callback in progress; 0.0 if there is none."""
 
     def keep(self) -> None:
-        """Measure from now on, in all runs until `is_kept` is set to False."""
-        self.is_kept = True
+        """Measure from now on, in all runs until `is_continued` is set to False."""
+        self.is_continued = True
         self.is_measured = True
-        self._kept_from = self.seconds
+        self._start_seconds = self.seconds
 
     @property
     def kept(self) -> float:
         """Number of seconds measured since `keep` that don't count towards a budget."""
-        return HANDLERS_FREE * (self.seconds - self._kept_from) if self.is_kept else 0.0
+        return HANDLERS_FREE * (self.seconds - self._start_seconds) if self.is_continued else 0.0
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:
         """Call a callback and add its CPU time; nested callbacks aren't measured again."""
@@ -104,7 +104,7 @@ class Watchdog:
         self._runner = get_native_id()
         self._ident = get_ident()
         self._seen = 0.0
-        self._seen_cpu = 0.0
+        self._last_cpu = 0.0
         self._half: float | None = None
         """Counted CPU seconds at the start of the measurement of callbacks; None before that."""
         self._expired = -1.0
@@ -165,7 +165,7 @@ class Watchdog:
         # Order matters, as in _expire: either the thread sees the end, or this code sees that it is stopping.
         while self._stopping == started:
             sleep(0)
-        if not self._handler_time.is_kept:
+        if not self._handler_time.is_continued:
             self._handler_time.is_measured = False
         return self._expired == started
 
@@ -221,7 +221,7 @@ class Watchdog:
         half = self._allowed / 2
         handlers = self._handler_time
         cpu = self._cpu_of_run(started)
-        used = cpu - self._seen_cpu
+        used = cpu - self._last_cpu
         if self._half is None:
             remaining = max(started + half - monotonic(), half - used)
             if remaining > 0:
@@ -238,13 +238,13 @@ class Watchdog:
 
         CPU time is used because on a busy host a run that waits for a CPU must not be taken for a loop.
         """
-        cpu = self._seen_cpu
+        cpu = self._last_cpu
         # The thread may have ended. Its clock, addressed by its id, can't be read then.
         with suppress(OSError):
             cpu = clock_gettime(~self._runner << 3 | _THREAD_CPU_CLOCK)
         if self._seen != started:
             self._seen = started
-            self._seen_cpu = cpu
+            self._last_cpu = cpu
             self._half = None
         return cpu
 

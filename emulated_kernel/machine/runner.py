@@ -84,7 +84,7 @@ class Runner:
         ip = regs.ip
         if error:
             raise HardwareError(f"the emulator stopped at {ip:#x}: {self._engine.strerror(error)}")
-        if ip in self._halts or self._behind_halt(ip):
+        if ip in self._halts or self._is_after_halt(ip):
             return Trap(
                 TrapKind.HYPERCALL, ip, number=self._number(regs) & 0xFFFFFFFF, args=self._asked(regs)
             )
@@ -99,7 +99,7 @@ class Runner:
             self._engine.start(pad)
         self.regs.ip = ip
 
-    def _behind_halt(self, ip: int) -> bool:
+    def _is_after_halt(self, ip: int) -> bool:
         halt = self.cpu.halt
         try:
             halted = self.memory.read(ip - len(halt), len(halt)) == halt

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from emulated_kernel.trace.text.error_log import ErrorTexts
+from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.linux_rule import LinuxRule
@@ -20,6 +21,34 @@ _FILTER = "kernel/trace/trace_events_filter.c"
 class InterfaceRule(LinuxRule):
     """A rule of tracefs that not all versions of Linux have."""
 
+    EVENT_NAME_OPTIONAL = (
+        "6.1",
+        "`GROUP/` in the place of an event's name names only the group",
+        f"{_PROBE}:traceprobe_parse_event_name",
+        "p[:[<group>/][<event>]]",
+    )
+    EVENT_NAME_DOT = (
+        "6.1",
+        "group and name of an event may also be separated by a dot",
+        f"{_PROBE}:traceprobe_parse_event_name",
+        "<attached-group>.<attached-event>",
+    )
+    NAMES_WITH_NUL = (
+        "6.1",
+        "an event's name has at most 63 bytes; earlier versions accept 64",
+        f"{_PROBE}:traceprobe_parse_event_name",
+    )
+    GROUP_DASHES = (
+        "6.1",
+        "names of groups may contain dashes",
+        "kernel/trace/trace.h:is_good_system_name",
+    )
+    SYMBOLS_COUNTED = (
+        "6.1",
+        "an unknown symbol is refused before the arguments are parsed, and one that is not unique is refused",
+        f"{_KPROBE}:number_of_same_symbols",
+        "The symbol is not unique",
+    )
     CHAR_TYPE = (
         "6.12",
         "fetch arguments have the type `char`",
@@ -121,11 +150,22 @@ class InterfaceRule(LinuxRule):
         f"{_HIST}:event_hist_trigger_print",
         "common_stacktrace",
     )
+    HIST_COMMON_COMM = (
+        "7.2",
+        "`common_comm` in histograms is the task's name; `comm` means the same if no field has that name",
+        f"{_HIST}:parse_field",
+    )
     FPROBE_EVENTS = (
         "6.12",
         "dynamic_events takes `f` lines: events at entries and returns of functions",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "f[:[<group>/][<event>]]",
+    )
+    TRACEPOINT_EVENTS = (
+        "6.12",
+        "dynamic_events takes `t` lines: events at tracepoints, with the arguments of the tracepoint",
+        "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+        "t[:[<group>/][<event>]] <tracepoint>",
     )
     FPROBES_STAY = (
         "6.12",
@@ -138,6 +178,11 @@ class InterfaceRule(LinuxRule):
         "7.2",
         "an `f` line fails with EINVAL if its probe cannot be registered, and an unknown symbol is named so",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+    )
+    FPROBE_RETURNS_BY_FGRAPH = (
+        "7.2",
+        "a return probe on the same call hides the return address of an `f` event at the return",
+        "kernel/trace/fprobe.c:fprobe_return",
     )
     FPROBE_WITHOUT_MAXACTIVE = (
         "7.2",
@@ -170,7 +215,14 @@ INTERFACES: Mapping[str, Interface] = MappingProxyType(
         each.name: each
         for each in (
             LINUX_6_1,
+            Interface(
+                "linux-5.10",
+                "5.10.0",
+                InterfaceRule.of("5.10"),
+                {ProbeError.BAD_VAR: ProbeError.BAD_VAR.texts[1]},
+            ),
             Interface("linux-6.12", "6.12.0", InterfaceRule.of("6.12")),
+            Interface("linux-7.2", "7.2.0", InterfaceRule.of("7.2")),
             Interface("linux-6.1-fprobe", LINUX_6_1.release, LINUX_6_1.rules | {InterfaceRule.FPROBE_EVENTS}),
         )
     }

@@ -17,7 +17,7 @@ DEFAULT_RUN_BUDGET = 1.0
 """Default of MachineConfig.run_budget in seconds."""
 HOST = "host"
 """Value of option --image that selects the kernel that the host runs, in place of a path."""
-MOST_SEED = (1 << 63) - 1
+MAX_SEED = (1 << 63) - 1
 """Largest seed of the virtual clock; the smallest is 0."""
 DEFAULT_SEED = 1
 IMAGE_LIMIT = 1 << 30

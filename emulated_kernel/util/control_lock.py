@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from time import monotonic, sleep
 from typing import Self
 
-GIVING_WAY = 0.05
+MAX_YIELD_SECONDS = 0.05
 """Maximum time in seconds for which yield_lock() waits."""
 PATIENCE = 0.1
 """Time in seconds for which a thread waits for the lock before it enters `ControlLock.waiting`."""
@@ -108,14 +108,14 @@ class ControlLock:
             self._waiters.discard(wait)
 
     def yield_lock(self) -> None:
-        """Let the threads that are waiting for the lock take it first; wait at most GIVING_WAY seconds.
+        """Let the threads that are waiting for the lock take it first; wait at most MAX_YIELD_SECONDS.
 
         The caller has just released the lock and will take it again.
         """
         waiters = self._waiters.copy()
-        end = monotonic() + GIVING_WAY
+        end = monotonic() + MAX_YIELD_SECONDS
         while not waiters.isdisjoint(self._waiters) and monotonic() < end:
-            sleep(GIVING_WAY / 50)
+            sleep(MAX_YIELD_SECONDS / 50)
 
     def assert_held(self) -> None:
         """Assert that the calling thread holds the lock. Raises: AssertionError."""

@@ -67,7 +67,7 @@ RECORD_BYTES = "record_bytes"
 """Name of the line in machine/limits for the memory of all ring buffers, whose limit cannot be set."""
 UNLIMITED = "max"
 _NUMBER = re.compile(r"[0-9]{1,20}")
-_MOST = 1 << 48
+_MAX_VALUE = 1 << 48
 _RUN_BUDGETS_MS = range(10, 600_001)
 """Allowed run budgets in milliseconds. While the guest loops, all clients wait for the run budget."""
 
@@ -88,7 +88,7 @@ def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -
     if not _NUMBER.fullmatch(text):
         words = "" if limit is Limit.RUN_BUDGET_MS else f" or {UNLIMITED}"
         raise KernelError(errno.EINVAL, f"{name}: {text!r} is not a number{words}")
-    allowed = _RUN_BUDGETS_MS if limit is Limit.RUN_BUDGET_MS else range(_MOST + 1)
+    allowed = _RUN_BUDGETS_MS if limit is Limit.RUN_BUDGET_MS else range(_MAX_VALUE + 1)
     if int(text) not in allowed:
         raise KernelError(errno.ERANGE, f"{name}: {text} is out of range; use {allowed[0]} to {allowed[-1]}")
     return limit, int(text)
@@ -168,7 +168,7 @@ class MemoryBudget:
         self._by_user: Counter[int] = Counter()
 
     @property
-    def most_by_user(self) -> int:
+    def max_by_user(self) -> int:
         """Number of bytes in use by the user who uses most; 0 if only root and the owner use any."""
         return max(self._by_user.values(), default=0)
 

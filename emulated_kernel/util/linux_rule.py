@@ -38,7 +38,7 @@ class LinuxRule(Enum):
         return frozenset(rule for rule in cls if rule._is_in(number))
 
     @classmethod
-    def told(cls, version: str, texts: str) -> frozenset[Self]:
+    def detected(cls, version: str, texts: str) -> frozenset[Self]:
         """Return a kernel's rules: by its own `texts` if a rule has a `sign`, otherwise by its version."""
         number = _number(version)
         return frozenset(rule for rule in cls if (rule.sign in texts if rule.sign else rule._is_in(number)))

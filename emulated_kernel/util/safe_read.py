@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _PART = 1 << 20
 """Size of one read(2) in bytes. Reading in parts allocates memory only for data that exists."""
-MOST_LATE = 8
+MAX_BLOCKED_READERS = 8
 """Maximum number of threads that are blocked in slow file systems."""
 PATIENCE = 1.0
 """Time in seconds for which a client's write may read user-supplied files.
@@ -114,7 +114,8 @@ def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> by
 class BoundedFileReader:
     """Reads files from file systems that may be slow or hang, with a thread for each file.
 
-    A thread that hangs doesn't delay other readers. While MOST_LATE threads hang, read() refuses new files.
+    A thread that hangs doesn't delay other readers. While MAX_BLOCKED_READERS threads hang,
+    read() refuses new files.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class BoundedFileReader:
         """Return the contents of a regular file. Wait until `deadline`, a time of time.monotonic().
 
         If `deadline` is None, wait without a limit.
-        Raises: as read_regular(), OSError ETIMEDOUT, EBUSY (MOST_LATE threads are blocked), ENOMEM.
+        Raises: as read_regular(), OSError ETIMEDOUT, EBUSY (MAX_BLOCKED_READERS threads are blocked), ENOMEM.
         """
         return self._answer(path, lambda: read_regular(path, limit), deadline)
 
@@ -138,8 +139,8 @@ class BoundedFileReader:
     def _answer(
         self, path: str | bytes | os.PathLike[str], ask: Callable[[], T], deadline: float | None
     ) -> T:
-        if len(self._late) >= MOST_LATE:
-            raise OSError(errno.EBUSY, f"{MOST_LATE} files are waited for already", os.fspath(path))
+        if len(self._late) >= MAX_BLOCKED_READERS:
+            raise OSError(errno.EBUSY, f"{MAX_BLOCKED_READERS} files are waited for already", os.fspath(path))
         reading = _Reading(path, ask, self._late)
         try:
             start_thread("read-file", reading.run)
@@ -199,7 +200,7 @@ def read_named(path: str | os.PathLike[str], limit: int) -> bytes:
         for name in os.listdir("/proc/self/fd"):
             descriptor = int(name)
             if _reads(descriptor, found):
-                return read_given(descriptor, limit)
+                return read_descriptor(descriptor, limit)
     return read_regular(path, limit)
 
 
@@ -212,7 +213,7 @@ def _reads(descriptor: int, file: os.stat_result) -> bool:
         return False
 
 
-def read_given(descriptor: int, limit: int) -> bytes:
+def read_descriptor(descriptor: int, limit: int) -> bytes:
     """Read a descriptor until its end, waiting for data. Raises: OSError, EFBIG (more than `limit` bytes)."""
     data = bytearray()
     readable = poll()

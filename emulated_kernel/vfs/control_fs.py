@@ -20,7 +20,7 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, YieldLock
 from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.chunked_write import ChunkedWrite, retry_yielding_lock
-from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Stat, still_there
+from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Stat, require_path
 from emulated_kernel.vfs.core.node import Directory
 from emulated_kernel.vfs.core.node_tree import CONTROL, NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece, Steps
@@ -214,7 +214,7 @@ class ControlDirectory(OpenDirectory):
             if informed is not None:
                 with suppress(KernelError):
                     fs.calls.on_file(informed, self.path, None, ATTRIBUTE_CALLS)
-            return fs.tree.getattr(still_there(self.path))
+            return fs.tree.getattr(require_path(self.path))
 
     def listed(self, client: Client) -> None:
         """Implement OpenDirectory.listed, by GuestCalls.listed()."""
@@ -405,7 +405,7 @@ class GuestCalls:
         If `file` is None, use any open file with this path.
         """
 
-    def tell(
+    def repeat_call(
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
         """Repeat the client's system call on a path in the guest, if the call is one of `names`.
@@ -631,13 +631,13 @@ class ControlFs(FileSystem):
         Raises: KernelError EPERM, EISDIR (a directory).
         """
         with self.lock:
-            self.calls.tell(client, path, ("unlink", "unlinkat"))
+            self.calls.repeat_call(client, path, ("unlink", "unlinkat"))
             self.tree.unlink(client, path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
         """Refuse to rename a file, after the guest repeated the client's call. Raises: KernelError EPERM."""
         with self.lock:
-            self.calls.tell(client, old, ("rename", "renameat2"), (), new)
+            self.calls.repeat_call(client, old, ("rename", "renameat2"), (), new)
             self.tree.rename(client, old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
@@ -658,25 +658,25 @@ class ControlFs(FileSystem):
         with self.lock:
             # Hazard: the guest would create a device.
             if not is_device(mode):
-                self.calls.tell(client, path, ("mknod", "mknodat"))
+                self.calls.repeat_call(client, path, ("mknod", "mknodat"))
             self.tree.mknod(client, path, mode)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
         """Implement FileSystem.chmod by the tree, after the guest repeated the client's call."""
         with self.lock:
-            self.calls.tell(client, path, ("chmod", "fchmodat"), ("fchmod",))
+            self.calls.repeat_call(client, path, ("chmod", "fchmodat"), ("fchmod",))
             self.tree.chmod(client, path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         """Implement FileSystem.chown by the tree, after the guest repeated the client's call."""
         with self.lock:
-            self.calls.tell(client, path, ("chown", "lchown", "fchownat"), ("fchown",))
+            self.calls.repeat_call(client, path, ("chown", "lchown", "fchownat"), ("fchown",))
             self.tree.chown(client, path, uid, gid)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Implement FileSystem.utimens by the tree, after the guest repeated the client's call."""
         with self.lock:
-            self.calls.tell(client, path, ("utimensat",), ("utimensat",))
+            self.calls.repeat_call(client, path, ("utimensat",), ("utimensat",))
             self.tree.utimens(client, path, atime_ns, mtime_ns)
 
     # Policy

@@ -27,7 +27,7 @@ from typing import ClassVar
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.changes import ChangeWatcher
-from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, path_behind, still_there
+from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, path_after_rename, require_path
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 
 
@@ -277,7 +277,7 @@ class FileSystem(ABC):
         """
         for opened in list(self.opened):
             if opened.is_directory:
-                opened.path = path_behind(opened.path, old, new)
+                opened.path = path_after_rename(opened.path, old, new)
 
 
 class FileDescription:
@@ -339,7 +339,7 @@ class FileDescription:
 
         `client`: see FileSystem.getattr.
         """
-        return self.fs.getattr(still_there(self.path), client)
+        return self.fs.getattr(require_path(self.path), client)
 
     def informed(self, client: Client) -> Client:
         """Return `client` with the facts that a read or write of the file needs; see FileSystem.informed."""

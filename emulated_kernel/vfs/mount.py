@@ -22,12 +22,12 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits
 from emulated_kernel.vfs.core.changes import ChangeWatcher
-from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, still_there
+from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, require_path
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory
 
 CLOSING = 0.05
 """Maximum time in seconds for which rmdir(2) waits for the release of files that were just closed."""
-_KEPT = 500
+_CACHE_SIZE = 500
 """Maximum number of paths whose file system is cached. Clients use few paths at a time."""
 
 
@@ -73,7 +73,7 @@ class Mount:
         for prefix in self._table:
             if prefix != "/":
                 self._below.setdefault(posixpath.dirname(prefix), []).append(prefix)
-        self.filesystem_at: Callable[[str], FileSystem] = lru_cache(_KEPT)(self._find)
+        self.filesystem_at: Callable[[str], FileSystem] = lru_cache(_CACHE_SIZE)(self._find)
         """Cached version of _find(): returns the file system that a path belongs to."""
         self._roots: dict[str, DirEntry] = {}
         """Cache: mount prefix -> entry in the parent directory, for listings after the guest has died."""
@@ -289,24 +289,24 @@ class Mount:
         """
         fs = self.filesystem_at(path)
         if self._limits is not None:
-            self._check_room(self._limits, fs, path, client)
+            self._check_capacity(self._limits, fs, path, client)
         return self._add(fs.open(fs.informed(client, path), path, flags), client)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Create a regular file, open it, and return its handle. Raises: KernelError, as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
-            self._check_room(self._limits, fs, path, client)
+            self._check_capacity(self._limits, fs, path, client)
         return self._add(fs.create(fs.informed(client), path, mode, flags), client)
 
     def opendir(self, client: Client, path: str) -> int:
         """Open a directory, and return its handle for getdents(). Raises: KernelError, as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
-            self._check_room(self._limits, fs, path, client)
+            self._check_capacity(self._limits, fs, path, client)
         return self._add(fs.opendir(fs.informed(client), path), client)
 
-    def _check_room(self, limits: Limits, fs: FileSystem, path: str, client: Client) -> None:
+    def _check_capacity(self, limits: Limits, fs: FileSystem, path: str, client: Client) -> None:
         try:
             limits.check(Limit.OPEN_FILES, limits.open_files)
             if client.uid:
@@ -362,7 +362,7 @@ class Mount:
         if not isinstance(directory, OpenDirectory):
             raise KernelError(errno.ENOTDIR, f"handle {handle}")
         if start == 0 or directory.entries is None:
-            directory.entries = self.readdir(still_there(directory.path), client)
+            directory.entries = self.readdir(require_path(directory.path), client)
         directory.listed(directory.fs.informed(client))
         return directory.entries[start:]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from emulated_kernel.util.safe_read import read_given
+from emulated_kernel.util.safe_read import read_descriptor
 from kprobefs.common import mountpoints
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.definitions import dropins
@@ -88,9 +88,9 @@ def _number(file: str, failed: list[str]) -> list[str]:
 
 def _read(file: str) -> dropins.Text:
     if file == "-":
-        data = read_given(sys.stdin.fileno(), dropins.LIMIT)
+        data = read_descriptor(sys.stdin.fileno(), dropins.LIMIT)
         return dropins.Text(data.decode("utf-8", "surrogateescape"))
-    return dropins.read_given(file)
+    return dropins.read_definitions(file)
 
 
 def saved(directory: str) -> bytes:

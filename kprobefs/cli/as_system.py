@@ -23,7 +23,7 @@ MS_RDONLY = 1
 MS_BIND = 0x1000
 MS_MOVE = 0x2000
 MS_REMOUNT = 0x20
-KEPT_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
+LOCKED_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
 """Flags of a mount that a user namespace may have locked; mount(2) has the same values."""
 OPEN_TREE = 428
 MOVE_MOUNT = 429
@@ -78,7 +78,7 @@ class System:
         """What is added to the command's."""
         _lay_over(directory, work, real_root=real_root)
         if real_root:
-            _tell("--real-root: the host's tracefs and debugfs are within reach of the command")
+            _print_error("--real-root: the host's tracefs and debugfs are within reach of the command")
         answerer = CallAnswerer(
             os.stat(directory).st_dev,
             (TRACING, f"{DEBUG}/tracing", f"{directory}/tracing"),
@@ -88,7 +88,9 @@ class System:
         if reason := self._namespace.unanswered:
             self.environment = _pretend_type(work)
             who = "programs that take a preloaded library" if self.environment else "no program"
-            _tell(f"statfs(2) and copying calls: no seccomp listener: {reason}; {who} will see a tracefs")
+            _print_error(
+                f"statfs(2) and copying calls: no seccomp listener: {reason}; {who} will see a tracefs"
+            )
 
     def enter(self) -> None:
         """Enter the namespaces, in the command's process, between fork and exec. Raises: OSError."""
@@ -325,7 +327,7 @@ def _keep_own_part(proc: str) -> None:
 
 def _make_read_only(place: str) -> None:
     """Make a mount read-only, and keep its other flags."""
-    kept = os.statvfs(place).f_flag & KEPT_FLAGS
+    kept = os.statvfs(place).f_flag & LOCKED_FLAGS
     _mount("none", place, MS_BIND | MS_REMOUNT | MS_RDONLY | kept)
 
 
@@ -453,5 +455,5 @@ def _call(name: str, what: str, *arguments: object) -> int:
     return result
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"kprobefs: --as-system: {text}", file=sys.stderr)

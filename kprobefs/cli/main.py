@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from emulated_kernel.util.fast_dataclass import replace
-from kprobefs.cli.parser import BENCH_OPTIONS, machine_options, program_parser
+from kprobefs.cli.parser import BENCH_OPTIONS, MAX_CPUS, machine_options, program_parser
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
 
 # Not from typing, which takes longer to import than most modules here.
@@ -96,6 +96,9 @@ def _complete(parser: argparse.ArgumentParser) -> None:
         import argcomplete
     except ImportError:
         return
+    from kprobefs.cli.completers import attach
+
+    attach(parser)
     argcomplete.autocomplete(parser)
 
 
@@ -117,11 +120,11 @@ def _give_up_output() -> None:
 
 
 def _complain(message: str, status: ExitStatus) -> ExitStatus:
-    _tell(escape_for_terminal(message))
+    _print_error(escape_for_terminal(message))
     return status
 
 
-def _tell(message: str) -> None:
+def _print_error(message: str) -> None:
     try:
         from kprobefs.common.terminal import wrap
     except MemoryError:
@@ -225,7 +228,7 @@ def _save(parsed: argparse.Namespace) -> int:
 def _complain_of(failed: Sequence[str]) -> None:
     for message in failed:
         # A message may have several lines, which are escaped already.
-        _tell(message)
+        _print_error(message)
 
 
 def _install_service(parsed: argparse.Namespace) -> int:
@@ -360,10 +363,15 @@ def _run(parsed: argparse.Namespace) -> int:
     if not command:
         raise CliError("run: no command given; add -- CMD...", ExitStatus.USAGE)
     from kprobefs.cli.run import run
+    from kprobefs.mount_options import runs_linux
 
     if parsed.real_root and not parsed.as_system:
         raise CliError("run: --real-root: is for --as-system; give both", ExitStatus.USAGE)
     options = _options(parsed, "")
+    if parsed.as_system and parsed.cpus is None and not runs_linux(options):
+        # Tools take the number of CPUs from the host's /sys, and expect a buffer for each of them.
+        cpus = min(os.cpu_count() or 1, MAX_CPUS)
+        options = replace(options, machine=replace(options.machine, cpus=cpus))
     return run(
         options,
         parsed.build or _builder_for_run(options),
@@ -501,7 +509,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     limits, run_budget = parsed_limits(parsed.limit)
     machine = MachineConfig(
         arch=parsed.arch,
-        cpus=parsed.cpus,
+        cpus=parsed.cpus or 1,
         clock=parsed.clock,
         pauses=not parsed.isolate,
         seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from emulated_kernel.util.config import MOST_SEED
+from emulated_kernel.util.config import MAX_SEED
 from kprobefs import __version__
 from kprobefs.common.errors import CliError, ExitStatus
 
@@ -477,7 +477,10 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "for reproducible traces",
     )
     group.add_argument(
-        "--cpus", type=_cpus, default=1, metavar="N", help="number of CPUs (default: %(default)s)"
+        "--cpus",
+        type=_cpus,
+        metavar="N",
+        help="number of CPUs (default: 1; with run --as-system that of the host)",
     )
     group.add_argument(
         "--seed",
@@ -521,7 +524,7 @@ def _count(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    return _between(text, 0, MOST_SEED)
+    return _between(text, 0, MAX_SEED)
 
 
 def _seconds(text: str) -> float:

@@ -28,7 +28,7 @@ from kprobefs.mount_options import Builder, MountOptions
 END_TIMEOUT = 5.0
 """Maximum seconds that the daemon may take to end before it is killed."""
 POLL_INTERVAL = 0.01
-MOST_ENVIRONMENT = 4 << 20
+MAX_ENVIRONMENT = 4 << 20
 """Maximum bytes of a process's environment that are read. Linux limits it, with arguments, to 6 MiB."""
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def run(
             with closing(runner.system) if runner.system is not None else nullcontext():
                 status = runner.run(directory, tracing)
             if tracing is not None:
-                from kprobefs.cli.scratch_copies import tell_of_results
+                from kprobefs.cli.scratch_copies import report_results
 
-                tell_of_results(base / "mnt" / "scratch")
+                report_results(base / "mnt" / "scratch")
             return status
     except CliError:
         # An interrupt from the terminal ends the start of the daemon too.
@@ -233,7 +233,7 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
             descriptor = os.pidfd_open(pid)
             try:
                 # What is read now is of the process that the descriptor holds, or of none.
-                environment = memory.read(f"/proc/{pid}/environ", [(0, MOST_ENVIRONMENT)])
+                environment = memory.read(f"/proc/{pid}/environ", [(0, MAX_ENVIRONMENT)])
                 if environment is not None and mark in environment[0].split(b"\0"):
                     signal.pidfd_send_signal(descriptor, number)
                     signal.pidfd_send_signal(descriptor, signal.SIGCONT)

@@ -51,7 +51,7 @@ def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
                 directory.rmdir()
 
 
-def tell_of_results(scratch: Path) -> None:
+def report_results(scratch: Path) -> None:
     """Report the files that a command has left in the scratch/ of a temporary mount."""
     with suppress(OSError):
         _report(sorted(os.listdir(scratch)), "created in scratch/, which is removed with this mount")

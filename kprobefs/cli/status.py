@@ -11,7 +11,7 @@ from kprobefs.common.errors import escape_for_terminal
 
 GAP = 2
 """Number of spaces between columns."""
-FEWEST = 3
+MIN_COLUMNS = 3
 """Number of columns that are shown at any width of the terminal."""
 
 
@@ -24,7 +24,7 @@ def print_table(states: Sequence[MountStatus]) -> None:
     heads = ["STATE", "DIRECTORY", "PID", "KERNEL", "PROFILE", "SINCE", "LAYOUT", "ARCH", "TRAPS", "KEPT IN"]
     rows = [_cells(state) for state in states]
     widths = [max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)]
-    while len(heads) > FEWEST and sum(widths[: len(heads)]) > console.width:
+    while len(heads) > MIN_COLUMNS and sum(widths[: len(heads)]) > console.width:
         heads.pop()
     table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", show_edge=False)
     for head in heads:

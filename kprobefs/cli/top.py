@@ -30,7 +30,7 @@ RECORDS = 500
 """Number of the newest trace lines that are searched for records of an opened probe."""
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
 BACK = "q quit  escape back  up/down scroll  e enable  o optimize"
-MOST_LINES = 1 << 20
+MAX_LINES = 1 << 20
 """A number of rows that moves to the first or last line of any list."""
 MORE_KEYS = "? all keys"
 """End of the line of keys if the terminal is too narrow for all keys."""
@@ -265,9 +265,9 @@ class View:
             case "page down":
                 self._move(self.page)
             case "home":
-                self._move(-MOST_LINES)
+                self._move(-MAX_LINES)
             case "end":
-                self._move(MOST_LINES)
+                self._move(MAX_LINES)
             case "s":
                 names = list(SORTS)
                 self.sort = names[(names.index(self.sort) + 1) % len(names)]
@@ -333,15 +333,15 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
     return Group(head, body, *reason, _foot(view, HELP, width))
 
 
-def wrap_lines(text: str, width: int, most: int, indent: str = "") -> list[Text]:
-    """Wrap a text to at least one line and at most `most` lines of at most `width` characters."""
+def wrap_lines(text: str, width: int, max_lines: int, indent: str = "") -> list[Text]:
+    """Wrap a text to at least one line and at most `max_lines` lines of at most `width` characters."""
     from textwrap import wrap
 
     from rich.text import Text
 
     further = f"{indent}  " if indent else ""
     lines = wrap(
-        text, width, max_lines=most, placeholder=" …", initial_indent=indent, subsequent_indent=further
+        text, width, max_lines=max_lines, placeholder=" …", initial_indent=indent, subsequent_indent=further
     )
     return [Text(line) for line in lines or [""]]
 
@@ -372,9 +372,9 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
     records = records or [f"none: they are made while tracing/events/{probe.event}/enable is 1"]
     recorded: list[Text] = []
     for record in reversed(records):
-        told_of = wrap_lines(escape_for_terminal(record), width, 3, "  ")
-        if not recorded or len(recorded) + len(told_of) <= (height - 8) // 3:
-            recorded = [*told_of, *recorded]
+        record_lines = wrap_lines(escape_for_terminal(record), width, 3, "  ")
+        if not recorded or len(recorded) + len(record_lines) <= (height - 8) // 3:
+            recorded = [*record_lines, *recorded]
     room = height - len(lines) - len(recorded) - 3
     if room > 0:
         view.page = room
@@ -517,7 +517,7 @@ def _cells(probe: Probe) -> tuple[str, ...]:
     return tuple(escape_for_terminal(word.partition("\n")[0]) for word in (*words, probe.reason or "-"))
 
 
-def _told(condition: MountState) -> str:
+def _condition_text(condition: MountState) -> str:
     """Return the message about the condition of a mount, or "" if it has no problem."""
     if condition.status is ExitStatus.OK:
         return ""
@@ -531,7 +531,7 @@ def _live(probes: Probes, view: View, delay: float, count: int | None) -> None:
     with terminal.keyboard(), Live(console=console, screen=True, auto_refresh=False) as live:
         shown_times = 0
         while count is None or shown_times < count:
-            view.condition = _told(probes.condition())
+            view.condition = _condition_text(probes.condition())
             view.show(probes.look())
             live.update(picture(view, probes, console), refresh=True)
             shown_times += 1

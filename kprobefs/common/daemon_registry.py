@@ -28,7 +28,7 @@ LOCK_PAUSE = 0.02
 """Seconds between two attempts to lock a record."""
 FALLBACK = "/tmp/kprobefs-"
 """Prefix of the runtime directory's path, before the uid, if the user has no better place for it."""
-KEPT_LOGS = 10
+MAX_OLD_LOGS = 10
 """Maximum number of logs of failed daemons that are kept; older logs are removed."""
 STARTING = 10.0
 """Maximum seconds from the creation of a daemon's log to the creation of its record."""
@@ -241,7 +241,7 @@ def _find(directory: str) -> Running | None:
 
 
 def sweep() -> None:
-    """Remove the records of killed daemons, and their logs except the newest KEPT_LOGS."""
+    """Remove the records of killed daemons, and their logs except the newest MAX_OLD_LOGS."""
     from emulated_kernel.util.safe_read import open_regular
 
     directory = runtime_directory()
@@ -250,7 +250,7 @@ def sweep() -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
     left = [path for path in directory.glob("*.log") if not path.with_suffix(".json").exists()]
-    for path in sorted(left, key=_age)[KEPT_LOGS:]:
+    for path in sorted(left, key=_age)[MAX_OLD_LOGS:]:
         path.unlink(missing_ok=True)
 
 

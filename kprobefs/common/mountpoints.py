@@ -198,7 +198,7 @@ class _Question:
 
     def __init__(self, directory: str) -> None:
         self._pipe, writer = os.pipe()
-        self._told = b""
+        self._received = b""
         self._child = fork()
         if self._child == 0:
             _ask(directory, writer)
@@ -232,14 +232,14 @@ class _Question:
 
     def _line(self, deadline: float) -> str:
         """Return the child's next line, or "" if none comes until `deadline`."""
-        while b"\n" not in self._told:
+        while b"\n" not in self._received:
             if not self._readable.poll(1000 * max(0, deadline - time.monotonic())):
                 return ""
             data = os.read(self._pipe, 256)
             if not data:
                 return ""
-            self._told += data
-        line, _, self._told = self._told.partition(b"\n")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
         return line.decode("ascii", "replace")
 
 

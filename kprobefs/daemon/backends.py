@@ -153,7 +153,7 @@ def _cpu(options: MountOptions) -> ProductionCpu | None:
 
 def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
     """Return the profile that the options name, or the one that follows the kernel."""
-    from emulated_kernel.guests.linux.probing.told_interface import profile_of
+    from emulated_kernel.guests.linux.probing.detect_interface import profile_of
     from emulated_kernel.kprobes.profile import profile_named
 
     return profile_of(kernel) if options.follows_version else profile_named(options.machine.profile)

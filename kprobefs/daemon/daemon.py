@@ -102,9 +102,9 @@ class DaemonStart:
         mountpoints.check_proc()
         self._is_own_log = log_file is None
         self._log_file = log_file or log_path(options.directory)
-        check_log(str(self._log_file), options.directory, is_given=not self._is_own_log)
+        check_log(str(self._log_file), options.directory, is_explicit=not self._is_own_log)
         self._reader, self._writer = os.pipe()
-        self._is_told = threading.Lock()
+        self._is_notified = threading.Lock()
 
     def await_ready(self) -> None:
         """Wait, in the starting process, until the mount answers.
@@ -147,7 +147,7 @@ class DaemonStart:
             os.close(self._reader)
             self._leave_terminal()
             _start_logging(logging.WARNING if self._is_own_log else logging.INFO, STANDARD_ERROR)
-            given = _given_descriptors()
+            given = _inherited_descriptors()
             service = Service(self._options, self._build, applies_definitions=False)
             service.run(self._watch_starter, lambda: self._become_ready(given), at_killed)
         except CliError as failure:
@@ -163,16 +163,16 @@ class DaemonStart:
         why = last_line(STANDARD_ERROR) if failure.is_explained else ""
         message = f"{failure}: {why}" if why else str(failure)
         log.error("%s", escape_for_terminal(message))
-        if self._tell_reason(message, failure.status):
+        if self._notify_failure(message, failure.status):
             self._remove_own_log()
 
     def _report_unexpected(self, error: BaseException) -> None:
         lacking = resource_hint(error)
-        if lacking and self._tell_reason(lacking, ExitStatus.FAILURE):
+        if lacking and self._notify_failure(lacking, ExitStatus.FAILURE):
             self._remove_own_log()
         else:
             log.exception("the daemon failed")
-            self._tell_reason(self._bug(f"{type(error).__name__}: {error}"), ExitStatus.FAILURE)
+            self._notify_failure(self._bug(f"{type(error).__name__}: {error}"), ExitStatus.FAILURE)
 
     def _remove_own_log(self) -> None:
         if self._is_own_log:
@@ -191,20 +191,20 @@ class DaemonStart:
         # They are closed only now because the kernel's file may be named as /dev/fd/N.
         for descriptor in given:
             os.close(descriptor)
-        self._tell(READY)
+        self._notify_starter(READY)
 
     def _bug(self, reason: str) -> str:
         return f"the daemon failed at its start: {reason}: see {self._log_file}"
 
-    def _tell_reason(self, message: str, status: ExitStatus) -> bool:
+    def _notify_failure(self, message: str, status: ExitStatus) -> bool:
         # The message may name the log, which is read when this process has answered.
         for handler in logging.getLogger().handlers:
             handler.flush()
-        return self._tell(bytes((status,)) + message.encode(errors="surrogateescape"))
+        return self._notify_starter(bytes((status,)) + message.encode(errors="surrogateescape"))
 
-    def _tell(self, message: bytes) -> bool:
+    def _notify_starter(self, message: bytes) -> bool:
         """Send a message to the starting process; return False if an earlier message was sent."""
-        if not self._is_told.acquire(blocking=False):
+        if not self._is_notified.acquire(blocking=False):
             return False
         # The starting process may be dead.
         with suppress(BrokenPipeError):
@@ -218,9 +218,11 @@ class DaemonStart:
         def watch() -> None:
             waiting = poll()
             waiting.register(self._writer, 0)
-            # The timeout is needed because _tell() closes the descriptor that is polled here.
-            while not self._is_told.locked():
-                if any(event & POLLERR for _, event in waiting.poll(100)) and self._is_told.acquire(False):
+            # The timeout is needed because _notify_starter() closes the descriptor that is polled here.
+            while not self._is_notified.locked():
+                if any(event & POLLERR for _, event in waiting.poll(100)) and self._is_notified.acquire(
+                    False
+                ):
                     log.error("the process that started the daemon died before the mount answered")
                     if mountpoints.mounted_on(self._options.directory):
                         with suppress(CliError):
@@ -239,7 +241,7 @@ class DaemonStart:
             str(self._log_file),
             self._options.directory,
             anew=self._is_own_log,
-            is_given=not self._is_own_log,
+            is_explicit=not self._is_own_log,
         )
         for target, source in ((0, null), (1, output), (2, output)):
             os.dup2(source, target)
@@ -247,7 +249,7 @@ class DaemonStart:
         os.close(output)
 
 
-def _given_descriptors() -> list[int]:
+def _inherited_descriptors() -> list[int]:
     """Return the descriptors that this process has inherited by execve(2), except standard streams.
 
     Python opens its own descriptors with FD_CLOEXEC.

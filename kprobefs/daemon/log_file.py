@@ -13,30 +13,30 @@ TAIL = 4096
 """Number of bytes at the end of the log in which last_line() searches."""
 
 
-def check_log(path: str, directory: str, *, is_given: bool) -> None:
+def check_log(path: str, directory: str, *, is_explicit: bool) -> None:
     """Check that `path` can be the log of a daemon that serves `directory`.
 
-    `is_given` is True for the path of --log. Raises: CliError.
+    `is_explicit` is True for the path of --log. Raises: CliError.
     """
-    os.close(_open(path, directory, 0, is_given=is_given))
+    os.close(_open(path, directory, 0, is_explicit=is_explicit))
 
 
-def open_log(path: str, directory: str, *, anew: bool, is_given: bool = True) -> int:
+def open_log(path: str, directory: str, *, anew: bool, is_explicit: bool = True) -> int:
     """Open the log for appending and return its descriptor; truncate it if `anew` is set.
 
     Raises: CliError.
     """
-    return _open(path, directory, os.O_TRUNC if anew else 0, is_given=is_given)
+    return _open(path, directory, os.O_TRUNC if anew else 0, is_explicit=is_explicit)
 
 
-def _open(path: str, directory: str, flags: int, *, is_given: bool) -> int:
+def _open(path: str, directory: str, flags: int, *, is_explicit: bool) -> int:
     if is_inside(os.path.dirname(path) or ".", directory):
         raise CliError(f"--log {path}: inside a mount point", ExitStatus.USAGE)
     flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         found = os.open(path, flags, 0o600)
     except OSError as error:
-        if not is_given:
+        if not is_explicit:
             raise unwritable(path, error) from None
         raise CliError(f"--log {path}: {_reason(path, error)}") from None
     if not stat.S_ISREG(os.fstat(found).st_mode):

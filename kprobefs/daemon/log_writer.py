@@ -12,7 +12,7 @@ from time import monotonic
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Maximum size of waiting messages in bytes; further messages are dropped and counted."""
 FLUSH_TIMEOUT = 1.0
 """Maximum seconds that flush() waits until the messages are written."""
@@ -48,7 +48,7 @@ class LogWriter(logging.Handler):
             self.handleError(record)
             return
         with self._changed:
-            if self._messages and self._size + len(message) > MOST_BYTES:
+            if self._messages and self._size + len(message) > MAX_BYTES:
                 self._dropped += 1
                 return
             self._messages.append(message)

@@ -41,7 +41,7 @@ class NamespaceMembers:
         """Declare the process `pid` to be one of the daemon's own, which are not counted as members."""
         self._own.add(pid)
 
-    def have_gone(self) -> bool:
+    def all_exited(self) -> bool:
         """Scan all processes; return True if there were other processes earlier and there are none now."""
         if self._has_some():
             self._had_some = True

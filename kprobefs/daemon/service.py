@@ -259,7 +259,7 @@ class Service:
             ready = self._wake.wait(self._companions.interval if is_over else start_up.seconds_left())
             if self._wake.is_set():
                 return
-            if not ready and is_over and self._companions.have_gone():
+            if not ready and is_over and self._companions.all_exited():
                 log.info("nobody else is left in the mount namespace")
                 return
             for handle in ready:

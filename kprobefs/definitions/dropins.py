@@ -72,7 +72,7 @@ def read(path: Path) -> Text:
         raise CliError(f"{path}: {error.strerror}") from None
 
 
-def read_given(path: str) -> Text:
+def read_definitions(path: str) -> Text:
     """Return the text of a file that the user has named on the command line. Raises: OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         return Text(_decoded(read_named(path, LIMIT)))

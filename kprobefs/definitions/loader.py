@@ -36,7 +36,7 @@ CURSOR = re.compile(r"^ *\^$")
 """Matches the line of an error_log that points at the position of the error."""
 DEFINING = ("dynamic_events", "kprobe_events", "synthetic_events", "uprobe_events")
 """Names of files in which a write defines events."""
-WISHES = ("enable", "optimized")
+LAGGING_FILES = ("enable", "optimized")
 """Names of files that show the current state, which may lag behind the value that was written."""
 
 
@@ -181,7 +181,7 @@ class Loader:
         elif parts[-1] == "trigger":
             self._set_trigger(path, value, column)
         # The loader's own requests may be traced, so it skips needless ones.
-        elif parts[-1] in WISHES or value not in (text := self._read(path).strip(), chosen_word(text)):
+        elif parts[-1] in LAGGING_FILES or value not in (text := self._read(path).strip(), chosen_word(text)):
             self._write(path, value, column)
 
     def _set_trigger(self, path: str, value: str, column: int) -> None:

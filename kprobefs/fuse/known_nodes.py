@@ -45,7 +45,7 @@ from kprobefs.fuse.protocol import (
 
 NAME_VALIDITY = 10
 """Seconds for which the host's kernel may keep a name, unless it is told that the name has ended."""
-MOST_NAMES = 500
+MAX_NAMES = 500
 """Maximum number of names that the host's kernel may keep at a time."""
 CACHED_ATTRIBUTES = 500
 """Maximum number of results of attr_bytes() that are cached."""
@@ -276,19 +276,19 @@ class KnownNodes:
     def _let_last(self, key: _Key, path: str, ends: int) -> int:
         """Record that the host's kernel may keep a name, and return the name's validity in seconds.
 
-        Return 0 if the name must not be kept: MOST_NAMES are kept, or names have ended. `ends` is the value
+        Return 0 if the name must not be kept: MAX_NAMES are kept, or names have ended. `ends` is the value
         of the attribute `ends` when the LOOKUP came.
         Hazard: if names have ended since the LOOKUP came, its result may be older.
         """
         now = monotonic()
-        if len(self._lasting) >= MOST_NAMES:
-            self._forget_past(now)
-        if self.ends != ends or len(self._lasting) >= MOST_NAMES:
+        if len(self._lasting) >= MAX_NAMES:
+            self._forget_expired(now)
+        if self.ends != ends or len(self._lasting) >= MAX_NAMES:
             return 0
         self._lasting[key] = (now + NAME_VALIDITY, path)
         return NAME_VALIDITY
 
-    def _forget_past(self, now: float) -> None:
+    def _forget_expired(self, now: float) -> None:
         self._lasting = {key: lasting for key, lasting in self._lasting.items() if lasting[0] > now}
 
     def end_names(self, ends: Collection[str | None]) -> None:
@@ -301,7 +301,7 @@ class KnownNodes:
         """
         with self._lock:
             self.ends += 1
-            self._forget_past(monotonic())
+            self._forget_expired(monotonic())
             lasting = [(key, path) for key, (_, path) in self._lasting.items()]
         removed = [each for each in ends if each is not None]
         may_be_gone = [(key, path) for key, path in lasting if any(_concerns(each, path) for each in removed)]
@@ -310,13 +310,13 @@ class KnownNodes:
             return
         if getattr(self._request, "opcode", FUSE_WRITE) in _WITHOUT_DIRECTORY:
             with self.waiting():
-                self._tell(may_be_gone, expired)
+                self._invalidate_all(may_be_gone, expired)
         else:
             # Without a thread, the names last until their validity has passed.
             with suppress(KernelError):
-                start_thread("fuse-names", self._tell, may_be_gone, expired)
+                start_thread("fuse-names", self._invalidate_all, may_be_gone, expired)
 
-    def _tell(self, may_be_gone: list[tuple[_Key, str]], expired: list[_Key]) -> None:
+    def _invalidate_all(self, may_be_gone: list[tuple[_Key, str]], expired: list[_Key]) -> None:
         # A directory comes before the names in it. Without it, the kernel would not find them.
         for key, path in reversed(may_be_gone):
             if not self._names.exists(path):

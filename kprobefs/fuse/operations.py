@@ -251,7 +251,7 @@ class _Operations:
         try:
             return self._mount.opendir(_client(), path)
         except KernelError as error:
-            raise self._seen_again(path, error) from error
+            raise self._retry_error(path, error) from error
 
     def releasedir(self, _path: str, handle: int) -> None:
         self._mount.release(handle)
@@ -296,10 +296,10 @@ class _Operations:
         try:
             handle = self._mount.open(_client(), path, info.flags)
         except KernelError as error:
-            raise self._seen_again(path, error) from error
+            raise self._retry_error(path, error) from error
         return self._opened(info, handle)
 
-    def _seen_again(self, path: str, error: KernelError) -> KernelError:
+    def _retry_error(self, path: str, error: KernelError) -> KernelError:
         """Return the error for a failed open: ESTALE for a removed name that the host's kernel has cached.
 
         After ESTALE, the host's kernel looks the name up again. Other errors stay as they are.

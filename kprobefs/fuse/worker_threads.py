@@ -14,7 +14,7 @@ from emulated_kernel.util.threads import start_thread
 FREE_LOOPS = 3
 """Number of threads that are free to take requests. More would only wait for Python's global lock."""
 
-MOST_WAITING = 32
+MAX_WAITING = 32
 """Maximum number of threads that wait for the control lock and are replaced meanwhile.
 
 If more threads wait, requests wait, too.
@@ -43,7 +43,7 @@ class WorkerThreads:
         """All threads, except threads that could take no requests for lack of memory."""
         self._next_try = 0.0
         self._blocked = 0
-        self._replaceable = threading.Semaphore(MOST_WAITING)
+        self._replaceable = threading.Semaphore(MAX_WAITING)
         self._has_ended = False
         """Whether the session has ended, so that no thread is started any more."""
 
@@ -83,7 +83,7 @@ class WorkerThreads:
     def waiting(self) -> Iterator[None]:
         """Let another thread take requests, if possible, while the calling thread waits for a lock.
 
-        Only threads of this pool are replaced, at most MOST_WAITING at once, because replacements do not end.
+        Only threads of this pool are replaced, at most MAX_WAITING at once, because replacements do not end.
         """
         with ExitStack() as stack:
             if threading.current_thread() in self._threads and self._replaceable.acquire(blocking=False):

@@ -142,7 +142,7 @@ def booted_image(source: str, cpu: str) -> Subject:
     Raises: CliError, KernelError, OSError.
     """
     kernel, report = booted_kernel(source, cpu)
-    title = f"Linux {kernel.release}, {report.held_for}"
+    title = f"Linux {kernel.release}, {report.cpu_description}"
     return Subject(title, "x86_64", kernel, remarks=tuple(report.remarks))
 
 

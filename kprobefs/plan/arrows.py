@@ -28,7 +28,7 @@ class Arrow:
         return max(self.source, self.target)
 
 
-def arrows(jumps: Iterable[tuple[int, int]], most: int) -> list[Arrow]:
+def arrows(jumps: Iterable[tuple[int, int]], limit: int) -> list[Arrow]:
     """Return arrows for jumps, in at most `most` lanes. Each jump is (its row, the row of its target).
 
     Short arrows are next to the listing. Two arrows in one lane do not touch, except if they have the same
@@ -36,7 +36,7 @@ def arrows(jumps: Iterable[tuple[int, int]], most: int) -> list[Arrow]:
     """
     found: list[Arrow] = []
     for source, target in sorted(set(jumps), key=lambda jump: (abs(jump[0] - jump[1]), jump)):
-        for lane in range(most):
+        for lane in range(limit):
             arrow = Arrow(source, target, lane)
             if all(_are_apart(arrow, other) for other in found if other.lane == lane):
                 found.append(arrow)

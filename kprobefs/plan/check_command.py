@@ -107,7 +107,7 @@ def _text(checked: CheckedFile) -> Iterator[str]:
     kernels = [kernel for kernel, _ in checked.answers]
     for number, kernel in enumerate(kernels, 1):
         yield from wrap(
-            f"{number}  {escape_for_terminal(kernel.title)}, for {kernel.held_for}; profile "
+            f"{number}  {escape_for_terminal(kernel.title)}, for {kernel.cpu_description}; profile "
             f"{kernel.profile.name}{_missing(kernel)}",
             _WIDTH,
             subsequent_indent="   ",
@@ -176,7 +176,7 @@ def _as_dict(checked: CheckedFile) -> dict[str, Any]:
         "kernels": [
             {
                 "kernel": kernel.title,
-                "cpu": kernel.held_for,
+                "cpu": kernel.cpu_description,
                 "remarks": list(kernel.remarks),
                 "profile": kernel.profile.name,
                 "btf": kernel.btf is not None,

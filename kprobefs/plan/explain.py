@@ -81,7 +81,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
         "kernel": kernel.title,
         "arch": kernel.arch,
         "profile": kernel.profile.name,
-        "cpu": kernel.held_for,
+        "cpu": kernel.cpu_description,
         "remarks": list(kernel.remarks),
         "prototype": None if prototype is None else prototype.text,
         "size": explained.size,

@@ -46,7 +46,7 @@ class PlannedKernel:
     """A kernel's tables and text, and the rules for its probes."""
 
     def __init__(
-        self, title: str, arch: str, core: LinuxKernel | KernelImage, profile: Profile, held_for: str
+        self, title: str, arch: str, core: LinuxKernel | KernelImage, profile: Profile, cpu_description: str
     ) -> None:
         self.title = title
         self.arch = arch
@@ -57,7 +57,7 @@ class PlannedKernel:
         """Path of the kernel's file or package; None for a dump and for the built-in kernel."""
         self.modules: tuple[LinkedModule, ...] = ()
         """Loaded modules, in the order of loading."""
-        self.held_for = held_for
+        self.cpu_description = cpu_description
         """Description, for the output, of the CPUs for which the answers hold."""
         self.remarks: tuple[str, ...] = ()
         """Sentences, for the output, that limit for which CPUs the answers hold."""
@@ -71,9 +71,9 @@ class PlannedKernel:
         """The interface of tracefs that definitions follow, as in a mount of the kernel."""
         if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
             return interface_named(self.profile.interface)
-        from emulated_kernel.guests.linux.probing.told_interface import told_interface
+        from emulated_kernel.guests.linux.probing.detect_interface import detect_interface
 
-        return told_interface(self.core)
+        return detect_interface(self.core)
 
     @cached_property
     def tables(self) -> ProbedTables:
@@ -109,7 +109,7 @@ class PlannedKernel:
             )
         with explained(self.image):
             files = ModuleFiles(kernel_file(self.image), core.release).read(name)
-            found = PlannedKernel(self.title, self.arch, core, self.profile, self.held_for)
+            found = PlannedKernel(self.title, self.arch, core, self.profile, self.cpu_description)
             found.image = self.image
             found.remarks = self.remarks
             found.is_booted = self.is_booted
@@ -232,9 +232,9 @@ def planned_kernel(
             return _distributed(image, profile_name)
         name = arch or "x86_64"
         profile = _profile(profile_name, name)
-        held_for = "the emulated CPU"
+        cpu_description = "the emulated CPU"
         return PlannedKernel(
-            f"kprobefs's own kernel for {name}", name, load_image(None, name), profile, held_for
+            f"kprobefs's own kernel for {name}", name, load_image(None, name), profile, cpu_description
         )
 
 
@@ -242,13 +242,13 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
     from emulated_kernel.guests.linux.table_cache import kernel_from_file
 
     kernel = kernel_from_file(image)
-    held_for = "a CPU for which boot writes plain returns" if kernel.returns else "any CPU"
+    cpu_description = "a CPU for which boot writes plain returns" if kernel.returns else "any CPU"
     made = PlannedKernel(
         f"Linux {kernel.release}",
         "x86_64",
         kernel,
         _linux_profile(profile_name, kernel),
-        held_for,
+        cpu_description,
     )
     made.image = image
     return made
@@ -259,7 +259,7 @@ def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
     kernel, report = booted_kernel(image, cpu)
     title = f"Linux {kernel.release}"
     profile = _linux_profile(profile_name, kernel)
-    made = PlannedKernel(title, "x86_64", kernel, profile, report.held_for)
+    made = PlannedKernel(title, "x86_64", kernel, profile, report.cpu_description)
     made.image = image
     made.remarks = tuple(report.remarks)
     made.is_booted = True
@@ -279,7 +279,7 @@ def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
     )
     made.is_dump = True
     made.is_booted = True
-    made.held_for = f"the CPU of the dump: {_cpu_model(kernel)}"
+    made.cpu_description = f"the CPU of the dump: {_cpu_model(kernel)}"
     return made
 
 
@@ -294,7 +294,7 @@ def _cpu_model(kernel: LinuxKernel) -> str:
 
 def _linux_profile(name: str | None, kernel: LinuxKernel) -> Profile:
     """Return the profile with a name, or the one that follows a distribution's kernel, as for a mount."""
-    from emulated_kernel.guests.linux.probing.told_interface import profile_of
+    from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 
     return profile_of(kernel) if name is None else _profile(name, "x86_64")
 

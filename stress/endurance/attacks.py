@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 
 from stress.endurance.late import PROGRAM
-from stress.endurance.looks import SLOWEST, WITHIN, look, read_each, soundly_serves, timed, told
+from stress.endurance.looks import SLOWEST, WITHIN, lateness, look, read_each, soundly_serves, timed
 from stress.endurance.starved import starved
 from stress.endurance.state_kills import state_kills
 from stress.fuzz.report import Violation
@@ -208,7 +208,7 @@ def readers(directory: Path, count: int, seconds: float, seed: int, slowest: flo
         eventually(lambda: len(answers) == count, "a reader is stuck", WITHIN)
     if end.returncode or Counter(answers) != {"EIO": count - 1, "": 1}:
         raise Violation(f"umount ended with {end.returncode}, reads with {Counter(answers)}")
-    return f"{count} readers, {told(late, slowest)}"
+    return f"{count} readers, {lateness(late, slowest)}"
 
 
 def leap(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:

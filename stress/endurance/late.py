@@ -70,7 +70,7 @@ def _pressure() -> str:
     return PRESSURE.read_text().splitlines()[0] if PRESSURE.exists() else "no /proc/pressure"
 
 
-def _tell(_number: int, _frame: FrameType | None) -> None:
+def _print_stacks(_number: int, _frame: FrameType | None) -> None:
     # The handler holds the interpreter lock. faulthandler would read the stacks of running threads, which can
     # crash the daemon.
     for thread, frame in sys._current_frames().items():
@@ -82,7 +82,7 @@ def main() -> int:
 
     A thread that waits for the control lock is in the lock's __enter__(), unlike the thread that holds it.
     """
-    signal.signal(SIGNAL, _tell)
+    signal.signal(SIGNAL, _print_stacks)
     from kprobefs.cli import main as cli
 
     return cli.main()

@@ -64,7 +64,7 @@ def timed(name: str, request: Callable[[], object]) -> tuple[float, str]:
     return time.monotonic() - start, name
 
 
-def told(late: tuple[float, str], slowest: float) -> str:
+def lateness(late: tuple[float, str], slowest: float) -> str:
     """Return the summary of the slowest request. Raises: Violation if it took more than `slowest` seconds."""
     seconds, request = late
     if seconds > slowest:

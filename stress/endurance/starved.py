@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from stress.endurance.looks import SLOWEST, WITHIN, errno_of, look, read_each, soundly_serves, timed, told
+from stress.endurance.looks import SLOWEST, WITHIN, errno_of, lateness, look, read_each, soundly_serves, timed
 from stress.fuzz.report import Violation
 from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, environment, eventually, is_mounted
 from tests.mounted.files import EVENTS, Files
@@ -105,7 +105,7 @@ def starved(directory: Path, count: int, seconds: float, seed: int, slowest: flo
                 _look_on(running)
                 if running.stop(signal.SIGTERM) or is_mounted(directory):
                     raise Violation(f"the daemon does not end without {name}")
-        results.append(f"no {name}: {told(late, slowest)}")
+        results.append(f"no {name}: {lateness(late, slowest)}")
     return f"{rounds} rounds, {'; '.join(results)}"
 
 

@@ -14,7 +14,7 @@ from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import RegisterSaving
 from stress.exhaustion.proof import Group, Place, Proof, Spans, joined
-from stress.exhaustion.standing import OtherCpu, Standing
+from stress.exhaustion.standing import CpuState, OtherCpu
 from tests.kprobes.optimizer.regions import Pieces
 
 
@@ -183,7 +183,7 @@ class CompiledPlace(Place):
             self._note("changed", "a CPU in replaced code isn't waited for")
         self.scheduler.occupied_of = lambda _spans: ()
 
-    def _leaving(self, standing: Standing) -> Standing:
+    def _leaving(self, standing: CpuState) -> CpuState:
         """Return a standing after unregistration; a CPU in compiled code still counts the hit."""
         in_code = any(code.contains(standing.ip) for code in self.codes)
         return standing if in_code else super()._leaving(standing)
@@ -198,7 +198,7 @@ class CompiledPlace(Place):
         jump, buffer = self.kernel.arch.detour_jump, self._buffer()
         return {jump(buffer.region, code.entry): code.entry for code in codes}
 
-    def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
+    def _stale(self, cpu: OtherCpu, at_start: CpuState, window: bytes) -> str | None:
         # The compiled code counts the hit even if the probe is unregistered meanwhile.
         if window.startswith(tuple(self._code_jumps())):
             at_start = replace(at_start, hits=1)

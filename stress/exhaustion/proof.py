@@ -14,14 +14,14 @@ from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.text.stale_fetch import Prefetch
-from stress.exhaustion.standing import OtherCpu, Standing
+from stress.exhaustion.standing import CpuState, OtherCpu
 from tests.arch.decoding import starts_with_breakpoint
 from tests.kprobes.optimizer.conftest import Probed
 from tests.kprobes.optimizer.regions import Bench, Pieces, loose_flags
 from tests.kprobes.scripted import script
 
 Spans = Sequence[tuple[int, int]]
-Group = list[list[Standing]]
+Group = list[list[CpuState]]
 """The possible states of each CPU; all lists of a place have the order of its CPUs."""
 PUSH_FLAGS = b"\x9c"
 """The pushf instruction, which pushes the trap flag if it is single-stepped."""
@@ -79,7 +79,7 @@ class Proof:
         """Return the registers and flags that must be the same at an address with and without the probe."""
         return self.bench.all_live
 
-    def live_behind(self, address: int, end: int) -> LiveRegisters:
+    def live_after(self, address: int, end: int) -> LiveRegisters:
         """Return the registers and flags that must be the same after a region.
 
         The scratch registers of the jumps may differ if no instruction reads them after the region.
@@ -108,7 +108,7 @@ class Proof:
             # Skip random states that read below the stack pointer: they would read the detour's frame, which
             # no real function does.
             starts = [*islice((s for s in states if not self.bench.reads_below_stack(s)), self.states)]
-        live = self.live_behind(address, end)
+        live = self.live_after(address, end)
         behind = live, self.loose_flags(address, region)
         cpus = [OtherCpu(self.probed, self.bench, end, at, self.count, self.own, *behind) for at in starts]
         before = len(self.problems)
@@ -136,7 +136,7 @@ class Place:
     def run(self) -> None:
         """Arm and unregister a probe, and optimize it if there are jumps; check all CPUs in each step."""
         kernel, has_jumps = self.kernel, self.proof.has_jumps
-        interiors = [self._behind_each(cpu, cpu.end - self.address, "interior", 0) for cpu in self.cpus]
+        interiors = [self._after_each(cpu, cpu.end - self.address, "interior", 0) for cpu in self.cpus]
         self.probe = self._register()
         self.head = self._head()
         self.is_sole = not self.head.is_aggregated
@@ -185,7 +185,7 @@ class Place:
 
     # Possible positions of a CPU
 
-    def _behind_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[Standing]:
+    def _after_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[CpuState]:
         """Return the states of a CPU after all instructions but the last in the current bytes at the probe.
 
         `size` is the number of bytes, and `hits` the number of hits that are still to come in these states.
@@ -197,9 +197,9 @@ class Place:
     def _inside_jump(self) -> Group:
         """Return the states of CPUs that have executed a part of the current jump."""
         size = len(self._buffer().jump) if self.head.is_patched else 0
-        return [self._behind_each(cpu, size, "jump", 1) for cpu in self.cpus]
+        return [self._after_each(cpu, size, "jump", 1) for cpu in self.cpus]
 
-    def _stays(self, standing: Standing) -> bool:
+    def _stays(self, standing: CpuState) -> bool:
         """Return True if a CPU may still be in a state after the synchronization.
 
         An interrupt synchronizes the CPU, so it must be possible at that address.
@@ -210,18 +210,18 @@ class Place:
         regs.ip = here
         return stays
 
-    def _slot(self, cpu: OtherCpu) -> list[Standing]:
+    def _slot(self, cpu: OtherCpu) -> list[CpuState]:
         insn = self.head.insn
         assert insn is not None
         if insn.slot is None or insn.step_end is None:
             return []
         return self._met(cpu, (insn.slot, insn.step_end), insn.slot, "slot +", 1)
 
-    def _detour(self, cpu: OtherCpu) -> list[Standing]:
+    def _detour(self, cpu: OtherCpu) -> list[CpuState]:
         detour = self._buffer()
         return self._inside(cpu, detour.address, detour.size, "detour")
 
-    def _inside(self, cpu: OtherCpu, address: int, size: int, what: str) -> list[Standing]:
+    def _inside(self, cpu: OtherCpu, address: int, size: int, what: str) -> list[CpuState]:
         """Return the states of a CPU at each instruction of code that a hit executes."""
         code = self.kernel.machine.text.current(address, size)
         boundaries = self.kernel.arch.instruction_boundaries(code, address)
@@ -229,7 +229,7 @@ class Place:
 
     def _met(
         self, cpu: OtherCpu, addresses: Sequence[int], base: int, what: str, hits: int
-    ) -> list[Standing]:
+    ) -> list[CpuState]:
         if not addresses:
             return []
         with cpu.running():
@@ -269,8 +269,8 @@ class Place:
         self.scheduler.occupied_of = occupied
         around = joined(interiors, slots)
         self._all("armed", around)
-        self._are_seen(slots)
-        with self._standing_at(chain(*slots)):
+        self._check_hits_counted(slots)
+        with self._with_states(chain(*slots)):
             self._watched("unregistering", self._unregister, around, hits=0)
         self._all("unregistered", around, hits=0)
         if waited[-1:] != [True] and any(slots):
@@ -278,18 +278,18 @@ class Place:
         self.scheduler.occupied_of = lambda _spans: ()
         self.probed.settle()
 
-    def _are_seen(self, slots: Group) -> None:
+    def _check_hits_counted(self, slots: Group) -> None:
         """Check that each CPU in a slot or code counts as a hit that has not ended."""
         assert self.head.insn is not None
         if self.head.insn.boosted:
             # The slot is kept for CPUs in any case.
             return
         for at in chain(*slots):
-            with self._standing_at([at]):
+            with self._with_states([at]):
                 is_seen = self.kernel.kprobes.hits.is_underway
             self._note("armed", None if is_seen else f"a CPU at {at.what} is not seen")
 
-    def _standing_at(self, standings: Iterable[Standing]) -> AbstractContextManager[object]:
+    def _with_states(self, standings: Iterable[CpuState]) -> AbstractContextManager[object]:
         """Let the machine report that CPUs are in these states within the block."""
         positions = [(at.registers.ip, at.registers.sp) for at in standings]
         return patch.object(self.kernel.machine, "positions", lambda: positions)
@@ -312,9 +312,9 @@ class Place:
         self.scheduler.quiescent_in = lambda _spans: True
         self.probed.settle()
 
-    def _leaving(self, standing: Standing) -> Standing:
+    def _leaving(self, standing: CpuState) -> CpuState:
         """Return a state in the detour of an unregistered probe, which calls no handler."""
-        return Standing(standing.what, standing.registers, standing.memory, 0)
+        return CpuState(standing.what, standing.registers, standing.memory, 0)
 
     def _unregister(self) -> None:
         self.kernel.unregister_kprobe(self.probe)
@@ -373,13 +373,13 @@ class Place:
         traps = self.kernel.arch.trap_flag
         return {window for window in watch.windows(address) if not (traps and PUSH_FLAGS in window)}
 
-    def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
+    def _stale(self, cpu: OtherCpu, at_start: CpuState, window: bytes) -> str | None:
         jumps = self._jumps()
         at_start = replace(at_start, hits=self._hits(window, at_start.hits))
         if starts_with_breakpoint(self.kernel.arch, window) or window.startswith(tuple(jumps)):
             return cpu.stale_problem(at_start, window, jumps.values())
         # A CPU that executes the original instruction has passed without a hit.
-        passed = Standing(at_start.what, at_start.registers, (), 0)
+        passed = CpuState(at_start.what, at_start.registers, (), 0)
         return cpu.stale_problem(passed, window, jumps.values())
 
     def _jumps(self) -> dict[bytes, int]:

@@ -11,7 +11,7 @@ from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
 from stress.exhaustion.compiled import CompiledProof, enabled
 from stress.exhaustion.proof import Group, Place
-from stress.exhaustion.standing import OtherCpu, Standing
+from stress.exhaustion.standing import CpuState, OtherCpu
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.optimizer.conftest import Probed
 
@@ -37,9 +37,9 @@ class SiteProof(CompiledProof):
         """Return the size of the call in bytes."""
         return self.probed.kernel.arch.call_size
 
-    def live_behind(self, address: int, end: int) -> LiveRegisters:
+    def live_after(self, address: int, end: int) -> LiveRegisters:
         """Return the registers and flags that must be the same after a site; the link register may differ."""
-        live = super().live_behind(address, end)
+        live = super().live_after(address, end)
         return replace(live, registers=live.registers - {self.probed.kernel.arch.call_link})
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
@@ -103,7 +103,7 @@ class SitePlace(Place):
         """Return the states of CPUs that have executed a part of the nop or call; a nop causes no hit."""
         size = self.kernel.arch.call_size
         calls = self.kernel.machine.text.current(self.address, size) in self._jumps()
-        return [self._behind_each(cpu, size, "call" if calls else "nop", calls) for cpu in self.cpus]
+        return [self._after_each(cpu, size, "call" if calls else "nop", calls) for cpu in self.cpus]
 
     def _note_hit(self, kprobe: Kprobe, _regs: object) -> None:
         self.probed.hits.append(("site", kprobe.address))
@@ -125,7 +125,7 @@ class SitePlace(Place):
         for cpu, group in zip(self.cpus, inside, strict=True):
             group.extend(self._inside(cpu, code.address, code.size, "code"))
 
-    def _leaving(self, standing: Standing) -> Standing:
+    def _leaving(self, standing: CpuState) -> CpuState:
         in_code = any(code.contains(standing.ip) for code in self.codes)
         return standing if in_code else replace(standing, hits=0)
 
@@ -137,7 +137,7 @@ class SitePlace(Place):
         call = self.kernel.arch.relative_call
         return {call(self.address, to): to for to in (self.trampoline, *(code.entry for code in codes))}
 
-    def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
+    def _stale(self, cpu: OtherCpu, at_start: CpuState, window: bytes) -> str | None:
         # A call is a hit even if the probe is unregistered meanwhile.
         if window.startswith(tuple(self._jumps())):
             at_start = replace(at_start, hits=1)

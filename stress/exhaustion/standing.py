@@ -17,7 +17,7 @@ MAX_STEPS = 1 << 10
 
 
 @dataclass(frozen=True)
-class Standing:
+class CpuState:
     """State of a CPU at a position.
 
     `memory` contains the memory that it has written so far, and `hits` is the number of hits to come.
@@ -69,10 +69,10 @@ class OtherCpu:
         finally:
             text.watcher = watcher
 
-    def at_start(self, hits: int) -> Standing:
-        return Standing("at the probe", self.start, (), hits)
+    def at_start(self, hits: int) -> CpuState:
+        return CpuState("at the probe", self.start, (), hits)
 
-    def standings(self, places: Mapping[int, str], hits: int) -> list[Standing]:
+    def standings(self, places: Mapping[int, str], hits: int) -> list[CpuState]:
         """Return the states at the first visit of each address in a run from the start.
 
         `places` is address -> description, and `hits` is the number of hits of the whole run.
@@ -83,7 +83,7 @@ class OtherCpu:
         ctlblk, trap_size = self.probed.kernel.kprobes.hits.ctlblk, len(self.probed.kernel.arch.breakpoint)
         usual = {addr: machine.breakpoints.get(addr) for addr in places}
         counted = self.count()
-        found: dict[int, Standing] = {}
+        found: dict[int, CpuState] = {}
         unmet = {addr: ExitStack() for addr in places}
 
         def meet(regs: Regs) -> None:
@@ -91,7 +91,7 @@ class OtherCpu:
             regs.ip = addr = behind - trap_size
             to_come = hits - (self.count() - counted)
             state, memory = regs.snapshot(), [*self.bench.changed(), *self.own()]
-            found[addr] = Standing(places[addr], state, memory, to_come, ctlblk.running)
+            found[addr] = CpuState(places[addr], state, memory, to_come, ctlblk.running)
             unmet[addr].close()
             handler = usual[addr]
             if handler is not None:
@@ -105,11 +105,11 @@ class OtherCpu:
             until_met.close()
         return list(found.values())
 
-    def problem(self, standing: Standing) -> str | None:
+    def problem(self, standing: CpuState) -> str | None:
         """Continue from a state with the current text, and return the problem, or None."""
         return self._compare(standing, standing.registers, standing.hits)
 
-    def stale_problem(self, standing: Standing, window: bytes, targets: Iterable[int]) -> str | None:
+    def stale_problem(self, standing: CpuState, window: bytes, targets: Iterable[int]) -> str | None:
         """Continue from a state with stale fetched bytes, and return the problem, or None.
 
         The CPU executes the bytes of `window`, and reads memory again after them. `targets` are the
@@ -126,7 +126,7 @@ class OtherCpu:
             machine.text.poke(at, before)
         return problem and f"{standing.what}, stale {window[:8].hex()}: {problem}"
 
-    def _step_window(self, standing: Standing, window: bytes, targets: Iterable[int]) -> str | None:
+    def _step_window(self, standing: CpuState, window: bytes, targets: Iterable[int]) -> str | None:
         """Continue with the current text after the first instruction of `window`, and after all of them."""
         text, first = self.probed.kernel.machine.text, standing.ip
         now = text.current(first, WINDOW)
@@ -150,7 +150,7 @@ class OtherCpu:
                 return problem
         return self._compare(standing, state, standing.hits) if steps != 1 else None
 
-    def _compare(self, standing: Standing, registers: State, hits: int) -> str | None:
+    def _compare(self, standing: CpuState, registers: State, hits: int) -> str | None:
         self._put(standing)
         ctlblk = self.probed.kernel.kprobes.hits.ctlblk
         ctlblk.set_running(standing.running)
@@ -164,7 +164,7 @@ class OtherCpu:
             return f"{standing.what}: {counted} hits instead of {hits}"
         return None
 
-    def _put(self, standing: Standing) -> None:
+    def _put(self, standing: CpuState) -> None:
         write = self.probed.kernel.machine.memory.write
         for addr, data in standing.memory:
             write(addr, data)

@@ -161,10 +161,10 @@ def _functions(data: bytes) -> None:
     chosen = FilterFile(_FUNCTIONS, "none", lambda: None)
     try:
         chosen.write(data[:_PATTERN_MAX])
-        chosen.module_came("m")
+        chosen.module_added("m")
     finally:
         list(chosen.records())
-        chosen.functions_went(frozenset(_FUNCTIONS.sites))
+        chosen.functions_removed(frozenset(_FUNCTIONS.sites))
         if chosen.sites:
             raise Violation("functions are gone, and still chosen")
 

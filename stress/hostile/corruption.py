@@ -11,9 +11,9 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.errors import KernelError
 
-MOST_READS = 300_000
+MAX_READS = 300_000
 """Largest number of reads of a reader's answer; as many take about half a second."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Largest number of bytes that a reader's answer may read."""
 NOT_CANONICAL = 0x1234_5678_9ABC_DEF0
 _WORD = 8
@@ -49,7 +49,7 @@ class Watched:
         """Note that somebody reads. Raises: Runaway (it is too much)."""
         self._reads += 1
         self._bytes += size
-        if self._reads > MOST_READS or self._bytes > MOST_BYTES:
+        if self._reads > MAX_READS or self._bytes > MAX_BYTES:
             raise Runaway(f"{self._reads} reads of {self._bytes} bytes")
         if self._noted is not None:
             self._noted[va, size] = None
@@ -115,18 +115,18 @@ def answer(read: Callable[[], object]) -> None:
 
 
 def attack(
-    watched: Watched, readers: Readers, rnd: random.Random, most: int | None = None
+    watched: Watched, readers: Readers, rnd: random.Random, limit: int | None = None
 ) -> Iterator[tuple[str, Field, int]]:
     """Damage each field that a reader reads, and let all readers answer; yield each case after it.
 
-    Of more than `most` cases of a reader, so many are drawn. Raises: Runaway, and what a reader raises
+    Of more than `limit` cases of a reader, so many are drawn. Raises: Runaway, and what a reader raises
     besides KernelError and MemoryFault.
     """
     memory = watched.memory
     for name, read in readers.items():
         fields = watched.fields(read, rnd)
         cases = [(field, value) for field in fields for value in values(field, memory.word_size)]
-        for field, value in cases if most is None or len(cases) <= most else rnd.sample(cases, most):
+        for field, value in cases if limit is None or len(cases) <= limit else rnd.sample(cases, limit):
             with damaged(memory, field, value):
                 for victim in readers.values():
                     with watched.counting():

@@ -1,16 +1,18 @@
 #!/bin/sh
-# Runs Linux 6.1's own ftrace selftests, unmodified, on a mount; prints a table, fails on any FAIL.
+# Runs Linux's own ftrace selftests, unmodified, on a mount; prints a table, fails on any FAIL.
 set -eu
 
 usage() {
     cat <<'END'
-usage: tests/conformance/ftracetest.sh [--arch ARCH | --image IMAGE | --kernel-kprobes IMAGE] [DIR] [TEST...]
-Runs the tests of DIR (a directory with ftracetest and test.d/), or of Debian's package
-linux-source-6.1, which is fetched once into the user's cache; not one below /tmp, which the mount's
-scratch/ covers meanwhile. ARCH is x86_64, i386, riscv64 or riscv64i; the list of tests that have to
-pass is x86_64's. With --image they run over the kernel of IMAGE, with --kernel-kprobes its own
-kprobes serve them (--kprobes kernel). TEST is a file or a directory below test.d/, as in kprobe/profile.tc or instances;
-without any, all are run.
+usage: tests/conformance/ftracetest.sh [--arch ARCH | --profile PROFILE | --image IMAGE | --kernel-kprobes IMAGE]
+                                       [DIR] [TEST...]
+Runs the tests of DIR (a directory with ftracetest and test.d/), or of Debian's package linux-source-VERSION,
+which is fetched once into the user's cache. DIR must not be below /tmp, which the mount's scratch/ covers.
+ARCH is x86_64, i386, riscv64 or riscv64i. With --profile linux-VERSION the kernel has that profile, and the
+tests are those of VERSION; otherwise both are of 6.1. The lists of tests that must pass are for x86_64.
+With --image the tests run over the kernel of IMAGE, with --kernel-kprobes its own kprobes serve them
+(--kprobes kernel). TEST is a file or a directory below test.d/, such as kprobe/profile.tc or instances;
+without any, all are run. The status is 3 if the package cannot be fetched.
 Needs root. Nothing outside of private namespaces is changed.
 END
 }
@@ -31,20 +33,45 @@ die() {
 
 # --- the selftests --------------------------------------------------------------------------------
 
-# fetch: prints the directory of the selftests, out of the package.
+# fetch: prints the directory of the selftests, out of the package of $version.
 fetch() {
-    cache=${XDG_CACHE_HOME:-$HOME/.cache}/kprobefs/linux-source-6.1
+    name=linux-source-$version
+    cache=${XDG_CACHE_HOME:-$HOME/.cache}/kprobefs/$name
     if [ ! -d "$cache/ftrace" ]; then
-        say "fetching linux-source-6.1 into $cache"
+        say "fetching $name into $cache"
         mkdir -p "$cache"
         new=$(mktemp -d "$cache/new.XXXXXX")
-        (cd "$new" && apt-get download -q linux-source-6.1 >&2) || die "apt-get can't download linux-source-6.1"
-        dpkg-deb --fsys-tarfile "$new"/*.deb | tar -xOf - ./usr/src/linux-source-6.1.tar.xz |
-            tar -xJf - -C "$new" --strip-components=4 linux-source-6.1/tools/testing/selftests/ftrace
+        (cd "$new" && download "$name" >&2) || {
+            rm -r "$new"
+            say "apt-get can't download $name"
+            exit 3
+        }
+        dpkg-deb --fsys-tarfile "$new"/*.deb | tar -xOf - "./usr/src/$name.tar.xz" |
+            tar -xJf - -C "$new" --strip-components=4 "$name/tools/testing/selftests/ftrace"
         mv "$new/ftrace" "$cache/ftrace"
         rm -r "$new"
     fi
     printf '%s\n' "$cache/ftrace"
+}
+
+# download PACKAGE: into the current directory; of another release of Debian if apt doesn't know the package here.
+download() {
+    ! apt-get download -q "$1" 2>/dev/null || return 0
+    case $version in
+    5.10) suite=bullseye ;;
+    6.1) suite=bookworm ;;
+    6.12) suite=trixie ;;
+    *) suite=sid ;;
+    esac
+    archive=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/debian.* 2>/dev/null |
+        grep -om 1 'http[^ ]*/debian/\{0,1\}$\|http[^ ]*/debian/\{0,1\} ') || return 1
+    mkdir -p lists/partial
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive $suite main" >sources.list
+    set -- "$1" -o "Dir::Etc::sourcelist=$PWD/sources.list" -o Dir::Etc::sourceparts=/nonexistent \
+        -o "Dir::State::lists=$PWD/lists" -o "Dir::Cache=$PWD"
+    name=$1
+    shift
+    apt-get "$@" update -qq && apt-get "$@" download -q "$name"
 }
 
 # list_tests DIR TEST...: paths below test.d, a line each.
@@ -204,16 +231,16 @@ run() {
     awk '{ printf "%-60s %-9s %s\n", $1, $2, $3 }' "$work/result"
 }
 
-# compare: what the list says passes, has to pass.
+# compare LIST: what the list says passes, has to pass.
 compare() {
     while read -r name level; do
         grep -qxF "$name" "$work/tests" || continue
         result=$(awk -v n="$name" -v l="$level" '$1 == n && $2 == l { print $3 }' "$work/results")
         case $result in PASS | XFAIL) continue ;; esac
         echo "$name ($level): passed before, now ${result:-not run}"
-    done <"$here/passes.txt" >"$work/lost"
+    done <"$1" >"$work/lost"
     awk '$3 == "PASS" || $3 == "XFAIL" { print $1, $2 }' "$work/results" |
-        grep -vxFf "$here/passes.txt" | sed 's/$/: passes, and is not in passes.txt/' || :
+        grep -vxFf "$1" | sed "s/\$/: passes, and is not in ${1##*/}/" || :
     cat "$work/lost"
 }
 
@@ -241,7 +268,12 @@ inside() {
     tests=
     echo
     : >"$work/lost"
-    case $machine in "--arch x86_64 "*) compare ;; esac
+    case $machine in
+    *--profile*) list=$here/passes-${machine##*--profile linux-}.txt ;;
+    "--arch x86_64 "*) list=$here/passes.txt ;;
+    *) list= ;;
+    esac
+    [ -z "$list" ] || compare "$list"
     echo
     for result in PASS XFAIL FAIL UNRESOLVED UNSUPPORTED UNTESTED; do
         printf '%-12s %d\n' $result "$(awk -v r=$result '$3 == r' "$work/results" | wc -l)"
@@ -277,7 +309,14 @@ case ${1-} in
 esac
 [ "$(id -u)" -eq 0 ] || die "the selftests run as root alone"
 machine="--arch x86_64 --cpus 2"
+version=6.1
 case ${1-} in
+--profile)
+    case ${2-} in linux-5.10 | linux-6.1 | linux-6.12 | linux-7.2) ;; *) die "there are no tests for ${2:-no profile}" ;; esac
+    version=${2#linux-}
+    [ "$version" = 6.1 ] || machine="$machine --profile $2"
+    shift 2
+    ;;
 --arch)
     [ $# -ge 2 ] || die "--arch takes a name"
     case $2 in x86_64 | i386 | riscv64 | riscv64i) ;; *) die "there is no architecture $2" ;; esac

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kprobefs.daemon import log_writer as module
-from kprobefs.daemon.log_writer import MOST_BYTES, LogWriter
+from kprobefs.daemon.log_writer import MAX_BYTES, LogWriter
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_pipe_that_nobody_reads_keeps_nobody_waiting(pipe: tuple[int, int]) ->
     reader, writer = pipe
     log, handler = logger(writer)
     line = "x" * 10_000
-    count = MOST_BYTES // len(line) + 50
+    count = MAX_BYTES // len(line) + 50
     done = threading.Event()
 
     def fill() -> None:

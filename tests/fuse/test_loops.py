@@ -120,7 +120,7 @@ def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
 
 
 def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kprobefs.fuse.worker_threads.MOST_WAITING", 1)
+    monkeypatch.setattr("kprobefs.fuse.worker_threads.MAX_WAITING", 1)
     release = threading.Event()
     loops = WorkerThreads(lambda: release.wait(5))
     runner = threading.Thread(target=loops.run)

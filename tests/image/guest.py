@@ -72,7 +72,7 @@ class Guest:
         self.percpu = self.abi["percpu.base"]
         self.host_file: HostFile | None = None
         self.exited: list[tuple[int, int]] = []
-        self._exits_seen = 0
+        self._exits_read = 0
         self._fault: tuple[int, int] | None = None
         self._map_all()
         self._load()
@@ -296,12 +296,12 @@ class Guest:
     def _collect_exits(self) -> None:
         base = self.abi["host_exits"]
         count = self.u64(base)
-        for index in range(self._exits_seen, count):
+        for index in range(self._exits_read, count):
             slot = index % self.abi["host_exits.entries"]
             record = base + self.abi["host_exits.ring"] + slot * self.abi["host_exit_record.size"]
             _, pid, code = struct.unpack("<Qii", self.read(record, 16))
             self.exited.append((pid, code))
-        self._exits_seen = count
+        self._exits_read = count
 
     def _records(self) -> Iterator[tuple[int, int, str]]:
         buffer = self.abi["__log_buf"]

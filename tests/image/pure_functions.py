@@ -22,7 +22,7 @@ from tests.image import pure_host
 from tests.image.pure_table import ARENA, PURE, Argument, Call, Function, Pure, Ref, Result
 
 GFP_KERNEL = 0xCC0
-MOST_SHOWN = 5
+MAX_SHOWN = 5
 _WORD = (1 << 64) - 1
 
 
@@ -123,7 +123,7 @@ def compare(kernel: Kernel, library: ctypes.CDLL, count: int, seed: int) -> list
         expected, found = host.call(pure, call), emulated.call(pure, call)
         if expected != found:
             different.append(f"{pure.name}{call.args}: {_difference(expected, found)}")
-        if len(different) >= MOST_SHOWN:
+        if len(different) >= MAX_SHOWN:
             break
     return different
 

@@ -193,7 +193,7 @@ def test_hits_stay_in_the_guest(kernel: Kernel, texts: Texts, way: str) -> None:
 
 def test_no_register_is_changed_at_any_instruction(kernel: Kernel, texts: Texts) -> None:
     """All are overwritten at each place, one after the other; what is counted and seen is as in Python."""
-    assert texts.registers >= len(kernel.arch.kept_by_calls)
+    assert texts.registers >= len(kernel.arch.callee_saved)
     counted = 0
     for offset in boundaries(kernel, "int_sqrt"):
         watched: list[int] = []

@@ -126,7 +126,7 @@ def test_handlers_before_and_behind(probing: Probing) -> None:
         assert kernel.call("gcd", 12 * number, 18 * number) == 6 * number
         assert [probing.noted(each) for each in (Noted.BEFORE, Noted.BEHIND)] == [number, number]
         assert probing.noted(Noted.ARGUMENT) == 12 * number
-    assert probing.noted(Noted.DISTANCE) == kernel.arch.seen_ip
+    assert probing.noted(Noted.DISTANCE) == kernel.arch.handler_ip_offset
     assert probing.enable(Which.NOTE, False) == 1
     kernel.call("gcd", 1, 1)
     assert probing.noted(Noted.BEFORE) == 3

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.aggr_kprobe import MOST_HANDLERS
+from emulated_kernel.kprobes.aggr_kprobe import MAX_HANDLERS
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.compiled.handler import EventEmitter
 from emulated_kernel.util.config import MachineConfig
@@ -123,7 +123,7 @@ def traced(kernel: Kernel, way: str, functions: Iterable[tuple[str, int]]) -> Ca
 @pytest.mark.parametrize("way", [way for way in LINES if not way.startswith("fprobe")])
 def test_thousands_of_handlers_stay_with_python(way: str, emitted: list[str]) -> None:
     with Kernel() as kernel:
-        hits = traced(kernel, way, [("gcd", MOST_HANDLERS + 1)])
+        hits = traced(kernel, way, [("gcd", MAX_HANDLERS + 1)])
         for number in range(1, 4):
             assert kernel.call("gcd", 12, 18) == 6
             assert hits() == {str(number)}
@@ -131,7 +131,7 @@ def test_thousands_of_handlers_stay_with_python(way: str, emitted: list[str]) ->
         Shell(kernel).write("/tracing/events/kprobes/k7/enable", "0")
         for _ in range(3):
             assert kernel.call("gcd", 12, 18) == 6
-        assert len(emitted) >= MOST_HANDLERS
+        assert len(emitted) >= MAX_HANDLERS
         assert hits() == {"3", "6"}
         assert not ledger_mismatches(kernel.machine.text)
 
@@ -141,7 +141,7 @@ def test_a_request_waits_for_so_many_handlers_to_be_made(way: str, emitted: list
     """The others are made at the hits of later requests; no hit is lost meanwhile."""
     functions = [(name, 150) for name in ARGUMENTS]
     if way.startswith("fprobe"):
-        functions = [("gcd", MOST_HANDLERS + 50)]
+        functions = [("gcd", MAX_HANDLERS + 50)]
     with Kernel(MachineConfig(profile="linux-6.1-fprobe")) as kernel:
         hits = traced(kernel, way, functions)
         made = []
@@ -151,7 +151,7 @@ def test_a_request_waits_for_so_many_handlers_to_be_made(way: str, emitted: list
                 for name, _number in functions:
                     kernel.call(name, *ARGUMENTS[name])
             made.append(len(emitted) - before)
-        assert 0 < max(made) <= MOST_HANDLERS, made
+        assert 0 < max(made) <= MAX_HANDLERS, made
         assert sum(made) >= sum(number for _, number in functions), made
         if not way.startswith("fprobe"):
             assert hits() == {"3"}

@@ -168,7 +168,7 @@ def test_the_text_of_a_finding_names_the_instruction_or_the_register(profile: st
 
 
 TOLD = {
-    "linux-6.1": {RejectReason.NOT_BOOSTABLE, RejectReason.JUMP_INTO_RANGE, RejectReason.NO_ROOM},
+    "linux-6.1": {RejectReason.NOT_BOOSTABLE, RejectReason.JUMP_INTO_RANGE, RejectReason.REGION_TOO_SHORT},
     "djprobe-2007": {
         RejectReason.PROHIBITED_IN_DCR,
         RejectReason.RELATIVE_IN_DCR,
@@ -178,7 +178,7 @@ TOLD = {
         RejectReason.NOT_BOOSTABLE,
         RejectReason.JUMP_INTO_RANGE,
         RejectReason.NO_FREE_REGISTER,
-        RejectReason.NO_FREE_REGISTER_BEHIND,
+        RejectReason.NO_FREE_REGISTER_AFTER,
     },
 }
 NO_INSTRUCTION = {RejectReason.BEYOND_FUNCTION, RejectReason.POINTER_INTO_RANGE}

@@ -84,7 +84,7 @@ def test_bounds() -> None:
     with pytest.raises(MemoryFault):
         list(reader(memory, steps=2).nodes(HEAD))
     with pytest.raises(MemoryFault):
-        list(reader(memory).nodes(HEAD, most=2))
+        list(reader(memory).nodes(HEAD, limit=2))
 
 
 def test_strings() -> None:

@@ -29,8 +29,8 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.guests.linux.probing.told_interface import profile_of, told_interface
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -42,7 +42,6 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.parts import guest_of
-from tests.profiles import LINUX_6_12
 
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
@@ -140,7 +139,8 @@ VALUES = (
 
 HISTOGRAMS = (
     "keys=prev_pid", "keys=prev_pid:vals=next_prio", "keys=stacktrace", "keys=common_stacktrace",
-    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=prev_comm:vals=next_prio",
+    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=comm",
+    "keys=common_comm,prev_pid", "keys=prev_comm:vals=next_prio",
     "keys=prev_pid:vals=hitcount", "keys=prev_pid:vals=next_prio.percent",
     "keys=prev_pid:vals=next_prio.graph",
     "keys=nothing", "key=prev_pid.hex", "keys=prev_pid.execname", "keys=common_pid.execname",
@@ -271,8 +271,9 @@ def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
     write(mount, "/tracing/error_log", "", os.O_TRUNC)
     result = write(mount, f"{path}/trigger", command)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
-    shown = read(mount, f"{path}/trigger")
-    counted = read(mount, f"{path}/hist")
+    # Linux 7.2 shows this key in a form that no trigger file accepts.
+    shown = read(mount, f"{path}/trigger").replace("common_cpu" * 2, "common_cpu")
+    counted = read(mount, f"{path}/hist").replace("common_cpu" * 2, "common_cpu")
     for line in shown.splitlines():
         if not line.startswith("#"):
             write(mount, f"{path}/trigger", "!" + re.sub(r" \[\w+\]$", "", line))
@@ -283,6 +284,9 @@ def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
 def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
     """Both kernels' answers to each histogram trigger; what they have counted is left out."""
     tally = Tally()
+    if all(entry.name != "hist" for entry in linux.readdir("/tracing/events/sched/sched_switch")):
+        print("the kernel was built without histograms")
+        return tally
     dice = random.Random(seed)
     for _ in range(count):
         command = f"hist:{dice.choice(HISTOGRAMS)}{dice.choice(ATTRIBUTES)}{dice.choice(ATTRIBUTES)}"
@@ -489,9 +493,9 @@ def main() -> int:
     tasks, kernel = started_with_kernel(options.image, options.seed)
     if options.profile == KERNEL_INTERFACE:
         profile = profile_of(kernel)
-        interface = told_interface(kernel)
+        interface = detect_interface(kernel)
     else:
-        profile = LINUX_6_12 if options.profile == LINUX_6_12.name else profile_named(options.profile)
+        profile = profile_named(options.profile)
         interface = interface_named(profile.interface)
     rules = probe_rules_named(profile.probe_rules)
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
@@ -511,6 +515,9 @@ def main() -> int:
         "histograms over it": lambda: compare_histograms(linux, ours, count, seed),
         "records over it": lambda: compare_records(linux, ours, recorded_definitions(engine, interface)),
     }
+    if options.profile == KERNEL_INTERFACE:
+        # Only a named profile has an interface without a distribution's kernel.
+        del compared["definitions"]
     for what, compare in compared.items():
         if not what.startswith(options.only or ""):
             continue

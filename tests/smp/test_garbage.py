@@ -17,7 +17,7 @@ from tests.smp.test_records import WAYS, booted
 from tests.smp.test_text import between_turns, instructions
 
 CPUS = 3
-MOST = 6
+MAX_LIVE = 6
 """Probes at a time."""
 
 
@@ -34,7 +34,7 @@ class ComingAndGoing:
     def act(self) -> None:
         """What may happen between two turns."""
         action, kprobes = self._dice.randrange(20), self.kernel.kprobes
-        if action < 3 and len(self._live) < MOST:
+        if action < 3 and len(self._live) < MAX_LIVE:
             self._live.append(self._register())
         elif action < 5 and self._live:
             self._unregister(self._live.pop(self._dice.randrange(len(self._live))))

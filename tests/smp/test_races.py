@@ -48,7 +48,7 @@ def _run_all(executive: SmpGuestRunner, calls: Sequence[tuple[GuestTask, Request
     slept = 0
     while waiting := [(task, request) for task, request in calls if request.result is None]:
         assert not executive.is_dead, "the emulated kernel has stopped"
-        told = [executive._tell(task, may_rouse=not request.started) for task, request in waiting]
+        told = [executive._resume_cpu_of(task, may_rouse=not request.started) for task, request in waiting]
         if not any(told):
             _, request = waiting[0]
             assert not request.waits_for_host, "a file of ours waits in the middle of calls together"

@@ -14,7 +14,7 @@ AddressName = Callable[[int], str | None]
 """Function that returns the name of an address, such as `vfs_read+0x5`; None if it has no name."""
 _NUMBER = re.compile(r"(?<![\w%.])(-?(?:0x[0-9a-f]+|[0-9]+))(\(%[re]ip\))?(?![\w.])")
 """Pattern for a number in AT&T syntax, and for a base register that makes the number a distance."""
-_MOST_DECIMAL = 9
+_MAX_DECIMAL = 9
 _UPPER_HALF = 1 << 63
 _DISTANCE = re.compile(r"(?:c\.)?(?:b[a-z]+|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
 """Pattern for a RISC-V branch or jump, whose last operand is the distance to the target in bytes."""
@@ -104,7 +104,7 @@ class Disassembler:
             is_indexed = text[found.end() : found.end() + 1] == "("
             if base:
                 number += addr + size
-            elif abs(number) <= _MOST_DECIMAL:
+            elif abs(number) <= _MAX_DECIMAL:
                 return found[0]
             address = number % (1 << self._bits)
             # A constant of a 32-bit kernel may equal an address by chance.

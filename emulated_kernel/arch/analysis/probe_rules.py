@@ -34,7 +34,7 @@ class ProbeRule(LinuxRule):
 
 ProbeRules = frozenset[ProbeRule]
 PROBE_RULES: Mapping[str, ProbeRules] = MappingProxyType(
-    {f"linux-{version}": ProbeRule.of(version) for version in ("6.1", "6.12")}
+    {f"linux-{version}": ProbeRule.of(version) for version in ("5.10", "6.1", "6.12", "7.2")}
 )
 """Name of a set of rules, such as `linux-6.1` -> the rules in it."""
 

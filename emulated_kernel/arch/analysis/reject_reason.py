@@ -51,7 +51,7 @@ class RejectReason(Enum):
     NOT_BUILT = "this kernel is built without jump optimization"
     FTRACE = "fentry site: ftrace calls the probe"
     ENTRY_TEXT = "entry text is never optimized: its stack isn't reliable"
-    NO_ROOM = "less than a jump's length is left of the function", 0, RejectSubject.INSN
+    REGION_TOO_SHORT = "less than a jump's length is left of the function", 0, RejectSubject.INSN
     EXCEPTION_TABLE = (
         "function has an exception table entry here: a fixup may jump into it",
         0,
@@ -75,7 +75,7 @@ class RejectReason(Enum):
     POINTER_INTO_RANGE = "a pointer here, as of a jump table, leads into the bytes to be replaced"
     NOT_BOOSTABLE = "instruction can't be executed in the detour buffer", 0, RejectSubject.INSN
     NO_FREE_REGISTER = "no register is free for the jump to the detour", 0, RejectSubject.REGISTER
-    NO_FREE_REGISTER_BEHIND = (
+    NO_FREE_REGISTER_AFTER = (
         "no register is free for the jump back from the detour",
         0,
         RejectSubject.REGISTER,

@@ -306,7 +306,7 @@ class FrameSearch:
             if waiting:
                 source, to, frame = waiting.pop()
                 if source not in self._dead_ends:
-                    self._go_behind(source, to, frame)
+                    self._go_after(source, to, frame)
             elif not self._guess():
                 return True
 
@@ -347,7 +347,7 @@ class FrameSearch:
             self._pending.append(to)
         return True
 
-    def _go_behind(self, source: int, to: int, frame: Frame) -> None:
+    def _go_after(self, source: int, to: int, frame: Frame) -> None:
         known = self.frames.get(to)
         if to not in self._insns:
             self.exits.setdefault(to, frame)

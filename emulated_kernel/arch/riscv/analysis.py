@@ -39,7 +39,7 @@ _MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
 """Effect of an instruction in the exception table, after whose fault control continues at a fixup."""
 _ON = Control(falls_through=True)
 _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
-_KEPT_BY_CALLS = frozenset((S0, S1, *range(18, T3)))
+_CALLEE_SAVED = frozenset((S0, S1, *range(18, T3)))
 _LOAD_POINTER = 3
 """Value of the field funct3 in ld, which loads a pointer."""
 _KIND = attrgetter("kind")
@@ -167,7 +167,7 @@ class RiscvFunctionAnalysis:
             if insn.writes >> register & 1:
                 found.add(at)
                 continue
-            if insn.is_call and register not in _KEPT_BY_CALLS:
+            if insn.is_call and register not in _CALLEE_SAVED:
                 return None
             if at == self.function.addr:
                 found.add(None)

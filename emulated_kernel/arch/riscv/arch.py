@@ -63,7 +63,7 @@ class Riscv(Arch):
     detour_jump = staticmethod(detours.detour_jump)
     around_handler = staticmethod(detours.around_handler)
     repetition = staticmethod(detours.repetition)
-    kept_by_calls = frozenset(f"s{n}" for n in range(12))
+    callee_saved = frozenset(f"s{n}" for n in range(12))
     trampoline_slot = -16
 
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:

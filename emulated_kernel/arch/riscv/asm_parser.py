@@ -70,8 +70,12 @@ _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 _NUMBERS |= {f"x{number}": number for number in range(32)} | {"fp": _NUMBERS["s0"]}
 _MEMORY = re.compile(r"([^()]*)\((\w+)\)")
 _CELL = re.compile(r"([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*(\w+))?")
-_KEPT = {SP: "the stack pointer isn't the probed code's here", GP: "gp leads to the CPU's own data",
-         TP: "tp is the task", RA: "ra may be another probe's to change"}  # fmt: skip
+_RESERVED_REGISTERS = {
+    SP: "the stack pointer isn't the probed code's here",
+    GP: "gp leads to the CPU's own data",
+    TP: "tp is the task",
+    RA: "ra may be another probe's to change",
+}
 _JUMPS = frozenset((*_BRANCHES, *_SWAPPED, *_WITH_ZERO, "j"))
 _BRANCH_RANGE = range(-0x1000, 0x1000)
 
@@ -165,7 +169,7 @@ class _SourceLine:
 
     def check_effect(self, reads: int, writes: int) -> None:
         """Refuse an instruction that writes a reserved register, or reads sp. Raises: KernelError EINVAL."""
-        for number, why in _KEPT.items():
+        for number, why in _RESERVED_REGISTERS.items():
             if writes >> number & 1 or (number == SP and reads >> number & 1):
                 raise self.statement.refused(why)
 

@@ -57,7 +57,7 @@ def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Reje
         return length
     function = analysis.function
     if function.end - addr <= length:
-        return Rejection(RejectReason.NO_ROOM, addr)
+        return Rejection(RejectReason.REGION_TOO_SHORT, addr)
     jump = analysis.jump_into(range(addr + RVC_SIZE, addr + length))
     if jump is not None:
         return Rejection(RejectReason.JUMP_INTO_RANGE, jump)
@@ -84,7 +84,7 @@ def copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Rejection
     for length in (LONG_JUMP_SIZE, LONG_JUMP_SIZE + RVC_SIZE):
         if addr + length in analysis.insns or addr + length == analysis.end:
             return length
-    return Rejection(RejectReason.NO_ROOM, addr)
+    return Rejection(RejectReason.REGION_TOO_SHORT, addr)
 
 
 def _end_of_copy(analysis: RiscvFunctionAnalysis, addr: int) -> int:
@@ -111,7 +111,7 @@ def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> 
     if not entry:
         return Rejection(RejectReason.NO_FREE_REGISTER, addr)
     if not back:
-        return Rejection(RejectReason.NO_FREE_REGISTER_BEHIND, addr + length)
+        return Rejection(RejectReason.NO_FREE_REGISTER_AFTER, addr + length)
     return _scratch(entry, back)
 
 
@@ -124,7 +124,7 @@ def _register_reason(analysis: RiscvFunctionAnalysis, addr: int, behind: int) ->
         return None
     if analysis.live_mask(addr) == ALL_REGISTERS:
         return RejectReason.NO_FREE_REGISTER
-    return RejectReason.NO_FREE_REGISTER_BEHIND if analysis.live_mask(behind) == ALL_REGISTERS else None
+    return RejectReason.NO_FREE_REGISTER_AFTER if analysis.live_mask(behind) == ALL_REGISTERS else None
 
 
 @cache
@@ -197,7 +197,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         no_insn = RejectReason.NOT_A_BOUNDARY
         for addr in range(function.end - LONG_JUMP_SIZE - RVC_SIZE, function.end):
             if found.get(addr, no_insn) is None and _end_of_copy(analysis, addr) >= function.end:
-                found[addr] = RejectReason.NO_ROOM
+                found[addr] = RejectReason.REGION_TOO_SHORT
         for target in analysis.jump_targets:
             for addr in range((target & -RVC_SIZE) - LONG_JUMP_SIZE, target - 1, RVC_SIZE):
                 if found.get(addr, no_insn) is None and target < _end_of_copy(analysis, addr):
@@ -342,7 +342,7 @@ class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]
             if kind & (SIMULATED | REJECTED):
                 return RejectReason.NOT_BOOSTABLE
             if not kind:
-                return RejectReason.NO_ROOM
+                return RejectReason.REGION_TOO_SHORT
             room += kind & LENGTH
         return None
 

@@ -44,7 +44,7 @@ class X86(Arch):
     max_insn_size = MAX_INSN_SIZE
     jump_size = out_of_line.JMP32_SIZE
     call_size = out_of_line.JMP32_SIZE
-    seen_ip = 1
+    handler_ip_offset = 1
     general_registers = frozenset((*REGISTER_NAMES, "ip", "flags"))
     return_size = 1
     max_repetition = 32
@@ -135,7 +135,7 @@ class X86_64(X86):
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_64", width=30)
     assembler = X86Assembler(64)
     returns = X86ReturnCode(FRAME_64, "ax dx bx bp r12 r13 r14 r15")
-    kept_by_calls = frozenset(["bx", "bp", "r12", "r13", "r14", "r15"])
+    callee_saved = frozenset(["bx", "bp", "r12", "r13", "r14", "r15"])
     trampoline_slot = -8
     has_ops_trampolines = True
     _frame = FRAME_64
@@ -156,6 +156,6 @@ class I386(X86):
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_32", width=30)
     assembler = X86Assembler(32)
     returns = X86ReturnCode(FRAME_32, "ax dx bx bp si di")
-    kept_by_calls = frozenset(["bx", "bp", "si", "di"])
+    callee_saved = frozenset(["bx", "bp", "si", "di"])
     trampoline_slot = -4
     _frame = FRAME_32

@@ -31,7 +31,7 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Reject
     if addr in analysis.layout.entry_text:
         return Rejection(RejectReason.ENTRY_TEXT, addr)
     if analysis.function.end - addr < JMP32_SIZE:
-        return Rejection(RejectReason.NO_ROOM, addr)
+        return Rejection(RejectReason.REGION_TOO_SHORT, addr)
     return _function_hazard(analysis, addr) or _copied_region(analysis, addr)
 
 

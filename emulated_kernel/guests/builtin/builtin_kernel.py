@@ -106,7 +106,7 @@ class BuiltinKernel(TaskStacks):
         exits = address_of(symbols, "host_exits")
         self._exit_slots = abi["host_exits.entries"]
         self._exits = memory.view(exits, 8 + self._exit_slots * 8 * _EXIT_RECORD_WORDS).cast("Q")
-        self._exits_seen = 0
+        self._exits_read = 0
         self.buffers = UserBuffers(machine.user_buffers)
         self._child_reaper = address_of(symbols, "child_reaper")
         self._host_find_task = address_of(symbols, "host_find_task")
@@ -179,11 +179,11 @@ class BuiltinKernel(TaskStacks):
         The guest's ring cannot overflow, because it is drained after every stop of the guest.
         """
         count = int(self._exits[0])
-        if count == self._exits_seen:
+        if count == self._exits_read:
             return []
         # A count larger than the ring can hold was corrupted by the guest.
-        new = range(max(self._exits_seen, count - self._exit_slots), count)
-        self._exits_seen = count
+        new = range(max(self._exits_read, count - self._exit_slots), count)
+        self._exits_read = count
         return [int(self._exits[1 + index % self._exit_slots * _EXIT_RECORD_WORDS]) for index in new]
 
     def set_field(self, task: int, field: str, value: int) -> None:

@@ -97,7 +97,7 @@ _LONGEST = 2 * PAGE_SIZE
 """Maximum number of bytes that are read of a string; a path is shorter."""
 _LINE = 256
 """Number of bytes to read of /proc/PID/syscall; its line is shorter."""
-_KEPT = 32
+_MAX_OPEN = 32
 """Maximum number of files /proc/PID/syscall that stay open."""
 _TRIES = 20
 """Maximum number of reads of /proc/PID/syscall while the process is still running.
@@ -230,7 +230,7 @@ def next_fd(pid: int) -> int | None:
     return next(fd for fd in range(len(used) + 1) if fd not in used)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAX_OPEN)
 def _syscall_file(pid: int) -> FileIO:
     """Open /proc/PID/syscall. A kept file saves two system calls, and fails when its process has ended.
 

@@ -20,7 +20,7 @@ from emulated_kernel.guests.common.process_memory import ProcessMemory
 from emulated_kernel.guests.common.programs import program_of
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 
-EXEC_WITHIN = 1.0
+EXEC_TIMEOUT = 1.0
 """Seconds after a fork during which the child's name is checked for an execve.
 
 Later, a request of the process itself shows its name.
@@ -47,7 +47,7 @@ _MAX_LOOKS_WITHOUT_EVENT = 3
 
 Fewer looks prove nothing, since an event may still be on its way.
 """
-_BEGINS_WITHIN = 1.0
+_START_TIMEOUT = 1.0
 """Maximum seconds from the allocation of a pid until its process appears in events or in /proc."""
 _PIDFD_THREAD = os.O_EXCL
 """Flag of pidfd_open(2) that allows a thread which is not a thread group leader; since Linux 6.9."""
@@ -74,7 +74,7 @@ class ProcessWatch:
     other methods take and return pids of the guest, which number() gives, and need the lock.
     """
 
-    def let_others_work(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
+    def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
         """Enter the context manager that `waiting` returns while a read of a process's memory takes long."""
 
     def number(self, pid: int) -> int:
@@ -89,7 +89,7 @@ class ProcessWatch:
         """Return the guest's pid of a process's parent if forks() does not report the parent, else None."""
         return None
 
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         """Return True if forks() or exited() may have new events.
 
         comm() is up to date if the result is False, or after calls of forks() and exited().
@@ -114,7 +114,7 @@ class ProcessWatch:
     def known_comm(self, pid: int) -> str | None:
         """Return the known name of the process, or None if comm() must read it. Lock: leaves.
 
-        The name is up to date if has_news(), called afterwards without the lock, returns False.
+        The name is up to date if has_events(), called afterwards without the lock, returns False.
         """
         return self.comm(pid)
 
@@ -175,7 +175,7 @@ class HostProcesses(ProcessWatch):
         self._pid_of: dict[int, int] = {}
         self._starts: OrderedDict[int, str] = OrderedDict()
         """Pid of a followed process without a pidfd -> its start time, in the order of their last checks."""
-        self._most_pidfds, self._most_comms = _descriptor_bounds()
+        self._max_pidfds, self._max_comms = _descriptor_bounds()
         self._comms: OrderedDict[int, int] = OrderedDict()
         self._lost: list[int] = []
         self._fork_events = _fork_events() if sees_forks else None
@@ -199,7 +199,7 @@ class HostProcesses(ProcessWatch):
     def _read_last_pid(self) -> int:
         return int(os.pread(self._loadavg, 64, 0).rsplit(None, 1)[-1])
 
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         # A request may come after the mount has ended.
         if self._epoll.closed:
             return False
@@ -272,7 +272,7 @@ class HostProcesses(ProcessWatch):
             fork = self._look_at(pid)
             if fork is None:
                 continue
-            until = before.get(pid, now + _BEGINS_WITHIN)
+            until = before.get(pid, now + _START_TIMEOUT)
             if self._fork_events is not None and fork.parent is None and not fork.alive and now < until:
                 self._beginning[pid] = until
             else:
@@ -322,7 +322,7 @@ class HostProcesses(ProcessWatch):
 
     def _follow_by_pidfd(self, pid: int) -> bool:
         """Follow a process by a pidfd; return False if no pidfd can be opened or the process has ended."""
-        if len(self._pidfds) >= self._most_pidfds:
+        if len(self._pidfds) >= self._max_pidfds:
             return False
         try:
             fd = _open_pidfd(pid)
@@ -414,7 +414,7 @@ class HostProcesses(ProcessWatch):
         except OSError:
             return None
         finally:
-            if len(self._comms) > self._most_comms:
+            if len(self._comms) > self._max_comms:
                 os.close(self._comms.popitem(last=False)[1])
 
     def pinned_to(self, pid: int) -> int | None:
@@ -441,7 +441,7 @@ class HostProcesses(ProcessWatch):
             return None
         return program_of(pid, comm, self._memory if is_own else None)
 
-    def let_others_work(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
+    def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
         self._memory.waiting = waiting
 
     def close(self) -> None:

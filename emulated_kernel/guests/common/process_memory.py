@@ -23,11 +23,11 @@ PATIENCE = 0.005
 """Seconds after which another thread takes requests instead of the reader; see ProcessMemory.waiting."""
 TIMEOUT = 0.1
 """Seconds after which a read by a helper is given up."""
-MOST_ABANDONED = 8
+MAX_ABANDONED = 8
 """Maximum number of abandoned helpers that may still sleep in a read. At the maximum, all reads fail."""
 IDLE = 3
 """Maximum number of idle helpers that are kept: as many as threads that usually take requests."""
-STARTS_WITHIN = 5.0
+START_TIMEOUT = 5.0
 """Maximum seconds that a new helper may take until it is ready."""
 
 _PIECE = struct.Struct("=qq")
@@ -111,7 +111,7 @@ class _Helper:
             start_new_session=True,
         )
         try:
-            self._receive(len(_READY), monotonic() + STARTS_WITHIN)
+            self._receive(len(_READY), monotonic() + START_TIMEOUT)
         except BaseException:
             self.end()
             self.process.wait()
@@ -222,7 +222,7 @@ class ProcessMemory:
             self._abandoned = {
                 process: read for process, read in self._abandoned.items() if process.poll() is None
             }
-            if path in self._abandoned.values() or len(self._abandoned) >= MOST_ABANDONED:
+            if path in self._abandoned.values() or len(self._abandoned) >= MAX_ABANDONED:
                 raise _GivenUpError
             if self._idle:
                 return self._idle.pop()

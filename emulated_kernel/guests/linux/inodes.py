@@ -15,7 +15,7 @@ _FORMS = {
     "i_sb": "Q",
 }  # fmt: skip
 """Members of an inode -> struct format of the member."""
-_KEPT = 500
+_CACHE_SIZE = 500
 """Maximum number of inodes whose decoded attributes are cached, by the bytes of the inode."""
 _DEVICE = "super_block.s_dev"
 _TIMES = "atime", "mtime", "ctime"
@@ -57,7 +57,7 @@ class Inodes:
             forms |= {f"{time}.seconds": "q", f"{time}.nanoseconds": "I"}
         self._layout, self._in_order = layout({offsets[f"inode.{name}"]: forms[name] for name in forms})
         self._superblock = struct.Struct(f"<{offsets['inode.i_sb']}xQ")
-        self._known = lru_cache(_KEPT)(self._told)
+        self._known = lru_cache(_CACHE_SIZE)(self._unpack)
 
     def stat(self, inode: int) -> Stat:
         """Return the attributes of the inode at an address.
@@ -68,7 +68,7 @@ class Inodes:
         (superblock,) = self._superblock.unpack_from(data)
         return self._known(data, self._read(superblock + self._device_offset, 4))
 
-    def _told(self, inode: bytes, device: bytes) -> Stat:
+    def _unpack(self, inode: bytes, device: bytes) -> Stat:
         found = self._in_order(self._layout.unpack(inode))
         ino, mode, nlink, uid, gid, size, blocks, _superblock, *times = found
         atime, atime_ns, mtime, mtime_ns, ctime, ctime_ns = times

@@ -96,8 +96,8 @@ class StepLimit:
     In damaged BTF, types can contain each other, and many times.
     """
 
-    def __init__(self, most: int = 3000) -> None:
-        self._left = most
+    def __init__(self, limit: int = 3000) -> None:
+        self._left = limit
 
     def take(self) -> None:
         """Count a visit. Raises: KernelError ENOEXEC (there were too many)."""

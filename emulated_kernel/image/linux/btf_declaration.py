@@ -9,7 +9,7 @@ _QUALIFIERS = {Kind.CONST: "const", Kind.VOLATILE: "volatile", Kind.RESTRICT: "r
 _TAGS = {
     Kind.STRUCT: "struct ", Kind.UNION: "union ", Kind.ENUM: "enum ", Kind.ENUM64: "enum ",
 }  # fmt: skip
-_MOST_TYPES = 200
+_MAX_TYPES = 200
 """Maximum number of types in one declaration; Python's stack allows no more of them inside each other."""
 _POINTER_SIZE = 8
 
@@ -49,7 +49,7 @@ def prototype(btf: Btf, function: str) -> Prototype:
     Raises: KernelError ENOENT (the BTF does not have the function), ENOEXEC (damaged BTF).
     """
     result, members = btf.prototype(function)
-    text = declaration(btf, result, f"{function}({_parameter_list(btf, members, StepLimit(_MOST_TYPES))})")
+    text = declaration(btf, result, f"{function}({_parameter_list(btf, members, StepLimit(_MAX_TYPES))})")
     named = [member for member in members if member.type or member.name]
     parameters = tuple(_parameter(btf, member) for member in named)
     return Prototype(text, parameters, _parameter(btf, Member("", result, 0, 0)))
@@ -60,7 +60,7 @@ def declaration(btf: Btf, number: int, name: str = "", limit: StepLimit | None =
 
     Raises: KernelError ENOEXEC (the types contain each other).
     """
-    limit = limit or StepLimit(_MOST_TYPES)
+    limit = limit or StepLimit(_MAX_TYPES)
     limit.take()
     kind = btf.type(number)
     if kind.kind is Kind.PTR:

@@ -29,8 +29,8 @@ _TOKEN_TABLE_LIMIT = 1 << 14
 _TYPES = frozenset(bytes((letter,)) for letter in b"aAbBcCdDgGiInNpPrRsStTuUvVwW-?")
 _NAMES_LIMIT = 1 << 26
 """Size in bytes of the area before the token table in which the names are searched."""
-_MOST_SYMBOLS = 1 << 22
-_MOST_TABLES = 64
+_MAX_SYMBOLS = 1 << 22
+_MAX_TABLES = 64
 """Maximum number of candidate token tables: a hostile image can be full of them."""
 _ALIGNMENT = 8
 _PACKED = 4
@@ -69,7 +69,7 @@ def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
     The layouts of v5.0 to v7.3 are known.
     Mirrors: kernel/kallsyms.c:kallsyms_sym_address, kallsyms_expand_symbol (v6.1, v7.2)
     """
-    budget = _Budget(2 * _MOST_SYMBOLS)
+    budget = _Budget(2 * _MAX_SYMBOLS)
     for segment in vmlinux.segments:
         data = bytes(segment.data)
         for tokens in _token_tables(data):
@@ -89,7 +89,7 @@ def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
 def _token_tables(data: bytes) -> Iterator[_Tokens]:
     """Yield the possible token tables: they contain the ten digits in order, and a matching index follows."""
     digits = 0
-    for _ in range(_MOST_TABLES):
+    for _ in range(_MAX_TABLES):
         # A regular expression would search for ten times as long.
         digits = data.find(_DIGITS, digits) + 1
         if not digits:
@@ -130,7 +130,7 @@ def _find_packed_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names 
     first += -first % _PACKED
     words = memoryview(data)[first : tokens.start].cast("I")
     markers = len(words) - 1
-    most = max(len(words) - _MOST_SYMBOLS // _MARKED, 0)
+    most = max(len(words) - _MAX_SYMBOLS // _MARKED, 0)
     while markers > most and words[markers] > words[markers - 1]:
         markers -= 1
     if markers < 0 or words[markers]:
@@ -159,7 +159,7 @@ def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
         count = words[index]
         if budget.names <= 0:
             return None
-        if not 0 < count <= _MOST_SYMBOLS or count * 2 > (len(words) - index) * 4:
+        if not 0 < count <= _MAX_SYMBOLS or count * 2 > (len(words) - index) * 4:
             continue
         start = first + index * 4
         names = _names_at(data, start + _ALIGNMENT, count, tokens, budget, _ALIGNMENT)

@@ -13,12 +13,12 @@ from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinitio
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
-_MOST_FIELDS = 256
+_MAX_FIELDS = 256
 _ARRAY = re.compile(r"\[(\d+)\]$")
 _TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
 _SYSCALL_PREFIXES = ("__x64_sys_", "__do_sys_", "__se_sys_", "sys_")
-_MOST_SYSCALLS = 4096
-_MOST_TEXT = 64 << 20
+_MAX_SYSCALLS = 4096
+_MAX_TEXT = 64 << 20
 """Maximum total length of all strings: in a damaged kernel, many pointers can lead to one long string."""
 _NO_TRACEPOINT = (0, 0, 0, False)
 
@@ -50,7 +50,7 @@ class Structures:
         self.vmlinux = vmlinux
         self.btf = btf
         self._places: dict[str, tuple[int, int]] = {}
-        self._left = _MOST_TEXT
+        self._left = _MAX_TEXT
 
     def value(self, address: int, path: str, size: int = 8) -> int:
         """Return the member `path` of the structure at `address`, as an unsigned number of `size` bytes."""
@@ -83,7 +83,7 @@ class Structures:
 
     def begin(self) -> None:
         """Reset the limit on the total length of strings, before another kernel or module is read."""
-        self._left = _MOST_TEXT
+        self._left = _MAX_TEXT
 
 
 def kernel_events(
@@ -179,7 +179,7 @@ def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> 
     tells_length = structures.btf.has("trace_event_fields.len")
     at = structures.value(event_class, "trace_event_class.fields_array")
     step = structures.btf.size("trace_event_fields")
-    for index in range(_MOST_FIELDS if at else 0):
+    for index in range(_MAX_FIELDS if at else 0):
         field = at + index * step
         kind = structures.value(field, "trace_event_fields.type")
         # Linux: the invalid address TRACE_FUNCTION_TYPE means that a kernel function defines the fields.
@@ -235,7 +235,7 @@ def syscall_numbers(
     `names_at` returns the names of the symbols at an address.
     """
     found: dict[str, int] = {}
-    for number in range(_MOST_SYSCALLS):
+    for number in range(_MAX_SYSCALLS):
         try:
             entry = int.from_bytes(vmlinux.read(table + 8 * number, 8), "little")
         except KernelError:

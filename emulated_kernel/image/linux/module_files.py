@@ -21,9 +21,9 @@ from emulated_kernel.util.safe_read import PATIENCE, BoundedFileReader, identity
 
 _LIMIT = 64 << 20
 """Maximum size of an unpacked module in bytes."""
-_KEPT = 8 << 20
+_CACHE_BYTES = 8 << 20
 """Maximum size in bytes of the cache of module files, which are cached as they are in the package."""
-_MOST = 1 << 16
+_MAX_MODULES = 1 << 16
 """Maximum number of modules in a package."""
 _ELF = b"\x7fELF"
 _FILE = re.compile(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
@@ -174,8 +174,8 @@ class _Package:
         for path, start, size, following in tar.files(self._next):
             name = _module(path)
             if name is not None:
-                if len(self._places) == _MOST:
-                    raise unusable(f"more than {_MOST} modules")
+                if len(self._places) == _MAX_MODULES:
+                    raise unusable(f"more than {_MAX_MODULES} modules")
                 self._places[name] = start, size
                 if name in names:
                     found[name] = tar.read_file(start, size)
@@ -188,9 +188,9 @@ class _Package:
     def _keep(self, found: dict[str, bytes]) -> None:
         for name, data in found.items():
             self._kept.pop(name, None)
-            if len(data) <= _KEPT:
+            if len(data) <= _CACHE_BYTES:
                 self._kept[name] = data
-        left = _KEPT
+        left = _CACHE_BYTES
         for name, data in reversed(list(self._kept.items())):
             left -= len(data)
             if left < 0:

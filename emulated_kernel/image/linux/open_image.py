@@ -21,7 +21,7 @@ _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
 _FOREIGN = ((0x38, b"ARMd", "arm64"), (0x30, b"RISCV", "riscv64"), (4, b"zimg", "another machine"))
 """Offset and bytes in the header of a kernel that is no ELF file, and the machine that it is for."""
-_OURS = "__guest_abi"
+_OWN_SYMBOL = "__guest_abi"
 """Name of the symbol of the ABI table, which only images built from image/src have."""
 
 
@@ -64,7 +64,7 @@ def is_linux(path: Path) -> bool:
         if not start.startswith(ELF_MAGIC):
             return is_bzimage(start) or is_package(start)
         try:
-            return not ElfReader(file).names_symbol(_OURS)
+            return not ElfReader(file).names_symbol(_OWN_SYMBOL)
         except KernelError:
             return False
 

@@ -21,13 +21,13 @@ _ET_CORE = 4
 _X86_64 = 62
 _PT_LOAD = 1
 _PT_NOTE = 4
-_MOST_SEGMENTS = 0xFFFE
+_MAX_SEGMENTS = 0xFFFE
 _NOTES_LIMIT = 16 << 20
-_MOST_NOTES = 4
+_MAX_NOTES = 4
 _DEVICES = range(3 << 30, 4 << 30)
 """Physical addresses of device memory, such as firmware and video memory, which are no RAM."""
 RAM_LIMIT = 64 << 30
-_MOST_LINES = 4096
+_MAX_LINES = 4096
 _BLOCK = 1 << 20
 _FIRST = b"OSRELEASE="
 """First bytes of VMCOREINFO, which begins at the start of a page."""
@@ -76,7 +76,7 @@ class CoreFile:
         self.segments = tuple(sorted(load for load in loads if load.pa not in _DEVICES))
         self._check()
         # One is usual. The limit is for hostile files, in which each header can claim the whole file.
-        notes = [where[1:] for kind, *where in programs if kind == _PT_NOTE][:_MOST_NOTES]
+        notes = [where[1:] for kind, *where in programs if kind == _PT_NOTE][:_MAX_NOTES]
         noted = (text for where in notes for text in self._infos(*where))
         self.vmcoreinfo = self._first_info(noted) or self._first_info(self._scanned())
         """VMCOREINFO: name -> value. Source: Documentation/admin-guide/kdump/vmcoreinfo.rst."""
@@ -98,7 +98,7 @@ class CoreFile:
             raise unusable_core("it is of 32 bits or big-endian, not of an x86_64 kernel")
         if machine != _X86_64:
             raise unusable_core(f"it is of another architecture (ELF machine {machine}), not x86_64")
-        if size != _PROGRAM.size or not 0 < count <= _MOST_SEGMENTS:
+        if size != _PROGRAM.size or not 0 < count <= _MAX_SEGMENTS:
             raise unusable_core("its program headers are damaged")
         if at + count * size > self._size:
             raise unusable_core("it is truncated within its headers")
@@ -193,7 +193,7 @@ class CoreFile:
     @staticmethod
     def _first_info(texts: Iterator[str]) -> dict[str, str]:
         for text in texts:
-            lines = (line.partition("=") for line in text.split("\n", _MOST_LINES)[:_MOST_LINES])
+            lines = (line.partition("=") for line in text.split("\n", _MAX_LINES)[:_MAX_LINES])
             found = {name: value for name, equals, value in lines if equals}
             if "SYMBOL(_stext)" in found:
                 return found

@@ -11,7 +11,7 @@ _MAGIC = b"\xfd7zXZ\0"
 _END = b"YZ"
 _INDEX_LIMIT = 1 << 16
 """Maximum size of an index in bytes; a package of a gigabyte has an index of about a hundred bytes."""
-_MOST_BITS = 56
+_MAX_BITS = 56
 """Maximum number of bits of a variable-length integer before its last byte."""
 
 
@@ -67,7 +67,7 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
     """
     value = 0
     shift = 0
-    while data[at] & 0x80 and shift < _MOST_BITS:
+    while data[at] & 0x80 and shift < _MAX_BITS:
         value |= (data[at] & 0x7F) << shift
         shift = shift + 7
         at = at + 1

@@ -2,7 +2,7 @@
 
 Until then, the trap into Python handles the hits, and also if a handler can't be compiled. No other guest
 code runs during a handler in Python, so that compiled code never meets a hit within a hit. Compiling takes as
-long as many hits in Python. One request therefore compiles at most MOST_HANDLERS handlers.
+long as many hits in Python. One request therefore compiles at most MAX_HANDLERS handlers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir import HandlerCode
 from emulated_kernel.arch.program.ir_builder import EntryKind, HostAction, ProgramBuilder
-from emulated_kernel.kprobes.aggr_kprobe import MOST_HANDLERS, AggrKprobe
+from emulated_kernel.kprobes.aggr_kprobe import MAX_HANDLERS, AggrKprobe
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
@@ -40,8 +40,8 @@ EmitAll = Callable[[ProgramBuilder], object]
 SHORTAGES = (MemoryError, ImportError, OSError)
 """Exceptions that mean that the host has no memory or descriptor, or that no address is within reach.
 
-They may occur in the middle of a hit, which must continue. Code that catches them calls Compiler.tell. It
-logs the error, because a package that can't be imported raises an ImportError too.
+They may occur in the middle of a hit, which must continue. Code that catches them calls
+Compiler.log_failure. It logs the error, because a package that can't be imported raises an ImportError too.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -57,7 +57,7 @@ def _or_none(
         try:
             return make(compiler, *args, **kwargs)
         except SHORTAGES as error:
-            compiler.tell(error)
+            compiler.log_failure(error)
             return None
 
     return made
@@ -95,9 +95,9 @@ class Compiler:
         self._garbage = garbage
         self._lock = lock
         self._turn = 0
-        self._left = MOST_HANDLERS
+        self._left = MAX_HANDLERS
         """Number of handlers that may still be compiled until the control lock is released."""
-        self._told = ""
+        self._last_warning = ""
 
     def contains(self, address: int) -> bool:
         """Return True if an address lies in a handler, where a record may be half written."""
@@ -107,17 +107,17 @@ class Compiler:
         """Store a hit's registers in `head.sample`. Benchmarks run the compiled handler with these values."""
         head.sample = {name: getattr(regs, name) for name in self._sampled}
 
-    def tell(self, error: Exception) -> None:
+    def log_failure(self, error: Exception) -> None:
         """Log once that guest code can't be compiled because an import or a call of the host failed.
 
         Python handles the hits meanwhile.
         """
         text = str(error)
-        if isinstance(error, (ImportError, OSError)) and text != self._told:
+        if isinstance(error, (ImportError, OSError)) and text != self._last_warning:
             # There may be no memory for logging either.
             with suppress(MemoryError):
                 _log.warning("handlers stay with Python: no guest code can be made: %s", text)
-                self._told = text
+                self._last_warning = text
 
     # Creation
 
@@ -129,7 +129,7 @@ class Compiler:
         try:
             self._arch.load_decoder()
         except SHORTAGES as error:
-            self.tell(error)
+            self.log_failure(error)
             return False
         return True
 
@@ -142,7 +142,7 @@ class Compiler:
         """Reserve the compilation of some handlers; return False if it must wait for a later request."""
         if self._turn != self._lock.turn:
             self._turn = self._lock.turn
-            self._left = MOST_HANDLERS
+            self._left = MAX_HANDLERS
         if handlers > self._left:
             return False
         self._left -= handlers
@@ -174,13 +174,13 @@ class Compiler:
         """
         breakpoint_ = self._arch.breakpoint
         key = (*owners, in_frame)
-        code = self._kept_aside(key, emit, len(breakpoint_), lambda _at: breakpoint_, in_frame=in_frame)
+        code = self._thunk(key, emit, len(breakpoint_), lambda _at: breakpoint_, in_frame=in_frame)
         if code is not None:
             code.tail = code.address + code.size - len(breakpoint_)
         return code
 
     @_or_none
-    def behind(self, owner: AggrKprobe, emit: EmitAll, target: int) -> CompiledCode | None:
+    def post_code(self, owner: AggrKprobe, emit: EmitAll, target: int) -> CompiledCode | None:
         """Compile handlers in assembly that continue at `target`; None if there is no room for the code.
 
         If no jump reaches `target`, the code ends in a breakpoint that leads there.
@@ -196,17 +196,17 @@ class Compiler:
                 return arch.breakpoint
 
         size = max(arch.jump_size, len(arch.breakpoint))
-        code = self._kept_aside((owner, target), emit, size, rest)
+        code = self._thunk((owner, target), emit, size, rest)
         if code is not None and ends:
             code.tail = ends[0]
             self._breakpoints[code.tail] = Redirect(target, _go_to, target)
         return code
 
-    def made_behind(self, owner: AggrKprobe, target: int) -> CompiledCode | None:
+    def existing_post_code(self, owner: AggrKprobe, target: int) -> CompiledCode | None:
         """Return the code that `behind` has compiled for this owner and target, or None if there is none."""
         return self.asm_thunks.get((owner, target))
 
-    def _kept_aside(
+    def _thunk(
         self, key: tuple[object, ...], emit: EmitAll, behind: int, rest: Rest, *, in_frame: bool = False
     ) -> CompiledCode | None:
         """Return the code that is kept under `key`; compile it if there is none."""
@@ -359,7 +359,7 @@ class Compiler:
             whole = handler.code + rest(buffer + len(handler.code))
         except SHORTAGES as error:
             self._text.free_text(buffer)
-            self.tell(error)
+            self.log_failure(error)
             return None
         self._text.poke(buffer, whole)
         self.made += 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
-_KEPT = 64
+_CACHE_SIZE = 64
 
 
 class PtRegsFrames(dict[int, Any]):
@@ -33,7 +33,7 @@ class PtRegsFrames(dict[int, Any]):
         Raises: MemoryFault (the address isn't in one piece of writable memory).
         """
         view = self._view(address, self._size)
-        if len(self) >= _KEPT:
+        if len(self) >= _CACHE_SIZE:
             self.clear()
         frame = self._class.from_buffer(view)
         self[address] = frame

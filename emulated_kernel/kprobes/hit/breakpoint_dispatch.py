@@ -178,7 +178,7 @@ class BreakpointDispatch:
         if stub is None:
             return
         if head.has_post_assembly:
-            hits.code_behind(head, head.address + insn.prepared.length)
+            hits.compile_post_code(head, head.address + insn.prepared.length)
         self._install_step_end(head, insn)
         self.breakpoints[head.address] = hits.by_stub(head, stub)
         if leads_to is None:

@@ -13,7 +13,7 @@ from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.kprobes.hit.handling import CallHandler, HitHandling
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.machine.text.text import give_room_back
+from emulated_kernel.machine.text.text import shrink_dict
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.fast_dataclass import dataclass, field
@@ -87,7 +87,7 @@ class FtraceSites:
         """Address of a call site -> AggrKprobe of the probes that handle the calls from the site."""
         self._by_call: dict[int, CallHandler] = {}
         """Site -> handler of its probes' hits, from the first hit on."""
-        self._put_off: set[int] = set()
+        self._deferred_sites: set[int] = set()
         """Sites that a hit wanted to change while they were being patched; the change follows afterwards."""
         self._calling: dict[int, int] = {}
         """Site that is armed -> target of its call."""
@@ -240,7 +240,7 @@ class FtraceSites:
         head.compiled = None
         if code is not None:
             if self._poker.is_patching(head.address):
-                self._put_off.add(head.address)
+                self._deferred_sites.add(head.address)
             elif head.address in self._callers and self.enabled:
                 self._start_and_stop({head.address: self.trampoline})
             self._compiler.retire(code)
@@ -386,16 +386,16 @@ class FtraceSites:
             self._route(site)
         self._with_regs -= sites - used
         calls = used if self.enabled else set()
-        put_off = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
-        self._put_off |= put_off
-        targets = ((site, self._target(site)) for site in calls - put_off)
+        busy = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
+        self._deferred_sites |= busy
+        targets = ((site, self._target(site)) for site in calls - busy)
         starting = {site: target for site, target in targets if self._calling.get(site) != target}
-        stopping = (sites - calls - put_off) & self._calling.keys()
+        stopping = (sites - calls - busy) & self._calling.keys()
         self._start_and_stop(starting, stopping)
         for site in stopping:
             self._route(site)
-        give_room_back(self._calls, routed)
-        give_room_back(self._calling, calling)
+        shrink_dict(self._calls, routed)
+        shrink_dict(self._calling, calling)
 
     def _start_and_stop(self, starting: Mapping[int, int], stopping: Collection[int] = ()) -> None:
         """Let the sites in `starting` call their targets, and turn the sites in `stopping` into nops."""
@@ -413,9 +413,9 @@ class FtraceSites:
             self._poker.replace_all(insns)
         for site in insns:
             del breakpoints[site]
-        again = {site for site in self._put_off if not self._poker.is_patching(site)}
+        again = {site for site in self._deferred_sites if not self._poker.is_patching(site)}
         if again:
-            self._put_off -= again
+            self._deferred_sites -= again
             self._update(again)
 
     def _call(self, targets: Mapping[int, int]) -> Callable[[Any], None]:

@@ -47,7 +47,7 @@ class HandlerFailures:
         if is_first:
             _log.error("a handler of the probe at %#x failed", address, exc_info=error)
 
-    def raised_behind(self, call: Callable[[], _T]) -> _T:
+    def reraise_failures(self, call: Callable[[], _T]) -> _T:
         """Call `call` and return its result. Raises: the first exception of a handler during the call."""
         self.take()
         try:

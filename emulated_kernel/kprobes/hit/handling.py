@@ -64,9 +64,9 @@ class HitHandling:
         self._compiler = compiler
         self._split_jumps = split_jumps
         self._call_size = arch.call_size
-        self._seen_at = arch.seen_ip
+        self._ip_offset = arch.handler_ip_offset
         """Offset from the probed address to the ip that handlers expect: Linux's ip after the breakpoint."""
-        self._rewinds = arch.seen_ip != len(arch.breakpoint)
+        self._rewinds = arch.handler_ip_offset != len(arch.breakpoint)
         self.frames = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size)
         """Stack address -> the registers that guest code has saved there, for handlers."""
         self.ctlblk = KprobeCtlblk(machine.hooks.python)
@@ -116,7 +116,7 @@ class HitHandling:
         """
         ctlblk = self.ctlblk
         keep_cost = head.cost.kept().append
-        seen_ip = head.address + self._seen_at
+        handler_ip = head.address + self._ip_offset
         rewinds = self._rewinds
 
         def hit(regs: Regs, started: int = 0) -> None:
@@ -133,7 +133,7 @@ class HitHandling:
                 ):
                     return
             if rewinds:
-                regs.ip = seen_ip
+                regs.ip = handler_ip
             pre_handler, owner = head.pre_call or head.collect()
             try:
                 leaves = pre_handler(owner, regs)
@@ -211,7 +211,7 @@ class HitHandling:
             self._post_process(head, regs)
         elif head.has_post_assembly:
             # The handlers before the instruction were guest code, or the copy was boosted.
-            code = self.code_behind(head, next_ip)
+            code = self.compile_post_code(head, next_ip)
             if code is not None:
                 regs.ip = code.entry
 
@@ -235,16 +235,16 @@ class HitHandling:
 
     def _run_post_assembly(self, head: AggrKprobe, regs: Regs) -> bool:
         """Let the guest run the probe's post_code; return False if there is no room for the code."""
-        if not self._continues_behind(head):
+        if not self._continues_without_python(head):
             return self._run_asm_handler(head, HandlerPoint.POST, partial(self._call_post_handler, head))
-        code = self.code_behind(head, regs.ip)
+        code = self.compile_post_code(head, regs.ip)
         if code is None:
             return False
         self.ctlblk.reset_current(head)
         regs.ip = code.entry
         return True
 
-    def _continues_behind(self, head: AggrKprobe) -> bool:
+    def _continues_without_python(self, head: AggrKprobe) -> bool:
         """Return True if the guest can go from the post_code to the next instruction by itself.
 
         Otherwise a Python handler follows, or the instruction is emulated and may lead anywhere.
@@ -252,15 +252,15 @@ class HitHandling:
         insn = head.insn
         return insn is not None and insn.slot is not None and not head.has_python_post_handler
 
-    def code_behind(self, head: AggrKprobe, next_ip: int) -> CompiledCode | None:
+    def compile_post_code(self, head: AggrKprobe, next_ip: int) -> CompiledCode | None:
         """Return guest code that runs the probe's post_code and then jumps to `next_ip`.
 
         Return None if the guest cannot continue there without Python. If there is no room for the code, count
         a missed hit and return None.
         """
-        if not self._continues_behind(head):
+        if not self._continues_without_python(head):
             return None
-        code = self._compiler.behind(head, partial(head.emit_assembly, point=HandlerPoint.POST), next_ip)
+        code = self._compiler.post_code(head, partial(head.emit_assembly, point=HandlerPoint.POST), next_ip)
         if code is None:
             head.miss_assembly(HandlerPoint.POST)
         return code
@@ -276,7 +276,7 @@ class HitHandling:
         # With a stub, no enabled probe has a post_handler in Python.
         if not head.has_post_assembly:
             return next_ip
-        code = self._compiler.made_behind(head, next_ip)
+        code = self._compiler.existing_post_code(head, next_ip)
         return None if code is None else code.entry
 
     def _call_post_handler(self, head: AggrKprobe, regs: Regs) -> None:
@@ -378,7 +378,7 @@ class HitHandling:
         """
         ctlblk = self.ctlblk
         keep_cost = head.cost.kept().append
-        seen_ip = head.address + self._seen_at
+        handler_ip = head.address + self._ip_offset
         behind = head.address + self._call_size
 
         def hit(site: int, frame: Regs, then: Callable[[], object] | None = None, started: int = 0) -> bool:
@@ -395,7 +395,7 @@ class HitHandling:
                     in_frame=True,
                 ):
                     return True
-            frame.ip = seen_ip
+            frame.ip = handler_ip
             pre_handler, owner = head.pre_call or head.collect()
             try:
                 leaves = pre_handler(owner, frame)

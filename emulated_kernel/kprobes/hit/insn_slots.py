@@ -56,10 +56,10 @@ class InsnSlots:
 
         Mirrors: kernel/kprobes.c:__get_insn_slot (v6.1).
         """
-        page = self._page_with_room()
+        page = self._page_with_free_slot()
         if page is None and self._garbage:
             self._waiting.collect()
-            page = self._page_with_room()
+            page = self._page_with_free_slot()
         if page is None:
             page = self._new_page()
         slot = self._pages[page].pop()
@@ -87,7 +87,7 @@ class InsnSlots:
         self._garbage -= 1
         self._reclaim(slot, on_free)
 
-    def _page_with_room(self) -> int | None:
+    def _page_with_free_slot(self) -> int | None:
         return next((page for page, clean in reversed(self._pages.items()) if clean), None)
 
     def _new_page(self) -> int:

@@ -105,7 +105,7 @@ class GuestProbes:
         self._fixed = arch.fixed_registers
         self._sp = arch.registers.sp
         self._found: dict[int, _GuestProbe] = {}
-        self._given_up: set[int] = set()
+        self._failed_handlers: set[int] = set()
         """Addresses of handlers that faulted or did not return."""
         if jprobes is not None and "host_jprobe_return" in self._abi:
             machine.memory.write_word(self._abi["host_jprobe_return"], jprobes.jprobe_return)
@@ -152,7 +152,7 @@ class GuestProbes:
             case _:
                 made = self._register_jprobe(probe)
         self._found[probe] = made
-        self._given_up.difference_update(made.functions)
+        self._failed_handlers.difference_update(made.functions)
         self._write(probe, "kprobe.addr", made.kprobe.address)
         self._callers_changed()
 
@@ -284,7 +284,7 @@ class GuestProbes:
         A handler that faults, loops or sleeps is never called again; its result is 0.
         Linux: an oops in the probed task.
         """
-        if handler in self._given_up:
+        if handler in self._failed_handlers:
             return 0
         machine = self._machine
         memory = self._memory
@@ -303,7 +303,7 @@ class GuestProbes:
                 memory.write_u32(count, preempt_count)
             data = memory.read(frame, size)
         except (GuestFault, BudgetExceeded, HardwareError, MemoryFault) as fault:
-            self._given_up.add(handler)
+            self._failed_handlers.add(handler)
             where = kprobe.symbol_name or f"{kprobe.address:#x}"
             self._note(f"a handler of the probe at {where} was given up: {fault}")
             return 0

@@ -115,7 +115,7 @@ class GuestHeap:
         self._source.free_pages(base)
 
 
-_KEPT = 1024
+_CACHE_SIZE = 1024
 RETHOOKS = 0
 """Index of the field `rethooks` in the result of TaskFields.of()."""
 RET_STACK = 1
@@ -177,7 +177,7 @@ class TaskFields:
             if self._offset is None:
                 fields = self._words(memoryview(bytearray(self._size)))
             else:
-                if len(self._known) >= _KEPT:
+                if len(self._known) >= _CACHE_SIZE:
                     self._known.clear()
                 fields = self._words(self._memory.view(task + self._offset, self._size))[:: self._step]
             self._known[task] = fields

@@ -16,7 +16,7 @@ from emulated_kernel.arch.program.ir import (
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListCode, RethookListStack
-from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, POOL, ShadowStack, count, note_taken
+from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, POOL, ShadowStack, count, count_instance
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,
@@ -106,7 +106,7 @@ class ObjpoolStack(RethookListStack):
     def _get(self, hook: int, task: int) -> int:
         node = super()._get(hook, task)
         if node:
-            note_taken(self.counters[hook])
+            count_instance(self.counters[hook])
         return node
 
     def _put_back(self, hook: int, node: int) -> None:

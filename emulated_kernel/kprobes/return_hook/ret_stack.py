@@ -18,7 +18,13 @@ from emulated_kernel.arch.program.ir import (
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK, GuestHeap, TaskFields
-from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, Pending, ShadowStack, count, note_taken
+from emulated_kernel.kprobes.return_hook.shadow_stack import (
+    ACTIVE,
+    Pending,
+    ShadowStack,
+    count,
+    count_instance,
+)
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,
@@ -148,7 +154,7 @@ class RetStack(ShadowStack):
         if (used + size) * word > SHADOW_STACK_SIZE:
             self._count_overrun(array)
             return 0
-        note_taken(self.counters[hook])
+        count_instance(self.counters[hook])
         node = array + used * word
         self._fill(node, size, hook)
         return node
@@ -214,7 +220,7 @@ class RetStack(ShadowStack):
             self._free_stack(task)
         return hooks
 
-    def is_given(self, task: int) -> bool:
+    def has_array(self, task: int) -> bool:
         """Return True if the task has an array."""
         return task in self._stacks
 

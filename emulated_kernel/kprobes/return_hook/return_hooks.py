@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from itertools import dropwhile
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -220,8 +221,8 @@ class ReturnHooks:
         breakpoints[abi["rethook_flush_trap"]] = ended
         if before is not None:
             return
-        breakpoints[abi["rethook_find_trap"]] = self._asked_for_caller
-        self.trampoline.tell_guest()
+        breakpoints[abi["rethook_find_trap"]] = self._on_find_ret_addr
+        self.trampoline.notify_guest()
 
     # Function entry
 
@@ -339,6 +340,21 @@ class ReturnHooks:
                 return call.ret_addr
         return address
 
+    def replaced_by_others(self, hook: ReturnHook) -> int:
+        """Return the address that hooks without a return probe find in the slot of the call that returns.
+
+        All hooks without a return probe, such as those of fprobes, replace the address once. Only a return
+        handler of `hook` may ask.
+        """
+        older = dropwhile(lambda call: call.hook != hook.address, self.stack.pending(self._tasks.current()))
+        for call in older:
+            owner = self._hooks.get(call.hook)
+            if owner is not None and owner.probe is not None:
+                return self.trampoline.address
+            if not self.trampoline.is_one(call.ret_addr):
+                return call.ret_addr
+        return 0
+
     def replaced(self, slot: int) -> Iterator[int]:
         """Iterate over the addresses that hooks have replaced in a stack slot, newest first.
 
@@ -377,7 +393,7 @@ class ReturnHooks:
     def _task_ended(self, regs: Any) -> None:
         self.flush(getattr(regs, self._arch.registers.arguments[0]))
 
-    def _asked_for_caller(self, regs: Any) -> None:
+    def _on_find_ret_addr(self, regs: Any) -> None:
         task, slot = (getattr(regs, name) for name in self._arch.registers.arguments[:2])
         setattr(
             regs,

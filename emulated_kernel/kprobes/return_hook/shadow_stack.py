@@ -238,7 +238,7 @@ def counter_at(hook: int, counter: int, word_size: int) -> int:
     return hook + CONTROL_WORDS * word_size + 8 * counter
 
 
-def note_taken(counters: memoryview) -> None:
+def count_instance(counters: memoryview) -> None:
     """Count one more instance in use, in the counters of a hook."""
     count(counters, ACTIVE, 1)
     counters[HIGH_WATER] = max(counters[HIGH_WATER], counters[ACTIVE])

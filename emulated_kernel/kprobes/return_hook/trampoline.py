@@ -60,7 +60,7 @@ class Trampoline:
         self.native_breakpoint: int | None = None
         """Address of the breakpoint that is the native trampoline in the form BREAKPOINT; else None."""
         self._native_code: CompiledCode | None = None
-        self._is_told = False
+        self._is_guest_notified = False
         """Whether the guest knows the trampoline's addresses."""
 
     def install(self) -> None:
@@ -84,18 +84,18 @@ class Trampoline:
         self.address = address
         self.size = size
 
-    def tell_guest(self) -> None:
+    def notify_guest(self) -> None:
         """Tell the guest the trampoline's address, so that its unwinder asks the host for the caller.
 
         See kernel/rethook.c.
         """
-        self._is_told = True
+        self._is_guest_notified = True
         self._write(self._abi["host_return_trampoline"], self.address)
-        self._tell_native()
+        self._notify_native()
 
-    def _tell_native(self) -> None:
+    def _notify_native(self) -> None:
         at = self._abi.get("host_native_return_trampoline")
-        if self._is_told and at is not None:
+        if self._is_guest_notified and at is not None:
             self._write(at, self.native)
 
     def is_one(self, address: int) -> bool:
@@ -122,7 +122,7 @@ class Trampoline:
                 self._machine.breakpoints[trap] = self._on_saved
             if self.native != code.entry:
                 self._machine.breakpoints[self.native] = Redirect(code.entry, _go_to, code.entry)
-        self._tell_native()
+        self._notify_native()
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:
         """Replace the return address at a function's entry; return the real one and its stack slot.

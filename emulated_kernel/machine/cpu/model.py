@@ -47,9 +47,9 @@ class CpuModel(ABC):
     """Names of the registers that pass a variadic function's first arguments."""
     result: str
     """Name of the register that returns a function's result."""
-    kept_in_calls: tuple[str, ...] = ()
+    saved_in_calls: tuple[str, ...] = ()
     """Names of registers with fixed values in the kernel, which a function call by the host must preserve."""
-    room_above_call: int
+    call_stack_gap: int
     """Number of bytes that the host leaves above the stack pointer when it calls a guest function."""
     hypercall_register: str
     """Name of the register that passes a hypercall's number, and later the host's answer."""
@@ -66,6 +66,8 @@ class CpuModel(ABC):
     """Machine code of the instruction that ends a run of the guest and leaves ip after itself."""
     breakpoints: tuple[bytes, ...]
     """Machine code of each breakpoint instruction."""
+    repeated_copy: bytes = b""
+    """Machine code of the instruction that copies words from `si` to `di`, `cx` times; empty without one."""
     fetch_unit: int = 1
     """Size in bytes of the aligned pieces that CPUs fetch atomically. Instructions are whole pieces."""
     filler: bytes

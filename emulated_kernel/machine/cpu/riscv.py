@@ -95,8 +95,8 @@ class RiscvCpu(CpuModel):
     arguments = ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7")
     variadic_arguments = arguments
     result = "a0"
-    kept_in_calls = ("gp", "tp")
-    room_above_call = 48
+    saved_in_calls = ("gp", "tp")
+    call_stack_gap = 48
     hypercall_register = "a7"
     hypercall_arguments = ("a0", "a1", "a2", "a3")
     syscall_arguments = ("a0", "a1", "a2", "a3", "a4", "a5")

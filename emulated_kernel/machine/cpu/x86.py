@@ -73,7 +73,7 @@ class X86Cpu(CpuModel):
     interrupt_flag = FLAG_IF
     special_registers = MappingProxyType({"cs": CS, "ss": SS, "ds": DS, "es": ES, "fs": FS, "gs": GS})
     result = "ax"
-    room_above_call = 40
+    call_stack_gap = 40
     """Number of bytes for a return address and stack arguments; the ABI requires 8 modulo 16."""
     hypercall_register = "ax"
     halt = HLT

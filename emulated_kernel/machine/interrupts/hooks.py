@@ -71,7 +71,7 @@ class TrapHooks:
 
         While it is 1, Python gets all traps.
         """
-        self._put_off: Callable[[Regs], object] | None = None
+        self._deferred: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()
 
@@ -114,18 +114,18 @@ class TrapHooks:
     def run(self, address: int) -> int:
         """Run the guest until it halts or is stopped; return Unicorn's error code."""
         error = self.engine.start(address)
-        while self._put_off is not None and self._goes_on(self._put_off):
+        while self._deferred is not None and self._goes_on(self._deferred):
             error = self.engine.start(self.regs.ip)
         return error
 
-    def put_off(self, handler: Callable[[Regs], object]) -> None:
+    def defer(self, handler: Callable[[Regs], object]) -> None:
         """Interrupt the run, and call a breakpoint's handler afterwards, since Unicorn isn't re-entrant."""
-        self._put_off = handler
+        self._deferred = handler
         self.engine.stop()
 
     def _goes_on(self, handler: Callable[[Regs], object]) -> bool:
         """Call the deferred handler; return True if the run must be continued."""
-        self._put_off = None
+        self._deferred = None
         try:
             if self.handler_time.is_measured:
                 self.handler_time.measure(handler, self.regs)
@@ -196,7 +196,7 @@ class TrapHooks:
         if handler is None:
             self._exception(vector)
         elif self.guest_callers:
-            self.put_off(handler)
+            self.defer(handler)
         else:
             handler(self.regs)
 

@@ -109,7 +109,7 @@ class RiscvTrapHooks(TrapHooks):
 
     def run(self, address: int) -> int:
         error = self.engine.start(address)
-        while (self._put_off is not None and self._goes_on(self._put_off)) or self._broke_off:
+        while (self._deferred is not None and self._goes_on(self._deferred)) or self._broke_off:
             self._broke_off = False
             error = self.engine.start(self.regs.ip)
         return error
@@ -125,7 +125,7 @@ class RiscvTrapHooks(TrapHooks):
         handler_time = self.handler_time
         find = self.breakpoints.find
         guest_callers = self.guest_callers
-        put_off = self.put_off
+        defer = self.defer
         regs = self.regs
         size = self._size
 
@@ -145,7 +145,7 @@ class RiscvTrapHooks(TrapHooks):
                     self.raise_exception(fault(ip, CAUSE_BREAKPOINT))
                 elif guest_callers:
                     regs.ip = ip + size
-                    put_off(handler)
+                    defer(handler)
                 else:
                     regs.ip = ip + size
                     handler(regs)

@@ -10,11 +10,11 @@ from typing import Protocol, TypeVar
 from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 
-MOST_STEPS = 1 << 16
+MAX_STEPS = 1 << 16
 """Maximum number of list nodes and table entries that one reader follows."""
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """Maximum number of bytes that one reader reads."""
-_MOST_REPORTS = 64
+_MAX_REPORTS = 64
 """Maximum number of kinds of damaged data that are reported."""
 _T = TypeVar("_T")
 _log = logging.getLogger("kprobefs.guest")
@@ -39,7 +39,7 @@ class DamageReports:
 
     def report(self, what: str, why: object) -> None:
         """Log that `what` is damaged and that a part of it is left out, unless `what` was reported before."""
-        if what in self._known or len(self._known) >= _MOST_REPORTS:
+        if what in self._known or len(self._known) >= _MAX_REPORTS:
             return
         self._known.add(what)
         text = f"the {what} is damaged, and a part of it is left out: {why}"
@@ -70,8 +70,8 @@ class GuestReader:
         what: str,
         damage: DamageReports,
         *,
-        steps: int = MOST_STEPS,
-        size: int = MOST_BYTES,
+        steps: int = MAX_STEPS,
+        size: int = MAX_BYTES,
     ) -> None:
         self._memory = memory
         self.what = what
@@ -122,16 +122,16 @@ class GuestReader:
             limit -= size
         return b"".join(parts)
 
-    def nodes(self, head: int, most: int = MOST_STEPS) -> Iterator[int]:
+    def nodes(self, head: int, limit: int = MAX_STEPS) -> Iterator[int]:
         """Yield the address of each node of a list whose last node points to `head`.
 
         Raises: MemoryFault (after the intact nodes: the list leads nowhere, into a circle, or has more than
-        `most` nodes).
+        `limit` nodes).
         Mirrors: include/linux/list.h:list_for_each (v6.1).
         """
-        yield from self.chain(self.word(head), head, most=most)
+        yield from self.chain(self.word(head), head, limit=limit)
 
-    def chain(self, node: int, end: int = 0, link: int = 0, most: int = MOST_STEPS) -> Iterator[int]:
+    def chain(self, node: int, end: int = 0, link: int = 0, limit: int = MAX_STEPS) -> Iterator[int]:
         """Yield `node` and its successors up to the address `end`; `link` is the offset of the next pointer.
 
         Raises: MemoryFault (as `nodes`).
@@ -140,7 +140,7 @@ class GuestReader:
         while node != end:
             if node % self.word_size:
                 raise MemoryFault(node, "no list node")
-            if node in known or len(known) == most:
+            if node in known or len(known) == limit:
                 raise MemoryFault(node, "a list without end")
             self._take_steps(node, 1)
             known.add(node)

@@ -30,7 +30,7 @@ class TextWatcher(Protocol):
         """Note that all CPUs have executed a serialising instruction."""
 
 
-def give_room_back(table: dict[int, Any], before: int) -> bool:
+def shrink_dict(table: dict[int, Any], before: int) -> bool:
     """Shrink a dict that has lost at least half of its `before` entries; return True if it did.
 
     Python's dicts don't free memory when single entries are removed.
@@ -176,7 +176,7 @@ class Text:
         finally:
             if len(done) >= _FLUSH_FROM:
                 self._engine.flush_code()
-                if give_room_back(words, before):
+                if shrink_dict(words, before):
                     self._memory.give_back(pages - {word * 8 & -PAGE_SIZE for word in words})
             else:
                 for va, data in done:

@@ -108,7 +108,7 @@ class TraceArray(ArrayRings, Recorder):
     ) -> None:
         """Implement Recorder.record: write an event's entry for a hit, unless set_event_pid excludes it."""
         pids = self.pids
-        if pids.is_active and pids.leaves_out(event, payload, self.system.tasks.pid()):
+        if pids.is_active and pids.is_filtered(event, payload, self.system.tasks.pid()):
             return
         if self.record_at(event.id, payload, hit, place) and self.options.flags & _STACKS:
             self._record_stacks(hit, place)

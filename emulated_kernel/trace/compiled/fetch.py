@@ -130,7 +130,7 @@ class FetchEmitter:
             self._return_address()
         elif name == "ip":
             # Linux: the handler sees the ip of a breakpoint, however the probe was hit.
-            self._emit(SetImmediate(VALUE, self._address + self._arch.seen_ip))
+            self._emit(SetImmediate(VALUE, self._address + self._arch.handler_ip_offset))
         else:
             self._emit(GetRegister(VALUE, name))
             if name == self._arch.registers.sp and self._below:

@@ -44,7 +44,7 @@ def compiled_event(
     arguments from registers that are not general ones, or that a returning function overwrites. It also
     handles filters on strings, events with triggers, and recorders without Recorder.target.
     """
-    registers = arch.kept_at_return if is_return else arch.general_registers
+    registers = arch.valid_at_return if is_return else arch.general_registers
     if event.needs_entry or not can_fetch(args, registers):
         return None
     recordings = []

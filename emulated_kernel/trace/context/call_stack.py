@@ -21,7 +21,7 @@ MAX_CALLERS = 1024
 
 Mirrors: kernel/trace/trace.c:FTRACE_KSTACK_ENTRIES (v6.1).
 """
-MOST_FRAMES = 2 * MAX_CALLERS
+MAX_FRAMES = 2 * MAX_CALLERS
 """Maximum number of frames that the unwinder follows."""
 _RECORDING = ("host_trace_commit", "trace_event_raw_event_", "__traceiter_")
 """Name prefixes of functions that record a static event; a call chain omits them at its start."""
@@ -42,7 +42,7 @@ class _CallSite(NamedTuple):
     regs: Mapping[str, int]
     """Name in pt_regs -> value, for registers whose value is known."""
     ip: int
-    is_behind_call: bool
+    is_return_address: bool
     """Whether `ip` is a return address, so that the call is the instruction before it."""
 
 
@@ -77,7 +77,7 @@ class CallStack:
         self._arch = arch
         self._real = hook_sets.real_return_address
         self._kprobes = kprobes
-        self._kept = arch.kept_by_calls | {arch.registers.sp}
+        self._kept = arch.callee_saved | {arch.registers.sp}
         self._registers = tuple(arch.entry_frame(by_interrupt=True).regs)
 
     def caller(self, regs: Any) -> int:
@@ -117,12 +117,12 @@ class CallStack:
         """Yield the callers of the code at `ip`, innermost first; `regs` has the other registers.
 
         Hazard: the guest's stack may have any contents, so the frames may form a circle. The unwinder stops
-        after MOST_FRAMES.
+        after MAX_FRAMES.
         """
         known = ((name, getattr(regs, name, None)) for name in self._registers)
         place = _CallSite({name: value for name, value in known if value is not None}, ip, False)
         with suppress(MemoryFault):
-            for _ in range(MOST_FRAMES):
+            for _ in range(MAX_FRAMES):
                 found = self._step(self._probed(place))
                 if found is None:
                     return
@@ -131,7 +131,7 @@ class CallStack:
 
     def _step(self, place: _CallSite) -> tuple[Caller, _CallSite] | None:
         """Return the caller of the function at `place` and its position, or None at the end of the chain."""
-        address = place.ip - place.is_behind_call
+        address = place.ip - place.is_return_address
         arch = self._arch
         where = self._symbols.lookup(address)
         frames = None if where is None else self._tables.of(where.symbol)
@@ -142,7 +142,7 @@ class CallStack:
         cfa = found.cfa
         hooked = cfa if arch.registers.link is not None else cfa - arch.word_size
         above = _CallSite(regs, self._real(hooked, regs.pop(IP)), not frames.by_interrupt)
-        if above.is_behind_call:
+        if above.is_return_address:
             above = above._replace(regs={name: value for name, value in regs.items() if name in self._kept})
         else:
             above = self._probed(above)
@@ -156,7 +156,7 @@ class CallStack:
 
         Return any other position unchanged.
         """
-        address = place.ip - place.is_behind_call
+        address = place.ip - place.is_return_address
         if self._symbols.lookup(address) is not None:
             return place
         resolved = self._kprobes.resolve_probed_address(address)
@@ -168,7 +168,7 @@ class CallStack:
             if found is None:
                 return place
             place = place._replace(regs=found.regs)
-        return place._replace(ip=probed + place.is_behind_call)
+        return place._replace(ip=probed + place.is_return_address)
 
     def _left(self, frames: FunctionFrames, place: _CallSite, address: int) -> _Left | None:
         """Return the state after the return of the function at `address`, or None if it is unknown."""

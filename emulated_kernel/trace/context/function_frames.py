@@ -21,7 +21,7 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.util.fast_dataclass import replace
 
-_MOST = 2000
+_MAX_CACHED = 2000
 """Maximum number of functions in the cache. A function takes about 8 kB, and 4 ms to analyse."""
 
 
@@ -48,7 +48,7 @@ class FrameTables:
             self._found = {}
             self.__dict__.pop("_ways", None)
         if symbol not in self._found:
-            if len(self._found) >= _MOST:
+            if len(self._found) >= _MAX_CACHED:
                 del self._found[self._dice.choice(list(self._found))]
             self._found[symbol] = None
             self._found[symbol] = self._find(symbol)

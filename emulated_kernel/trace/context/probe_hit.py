@@ -119,7 +119,7 @@ class ProbeHit:
             return None
 
 
-MOST_NESTED = 32
+MAX_NESTING = 32
 """Maximum number of open entries of a ring buffer: each is written while the one before it is open.
 
 Linux: an open entry sets one of the 32 bits in the buffer's current_context. The bit's position is five
@@ -137,7 +137,7 @@ def nested_in(hit: ProbeHit) -> Iterator[bool]:
     hit.nested += 1
     try:
         with within_another(hit, preempt_count=_NEST_START):
-            yield hit.nested < MOST_NESTED
+            yield hit.nested < MAX_NESTING
     finally:
         hit.nested -= 1
 

@@ -15,7 +15,7 @@ SOFTIRQ_SERVED = 1 << 8
 local_bh_disable() adds twice this amount.
 """
 _COUNT_MASK = 0xFF
-_MOST_COUNT = 0xF
+_MAX_COUNT = 0xF
 """Maximum preempt count that common_preempt_count has room for."""
 
 
@@ -79,7 +79,7 @@ class HitContext:
 
         Linux limits the count first, and then subtracts the amount of the handler's own preempt_disable().
         """
-        return max(min(count, _MOST_COUNT - self.disabled_once), 0)
+        return max(min(count, _MAX_COUNT - self.disabled_once), 0)
 
     def resched_flags(self) -> int:
         """Return the entry flags for a pending reschedule of the current task, or 0 if none is pending."""

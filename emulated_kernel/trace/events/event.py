@@ -75,6 +75,7 @@ class TraceEvent(ABC):
     __slots__ = (
         "_fields",
         "_print_fmt",
+        "ever_enabled_in",
         "files",
         "filters",
         "group",
@@ -82,7 +83,6 @@ class TraceEvent(ABC):
         "name",
         "recorders",
         "references",
-        "seen_by",
     )
 
     is_switchable = True
@@ -105,7 +105,7 @@ class TraceEvent(ABC):
         """Trace array -> its filter for this event, for trace arrays that have a filter."""
         self.recorders: tuple[Recorder, ...] = ()
         """Trace arrays that have the event enabled."""
-        self.seen_by: tuple[Recorder, ...] = ()
+        self.ever_enabled_in: tuple[Recorder, ...] = ()
         """Trace arrays that have had the event enabled, so that their buffers may hold its entries."""
         self.files: Mapping[Recorder, EventFile] = _NONE
         """Trace array -> triggers and soft mode of the event in it; file() adds an item at its first call."""
@@ -167,7 +167,7 @@ class TraceEvent(ABC):
         """
         self.filters = _without(recorder, self.filters)
         self.files = _without(recorder, self.files)
-        self.seen_by = _others(recorder, self.seen_by)
+        self.ever_enabled_in = _others(recorder, self.ever_enabled_in)
 
     @property
     def is_enabled(self) -> bool:
@@ -196,8 +196,8 @@ class TraceEvent(ABC):
                 raise
         recorder.event_switched(self, enabled=True)
         self.changed()
-        if recorder not in self.seen_by:
-            self.seen_by += (recorder,)
+        if recorder not in self.ever_enabled_in:
+            self.ever_enabled_in += (recorder,)
 
     def disable(self, recorder: Recorder) -> None:
         """Stop recording in the trace array `recorder`. If it was the last one, stop the event.

@@ -98,7 +98,7 @@ class EventPids:
         both = {before, after}
         return (bool(traced) and not both & traced) or both <= untraced
 
-    def leaves_out(self, event: TraceEvent, payload: bytes, pid: int) -> bool:
+    def is_filtered(self, event: TraceEvent, payload: bytes, pid: int) -> bool:
         """Return True if an event of task `pid` is not recorded.
 
         `payload` is the entry without its common fields.

@@ -55,7 +55,7 @@ class EventRegistry:
         self._by_id: dict[int, TraceEvent] = {}
         self._free_ids: list[int] = []
         """Heap of the ids of removed events, which can be used again."""
-        self._kept_ids: dict[tuple[str, str], int] = {}
+        self._saved_ids: dict[tuple[str, str], int] = {}
         self._groups: dict[str, dict[str, TraceEvent]] = {}
         self._watchers: list[EventWatcher] = []
         self.registered = 0
@@ -112,7 +112,7 @@ class EventRegistry:
         """
         if self.find(event.group, event.name) is not None:
             raise KernelError(errno.EEXIST, f"{event.group}/{event.name} exists")
-        kept = self._kept_ids.get((event.group, event.name))
+        kept = self._saved_ids.get((event.group, event.name))
         event.id = self._take_id() if kept is None or kept in self._by_id else kept
         self._by_id[event.id] = event
         self.add_own(event)
@@ -125,11 +125,11 @@ class EventRegistry:
     def keeping(self, former: EventIds) -> Iterator[None]:
         """Give events that are added in the `with` block the ids that their names had in `former`."""
         self._next_id = max(self._next_id, former.next_id)
-        self._kept_ids = {name: event_id for event_id, name in former.names.items()}
+        self._saved_ids = {name: event_id for event_id, name in former.names.items()}
         try:
             yield
         finally:
-            self._kept_ids = {}
+            self._saved_ids = {}
             # Ids below next_id that are unused here are given out after all new ids are used.
             used = self._by_id.keys()
             self._free_ids = [each for each in range(self._first_id, self._next_id) if each not in used]
@@ -157,7 +157,7 @@ class EventRegistry:
             watcher.event_removed(event)
 
     @property
-    def ids_left(self) -> int:
+    def free_ids(self) -> int:
         """Number of free ids, which is the number of events that can still be registered."""
         return LAST_EVENT_ID + 1 - self._next_id + len(self._free_ids)
 

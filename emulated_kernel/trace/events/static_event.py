@@ -11,6 +11,7 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_fmt import KernelNames, PrintContext, compile_print_fmt
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _OTHER_TASKS = {
     "sched_switch": "next_pid",
@@ -23,11 +24,30 @@ RecordHandler = Callable[[bytes, ProbeHit], None]
 """Handler of a tracepoint's records; its arguments are the record without common fields, and the hit."""
 
 
+@dataclass(frozen=True)
+class TracepointStub:
+    """The guest's function that a tracepoint calls with its arguments, for probes on the tracepoint.
+
+    Mirrors: include/linux/tracepoint-defs.h:struct tracepoint, probestub (v6.12).
+    """
+
+    symbol: str
+    """Name of the function."""
+    first_parameter: int = 0
+    """Number of parameters of the function that are not arguments of the tracepoint."""
+    preempt_count: int = 1
+    """Amount that Linux's tracepoint adds to preempt_count, and the guest's own does not."""
+    switch: Callable[[bool], None] | None = None
+    """Lets the switched tracepoint call the function or not; None if a tracepoint that is on always does."""
+
+
 class Tracepoint:
     """A tracepoint: a place in the kernel that passes records to handlers while it is switched on."""
 
-    def __init__(self, switch: Callable[[bool], None]) -> None:
+    def __init__(self, switch: Callable[[bool], None], stub: TracepointStub | None = None) -> None:
+        """Create a tracepoint that is off. Without `stub` it cannot be probed."""
         self._switch = switch
+        self.stub = stub
         self.handlers: tuple[RecordHandler, ...] = ()
 
     def subscribe(self, handler: RecordHandler, /) -> None:

@@ -16,7 +16,7 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_fmt import KernelNames
-from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, layout_fields
+from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, TracepointStub, layout_fields
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
@@ -79,7 +79,8 @@ class Tracepoints:
         """Yield an event for each tracepoint, then two events for each system call."""
         raw: dict[str, Tracepoint] = {}
         for each in event_definitions(self._image):
-            point = Tracepoint(partial(self._keys.switch, each.key))
+            stub = TracepointStub(f"__traceiter_{each.name}")
+            point = Tracepoint(partial(self._keys.switch, each.key), stub)
             self._points[each.address] = point
             self.by_name[f"{each.system}:{each.name}"] = point
             if each.system == RAW_SYSCALLS:

@@ -181,7 +181,7 @@ class EventKind(ABC, Generic[D]):
         """
         release_all(list(self._own))
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         """Check the limit on dynamic events before one is created. Raises: KernelError ENOSPC (logged)."""
         try:
             self._limits.check(Limit.PROBES, len(self._listed))
@@ -200,7 +200,7 @@ class EventKind(ABC, Generic[D]):
     def _forget(self, event: TraceEvent) -> None:
         """Remove an event without probes from the registry, and its entries from trace arrays."""
         self.registry.remove(event)
-        for recorder in event.seen_by:
+        for recorder in event.ever_enabled_in:
             recorder.event_removed(event)
 
 

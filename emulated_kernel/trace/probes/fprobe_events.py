@@ -1,14 +1,18 @@
-"""Fprobe events: probes on entries and exits of functions by their fentry sites, for dynamic_events."""
+"""Fprobe events, on entries and exits of functions by fentry sites, and tracepoint events."""
 
 from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
+from emulated_kernel.kprobes.kprobe import Kprobe, Regs
+from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
+from emulated_kernel.trace.events.static_event import Tracepoint
 from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, FetchContext, parse_args
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.probes.definition import (
@@ -19,13 +23,15 @@ from emulated_kernel.trace.probes.definition import (
     parse_maxactive,
     resolve_symbol,
 )
+from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
-from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe
+from emulated_kernel.trace.probes.trace_kprobe import EventKprobe, ProbeEngine, TraceKprobe
 from emulated_kernel.trace.text.chars import ALNUM
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
 
 FPROBE_EVENT_SYSTEM = "fprobes"
+TRACEPOINT_EVENT_SYSTEM = "tracepoints"
 _RETURN_VALUE = re.compile(rf"\$retval(?![_{ALNUM}])")
 
 
@@ -151,44 +157,172 @@ class TraceFprobe(TraceKprobe):
         """
         hit = self.engine.probe_ctx
         hit.regs = regs
-        hit.return_address = regs.ip if self.place.is_return else 0
+        if not self.place.is_return:
+            hit.return_address = 0
+        elif InterfaceRule.FPROBE_RETURNS_BY_FGRAPH in self.kind.interface:
+            hit.return_address = self.engine.fprobes.replaced_address(self._fprobe)
+        else:
+            hit.return_address = regs.ip
         hit.entry_data = bytes(data)
         self.hit(hit, address)
 
 
-class FprobeEvents(KprobeEvents):
-    """All fprobe events of a kernel, which only dynamic_events shows.
+class TraceTprobe(TraceKprobe):
+    """A probe of a tracepoint event: a kprobe on the tracepoint's stub, which is called with its arguments.
 
-    Mirrors: kernel/trace/trace_fprobe.c (v6.12), without tracepoint events.
+    The kprobe exists while the event is enabled. Deviates: Linux attaches an fprobe to the stub.
+    Mirrors: kernel/trace/trace_fprobe.c:__regsiter_tracepoint_fprobe (v7.2).
     """
 
-    probe_class = TraceFprobe
+    __slots__ = ("_missed_before", "_point")
+
+    kind: FprobeEvents
+
+    def __init__(self, kind: FprobeEvents, definition: ProbeDefinition, engine: ProbeEngine) -> None:
+        super().__init__(kind, definition, engine)
+        self._point: Tracepoint | None = None
+        """The tracepoint, while the probe is attached to it."""
+        self._missed_before = 0
+        """Number of missed hits before the last registration of the kprobe."""
+
+    def register(self) -> None:
+        """Attach the probe if its event is enabled. The tracepoint may be missing: a module may bring it.
+
+        Raises: KernelError ENOENT (no symbol of an argument), errors of register_kprobe().
+        """
+        symbols = self.engine.symbols
+        self.args = tuple(resolve_symbol(arg, symbols, self.engine.arch.bits) for arg in self.args)
+        if self.event.is_enabled:
+            self.enable()
+
+    def awaits_module(self) -> bool:
+        """Return False, because a probe without its tracepoint is registered too."""
+        return False
+
+    def enable(self) -> None:
+        """Switch the tracepoint on, and probe its stub. Raises: KernelError, as register_kprobe()."""
+        point = self.kind.tracepoint(self.symbol)
+        stub = None if point is None else point.stub
+        if self._point is not None or point is None or stub is None:
+            return
+        handle = EventKprobe(
+            addr=self.engine.symbols.lookup_name(stub.symbol),
+            pre_handler=partial(self._called, stub.preempt_count),
+            user=self,
+        )
+        self.engine.kprobes.register_kprobe(handle)
+        self.handle = handle
+        self.address = handle.address
+        point.subscribe(self._ignore)
+        if stub.switch is not None:
+            stub.switch(True)
+        self._point = point
+
+    def disable(self) -> None:
+        point = self._point
+        if point is None:
+            return
+        self._point = None
+        if point.stub is not None and point.stub.switch is not None:
+            point.stub.switch(False)
+        point.unsubscribe(self._ignore)
+        self._missed_before = self.nmissed
+        super().unregister()
+
+    def unregister(self) -> None:
+        self.disable()
+        super().unregister()
+
+    def _ignore(self, _payload: bytes, _hit: ProbeHit) -> None:
+        """Ignore a record of the tracepoint, which is on for its stub."""
+
+    def _called(self, preempt_count: int, _kprobe: Kprobe, regs: Regs) -> None:
+        """Handle a call of the stub. The record's context is that of a function call, not of a breakpoint."""
+        hit = self.kind.called
+        hit.regs = regs
+        with within_another(hit, preempt_count=preempt_count):
+            self.hit(hit)
+
+    @property
+    def nmissed(self) -> int:
+        return self._missed_before + (0 if self.handle is None else self.handle.nmissed)
+
+    @nmissed.setter
+    def nmissed(self, value: int) -> None:
+        self._missed_before = value - (0 if self.handle is None else self.handle.nmissed)
+
+    @property
+    def letter(self) -> str:
+        return "t"
+
+
+class FprobeEvents(KprobeEvents):
+    """All fprobe events and tracepoint events of a kernel, which only dynamic_events shows.
+
+    Mirrors: kernel/trace/trace_fprobe.c (v6.12).
+    """
+
     log_name = "trace_fprobe"
 
-    def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
-        """Parse `f[N][:[GRP/][EVENT]] SYMBOL[%return] [FETCHARGS]`, or return None for other commands.
+    def __init__(
+        self,
+        engine: ProbeEngine,
+        commands: EventCommands,
+        points: Mapping[str, Tracepoint],
+        called: ProbeHit,
+    ) -> None:
+        """Start without events.
 
-        SYMBOL may be a glob. Its functions are looked up when the probe is registered.
+        `points` maps GROUP:EVENT -> tracepoint of the kernel. `called` serves the calls of their stubs.
+        """
+        super().__init__(engine, commands)
+        self._points = points
+        self.called = called
+
+    def tracepoint(self, name: str) -> Tracepoint | None:
+        """Return the tracepoint with a name, or None if the kernel has none."""
+        return next((point for key, point in self._points.items() if key.partition(":")[2] == name), None)
+
+    def _probe(self, definition: ProbeDefinition) -> TraceKprobe:
+        kind = TraceTprobe if definition.place.is_tracepoint else TraceFprobe
+        return kind(self, definition, self._engine)
+
+    def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
+        """Parse a command of at least one word, or return None for other commands.
+
+        The commands are `f[N][:[GRP/][EVENT]] SYMBOL[%return] [FETCHARGS]`, in which SYMBOL may be a glob
+        whose functions are looked up when the probe is registered, and
+        `t[:[GRP/][EVENT]] TRACEPOINT [FETCHARGS]`.
         Raises: KernelError EINVAL, ENOENT, EOPNOTSUPP, E2BIG (logged).
         Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.12).
         """
-        if len(argv) < 2 or argv[0][0] != "f":
+        has_points = InterfaceRule.TRACEPOINT_EVENTS in self.interface
+        if len(argv) < 2 or argv[0][0] not in ("ft" if has_points else "f"):
             return None
         head, place_word, *words = argv
+        is_point = head[0] == "t"
         maxactive = self._maxactive(head, log)
         log.index = 1
         symbol, percent, suffix = place_word.partition("%")
-        if percent and suffix != "return":
+        if percent and (suffix != "return" or is_point):
             raise log.error(len(symbol), ProbeError.BAD_ADDR_SUFFIX)
-        is_return = bool(percent) or any(_RETURN_VALUE.search(word) for word in words)
+        is_return = bool(percent)
+        if is_point:
+            _check_tracepoint(symbol, words, log)
+        else:
+            is_return = is_return or any(_RETURN_VALUE.search(word) for word in words)
         log.index = 0
         if maxactive and not is_return:
             raise log.error(1, ProbeError.BAD_MAXACT_TYPE)
-        group = FPROBE_EVENT_SYSTEM
+        group = TRACEPOINT_EVENT_SYSTEM if is_point else FPROBE_EVENT_SYSTEM
         event = ""
         if ":" in head:
-            group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log, group)
+            group, event = parse_event_name(
+                head.partition(":")[2], head.index(":") + 1, log, self.interface, group
+            )
         engine = self._engine
+        point = self.tracepoint(symbol) if is_point else None
+        stub = None if point is None else point.stub
         context = FetchContext(
             engine.arch,
             log,
@@ -197,11 +331,12 @@ class FprobeEvents(KprobeEvents):
             on_entry=not is_return,
             in_fprobe=True,
             types=engine.types,
-            function=symbol,
+            function=symbol if stub is None else stub.symbol,
+            first_parameter=0 if stub is None else stub.first_parameter,
         )
         args = parse_args(words, context)
-        event = event or default_name(f"{symbol}__{'exit' if is_return else 'entry'}")
-        place = ProbePoint(symbol, 0, None, is_return)
+        event = event or _default_event(symbol, is_point=is_point, is_return=is_return)
+        place = ProbePoint(symbol, 0, None, is_return, is_tracepoint=is_point)
         return ProbeDefinition(group, event, place, None, maxactive, args, tuple(context.captured))
 
     def _refusal(self, failure: KernelError) -> KernelError:
@@ -216,3 +351,25 @@ class FprobeEvents(KprobeEvents):
                 raise log.error(1, ProbeError.BAD_MAXACT, errno.EINVAL)
             return 0
         return parse_maxactive(head, log) if head[1:2].isdecimal() else 0
+
+
+def _check_tracepoint(name: str, words: Sequence[str], log: TraceProbeLog) -> None:
+    """Check the name and the arguments of a `t` line. Raises: KernelError EINVAL (logged).
+
+    Mirrors: kernel/trace/trace_fprobe.c:parse_symbol_and_return (v6.12).
+    """
+    wrong = re.search(rf"[^_{ALNUM}]", name)
+    if wrong is not None:
+        raise log.error(wrong.start(), ProbeError.BAD_TP_NAME)
+    for number, word in enumerate(words, 2):
+        found = _RETURN_VALUE.search(word)
+        if found is not None:
+            log.index = number
+            raise log.error(found.start(), ProbeError.RETVAL_ON_PROBE)
+
+
+def _default_event(symbol: str, *, is_point: bool, is_return: bool) -> str:
+    """Return the name of an event whose command has none."""
+    if is_point:
+        return default_name(f"_{symbol}" if symbol[:1].isdecimal() else symbol)
+    return default_name(f"{symbol}__{'exit' if is_return else 'entry'}")

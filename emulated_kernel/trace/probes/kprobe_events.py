@@ -64,11 +64,15 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         if definition is None:
             return False
         try:
-            self._register(self.probe_class(self, definition, self._engine), log)
+            self._register(self._probe(definition), log)
         except KernelError as failure:
             self._log_failure(failure, log)
             raise self._refusal(failure) from failure
         return True
+
+    def _probe(self, definition: ProbeDefinition) -> TraceKprobe:
+        """Return a new probe for a definition."""
+        return self.probe_class(self, definition, self._engine)
 
     def _refusal(self, failure: KernelError) -> KernelError:
         """Return the error of a command whose probe cannot be registered."""

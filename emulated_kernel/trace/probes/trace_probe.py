@@ -213,7 +213,7 @@ class ProbeKind(EventKind[P]):
         Raises: KernelError EEXIST (logged), ENOSPC, or the error of _insert().
         Mirrors: register_trace_kprobe (v6.1).
         """
-        self._check_room()
+        self._check_capacity()
         log.index = 0
         shared = self._shared_event(probe)
         if shared is not None:
@@ -262,7 +262,7 @@ def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog)
 
     Raises: KernelError EEXIST (logged). Mirrors: append_trace_kprobe (v6.1).
     """
-    if probe.event.addresses != event.addresses:
+    if probe.event.addresses != event.addresses or type(probe) is not type(event.probes[0]):
         raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)
     different = first_difference(probe.args, event.args)
     if different is not None:

@@ -156,7 +156,7 @@ class SyntheticEvents(EventKind[_Entry]):
         if self.find(name) is not None:
             raise log.error(SynthError.EVENT_EXISTS, name, errno.EEXIST)
         event = SyntheticEvent(name, _parse_fields(fields or "", self._word_size, log))
-        self._check_room()
+        self._check_capacity()
         self.registry.add(event)
         self._list(_Entry(event, self))
 

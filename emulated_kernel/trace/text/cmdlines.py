@@ -18,8 +18,8 @@ _ELEMENT = 20
 """Size in bytes of a task's name and pid in Linux's buffer."""
 _PAGE = 4096
 """Size of a page in bytes."""
-_KEPT = Struct("<i16s")
-KEPT_SIZE = 1 << 20
+_SAVED_CMDLINE = Struct("<i16s")
+SAVED_CMDLINES_SIZE = 1 << 20
 """Size in bytes of memory that can hold all names, whatever the size of the cache."""
 UNKNOWN_COMM = "<...>"
 """Name shown for tasks that are not in the cache."""
@@ -102,7 +102,7 @@ class SavedCmdlines(TaskNames):
         self._comms[slot] = comm
 
     def keep_in(self, memory: memoryview) -> None:
-        """Copy the names to `memory` (KEPT_SIZE bytes), now and at every change.
+        """Copy the names to `memory` (SAVED_CMDLINES_SIZE bytes), now and at every change.
 
         After the daemon has ended, kept() restores the names from `memory`.
         """
@@ -114,13 +114,17 @@ class SavedCmdlines(TaskNames):
 
     def _keep(self, slot: int, pid: int, comm: str) -> None:
         assert self._kept is not None
-        _KEPT.pack_into(self._kept, slot * _KEPT.size, pid, comm.encode("utf-8", "surrogateescape"))
+        _SAVED_CMDLINE.pack_into(
+            self._kept, slot * _SAVED_CMDLINE.size, pid, comm.encode("utf-8", "surrogateescape")
+        )
 
     @classmethod
     def kept(cls, memory: bytes) -> SavedCmdlines:
         """Return a cache with the names that keep_in() has written to `memory`."""
         found = cls(PID_MAX_DEFAULT)
-        for pid, comm in _KEPT.iter_unpack(memory[: len(memory) // _KEPT.size * _KEPT.size]):
+        for pid, comm in _SAVED_CMDLINE.iter_unpack(
+            memory[: len(memory) // _SAVED_CMDLINE.size * _SAVED_CMDLINE.size]
+        ):
             if pid > 0:
                 found.save(pid, comm.split(b"\0", 1)[0].decode("utf-8", "surrogateescape"))
         return found

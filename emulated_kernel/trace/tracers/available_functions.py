@@ -40,11 +40,11 @@ class TraceableFunction:
 class FunctionWatcher(ABC):
     """Base class of objects that keep a selection of functions and adapt it when modules change."""
 
-    def module_came(self, module: str, /) -> None:  # noqa: B027 - filters elsewhere may see to it
+    def module_added(self, module: str, /) -> None:  # noqa: B027 - filters elsewhere may see to it
         """Add functions of a new module to the selection, if they are wanted. By default do nothing."""
 
     @abstractmethod
-    def functions_went(self, sites: frozenset[int], /) -> None:
+    def functions_removed(self, sites: frozenset[int], /) -> None:
         """Remove functions from the selection whose text is about to be freed."""
 
 
@@ -127,7 +127,7 @@ class Functions(Collection[TraceableFunction]):
         """Add the functions of a new module. Mirrors: kernel/trace/ftrace.c:ftrace_module_enable (v6.1)."""
         self._change(self._of_modules | {function.site: function for function in functions})
         for watcher in tuple(self._watchers):
-            watcher.module_came(module)
+            watcher.module_added(module)
 
     def remove(self, sites: frozenset[int]) -> None:
         """Remove functions of a module: all of them, or only the functions in its init text.
@@ -138,7 +138,7 @@ class Functions(Collection[TraceableFunction]):
         self._change({site: each for site, each in self._of_modules.items() if site not in gone})
         if gone:
             for watcher in tuple(self._watchers):
-                watcher.functions_went(gone)
+                watcher.functions_removed(gone)
 
     def _change(self, of_modules: dict[int, TraceableFunction]) -> None:
         if "_functions" in self.__dict__:

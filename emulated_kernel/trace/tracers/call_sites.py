@@ -58,14 +58,14 @@ class KernelFunctions:
                 name = f"{_INVALID_FUNCTION}_{where.offset}"
                 yield TraceableFunction(site, name, where.module, is_dropped=True)
 
-    def module_came(self, name: str, fentry: frozenset[int]) -> None:
+    def module_added(self, name: str, fentry: frozenset[int]) -> None:
         """Add the functions of the new module `name`, whose symbols can already be looked up.
 
         `fentry`: addresses of the module's fentry sites.
         """
         self.functions.add(name, self._at(fentry))
 
-    def init_goes(self, name: str, fentry: frozenset[int]) -> None:
+    def init_removed(self, name: str, fentry: frozenset[int]) -> None:
         """Remove the functions in the init text of the module `name`, because that text is about to be freed.
 
         `fentry`: addresses of the functions' fentry sites. If any fentry site of the kernel has a user, the
@@ -77,7 +77,7 @@ class KernelFunctions:
             self._symbols.remember(name, [where for where in found if where is not None])
         self.functions.remove(fentry)
 
-    def module_goes(self, name: str, fentry: frozenset[int]) -> None:
+    def module_removed(self, name: str, fentry: frozenset[int]) -> None:
         """Remove the functions of the module `name`, because the module is about to be freed.
 
         `fentry`: addresses of the module's fentry sites.

@@ -189,7 +189,7 @@ class FunctionGraph:
         hook = self._running.hook
         stack = self._running.stack
         # Hazard: the memory of an ended task's task_struct may be in use for something else by now.
-        for call in stack.pending(task) if stack.is_given(task) else ():
+        for call in stack.pending(task) if stack.has_array(task) else ():
             if call.hook == hook.address:
                 called = hook.data_of(call.node)[CALLED : CALLED + 8].cast("Q")
                 called[0] += nanoseconds
@@ -224,7 +224,7 @@ class FunctionGraph:
         try:
             self._make_code(running)
         except SHORTAGES as error:
-            self._kprobes.compiler.tell(error)
+            self._kprobes.compiler.log_failure(error)
             self._drop_code(running)
             running.is_settled = True
 

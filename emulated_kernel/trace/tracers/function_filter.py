@@ -244,7 +244,7 @@ class FunctionSet(EditedSet):
             self.lost_functions = has_lost
             self._changed()
 
-    def module_came(self, name: str) -> None:
+    def module_added(self, name: str) -> None:
         """Apply the selections that waited for a module, which was loaded.
 
         Mirrors: kernel/trace/ftrace.c:process_mod_list (v6.1).
@@ -256,7 +256,7 @@ class FunctionSet(EditedSet):
         self.sites = frozenset(sites)
         self.awaited = [each for each in self.awaited if each[1] != module]
 
-    def functions_went(self, sites: frozenset[int]) -> None:
+    def functions_removed(self, sites: frozenset[int]) -> None:
         """Remove functions that no longer exist from the set.
 
         Mirrors: kernel/trace/ftrace.c:clear_mod_from_hashes (v6.1).
@@ -369,7 +369,7 @@ class GraphSet(EditedSet):
         """Replace the set by the copy in an open file."""
         self._set(chosen, self._functions.existing(chosen))
 
-    def functions_went(self, sites: frozenset[int]) -> None:
+    def functions_removed(self, sites: frozenset[int]) -> None:
         """Remove functions that no longer exist from the set. The set is empty after its last function."""
         self._set(self.hash, self.sites - sites)
 

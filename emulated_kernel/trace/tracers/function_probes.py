@@ -147,7 +147,7 @@ class FunctionProbes:
         for kind, probes in tuple(self._kinds.items()):
             self._drop(kind, tuple(probes))
 
-    def functions_went(self, sites: frozenset[int]) -> None:
+    def functions_removed(self, sites: frozenset[int]) -> None:
         """Remove the commands on functions that no longer exist."""
         for kind, probes in tuple(self._kinds.items()):
             self._drop(kind, sites & probes.keys())

@@ -80,17 +80,17 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self.probes.clear()
         self.stop()
 
-    def module_came(self, module: str) -> None:
+    def module_added(self, module: str) -> None:
         """Trace the functions of a new module that the filters select."""
-        self.filter.module_came(module)
-        self.notrace.module_came(module)
+        self.filter.module_added(module)
+        self.notrace.module_added(module)
         self._update()
 
-    def functions_went(self, sites: frozenset[int]) -> None:
+    def functions_removed(self, sites: frozenset[int]) -> None:
         """Remove functions that no longer exist from the filters and the commands."""
-        self.filter.functions_went(sites)
-        self.notrace.functions_went(sites)
-        self.probes.functions_went(sites)
+        self.filter.functions_removed(sites)
+        self.notrace.functions_removed(sites)
+        self.probes.functions_removed(sites)
         self._update()
 
     def selected(self) -> list[int]:

@@ -115,10 +115,10 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         )
         return compiled if compiled.fits else None
 
-    def functions_went(self, sites: frozenset[int]) -> None:
+    def functions_removed(self, sites: frozenset[int]) -> None:
         """Remove functions that no longer exist from the filters."""
-        self.functions.functions_went(sites)
-        self.notrace.functions_went(sites)
+        self.functions.functions_removed(sites)
+        self.notrace.functions_removed(sites)
 
     # Recording
 

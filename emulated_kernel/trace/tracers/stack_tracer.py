@@ -96,14 +96,14 @@ class StackTracer(FunctionWatcher):
             where = sprint_symbol(self._system.symbols, address)
             yield f"{number:3d}) {depth:8d}   {depth - below:5d}   {where}\n"
 
-    def module_came(self, module: str) -> None:
+    def module_added(self, module: str) -> None:
         """Check the stack at calls of a new module's functions too, if the filter selects them."""
         del module
         self._update()
 
-    def functions_went(self, sites: frozenset[int]) -> None:
+    def functions_removed(self, sites: frozenset[int]) -> None:
         """Remove functions that no longer exist from the filter."""
-        self.filter.functions_went(sites)
+        self.filter.functions_removed(sites)
         self._update()
 
     def _update(self) -> None:

@@ -77,7 +77,7 @@ GONE = ""
 """Path in the description of an open directory that was removed by rmdir(2) or replaced by rename(2)."""
 
 
-def path_behind(path: str, old: str, new: str) -> str:
+def path_after_rename(path: str, old: str, new: str) -> str:
     """Return the new path of an open directory with `path`, after rename(2) of `old` to `new`.
 
     If `new` is GONE, return the path after rmdir(2) of `old`.
@@ -87,7 +87,7 @@ def path_behind(path: str, old: str, new: str) -> str:
     return GONE if path == new else path
 
 
-def still_there(path: str) -> str:
+def require_path(path: str) -> str:
     """Check that `path`, the path of an open directory, is not GONE, and return it.
 
     Raises: KernelError ENOENT (the directory is GONE).

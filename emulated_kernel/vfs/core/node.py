@@ -14,7 +14,7 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 
 PERMISSION_BITS = 0o7777
 """Mask of the mode's bits that chmod(2) changes."""
-_FEW = 64
+_MIN_LIMIT = 64
 """Number of members from which on a DynamicDirectory looks for members whose objects were removed."""
 
 T = TypeVar("T")
@@ -243,7 +243,7 @@ class DynamicDirectory(Directory, Generic[T]):
         super().__init__(mode, children or {})
         self._objects = objects
         self._members: dict[str, _Member[T]] = {}
-        self._limit = _FEW
+        self._limit = _MIN_LIMIT
         self._mkdir = mkdir
         self._rmdir = rmdir
 
@@ -283,7 +283,7 @@ class DynamicDirectory(Directory, Generic[T]):
         """Drop the members of removed objects that no lookup of their name has dropped."""
         alive = set(self._objects.names())
         self._members = {name: member for name, member in self._members.items() if name in alive}
-        self._limit = max(_FEW, 2 * len(self._members))
+        self._limit = max(_MIN_LIMIT, 2 * len(self._members))
 
     def names(self) -> list[str]:
         """Return the names of the fixed children, and then the names of the objects.

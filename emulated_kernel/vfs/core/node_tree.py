@@ -16,7 +16,7 @@ from emulated_kernel.vfs.core.open_file import File, OpenFile
 
 CONTROL = ".control"
 """Name of the directory for kprobes/, machine/ and sysctl/ if the root is tracefs. Listings omit it."""
-_MOST_FOUND = 500
+_MAX_CACHED_NAMES = 500
 """Maximum number of paths whose nodes are kept. Clients use few paths at a time."""
 NAME_MAX = 255
 """Maximum length of a file name in bytes."""
@@ -66,7 +66,7 @@ class NodeTree:
                 is_kernels = False
             node = child
         if is_kernels:
-            if len(self._found) >= _MOST_FOUND:
+            if len(self._found) >= _MAX_CACHED_NAMES:
                 self._found.clear()
             self._found[path] = node
         return node

@@ -50,12 +50,12 @@ class _LimitsFile:
             Limit.OPEN_FILES: lambda: limits.open_files,
             Limit.USER_OPEN_FILES: lambda: limits.user_open_files,
             Limit.HIST_BYTES: lambda: trace.arrays.hist_memory.used,
-            Limit.USER_HIST_BYTES: lambda: trace.arrays.hist_memory.most_by_user,
-            Limit.USER_RECORD_BYTES: lambda: trace.arrays.record_memory.most_by_user,
+            Limit.USER_HIST_BYTES: lambda: trace.arrays.hist_memory.max_by_user,
+            Limit.USER_RECORD_BYTES: lambda: trace.arrays.record_memory.max_by_user,
         }
         # The kernel may have room for fewer probes or instances than the limit allows.
         self._room: dict[Limit, Callable[[], int]] = {
-            Limit.PROBES: lambda: trace.system.events.ids_left,
+            Limit.PROBES: lambda: trace.system.events.free_ids,
             Limit.INSTANCES: lambda: self._records.room_for(*trace.arrays.instance_memory()),
         }
 

@@ -15,6 +15,7 @@ _LINES = {
     InterfaceRule.FPROBE_EVENTS: (
         "                   f[:[<group>/][<event>]] <func-name>[%return] [<args>]\n"
     ),
+    InterfaceRule.TRACEPOINT_EVENTS: "                   t[:[<group>/][<event>]] <tracepoint> [<args>]\n",
     InterfaceRule.BTF_ARGS: "                   <argname>[->field[->field|.field...]],\n",
     InterfaceRule.ENTRY_ARGS: "     kernel return probes support: $retval, $arg<N>, $comm\n",
 }
@@ -45,6 +46,7 @@ def _types(interface: Interface) -> str:
 def readme_text(interface: Interface) -> str:
     """Return the text of README for an interface."""
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
+    events = lines[InterfaceRule.FPROBE_EVENTS] + lines[InterfaceRule.TRACEPOINT_EVENTS]
     nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
     stack = "common_stacktrace" if InterfaceRule.HIST_COMMON_STACKTRACE in interface else "stacktrace"
     return f"""\
@@ -105,7 +107,7 @@ tracing: the files of this directory.
                             One definition per line:
            Format: p[:[<group>/][<event>]] <place> [<args>]
                    r[maxactive][:[<group>/][<event>]] <place> [<args>]
-{lines[InterfaceRule.FPROBE_EVENTS]}                   -:[<group>/][<event>]
+{events}                   -:[<group>/][<event>]
             place: [<module>:]<symbol>[+<offset>]|<memaddr>
 place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
              args: <name>=fetcharg[:type]

@@ -14,7 +14,7 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.recover import UnreadableControlBlock, recover_ring_buffer
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, MIN_PAGES, RingMemory, memory_size
-from emulated_kernel.trace.text.cmdlines import KEPT_SIZE, SavedCmdlines
+from emulated_kernel.trace.text.cmdlines import SAVED_CMDLINES_SIZE, SavedCmdlines
 from emulated_kernel.trace.trace_arrays import Tracing
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
@@ -102,7 +102,7 @@ def read_records(
     if os.fstat(file.fileno()).st_size != layout.size:
         raise ValueError("of another size than it was")
     reader = _PersistentReader(file, layout, kernel.config.cpus)
-    cmdlines = SavedCmdlines.kept(reader.pages(names_at, KEPT_SIZE))
+    cmdlines = SavedCmdlines.kept(reader.pages(names_at, SAVED_CMDLINES_SIZE))
     found = LastRecords({})
     for place in places:
         past = reader.past(place, found)

@@ -23,7 +23,7 @@ from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventIds, EventWatcher
-from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
+from emulated_kernel.trace.text.cmdlines import SAVED_CMDLINES_SIZE
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict
 from emulated_kernel.util.safe_read import open_regular
@@ -48,11 +48,11 @@ RETRY_PAUSE = 1.0
 """Minimum seconds between two failing attempts to write a new journal."""
 COMPACT_SIZE = 256 << 10
 """Size of a journal in bytes after which a new journal is written from the current definitions."""
-_UNKEPT_FILE = re.compile(
+_UNSAVED_FILES = re.compile(
     r"tracing/(.*/)?(trace|trace_pipe|trace_pipe_raw|trace_marker|trace_marker_raw|error_log|free_buffer)$"
 )
-_UNKEPT = re.compile(r"tracing/instances/last(\.[^/]*)?(/|$)")
-_KEPT = re.compile(
+_UNSAVED_PATHS = re.compile(r"tracing/instances/last(\.[^/]*)?(/|$)")
+_SAVED_PATHS = re.compile(
     r"tracing/|kprobe_events$|kprobes/(enabled|optimization|return_hook)$|sysctl/|machine/modules$"
     r"|kprobes/stats/.*/(enabled|optimized)$"
 )
@@ -254,7 +254,7 @@ class SavedState(ChangeWatcher, TaskObserver):
             return
         try:
             self._move(file)
-            self._write_anew(() if is_fresh else definitions())
+            self._rewrite(() if is_fresh else definitions())
         except (OSError, HardwareError) as error:
             self._keep_nothing(error)
             with suppress(OSError):
@@ -272,10 +272,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         cmdlines = self._kernel.tracing.system.cmdlines
         records.keep_in(file)
         self._records = Path(file.name).name
-        self._names_at = records.alloc_pages(KEPT_SIZE)
-        cmdlines.keep_in(records.view(self._names_at, KEPT_SIZE))
+        self._names_at = records.alloc_pages(SAVED_CMDLINES_SIZE)
+        cmdlines.keep_in(records.view(self._names_at, SAVED_CMDLINES_SIZE))
 
-    def _write_anew(self, lines: Iterable[str]) -> None:
+    def _rewrite(self, lines: Iterable[str]) -> None:
         """Write a new journal of the current definitions. Raises: OSError (the old journal is unchanged)."""
         data = b"".join(map(journal.encoded, self._entries(lines)))
         with self._writing:
@@ -397,12 +397,12 @@ class SavedState(ChangeWatcher, TaskObserver):
 
     def truncated(self, path: str) -> None:
         """Save that the file at `path` was opened with O_TRUNC; see ChangeWatcher."""
-        if name := self._kept_file(path):
+        if name := self._saved_file(path):
             self._append({"truncate": name})
 
     def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
         """Save the bytes that a write(2) took; see ChangeWatcher."""
-        if name := self._kept_file(path):
+        if name := self._saved_file(path):
             self._written.add(handle)
             entry = {"write": name, "handle": handle, "data": data.decode("latin-1"), "failed": failed}
             self._append({**entry, "part": True} if is_part else entry)
@@ -417,12 +417,12 @@ class SavedState(ChangeWatcher, TaskObserver):
 
     def made(self, path: str) -> None:
         """Save that the directory `path` was created; see ChangeWatcher."""
-        if name := self._kept(path):
+        if name := self._saved_path(path):
             self._append({"mkdir": name})
 
     def removed(self, path: str) -> None:
         """Save that the directory `path` was removed; see ChangeWatcher."""
-        if name := self._kept(path):
+        if name := self._saved_path(path):
             self._append({"rmdir": name})
 
     def closed(self) -> None:
@@ -431,14 +431,14 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._timer.cancel()
         self._save_counts()
 
-    def _kept(self, path: str) -> str:
+    def _saved_path(self, path: str) -> str:
         """Return the path of a file in the full layout, or "" if changes of the file are not saved."""
         name = f"{self._root}{path[1:]}".removeprefix(f"{self._root}{CONTROL}/")
-        return name if _KEPT.match(name) and not _UNKEPT.match(name) else ""
+        return name if _SAVED_PATHS.match(name) and not _UNSAVED_PATHS.match(name) else ""
 
-    def _kept_file(self, path: str) -> str:
-        name = self._kept(path)
-        return "" if _UNKEPT_FILE.match(name) else name
+    def _saved_file(self, path: str) -> str:
+        name = self._saved_path(path)
+        return "" if _UNSAVED_FILES.match(name) else name
 
     def call_ended(self) -> None:
         """Save the hit counts soon, since the call may have changed them."""

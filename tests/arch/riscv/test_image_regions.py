@@ -81,7 +81,7 @@ def test_a_detour_computes_what_its_region_does(arch: Riscv) -> None:
     for found, verdict in regions(arch):
         code, addr, length = found.code, found.addr, found.length
         dead = set(NAMES) - verdict.live_at(addr).registers
-        live_behind = verdict.live_at(found.end).registers
+        live_after = verdict.live_at(found.end).registers
         values = state(code, rng)
         straight = run({CODE: code + arch.breakpoint, DATA: memory}, values, arch, 0, set())
         if straight is None:
@@ -94,7 +94,7 @@ def test_a_detour_computes_what_its_region_does(arch: Riscv) -> None:
         detoured = run(areas, values, arch, BUFFER + detour.trap, dead)
         assert detoured is not None, hex(addr)
         assert detoured.at == CODE + length, hex(addr)
-        wrong = {name for name in live_behind if detoured.get(name) != straight.get(name)}
+        wrong = {name for name in live_after if detoured.get(name) != straight.get(name)}
         assert not wrong, (hex(addr), wrong)
         above = bytes(detoured.uc.mem_read(DATA + PAGE, 3 * PAGE))
         assert above == bytes(straight.uc.mem_read(DATA + PAGE, 3 * PAGE)), hex(addr)

@@ -46,7 +46,7 @@ def _walked(found: RiscvFunctionAnalysis, addr: int) -> int | Rejection:
     while at < addr + LONG_JUMP_SIZE:
         insn = found.insns.get(at)
         if insn is None:
-            return Rejection(RejectReason.NO_ROOM, addr)
+            return Rejection(RejectReason.REGION_TOO_SHORT, addr)
         if insn.handling is not Handling.COPIED:
             return Rejection(RejectReason.NOT_BOOSTABLE, at)
         at += insn.length
@@ -62,4 +62,4 @@ def test_room_is_whole_instructions_up_to_the_first_that_cant_be_moved() -> None
             room = copied_length(found, addr)
             assert room == _walked(found, addr)
             rooms.add(room.reason if isinstance(room, Rejection) else room)
-    assert rooms == {8, 10, RejectReason.NO_ROOM, RejectReason.NOT_BOOSTABLE}
+    assert rooms == {8, 10, RejectReason.REGION_TOO_SHORT, RejectReason.NOT_BOOSTABLE}

@@ -62,8 +62,8 @@ def test_what_needs_its_address_isnt_moved() -> None:
 
 
 def test_the_function_has_to_go_on_behind() -> None:
-    assert verdict(STEP * 2) == (RejectReason.NO_ROOM, 0)
-    assert verdict(STEP) == (RejectReason.NO_ROOM, 0)
+    assert verdict(STEP * 2) == (RejectReason.REGION_TOO_SHORT, 0)
+    assert verdict(STEP) == (RejectReason.REGION_TOO_SHORT, 0)
     assert verdict(STEP * 3, 2) == (RejectReason.NOT_A_BOUNDARY, 2)
 
 
@@ -197,7 +197,7 @@ def test_different_registers_for_the_two_jumps() -> None:
     assert verdict(region + behind + use_temporaries() + RET) == (8, "a5", "a4")
     both = asm.arithmetic(ArithmeticFunct3.ADD, A0, A0, A5) + asm.arithmetic(ArithmeticFunct3.ADD, A0, A0, A4)
     code = region + both + use_temporaries() + RET
-    assert verdict(code) == (RejectReason.NO_FREE_REGISTER_BEHIND, 8)
+    assert verdict(code) == (RejectReason.NO_FREE_REGISTER_AFTER, 8)
 
 
 def test_arguments_that_arent_mentioned_may_be_passed_on() -> None:

@@ -31,7 +31,7 @@ class ScriptedWatch(ProcessWatch):
     """Pid and name -> path of the program."""
     restarted: set[int] = field(default_factory=set)
 
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         return bool(self.pending_forks or self.pending_exits)
 
     def forks(self) -> list[Fork]:

@@ -200,7 +200,7 @@ def test_each_waits_for_one_piece(kernel: Kernel, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(events, "write", execute_while_another_waits)
     mount = kernel.mount()
-    monkeypatch.setattr(locks, "GIVING_WAY", 60.0)
+    monkeypatch.setattr(locks, "MAX_YIELD_SECONDS", 60.0)
     monkeypatch.setattr(locks, "sleep", lambda _seconds: time.sleep(0.001))
     other = Thread(target=others)
     other.start()

@@ -106,7 +106,7 @@ def test_as_many_instances_as_are_shown_can_be_made(mount: Mount) -> None:
 def test_as_many_probes_as_are_shown_can_be_defined(kernel: Kernel, mount: Mount) -> None:
     events = kernel.tracing.system.events
     most = int(shown(mount)["probes"][0])
-    assert most == events.ids_left
+    assert most == events.free_ids
     # Take most ids, because thousands of definitions would take long.
     events._next_id += most - 2
     assert shown(mount)["probes"] == ["2", "0"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.guests.common import process_memory as module
-from emulated_kernel.guests.common.process_memory import MOST_ABANDONED, ProcessMemory
+from emulated_kernel.guests.common.process_memory import MAX_ABANDONED, ProcessMemory
 
 
 @pytest.fixture
@@ -77,19 +77,19 @@ def test_a_reader_that_sleeps_is_given_up(tmp_path: os.PathLike[str], memory: Pr
 def test_no_more_readers_than_that_sleep(
     tmp_path: os.PathLike[str], memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With MOST_ABANDONED of them, nothing is tried, until one of them ends."""
+    """With MAX_ABANDONED of them, nothing is tried, until one of them ends."""
     # A signal ends no process that sleeps in a page fault.
     monkeypatch.setattr("subprocess.Popen.kill", lambda _process: None)
     with silent_file(tmp_path) as path:
-        for number in range(MOST_ABANDONED):
+        for number in range(MAX_ABANDONED):
             os.link(path, f"{path}{number}")
             with pytest.raises(TimeoutError):
                 memory.read(f"{path}{number}", [(0, 1)])
-        assert sum(process.poll() is None for process in memory._abandoned) == MOST_ABANDONED
+        assert sum(process.poll() is None for process in memory._abandoned) == MAX_ABANDONED
         with pytest.raises(TimeoutError):
             memory.read("/proc/self/comm", [(0, 1)])
-        assert len(memory._abandoned) == MOST_ABANDONED
-        assert memory.failures == MOST_ABANDONED + 1
+        assert len(memory._abandoned) == MAX_ABANDONED
+        assert memory.failures == MAX_ABANDONED + 1
         first = next(iter(memory._abandoned))
         os.kill(first.pid, signal.SIGKILL)
         first.wait(5)
@@ -108,7 +108,7 @@ def test_one_reader_sleeps_for_a_file(
     """Further reads of it fail at once, so that one process uses up one reader."""
     monkeypatch.setattr("subprocess.Popen.kill", lambda _process: None)
     with silent_file(tmp_path) as path:
-        for _ in range(MOST_ABANDONED + 1):
+        for _ in range(MAX_ABANDONED + 1):
             with pytest.raises(TimeoutError):
                 memory.read(path, [(0, 1)])
     assert len(memory._abandoned) == 1

@@ -229,7 +229,7 @@ def test_names_are_read_anew(watch: HostProcesses) -> None:
     try:
         for name in ("renamed", "again"):
             comm.write_text(name, encoding="utf-8")
-            if watch.has_news():
+            if watch.has_events():
                 watch.forks()
             assert watch.comm(own) == name
     finally:
@@ -274,7 +274,7 @@ def test_ends_are_found_without_descriptors(few_descriptors: HostProcesses) -> N
         assert watch.comm(followed) == watch.comm(other) == watch.comm(os.getpid())
         assert len(os.listdir("/proc/self/fd")) == before + 2
         assert watch.exited() == []
-        assert watch.has_news()
+        assert watch.has_events()
     assert sorted(watch.exited()) == sorted((followed, other))
     assert watch.exited() == []
     assert not watch._starts
@@ -364,14 +364,14 @@ def test_a_name_is_asked_for_once_until_another_one_is_told(watch: HostProcesses
             until = monotonic() + LIMIT
             while watch.comm(shell.pid) != name:
                 assert monotonic() < until
-                if watch.has_news():
+                if watch.has_events():
                     watch.forks()
             watch.forks()
             assert watch.comm(shell.pid) == name
             assert shell.pid in watch._names
             shell.stdin.write(b"\n")
         shell.stdin.close()
-    assert watch.has_news()
+    assert watch.has_events()
     assert shell.pid in watch.exited()
     assert watch.comm(shell.pid) is None
 
@@ -387,7 +387,7 @@ def test_who_is_told_nothing_looks(watch: HostProcesses, events: ForkEvents) -> 
         assert watch._relies_on_events
         with child():
             watch.forks()
-    assert watch.has_news()
+    assert watch.has_events()
     assert not watch._relies_on_events
     assert not watch._names
     watch.comm(os.getpid())

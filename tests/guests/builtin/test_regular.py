@@ -18,7 +18,7 @@ from emulated_kernel.util import safe_read
 from emulated_kernel.util.safe_read import (
     BoundedFileReader,
     open_regular,
-    read_given,
+    read_descriptor,
     read_named,
     read_regular,
 )
@@ -110,7 +110,7 @@ def _ends(path: Path) -> tuple[int, int]:
 
 def test_what_was_given_open_has_a_limit() -> None:
     with open("/dev/zero", "rb") as zero, pytest.raises(OSError, match="more than 100 bytes"):
-        read_given(zero.fileno(), LIMIT)
+        read_descriptor(zero.fileno(), LIMIT)
 
 
 def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,15 +125,21 @@ def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.
     foreign = BoundedFileReader()
     with monkeypatch.context() as patched:
         patched.setattr(safe_read, "read_regular", slow)
-        for number in range(safe_read.MOST_LATE + 2):
-            why = "are waited for already" if number >= safe_read.MOST_LATE else "doesn't answer in time"
+        for number in range(safe_read.MAX_BLOCKED_READERS + 2):
+            why = (
+                "are waited for already"
+                if number >= safe_read.MAX_BLOCKED_READERS
+                else "doesn't answer in time"
+            )
             with pytest.raises(OSError, match=why):
                 foreign.read(path, LIMIT, time.monotonic() + 0.01)
         answers.set()
         eventually(lambda: not foreign._late)
         # As many at once as ask, where none is late.
-        with ThreadPoolExecutor(4 * safe_read.MOST_LATE) as pool:
-            read = [pool.submit(foreign.read, path, LIMIT, None) for _ in range(4 * safe_read.MOST_LATE)]
+        with ThreadPoolExecutor(4 * safe_read.MAX_BLOCKED_READERS) as pool:
+            read = [
+                pool.submit(foreign.read, path, LIMIT, None) for _ in range(4 * safe_read.MAX_BLOCKED_READERS)
+            ]
         assert {each.result() for each in read} == {b"text"}
     with pytest.raises(FileNotFoundError, match="none"):
         foreign.read(tmp_path / "none", LIMIT, time.monotonic() + 20)

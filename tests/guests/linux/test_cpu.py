@@ -195,11 +195,11 @@ def test_a_report_says_as_on_production_only_if_everything_is() -> None:
     cpu = cpu_of_archive("it", {"cpuinfo": INFO, "vulnerabilities/mds": "here", "osrelease": "6.1"})
     same = CpuReport(cpu, "6.1", {"mds": "here"})
     assert same.is_as_on_production
-    assert "as on production" in same.held_for
+    assert "as on production" in same.cpu_description
     for release, said in (("6.2", "here"), ("6.1", "there")):
         other = CpuReport(cpu, release, {"mds": said})
         assert not other.is_as_on_production
-        assert "as on production" not in other.held_for
+        assert "as on production" not in other.cpu_description
         assert any(word in " ".join(other.remarks) for word in ("kernel 6.1, not of 6.2", '"here" there'))
     unknown = CpuReport(cpu, "6.1", {"mds": "here", "tsa": "x"})
     assert any("says nothing about tsa" in remark for remark in unknown.remarks)
@@ -281,7 +281,7 @@ def test_commands_answer_for_the_cpu(image: Path, booted: Any, capsys: pytest.Ca
     assert answer["cpu"] == MODELS[SERVER].title
     assert answer["others"] == []
     kernel = planned_kernel(None, str(image), None, None, SERVER)
-    assert kernel.held_for == MODELS[SERVER].title
+    assert kernel.cpu_description == MODELS[SERVER].title
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_file_that_is_removed(mount: Mount, watch: ScriptedWatch) -> None:
 def test_pages_that_the_kernel_wants_to_find_as_it_left_them() -> None:
     guest = debian_kernel.tasks()
     memory, facts = guest.machine.memory, guest.facts
-    assert PageReporting(memory, guest.root, facts).most < len(memory.ram) // PAGE
+    assert PageReporting(memory, guest.root, facts).high < len(memory.ram) // PAGE
     for symbols, offsets in (
         ({"init_on_free": facts.symbols["pid_max"]}, {}),
         ({"_page_poisoning_enabled": facts.symbols["pid_max"]}, {}),

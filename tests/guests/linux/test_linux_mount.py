@@ -42,7 +42,7 @@ class Host(ProcessWatch):
     def comm(self, pid: int) -> str | None:
         return self.names.get(pid, "?")
 
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         return bool(self.forked or self.ended)
 
     def forks(self) -> list[Fork]:

@@ -19,7 +19,7 @@ from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, TRACEFS
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
-from emulated_kernel.guests.linux.probing.kernel_tracepoints import TAKEN_OVER
+from emulated_kernel.guests.linux.probing.kernel_tracepoints import REPLACED_FUNCTIONS
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
 from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
@@ -84,7 +84,7 @@ def shell(mount: Mount, engine: LinuxEngine) -> Iterator[Files]:
     loaded = [line.split()[0] for line in shell.read("/machine/modules").splitlines()]
     for name in loaded:
         shell.write("/machine/modules", f"unload {name}\n")
-    taken = set(map(engine.kernel.kallsyms.lookup_name, TAKEN_OVER))
+    taken = set(map(engine.kernel.kallsyms.lookup_name, REPLACED_FUNCTIONS))
     assert taken.issuperset(ledger_mismatches(engine.machine.text))
     assert engine.live.text_ranges == engine.kernel.text_ranges
     assert not re.search("BUG|WARN|Oops|cut here", shell.read("/machine/dmesg"))
@@ -111,7 +111,9 @@ def test_the_kernel_says_the_same(shell: Files) -> None:
     ours = of_modules(shell.read("/tracing/available_filter_functions").splitlines())
     assert sorted(ours) == sorted(functions)
     lists = guests(shell, f"{DEBUGFS}/kprobes/blacklist"), shell.read("/kprobes/blacklist").splitlines()
-    forbidden, told = ({line for line in lines if line.split()[1] not in TAKEN_OVER} for lines in lists)
+    forbidden, told = (
+        {line for line in lines if line.split()[1] not in REPLACED_FUNCTIONS} for lines in lists
+    )
     assert told == forbidden
     stranger = Files(shell.mount, Client(4243, 1000, 1000)).read("/machine/kallsyms")
     assert {line.split()[0] for line in of_modules(stranger.splitlines())} == {"0" * 16}

@@ -152,7 +152,7 @@ def test_a_dump_that_changes(change: Callable[[Path], None], why: str, tmp_path:
         core = vmcore.CoreFile(file.fileno())
         change(path)
         with pytest.raises(KernelError, match=why):
-            vmcore_image.convert(core, "core", made, is_kept=False)
+            vmcore_image.convert(core, "core", made, is_checksummed=False)
 
 
 def test_no_room_for_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Host(ProcessWatch):
     def comm(self, pid: int) -> str | None:
         return self.name if pid == SHELL.pid else "cat"
 
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         return bool(self.forked)
 
     def forks(self) -> list[Fork]:

@@ -204,9 +204,9 @@ def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest
     (kernel,) = snapshot.cached()
     assert kernel.used > used
     assert loaded() == 0
-    for told in (b"", b"else", b"\xff"):
+    for stored in (b"", b"else", b"\xff"):
         for each in digest_cache.notes(saved.parent):
-            each.write_bytes(told)
+            each.write_bytes(stored)
         assert loaded() > 0
     for each in digest_cache.notes(saved.parent):
         each.chmod(0o666)
@@ -254,7 +254,7 @@ def test_times_that_are_set_together_are_not_believed(
                 with open(file, "rb") as opened:
                     reading = digest_cache.about_to_read(tmp_path, opened.fileno(), "[a-z]+")
                     digest_cache.remember(reading, text)
-        return reading.told
+        return reading.stored
 
     assert remembered(123) == "one"
     assert remembered(0) is None
@@ -266,15 +266,15 @@ def test_only_some_notes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / f"{number}").write_text(str(number), encoding="ascii")
         with open(tmp_path / f"{number}", "rb") as file:
             reading = digest_cache.about_to_read(tmp_path, file.fileno(), "[0-9]+")
-            assert reading.told is None
+            assert reading.stored is None
             digest_cache.remember(reading, str(number))
             os.utime(reading.note, (number, number))
-            assert digest_cache.about_to_read(tmp_path, file.fileno(), "[0-9]+").told == str(number)
-            assert digest_cache.about_to_read(tmp_path, file.fileno(), "[a-f]+").told is None
+            assert digest_cache.about_to_read(tmp_path, file.fileno(), "[0-9]+").stored == str(number)
+            assert digest_cache.about_to_read(tmp_path, file.fileno(), "[a-f]+").stored is None
             os.utime(reading.note, (number, number))
     assert len(digest_cache.notes(tmp_path)) == digest_cache._LIMIT
     with open(tmp_path / "0", "rb") as file:
-        assert digest_cache.about_to_read(tmp_path, file.fileno(), "[0-9]+").told is None
+        assert digest_cache.about_to_read(tmp_path, file.fileno(), "[0-9]+").stored is None
     assert not list(tmp_path.glob(f"{digest_cache.MAKING}*"))
 
 

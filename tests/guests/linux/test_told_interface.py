@@ -8,8 +8,8 @@ from emulated_kernel.arch.analysis.probe_rules import PROBE_RULES
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.guests.linux.probing.told_interface import profile_of, told_interface
 from emulated_kernel.trace.interface import INTERFACES, Interface
 from emulated_kernel.util.linux_rule import series_of
 from emulated_kernel.vfs.core.node import Owner
@@ -37,7 +37,7 @@ def test_a_kernel_answers_as_it_does_itself(kernel: tuple[str, str], name: str) 
     interface: Interface = engine.components.tracing.system.interface
     assert interface.name == engine.kprobes.profile.name == name
     assert interface.rules == INTERFACES[name].rules
-    assert interface.release == told_interface(text).release == text.release
+    assert interface.release == detect_interface(text).release == text.release
 
     defined = inside.compare_definitions(linux, ours, DEFINITIONS, 3, interface)
     assert not defined.differences, "\n".join(defined.differences[:5])

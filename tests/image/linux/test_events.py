@@ -117,11 +117,11 @@ def test_events_have_names_fields_and_formats_with_values(*, tells_length: bool)
 
 def test_texts_that_are_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """All events and fields of a damaged kernel may be the same long text."""
-    monkeypatch.setattr(kernel_events, "_MOST_TEXT", 40)
+    monkeypatch.setattr(kernel_events, "_MAX_TEXT", 40)
     with pytest.raises(KernelError, match="texts without end"):
         _ = kernel().events
     assert len(kernel().syscalls) == 2
-    monkeypatch.setattr(kernel_events, "_MOST_TEXT", 3)
+    monkeypatch.setattr(kernel_events, "_MAX_TEXT", 3)
     with pytest.raises(KernelError, match="texts without end"):
         _ = kernel().syscalls
 

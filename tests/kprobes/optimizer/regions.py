@@ -128,7 +128,7 @@ class Bench:
         """Of nowhere nothing is known."""
         self.noise = 64 if arch.bits == 64 else 31
         """Bits of numbers that are no pointers: on i386 wider ones could be."""
-        self.general = [name for name in model.registers if name not in ("sp", "ip", *model.kept_in_calls)]
+        self.general = [name for name in model.registers if name not in ("sp", "ip", *model.saved_in_calls)]
         """Registers that may hold anything."""
         self.frame = (len(arch.pt_regs) + 1) * arch.word_size
         """Bytes below the stack pointer that a detour uses; nothing of the kernel's lives there."""
@@ -157,7 +157,7 @@ class Bench:
     def states(self, seed: int) -> Iterator[State]:
         """Registers that are pointers, numbers and flags of all kinds; the same for a seed."""
         dice = random.Random(seed)
-        kept = {name: self.machine.regs.get(name) for name in self._model.kept_in_calls}
+        kept = {name: self.machine.regs.get(name) for name in self._model.saved_in_calls}
         interrupts_on = self._model.register_set().flags | self._model.interrupt_flag
         arithmetic = ARITHMETIC if self.all_live.flags else ()
         for _ in range(STATES):

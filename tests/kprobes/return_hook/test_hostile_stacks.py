@@ -17,7 +17,7 @@ from tests.kprobes.return_hook.test_shadow_stacks import ABI, CPUS, TASKS, WORD
 from tests.sample import WHOLE
 
 NODES = 4
-MOST_CALLS = 3 * NODES * len(TASKS)
+MAX_CALLS = 3 * NODES * len(TASKS)
 
 
 @dataclass
@@ -80,7 +80,7 @@ def test_each_damaged_word(name: str) -> None:
         pages.data[place : place + WORD] = value.to_bytes(WORD, "little")
         for use in uses(stack, hooks):
             found = use()
-            assert not isinstance(found, list) or len(found) <= MOST_CALLS
+            assert not isinstance(found, list) or len(found) <= MAX_CALLS
 
 
 @pytest.mark.parametrize("name", SHADOW_STACKS)

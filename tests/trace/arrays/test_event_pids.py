@@ -123,13 +123,13 @@ class _Scheduled(PlainEvent):
 def test_waking_a_traced_task_is_recorded(name: str) -> None:
     pids, event = EventPids(lambda: None), _Scheduled(name)
     pids.traced.write(b"5")
-    left_out = [pids.leaves_out(event, woken.to_bytes(4, "little"), pid) for pid, woken in PAIRS]
+    left_out = [pids.is_filtered(event, woken.to_bytes(4, "little"), pid) for pid, woken in PAIRS]
     assert left_out == [False, False, True]
 
 
 def test_switches_to_and_from_a_traced_task_are_recorded() -> None:
     pids, event = EventPids(lambda: None), _Scheduled("sched_switch")
     pids.traced.write(b"5")
-    left_out = [pids.leaves_out(event, after.to_bytes(4, "little"), pid) for pid, after in PAIRS]
+    left_out = [pids.is_filtered(event, after.to_bytes(4, "little"), pid) for pid, after in PAIRS]
     assert left_out == [False, False, True]
-    assert pids.leaves_out(_Scheduled("sched_process_exit"), b"", 9)
+    assert pids.is_filtered(_Scheduled("sched_process_exit"), b"", 9)

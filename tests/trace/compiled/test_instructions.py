@@ -6,7 +6,7 @@ import pytest
 
 from kprobefs.measure import bench
 
-MOST = {
+MAX_INSTRUCTIONS = {
     ("x86_64", bench.STEPPED): 33,
     ("x86_64", bench.OPTIMIZED): 42,
     ("x86_64", bench.FTRACE): 42,
@@ -18,8 +18,8 @@ MOST = {
 """Architecture and mode -> bound, which leaves room for the turn of a page."""
 
 
-@pytest.mark.parametrize(("arch", "mode"), MOST)
+@pytest.mark.parametrize(("arch", "mode"), MAX_INSTRUCTIONS)
 def test_a_record_is_short(arch: str, mode: str) -> None:
     """The calls are made with interrupts disabled, which must not lead to the code for unusual contexts."""
     figure = bench.measure(bench.HitCase(bench.EVENT, mode, arch), hits=50, rounds=2)
-    assert 20 < figure.instructions <= MOST[arch, mode]
+    assert 20 < figure.instructions <= MAX_INSTRUCTIONS[arch, mode]

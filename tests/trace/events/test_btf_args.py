@@ -11,17 +11,17 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from tests.profiles import LINUX_6_12
 
 CLIENT = Client(4001, 0, 0)
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Kernel]:
-    with Kernel(profile=LINUX_6_12) as kernel:
+    with Kernel(profile=profile_named("linux-6.12")) as kernel:
         yield kernel
 
 
@@ -188,7 +188,7 @@ def test_fields_of_structures_are_read(kernel: Kernel) -> None:
 
 
 def test_an_image_without_types_has_no_arguments_by_name() -> None:
-    with Kernel(MachineConfig(arch="i386"), profile=LINUX_6_12) as kernel:
+    with Kernel(MachineConfig(arch="i386"), profile=profile_named("linux-6.12")) as kernel:
         for command in ("p:x vfs_read count", "p:x vfs_read $arg*", "p:x vfs_read $arg1:%pD"):
             with pytest.raises(KernelError) as refused:
                 define(kernel, command)

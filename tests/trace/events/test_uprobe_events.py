@@ -14,7 +14,7 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.trace.probes import uprobe_events
 from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.safe_read import MOST_LATE
+from emulated_kernel.util.safe_read import MAX_BLOCKED_READERS
 from tests.trace.events.kernel import Kernel, errno_of, make_kernel
 
 
@@ -155,12 +155,12 @@ def test_a_file_system_that_does_not_answer(
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", slow)
         patched.setattr(uprobe_events, "PATIENCE", 0.01)
-        for number in range(MOST_LATE + 2):
+        for number in range(MAX_BLOCKED_READERS + 2):
             with pytest.raises(KernelError) as refused:
                 uprobes.create(f"p:u{number} {program}:0x10")
-            expected = errno.EBUSY if number >= MOST_LATE else errno.ETIMEDOUT
+            expected = errno.EBUSY if number >= MAX_BLOCKED_READERS else errno.ETIMEDOUT
             assert refused.value.errno == expected
-        assert len(asked) == MOST_LATE
+        assert len(asked) == MAX_BLOCKED_READERS
         answers.set()
     # The threads that were late end first.
     for _ in range(500):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.trace.filter.fields import FilterField, FilterType
 from emulated_kernel.trace.filter.filter_errors import FilterError, FilterParseError
 from emulated_kernel.trace.filter.parse import parse_filter
@@ -12,7 +13,6 @@ from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords, parse_cpus
 from emulated_kernel.trace.interface import INTERFACES
 from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from emulated_kernel.util.config import MachineConfig
-from tests.profiles import LINUX_6_12
 from tests.trace.events.kernel import no_string
 
 CODE = range(0x1000, 0x1080)
@@ -119,7 +119,7 @@ def test_lists_of_cpus(text: str, cpus: set[int] | None) -> None:
 
 def test_events_are_recorded_for_callers_in_a_function() -> None:
     """With a filter on `.function` that Python applies to each hit."""
-    with Kernel(MachineConfig(), profile=LINUX_6_12) as kernel:
+    with Kernel(MachineConfig(), profile=profile_named("linux-6.12")) as kernel:
         kernel.write_file("tracing/kprobe_events", "r:back gcd at=$stack0")
         kernel.write_file("tracing/events/kprobes/back/filter", "__probe_func.function == gcd")
         kernel.write_file("tracing/events/kprobes/back/enable", "1")

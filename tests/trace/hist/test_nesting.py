@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.trace.context.probe_hit import MOST_NESTED
+from emulated_kernel.trace.context.probe_hit import MAX_NESTING
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 
@@ -60,7 +60,7 @@ def hit(mount: Mount, names: list[str], following: list[str]) -> list[str]:
 def test_an_event_that_triggers_itself_ends(mount: Mount) -> None:
     """The count of preemption levels stays in its four bits, also where it would be higher."""
     found = hit(mount, ["again"], ["again"])
-    assert len(found) == MOST_NESTED - 1
+    assert len(found) == MAX_NESTING - 1
     counts = [int(line.split("]")[1].split()[0][3], 16) for line in found]
     assert counts == sorted(counts)
     assert counts[-1] == 0xE
@@ -70,9 +70,9 @@ def test_an_event_that_triggers_itself_ends(mount: Mount) -> None:
 
 
 def test_a_chain_of_events_ends(mount: Mount) -> None:
-    names = [f"c{number}" for number in range(MOST_NESTED + 8)]
+    names = [f"c{number}" for number in range(MAX_NESTING + 8)]
     found = hit(mount, names, [*names[1:], ""])
-    assert [line.split(": ")[1] for line in found] == names[: MOST_NESTED - 1]
+    assert [line.split(": ")[1] for line in found] == names[: MAX_NESTING - 1]
 
 
 def test_a_short_chain_is_whole(mount: Mount) -> None:

@@ -12,7 +12,7 @@ from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, SLOTS, RingMemo
 from tests.sample import WHOLE
 
 PAGES = 3
-MOST_EVENTS = (PAGES + 2) * PAGE_DATA_SIZE // 4
+MAX_EVENTS = (PAGES + 2) * PAGE_DATA_SIZE // 4
 VALUES = (0, 1, 2, PAGES, PAGES + 1, 31, 4095, 1 << 20, 1 << 31, 0x1234_5678_9ABC_DEF0, (1 << 64) - 1)
 
 
@@ -30,10 +30,10 @@ def filled() -> tuple[bytearray, RingBuffer, list[str]]:
 
 def use(buffer: RingBuffer) -> None:
     """Do all that is done with a buffer."""
-    assert len(list(buffer)) <= MOST_EVENTS
+    assert len(list(buffer)) <= MAX_EVENTS
     buffer.stats()
     assert 0 <= buffer.dirty_pages <= PAGES
-    assert 0 <= len(buffer) <= MOST_EVENTS
+    assert 0 <= len(buffer) <= MAX_EVENTS
     buffer.peek()
     for _ in range(3):
         buffer.consume()

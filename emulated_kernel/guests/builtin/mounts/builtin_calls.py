@@ -83,7 +83,7 @@ class BuiltinCalls(GuestCalls):
         if file is not None and file.fd is not None:
             self._clients.on_descriptor(client, call, file.fd)
 
-    def tell(
+    def repeat_call(
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
         """Repeat the client's call on a path if the call is one of `names`; see GuestCalls.
@@ -315,5 +315,5 @@ class BuiltinCalls(GuestCalls):
 
     def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
         """Set the size of a file by `act`; see GuestCalls."""
-        self.tell(client, path, ("truncate",))
+        self.repeat_call(client, path, ("truncate",))
         act()

@@ -19,7 +19,7 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
-from emulated_kernel.vfs.core.client import GONE, INO_SPACES, Client, DirEntry, Stat, still_there
+from emulated_kernel.vfs.core.client import GONE, INO_SPACES, Client, DirEntry, Stat, require_path
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
 UTIME_NOW = UTIME_OMIT + 1
@@ -121,7 +121,7 @@ class ScratchDirectory(OpenDirectory):
             if client is not None and fs.guest.is_watched:
                 with suppress(KernelError):
                     fs.on_file(client(), self.path, None, ATTRIBUTE_CALLS)
-            return fs.look(still_there(self.path))
+            return fs.look(require_path(self.path))
 
     def listed(self, client: Client) -> None:
         """Let the guest repeat the client's getdents64(2); see OpenDirectory."""

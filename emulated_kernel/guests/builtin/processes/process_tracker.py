@@ -12,7 +12,7 @@ from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask
 from emulated_kernel.guests.builtin.runner.syscalls import check
 from emulated_kernel.guests.common.client_facts import UNKNOWN, ClientFacts
-from emulated_kernel.guests.common.host_processes import EXEC_WITHIN, Fork, ProcessWatch
+from emulated_kernel.guests.common.host_processes import EXEC_TIMEOUT, Fork, ProcessWatch
 from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.errors import KernelError
@@ -107,8 +107,8 @@ class ProcessTracker(TaskObserver):
 
         Raises: KernelError EIO (the guest's task list is corrupted).
         """
-        for tell in self._events.request_begins:
-            tell()
+        for notify in self._events.request_begins:
+            notify()
         try:
             self.catch_up(client)
             if client <= INIT_PID:
@@ -192,7 +192,7 @@ class ProcessTracker(TaskObserver):
         `client`: pid on the host of the process that makes the request. If its pid belonged to another
         process, queue that process's exit.
         """
-        if self._watch.has_news():
+        if self._watch.has_events():
             self._forked += self._watch.forks()
             self._ended.update(dict.fromkeys(self._watch.exited()))
         if client > INIT_PID:
@@ -213,7 +213,7 @@ class ProcessTracker(TaskObserver):
     def _look_for_execs(self) -> None:
         """Rename recently forked tasks whose processes have called execve(2) since the fork.
 
-        Reading a name takes 1 us, so only tasks forked within EXEC_WITHIN seconds are checked.
+        Reading a name takes 1 us, so only tasks forked within EXEC_TIMEOUT seconds are checked.
         """
         if monotonic() > self._unnamed_until:
             self._unnamed.clear()
@@ -236,7 +236,7 @@ class ProcessTracker(TaskObserver):
             return
         self._watch.follow(child.pid)
         self._unnamed.append(child)
-        self._unnamed_until = monotonic() + EXEC_WITHIN
+        self._unnamed_until = monotonic() + EXEC_TIMEOUT
         self._set_owner(child, fork.uid, fork.gid)
         self._follow_name(child, fork.comm)
 
@@ -254,8 +254,8 @@ class ProcessTracker(TaskObserver):
         child = GuestTask(pid, found, parent.comm, parent.uid, parent.gid, parent.cpu)
         self._runner.add(child)
         self._by_pid[pid] = child
-        for tell in self._events.forked:
-            tell(parent.pid, pid)
+        for notify in self._events.forked:
+            notify(parent.pid, pid)
         return child
 
     def _parent(self, fork: Fork) -> GuestTask | None:
@@ -337,8 +337,8 @@ class ProcessTracker(TaskObserver):
             return
         self._runner.exit(task, self._nr["exit_group"])
         self.died(pid)
-        for tell in self._events.exited:
-            tell(pid)
+        for notify in self._events.exited:
+            notify(pid)
 
 
 def _is_new_name(task: GuestTask, comm: str) -> bool:

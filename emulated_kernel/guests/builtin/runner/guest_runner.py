@@ -242,8 +242,8 @@ class GuestRunner:
     def _finish(self, task: GuestTask) -> int:
         self._depth += 1
         try:
-            for tell in self.events.call_begins:
-                tell()
+            for notify in self.events.call_begins:
+                notify()
             return self._run_to_end(task)
         except MemoryFault as fault:
             self._die(f"its data are corrupted: {fault}")
@@ -256,9 +256,9 @@ class GuestRunner:
             raise
         finally:
             self._depth -= 1
-            self._machine.handler_time.is_kept = False
-            for tell in self.events.call_ended:
-                tell()
+            self._machine.handler_time.is_continued = False
+            for notify in self.events.call_ended:
+                notify()
             if not self._depth and self._machine.hooks.engine.is_interrupted:
                 self._machine.hooks.engine.raise_interrupt()
 
@@ -307,7 +307,7 @@ class GuestRunner:
         handlers = self._machine.handler_time
         if used <= MAX_CALL / 2:
             return False
-        if not handlers.is_kept:
+        if not handlers.is_continued:
             handlers.keep()
         return used - handlers.kept > MAX_CALL
 
@@ -346,7 +346,7 @@ class GuestRunner:
         elif self._user is not task:
             self._machine.answer(PARK, task.addr)
         else:
-            self._feed()
+            self._start_call()
 
     @staticmethod
     def _refuse(task: GuestTask) -> NoReturn:
@@ -359,10 +359,10 @@ class GuestRunner:
             assert task.request is not None
             self._await_time(task.request, slept)
             return True
-        self._feed()
+        self._start_call()
         return False
 
-    def _feed(self) -> None:
+    def _start_call(self) -> None:
         """Give the task in user mode its system call; if it has no new call, let the task sleep."""
         task = self._user
         request = None if task is None else task.request
@@ -405,7 +405,7 @@ class GuestRunner:
             elif trap.number == Hypercall.IDLE:
                 self._at = CpuPosition.IDLE
                 self._user = None
-                return self._bury()
+                return self._reap()
             else:
                 return self._stopped_otherwise(trap)
         return None
@@ -443,7 +443,7 @@ class GuestRunner:
 
     def _enter_user(self, last_result: int) -> None:
         """Record that a task has entered user mode, and the result of its system call."""
-        self._bury()
+        self._reap()
         task = self._tasks.get(self._kernel.current_task())
         self._at = CpuPosition.USER
         self._user = task
@@ -499,7 +499,7 @@ class GuestRunner:
         self._last_jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
         self._deliver(Vector.TIMER)
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         """Forget the tasks that have ended; the system call of a killed task fails with EIO."""
         for addr in self._kernel.new_exits():
             task = self._tasks.pop(addr, None)
@@ -507,8 +507,8 @@ class GuestRunner:
                 continue
             if task.request is not None:
                 task.request.kill()
-            for tell in self.events.died:
-                tell(task.pid)
+            for notify in self.events.died:
+                notify(task.pid)
 
     def _die(self, why: str) -> None:
         """Declare the guest dead. `why`: the reason to note, or empty if the guest has logged the reason."""

@@ -310,16 +310,16 @@ class SmpGuestRunner(GuestRunner):
     def _wake(self, task: GuestTask) -> None:
         if self.is_dead:
             self._refuse(task)
-        self._tell(task, may_rouse=True)
+        self._resume_cpu_of(task, may_rouse=True)
 
     def _go_on(self, task: GuestTask, slept: int) -> bool:
-        if self._tell(task, may_rouse=False):
+        if self._resume_cpu_of(task, may_rouse=False):
             return False
         assert task.request is not None
         self._await_time(task.request, slept)
         return True
 
-    def _tell(self, task: GuestTask, *, may_rouse: bool) -> bool:
+    def _resume_cpu_of(self, task: GuestTask, *, may_rouse: bool) -> bool:
         """Resume the CPU at rest that can advance this task; return False if there is none.
 
         A sleeping task is woken only if `may_rouse` is True.
@@ -327,7 +327,7 @@ class SmpGuestRunner(GuestRunner):
         place = self._place_of(task)
         if place is not None:
             self._turn_to(place)
-            self._feed()
+            self._start_call()
         elif self._kernel.is_queued(task.addr):
             # Another task is in user mode on this task's CPU, and must sleep to let this task run.
             place = self._kernel.cpu_of(task.addr)

@@ -41,7 +41,7 @@ _REPLY = 8192
 """Size in bytes of the guest's buffer for replies. Mirrors: HOST_REPLY_SIZE of the guest's host_abi.h."""
 _SLOT = 2 * PATH_MAX
 """Size in bytes of a name's slot: the name that the process passed, then the path that the guest walks."""
-_MOST_PATHS = 2
+_MAX_PATHS = 2
 """Maximum number of paths among the arguments of a system call."""
 _WALKS_ONLY = 2
 """Value of task_struct.host_names for a call whose names could not be read.
@@ -256,7 +256,7 @@ class Syscalls:
         """Return the address of slots in user memory. The first page of each, for the name, is not mapped."""
         if self._slots is None:
             self._slots = self._buffers.get()
-            for number in range(_MOST_PATHS):
+            for number in range(_MAX_PATHS):
                 self._memory.unmap(self._slots + number * _SLOT, PATH_MAX)
         return self._slots
 

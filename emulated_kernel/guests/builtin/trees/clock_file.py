@@ -9,7 +9,7 @@ from functools import partial
 
 from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
 from emulated_kernel.machine.guest_clock import KINDS
-from emulated_kernel.util.config import MOST_SEED
+from emulated_kernel.util.config import MAX_SEED
 from emulated_kernel.util.errors import KernelError
 
 NSEC_PER_SEC = 1_000_000_000
@@ -54,6 +54,6 @@ def _kind(word: str) -> str:
 def _number(word: str) -> int:
     # int() takes underscores and the digits of all scripts.
     number = int(word, 0) if NUMBER.fullmatch(word) else None
-    if number is None or number > MOST_SEED:
-        raise KernelError(errno.EINVAL, f"seed {word!r} is no number from 0 to {MOST_SEED}")
+    if number is None or number > MAX_SEED:
+        raise KernelError(errno.EINVAL, f"seed {word!r} is no number from 0 to {MAX_SEED}")
     return number

@@ -31,12 +31,12 @@ Two changes within a shorter time may leave a file with the same timestamps.
 class Reading(NamedTuple):
     """A file that is about to be read, and its remembered result.
 
-    `told`: the result that remember() has stored for this content, or None. `is_settled`: the change time
+    `stored`: the result that remember() has stored for this content, or None. `is_settled`: the change time
     identifies the content, so a result may be remembered.
     """
 
     note: Path
-    told: str | None
+    stored: str | None
     is_settled: bool
 
 
@@ -47,17 +47,17 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
     result must match. Raises: OSError (of the file).
     """
     note = _note(directory, file)
-    told = None
+    stored = None
     with suppress(OSError, ValueError), open_regular(note) as found:
         text = found.read(_LONGEST).decode("ascii")
         if is_own(found.fileno()) and re.fullmatch(form, text):
-            told = text
+            stored = text
             # Use the descriptor: in a directory of another user, the name may refer to another file by now.
             os.utime(found.fileno())
     changed = os.fstat(file).st_ctime_ns
     # A time in whole seconds does not come from the host's kernel: disk images and servers set any time.
     is_settled = bool(changed % _SECOND) and time.time_ns() - changed > _SETTLED * _SECOND
-    return Reading(note, told, is_settled)
+    return Reading(note, stored, is_settled)
 
 
 def remember(reading: Reading, text: str) -> None:

@@ -101,7 +101,7 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
     found = _named(digest.hexdigest())
     # The whole file was read, although it has a snapshot: remember the digest. (A file that never boots has
     # none.)
-    if reading.told is None and found.exists():
+    if reading.stored is None and found.exists():
         remember(reading, whole)
     return found
 
@@ -110,7 +110,7 @@ def tables_place(source: Path) -> Path:
     """Return the path of the snapshot with the tables of the kernel in the file `source`. Raises: OSError."""
     reading, whole = _digest(source, *identity(source))
     found = _named(hashlib.sha256(repr((_MAGIC, whole)).encode()).hexdigest(), _TABLES)
-    if reading.told is None and found.exists():
+    if reading.stored is None and found.exists():
         remember(reading, whole)
     return found
 
@@ -123,7 +123,7 @@ def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """
     with open(source, "rb") as file:
         reading = about_to_read(directory(), file.fileno(), _HASH)
-        return reading, reading.told or hashlib.file_digest(file, "sha256").hexdigest()
+        return reading, reading.stored or hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def core_place(source: Path) -> Path:
@@ -215,17 +215,17 @@ def finish(
     size: int,
     parts: Mapping[str, bytes | memoryview],
     *,
-    is_kept: bool = True,
+    is_checksummed: bool = True,
 ) -> None:
     """Complete a snapshot file that already has `size` bytes of RAM at HEADER.
 
-    `about`: facts in a form that JSON can represent; `parts`: name -> further data to keep; `is_kept`: other
-    processes will read and check the file, so write a checksum of RAM.
+    `about`: facts in a form that JSON can represent; `parts`: name -> further data to keep;
+    `is_checksummed`: other processes will read and check the file, so write a checksum of RAM.
     Raises: OSError.
     """
     end = HEADER + size
     file.truncate(end)
-    checksum = _checksum(file.fileno(), HEADER, size) if is_kept else None
+    checksum = _checksum(file.fileno(), HEADER, size) if is_checksummed else None
     kept = {}
     for name, data in parts.items():
         write_at(file, end, data)
@@ -326,8 +326,8 @@ def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | No
         # A CPU state made by another user could do anything in this process.
         return None
     reading = about_to_read(source.parent, file, _WHOLE)
-    found = read(file, with_parts=with_parts, is_checked=reading.told is None)
-    if found is not None and reading.told is None:
+    found = read(file, with_parts=with_parts, is_checked=reading.stored is None)
+    if found is not None and reading.stored is None:
         # After a power failure the note might exist while the content is lost.
         os.fdatasync(file)
         remember(reading, _WHOLE)

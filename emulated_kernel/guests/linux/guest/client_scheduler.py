@@ -184,7 +184,7 @@ class ClientScheduler:
         self.begin(task, SYSCALL, number, arguments)
         return self.wait_for_result(task, patience)
 
-    def call_behind_close(
+    def call_after_close(
         self, task: LinuxTask, closed: int, number: int, *arguments: int, patience: int = 0
     ) -> int:
         """Let a task close the descriptor `closed` and make the system call `number`, both in one run.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from time import monotonic
 
 from emulated_kernel.guests.common.client_facts import ClientFacts, facts_of
-from emulated_kernel.guests.common.host_processes import EXEC_WITHIN, Fork, ProcessWatch
+from emulated_kernel.guests.common.host_processes import EXEC_TIMEOUT, Fork, ProcessWatch
 from emulated_kernel.guests.linux.guest.execve import ExecObserver
 from emulated_kernel.guests.linux.guest.tasks import LinuxTask, LinuxTasks
 from emulated_kernel.util.control_lock import ControlLock
@@ -50,7 +50,7 @@ class LinuxClients:
         self._executions = ExecObserver(tasks)
         self._watch = watch
         # The front end sets lock.waiting later.
-        watch.let_others_work(lambda: lock.waiting())  # noqa: PLW0108
+        watch.set_wait_context(lambda: lock.waiting())  # noqa: PLW0108
         self._owner = owner
         self._by_pid: dict[int, LinuxTask] = {}
         self._forked: list[Fork] = []
@@ -71,7 +71,7 @@ class LinuxClients:
         watch = self._watch
         # Only the first request after an execve needs the lock for this.
         is_same = task is not None and not task.has_executed and (watch.known_comm(pid) or "") == task.comm
-        if is_same and not watch.has_news():
+        if is_same and not watch.has_events():
             return client
         with self._lock:
             unshown = self._unshown_program(pid)
@@ -97,7 +97,7 @@ class LinuxClients:
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
         pid = client.pid
-        if self._unnamed or self._forked or self._ended or self._watch.has_news():
+        if self._unnamed or self._forked or self._ended or self._watch.has_events():
             self._look(pid)
             self.catch_up()
         task = self._by_pid.get(pid)
@@ -178,7 +178,7 @@ class LinuxClients:
 
     def _look(self, client: int) -> None:
         """Take new forks and exits from the watch and queue them. `client`: pid that makes the request."""
-        if self._watch.has_news():
+        if self._watch.has_events():
             self._forked += self._watch.forks()
             self._ended += self._watch.exited()
         if client in self._by_pid and self._watch.has_ended(client):
@@ -199,7 +199,7 @@ class LinuxClients:
                     # The parent has executed a program, such as a shell, before it forked this child.
                     self._follow_name(parent, self._watch.comm(fork.parent))
                 child = self._fork(parent, fork.pid)
-                self._unnamed[fork.pid] = monotonic() + EXEC_WITHIN
+                self._unnamed[fork.pid] = monotonic() + EXEC_TIMEOUT
                 self._follow_name(child, fork.comm)
         while self._ended:
             self._settle()

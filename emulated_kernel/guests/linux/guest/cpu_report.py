@@ -53,7 +53,7 @@ class CpuReport:
         return is_recorded and not self.differences and self.cpu.release == self.release
 
     @property
-    def held_for(self) -> str:
+    def cpu_description(self) -> str:
         """Description, for the output, of the CPU for which answers about this kernel hold."""
         cpu = self.cpu
         if not cpu.vulnerabilities:
@@ -87,7 +87,7 @@ def cpu_text(shown: ShownCpu | None, release: str) -> str:
     if shown is None:
         return "the emulator's CPU, which --cpu replaces\n"
     report = CpuReport(shown.cpu, release, shown.vulnerabilities)
-    lines = [report.held_for, *report.remarks]
+    lines = [report.cpu_description, *report.remarks]
     lines += [f"{file}: {text}" for file, text in sorted(shown.vulnerabilities.items())]
     return "".join(f"{line}\n" for line in lines)
 

@@ -26,7 +26,7 @@ _WORD = (1 << 64) - 1
 
 
 class PageReporting:
-    """Gives back free pages of a kernel with one NUMA node. If this is unsafe, `most` is unreachable.
+    """Gives back free pages of a kernel with one NUMA node. If this is unsafe, `high` is unreachable.
 
     No CPU may be allocating memory: the tasks are in user mode or sleep.
     Mirrors: mm/page_reporting.c:page_reporting_process (v6.1)
@@ -42,9 +42,9 @@ class PageReporting:
         self.words = memory.words
         self.counter = 0
         """Index in `words` of the counter of free pages in the largest zone."""
-        self.fewest = 0
+        self.low = 0
         """Lower bound of the number of free pages for which there is nothing to do."""
-        self.most = _WORD
+        self.high = _WORD
         """Upper bound of the number of free pages for which there is nothing to do."""
         self._zones: list[int] = []
         self._pages = 0
@@ -69,8 +69,8 @@ class PageReporting:
         self._zones = [zone for zone in zones if present[zone]]
         largest = max(self._zones, key=present.__getitem__, default=0)
         self.counter = self._memory.translate(self._root, largest + offsets["zone.vm_stat"]) >> 3
-        self.fewest = self.words[self.counter]
-        self.most = self.fewest + MANY
+        self.low = self.words[self.counter]
+        self.high = self.low + MANY
 
     def _word(self, va: int) -> int:
         page = va & -PAGE
@@ -81,15 +81,15 @@ class PageReporting:
         return self.words[frame + va - page >> 3]
 
     def look(self) -> None:
-        """Give memory back to the host if many pages were freed, and set `fewest` and `most`.
+        """Give memory back to the host if many pages were freed, and set `low` and `high`.
 
-        Call this if the number of free pages is outside the range from `fewest` to `most`.
+        Call this if the number of free pages is outside the range from `low` to `high`.
         """
         free = self.words[self.counter]
-        if free > self.most:
+        if free > self.high:
             self.give_back()
-        self.fewest = free
-        self.most = free + MANY
+        self.low = free
+        self.high = free + MANY
 
     def give_back(self) -> None:
         """Give the memory under free pages back to the host; the pages show the file's content again.

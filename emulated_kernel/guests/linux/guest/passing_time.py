@@ -22,7 +22,7 @@ from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 
 _TURN = 20_000
 """Maximum length of a turn in microseconds of guest time."""
-_MOST_REQUESTS = 250
+_MAX_REQUESTS = 250
 """Number of requests after which the guest gets a turn even if no timer has expired.
 
 They take a second of guest time. RCU callbacks and high-resolution timers wait for the turn. A turn costs as
@@ -107,7 +107,7 @@ class PassingTime:
         for place, step in self._counters:
             words[place] = words[place] + step & _WORD
         self._requests += 1
-        if self._requests >= _MOST_REQUESTS or self._expires_in(0):
+        if self._requests >= _MAX_REQUESTS or self._expires_in(0):
             self.take_turn()
 
     def _expires_in(self, ticks: int) -> bool:

@@ -160,7 +160,7 @@ class LinuxSyscalls:
         arguments = _OPENAT, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode
         if closed is None:
             return self._call(task, *arguments, patience=_LONG, service=service)
-        return self._tasks.call_behind_close(task, closed, *arguments, patience=_LONG)
+        return self._tasks.call_after_close(task, closed, *arguments, patience=_LONG)
 
     def close(self, task: LinuxTask, fd: int) -> None:
         """Close a descriptor by `task`, or by init if the task is in a call or has ended."""

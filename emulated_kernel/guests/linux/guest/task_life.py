@@ -94,8 +94,8 @@ class TaskLife:
         name = comm.encode("utf-8", "surrogateescape")[: _COMM_SIZE - 1]
         at = self._structs.member(task.address, "task_struct.comm")
         self._structs.store_bytes(at, name.ljust(_COMM_SIZE, b"\0"))
-        for tell in self._events.renamed:
-            tell(task.pid, comm)
+        for notify in self._events.renamed:
+            notify(task.pid, comm)
 
     def set_creds(self, task: LinuxTask, uid: int, gid: int) -> None:
         """Set the credentials of a task. Only uid 0 gets capabilities.
@@ -116,14 +116,14 @@ class TaskLife:
         """Report a fork to the observers before the child executes anything."""
         child = self._machine.regs.di
         parent = self._table.running()
-        for tell in self._events.forked:
-            tell(self._table.pid_of(parent), self._table.pid_of(child))
+        for notify in self._events.forked:
+            notify(self._table.pid_of(parent), self._table.pid_of(child))
 
     def _exiting(self) -> None:
         """Report to the observers that the running task exits. The task never returns to its stub."""
         address = self._table.running()
-        for tell in self._events.exiting:
-            tell(address)
+        for notify in self._events.exiting:
+            notify(address)
         task = self._table.by_address.pop(address, None)
         if task is not None:
             task.alive = False
@@ -134,7 +134,7 @@ class TaskLife:
         """Report to the observers that the kernel frees a task_struct. No later event names this task."""
         address = self._machine.regs.di - self._structs.offsets["task_struct.rcu"]
         pid = self._table.pid_of(address)
-        for tell_freed in self._events.freed:
-            tell_freed(address)
-        for tell_exited in self._events.exited:
-            tell_exited(pid)
+        for notify_freed in self._events.freed:
+            notify_freed(address)
+        for notify_exited in self._events.exited:
+            notify_exited(pid)

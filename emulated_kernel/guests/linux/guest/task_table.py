@@ -14,7 +14,7 @@ PT_REGS = (
 """Names of the first members of struct pt_regs, in order; each is one word."""
 _PT_REGS_WORDS = 21
 """Size of struct pt_regs in words."""
-_MOST_PADDING = 64
+_MAX_PADDING = 64
 """Maximum number of bytes between struct pt_regs and the end of a kernel stack."""
 
 
@@ -41,7 +41,7 @@ class TaskTable:
         It is less than the stack's size in a kernel that was built for FRED.
         Mirrors: arch/x86/include/asm/thread_info.h:TOP_OF_KERNEL_STACK_PADDING (v7.2).
         """
-        if self._regs_end % 8 or not 0 <= THREAD_SIZE - self._regs_end <= _MOST_PADDING:
+        if self._regs_end % 8 or not 0 <= THREAD_SIZE - self._regs_end <= _MAX_PADDING:
             raise GuestFault(Trap(TrapKind.FAULT, top), f"the running task's stack cannot end at {top:#x}")
 
     def running(self) -> int:

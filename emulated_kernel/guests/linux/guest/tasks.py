@@ -62,7 +62,7 @@ class LinuxTasks(RunningLinux):
         self._scheduler = scheduler
         self.running = table.running
         self.call = scheduler.call
-        self.call_behind_close = scheduler.call_behind_close
+        self.call_after_close = scheduler.call_after_close
         self.wait_for_result = scheduler.wait_for_result
         self.wait_in_call = scheduler.wait_in_call
         self.woken = scheduler.woken

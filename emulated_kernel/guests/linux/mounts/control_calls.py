@@ -190,8 +190,8 @@ class LinuxControlCalls(GuestCalls):
                     self._tasks.schedule_in(task)
             yield task
         finally:
-            for tell in guest.ended:
-                tell()
+            for notify in guest.ended:
+                notify()
             guest.see_free_pages()
 
     # Requests on control files

@@ -18,7 +18,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import GONE, INO_SPACES, STATUS_FLAGS, Client, DirEntry, Stat, StatFs
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
-_KEPT = 500
+_CACHE_SIZE = 500
 """Maximum number of files whose shown attributes are cached."""
 
 
@@ -202,7 +202,7 @@ class GuestFs(FileSystem):
         self._number = number
         self._place: Callable[[str], str] = lru_cache(PATHS)(self._find)
         """Cached version of _find: return the path in the guest for a path in the mount."""
-        self.known: Callable[[Stat], Stat] = lru_cache(_KEPT)(self._shown)
+        self.known: Callable[[Stat], Stat] = lru_cache(_CACHE_SIZE)(self._shown)
         """Cached version of _shown: return the attributes that the mount shows for those in the guest."""
 
     def _find(self, path: str) -> str:

@@ -262,16 +262,16 @@ class LinuxGuest:
             if not has_failed:
                 self._requests += 1
                 if self.pollers:
-                    self._tell_pollers()
+                    self._wake_pollers()
                 self.see_free_pages()
         finally:
-            for tell in self.ended:
-                tell()
+            for notify in self.ended:
+                notify()
 
     def see_free_pages(self) -> None:
         """Give memory back to the host if the guest has freed many pages. Lock: needs."""
         pages = self.free_pages
-        if not pages.fewest <= pages.words[pages.counter] <= pages.most:
+        if not pages.low <= pages.words[pages.counter] <= pages.high:
             pages.look()
 
     # Calls that wait
@@ -326,7 +326,7 @@ class LinuxGuest:
         with self._activity:
             self._activity.notify_all()
 
-    def _tell_pollers(self) -> None:
+    def _wake_pollers(self) -> None:
         for file, (mask, notify) in list(self.pollers.items()):
             if not file.is_open or file.mask() != mask:
                 self.pollers.pop(file, None)

@@ -26,7 +26,12 @@ from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.print_fmt import KernelNames, PrintContext
-from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, layout_fields
+from emulated_kernel.trace.events.static_event import (
+    StaticEvent,
+    Tracepoint,
+    TracepointStub,
+    layout_fields,
+)
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
 from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
@@ -36,7 +41,7 @@ from emulated_kernel.util.errors import KernelError
 
 _RESERVE = "trace_event_buffer_reserve"
 _COMMIT = "trace_event_buffer_commit"
-TAKEN_OVER = (_RESERVE, _COMMIT)
+REPLACED_FUNCTIONS = (_RESERVE, _COMMIT)
 """Kernel functions that the host replaces. They never run, so a probe on one would never be hit."""
 _REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
 _VARIABLES = "vmemmap_base", "jiffies"
@@ -50,13 +55,17 @@ Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)
 _WORD = 8
 _INT = 4
 _JMP8 = b"\xeb"
-_FUNCS = 2 * 24
-"""Size in bytes of an array of struct tracepoint_func with one entry and its terminator."""
+_FUNC = 24
+"""Size in bytes of a struct tracepoint_func."""
+_FUNCS = 3 * _FUNC
+"""Size in bytes of an array with the event's function, the tracepoint's stub and the terminator."""
 _FILE = 8
 """Distance in bytes of the addresses that serve as trace_event_files."""
 _DEPTH = 4
 """Maximum number of records under construction; making a record may hit another tracepoint."""
 Switch = Callable[[bool], None]
+SwitchStub = Callable[["EventBatch", int, bool], None]
+"""Function that takes a batch, the index of a tracepoint in it, and whether its stub is called."""
 log = logging.getLogger("kprobefs.linux")
 
 
@@ -104,9 +113,14 @@ class EventBatch:
             memory.write(self._references, count.to_bytes(_INT, "little"))
         return count
 
-    def add(self, switch: Callable[[int, bool], None]) -> Tracepoint:
-        """Return a new tracepoint, whose switching calls `switch` with its index and the new state."""
-        point = Tracepoint(partial(switch, len(self.points)))
+    def add(self, switch: Callable[[int, bool], None], stub: str, switch_stub: SwitchStub) -> Tracepoint:
+        """Return a new tracepoint, whose switching calls `switch` with its index and the new state.
+
+        `stub` is the name of its stub, or "". Letting the tracepoint call it calls `switch_stub`.
+        """
+        number = len(self.points)
+        called = TracepointStub(stub, 1, 0, partial(switch_stub, self, number)) if stub else None
+        point = Tracepoint(partial(switch, number), called)
         self.points.append(point)
         return point
 
@@ -129,6 +143,11 @@ class EventBatch:
         self._machine.free_pages(self._funcs)
         self._funcs = 0
         return files
+
+    def stub(self, number: int) -> str:
+        """Return the name of the stub of the tracepoint with this index."""
+        stub = self.points[number].stub
+        return "" if stub is None else stub.symbol
 
     def array(self, number: int) -> int:
         """Return the address of the array of struct tracepoint_func of the tracepoint with this index."""
@@ -237,7 +256,7 @@ class KernelTracepoints:
 
     @cached_property
     def _hands_over(self) -> bool:
-        """Whether the kernel has the functions in TAKEN_OVER, by which it reserves and commits records."""
+        """Whether the kernel has REPLACED_FUNCTIONS, by which it reserves and commits records."""
         lookup = self._kernel.kallsyms.lookup_name
         return lookup(_RESERVE) is not None and lookup(_COMMIT) is not None
 
@@ -257,13 +276,14 @@ class KernelTracepoints:
         switch = partial(self._switch, event, batch)
         if register is not None:
             switch = partial(self._switch_registered, register, event, batch)
+        stub = f"__probestub_{event.name}"
         return KernelStaticEvent(
             event.system,
             event.name,
             layout_fields(event.fields, self._kernel.btf.size("trace_entry")),
             event.print_fmt,
             batch,
-            batch.add(switch),
+            batch.add(switch, stub if self._kernel.kallsyms.lookup_name(stub) else "", self._switch_stub),
         )
 
     @cached_property
@@ -350,6 +370,13 @@ class KernelTracepoints:
         self.keys.switch(event.key, on)
         if not on:
             self._memory.write(funcs, bytes(_WORD))
+
+    def _switch_stub(self, batch: EventBatch, number: int, on: bool) -> None:
+        """Let a tracepoint that is on call its stub, too, or not. The entry after the stub's stays zero."""
+        entry = bytes(_WORD)
+        if on:
+            entry = pack("<Q", self._kernel.required(batch.stub(number)))
+        self._memory.write(batch.array(number) + _FUNC, entry)
 
     def _prepare(self, batch: EventBatch) -> None:
         self._points.update(batch.prepare())

@@ -28,9 +28,9 @@ _ENTRY = {"extable": 12, "jump_entries": 16, "static_call_sites": 8}
 """Name of a module's table -> size of an entry in bytes."""
 _MODULES = 1 << 12
 """Maximum number of modules; a longer list is damaged."""
-_MOST_ENTRIES = 1 << 18
+_MAX_ENTRIES = 1 << 18
 """Maximum number of entries in all tables of a module."""
-_MOST_BYTES = 48 << 20
+_MAX_BYTES = 48 << 20
 """Maximum size of a module with its tables in bytes; distributions' largest modules have 15 MiB."""
 _BTF_LIMIT = 8 << 20
 """Maximum size of a module's BTF in bytes."""
@@ -67,7 +67,7 @@ class LoadedModules:
 
     def _begin(self, what: str) -> GuestReader:
         """Return a new reader for one list or one module, with its own limits; `what` names the data."""
-        reader = GuestReader(self._guest, what, self._damage, steps=_MOST_ENTRIES, size=_MOST_BYTES)
+        reader = GuestReader(self._guest, what, self._damage, steps=_MAX_ENTRIES, size=_MAX_BYTES)
         self._memory.reader = reader
         return reader
 
@@ -320,7 +320,7 @@ class _ModuleMemory(RunningMemory):
 
 
 def _range(start: int, size: int) -> Range:
-    if not 0 <= size <= _MOST_BYTES:
+    if not 0 <= size <= _MAX_BYTES:
         raise unusable("the size of a module is damaged")
     return Range(start, start + size)
 

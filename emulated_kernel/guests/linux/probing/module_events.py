@@ -106,7 +106,7 @@ class ModuleEvents:
             # Do this even if disabling failed, because the module's memory will be reused.
             for event in events:
                 self._registry.remove(event)
-                for recorder in event.seen_by:
+                for recorder in event.ever_enabled_in:
                     recorder.event_removed(event)
             batch.is_gone = True
             self._points.forget(batch)

@@ -116,7 +116,7 @@ class ModuleWatch:
         link = start
         try:
             reader = GuestReader(memory, "list of module notifiers", machine.damage)
-            for block in reader.chain(reader.word(start), link=following, most=_LIMIT):
+            for block in reader.chain(reader.word(start), link=following, limit=_LIMIT):
                 link = block + following
             memory.write(link, pack("<Q", self._block(arch, last, _LAST)))
             block = self._block(arch, first, _FIRST)

@@ -10,8 +10,8 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.errors import KernelError
 
-_MOST_TRACERS = 32
-_MOST_OPTIONS = 64
+_MAX_TRACERS = 32
+_MAX_OPTIONS = 64
 _NAME_SIZE = 64
 _OPTION_SIZE = 16
 _BIT_OFFSET = 8
@@ -38,7 +38,7 @@ def other_tracers(
 def _tracers(kernel: LinuxKernel, memory: GuestMemory) -> Iterator[int]:
     """Yield the addresses of the registered struct tracers, the latest first."""
     at = memory.read_word(kernel.required("trace_types"))
-    for _ in range(_MOST_TRACERS):
+    for _ in range(_MAX_TRACERS):
         if not at:
             return
         yield at
@@ -50,7 +50,7 @@ def _options(kernel: LinuxKernel, memory: GuestMemory, flags: int) -> Mapping[st
     value = memory.read_u32(flags + kernel.btf.offset("tracer_flags.val"))
     options = memory.read_word(flags + kernel.btf.offset("tracer_flags.opts"))
     found = {}
-    for at in range(options, options + _MOST_OPTIONS * _OPTION_SIZE, _OPTION_SIZE) if options else ():
+    for at in range(options, options + _MAX_OPTIONS * _OPTION_SIZE, _OPTION_SIZE) if options else ():
         name = _string(memory, memory.read_word(at))
         if not name:
             break

@@ -17,7 +17,7 @@ from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.probing.kernel_calls import KernelCalls, work_queues
 from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
-from emulated_kernel.guests.linux.probing.kernel_tracepoints import TAKEN_OVER, KernelTracepoints
+from emulated_kernel.guests.linux.probing.kernel_tracepoints import REPLACED_FUNCTIONS, KernelTracepoints
 from emulated_kernel.guests.linux.probing.linux_context import linux_abi
 from emulated_kernel.guests.linux.probing.module_events import ModuleEvents
 from emulated_kernel.guests.linux.probing.module_watch import ModuleWatch
@@ -55,11 +55,11 @@ class KernelEngine:
         lock: ControlLock | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Build the engine over `kernel`, which has the text in memory; blacklist TAKEN_OVER.
+        """Build the engine over `kernel`, which has the text in memory; blacklist REPLACED_FUNCTIONS.
 
         Over a kernel without preemption, the rules of `profile` for such kernels apply.
         """
-        kernel.forbid(TAKEN_OVER)
+        kernel.forbid(REPLACED_FUNCTIONS)
         if not kernel.is_preemptible:
             profile = replace(profile, preemption=False)
         self.guest = guest
@@ -147,7 +147,7 @@ class KernelEngine:
         self._modules.follow(points.keys)
         events = ModuleEvents(self.machine, self.kernel, points, tracing.system.events, self._modules.loaded)
         for module in loaded:
-            tracing.functions.module_came(module.name, module.mcount)
+            tracing.functions.module_added(module.name, module.mcount)
             events.came(module)
         return events
 

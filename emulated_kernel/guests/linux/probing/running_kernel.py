@@ -27,7 +27,7 @@ from emulated_kernel.util.fast_dataclass import replace
 _WORD = 8
 _LIMIT = 1 << 16
 """Maximum number of entries of a list; a longer list is circular."""
-_MOST_SITES = 1 << 20
+_MAX_SITES = 1 << 20
 """Maximum number of ftrace records (struct dyn_ftrace) in all pages."""
 
 
@@ -121,7 +121,7 @@ class RunningKernel(LinuxKernel):
         for _ in range(_LIMIT):
             if not page:
                 return AddressSet(filter(self._image.__contains__, sites))
-            if len(sites) > _MOST_SITES:
+            if len(sites) > _MAX_SITES:
                 break
             records = self.word(page + offset("ftrace_page.records"))
             count = min(self._structures.value(page, "ftrace_page.index", 4), _LIMIT)

@@ -12,12 +12,12 @@ from emulated_kernel.components.records import ProbeRegistries, TracingComponent
 from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNKS
+from emulated_kernel.guests.linux.probing.detect_interface import detect_interface
 from emulated_kernel.guests.linux.probing.kernel_calls import CALLS
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.guests.linux.probing.linux_context import LinuxContext, linux_need_resched
 from emulated_kernel.guests.linux.probing.other_tracers import other_tracers
 from emulated_kernel.guests.linux.probing.syscall_work import SyscallWork
-from emulated_kernel.guests.linux.probing.told_interface import told_interface
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.text_tables import words
@@ -89,7 +89,7 @@ def linux_tracing(
         limits=limits,
         log=printk,
         release=kernel.release,
-        interface=told_interface(kernel) if kprobes.profile.interface == KERNEL_INTERFACE else None,
+        interface=detect_interface(kernel) if kprobes.profile.interface == KERNEL_INTERFACE else None,
         types=lambda: kernel.btf,
         printk_formats=partial(printk_formats, kernel),
         marker_ip=_marker_ip(kernel),

@@ -27,7 +27,7 @@ _O_DIRECTORY = 0o200000
 _PATH_LIMIT = 4096
 _LISTING = BUFFER_SIZE
 """Maximum size in bytes of the directory entries that one call of iterate_dir returns."""
-_MOST_ENTRIES = 1 << 20
+_MAX_ENTRIES = 1 << 20
 _POSITION = 16
 """Size in bytes of the space for the file position, which precedes the data in the buffer of a read."""
 _CONTEXT = struct.Struct("<4Q")
@@ -171,7 +171,7 @@ class VmcoreFiles:
                     return found
                 known = len(found)
                 found += _entries(self._memory.read(start, stop - start), device)
-                if not known < len(found) <= _MOST_ENTRIES:
+                if not known < len(found) <= _MAX_ENTRIES:
                     raise KernelError(EIO, f"{path}: its entries have no end")
 
 

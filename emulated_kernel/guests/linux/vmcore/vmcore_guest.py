@@ -84,7 +84,7 @@ def ensure_core_cached(source: str) -> None:
             directory = next(parent for parent in place.parents if parent.exists())
             if not has_space(str(directory), _size_on_disk(file), ram_size(core)):
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
-            snapshot.keep(place, lambda target: convert(core, source, target, is_kept=True))
+            snapshot.keep(place, lambda target: convert(core, source, target, is_checksummed=True))
         except KernelError:
             raise
         except OSError as error:
@@ -120,7 +120,7 @@ def _opened(source: str, made: Callable[[snapshot.SnapshotContents], T]) -> T:
         core = CoreFile(file.fileno())
 
         def write(target: IO[bytes]) -> None:
-            convert(core, source, target, is_kept=False)
+            convert(core, source, target, is_checksummed=False)
 
         try:
             with open_tmpfile(write, _size_on_disk(file), ram_size(core)) as made_file:

@@ -71,10 +71,10 @@ def ram_size(core: CoreFile) -> int:
     return -(-core.end // _UNIT) * _UNIT + HOST_SIZE
 
 
-def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) -> None:
+def convert(core: CoreFile, source: str, target: IO[bytes], *, is_checksummed: bool) -> None:
     """Write a dump as a snapshot to `target`. `source`: path of the dump.
 
-    `is_kept`: as for snapshot.finish().
+    `is_checksummed`: as for snapshot.finish().
 
     Raises: OSError, KernelError ENOEXEC, EIO.
     """
@@ -94,7 +94,7 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_kept: bool) ->
     except HardwareError as error:
         raise KernelError(EIO, f"the emulator cannot run it: {error}") from error
     about = {"source": source, "facts": asdict(facts), "cells": cells}
-    snapshot.finish(target, about, size, parts, is_kept=is_kept)
+    snapshot.finish(target, about, size, parts, is_checksummed=is_checksummed)
 
 
 def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, VmcoreOffsets]:

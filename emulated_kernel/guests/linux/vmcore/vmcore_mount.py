@@ -65,8 +65,8 @@ class VmcoreControlCalls(GuestCalls):
                 with wanted, self.calls.bounded():
                     yield
             finally:
-                for tell in self.guest.events.call_ended:
-                    tell()
+                for notify in self.guest.events.call_ended:
+                    notify()
 
     @property
     def is_dead(self) -> bool:

@@ -26,17 +26,17 @@ def profile_of(kernel: LinuxKernel) -> Profile:
     return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
 
 
-def told_interface(kernel: LinuxKernel) -> Interface:
+def detect_interface(kernel: LinuxKernel) -> Interface:
     """Return a kernel's interface, by its own texts. Rules without a sign in them follow from its version."""
     texts = _error_table(kernel)
     series = series_of(kernel.release)
     readme = _text(kernel, _README)
-    told = "\n".join([*texts, readme])
+    found = "\n".join([*texts, readme])
     return Interface(
         f"linux-{series}",
         kernel.release,
         # A dump may lack these pages.
-        InterfaceRule.told(series, told) if texts and readme else InterfaceRule.of(series),
+        InterfaceRule.detected(series, found) if texts and readme else InterfaceRule.of(series),
         {error: text for error in ProbeError for text in error.texts[1:] if text in texts},
     )
 

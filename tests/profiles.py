@@ -1,7 +1,0 @@
-"""Profiles of versions of Linux whose interface is not complete yet."""
-
-from __future__ import annotations
-
-from emulated_kernel.kprobes.profile import Profile
-
-LINUX_6_12 = Profile("linux-6.12", interface="linux-6.12", probe_rules="linux-6.12", return_hook="objpool")
