@@ -40,8 +40,9 @@ from emulated_kernel.util.errors import KernelError
 _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc", PROC))
 log = logging.getLogger("kprobefs.linux")
 
-_AS_ON_SMP = "noreplace-smp"
-"""Kernel parameter that keeps the lock prefixes, as on a machine with several CPUs."""
+_PRODUCTION_PARAMETERS = ("noreplace-smp", "random.trust_bootloader=on")
+"""Kernel parameters: keep the lock prefixes, as on a machine with several CPUs, and use the random seed."""
+_RANDOM_SEED = bytes(range(32))
 _SETTLING = 3_000_000
 """Microseconds of guest time for which a booted kernel idles before it is saved."""
 _BOOT_BUDGET = 120.0
@@ -189,7 +190,12 @@ def _booted(
         if cpu is not None:
             machine.show_cpu(cpu, sites)
             show_threads(machine, kernel, cpu)
-        load(machine, kernel.vmlinux, () if cpu is None else (_AS_ON_SMP, *cpu.parameters))
+        if cpu is None:
+            load(machine, kernel.vmlinux)
+        else:
+            # The seed takes the place of rdrand, which the guest lacks.
+            random_seed = _RANDOM_SEED if "rdrand" in cpu.flags else b""
+            load(machine, kernel.vmlinux, (*_PRODUCTION_PARAMETERS, *cpu.parameters), random_seed)
         boot(machine, kernel, progress)
         facts = with_thread_flags(machine, facts)
         tasks = LinuxTasks(machine, facts)

@@ -8,6 +8,8 @@ from functools import lru_cache
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.unicorn_engine import Engine
 
+_EXTENDED = 0x80000000
+"""First of the extended leaves; the first leaf of each kind has the number of the last one."""
 _CODE = 0x1000
 _CPUID_AND_HALT = b"\x0f\xa2\xf4"
 _MOST = 1 << 10
@@ -16,7 +18,14 @@ _MOST = 1 << 10
 
 @lru_cache(_MOST)
 def emulated_cpuid(model: int, leaf: int, subleaf: int) -> tuple[int, int, int, int]:
-    """Return eax, ebx, ecx and edx after cpuid on Unicorn's CPU model `model`. Raises: HardwareError."""
+    """Return eax, ebx, ecx and edx after cpuid on Unicorn's CPU model `model`; zeros for an unknown leaf.
+
+    The emulator answers to a leaf after the last one as Intel's CPUs do, with the values of another leaf.
+    Raises: HardwareError.
+    """
+    first = leaf & _EXTENDED
+    if leaf != first and leaf > emulated_cpuid(model, first, 0)[0]:
+        return 0, 0, 0, 0
     engine = _engine(model)
     registers = X86_64Cpu.registers
     engine.reg_write(registers["ax"], leaf)
