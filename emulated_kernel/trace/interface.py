@@ -16,6 +16,8 @@ _PROBE = "kernel/trace/trace_probe.c"
 _KPROBE = "kernel/trace/trace_kprobe.c"
 _HIST = "kernel/trace/trace_events_hist.c"
 _FILTER = "kernel/trace/trace_events_filter.c"
+_FPROBES_OVER_FGRAPH = "fprobe_return()"
+"""Sign of a kernel whose fprobes use the function graph."""
 
 
 class InterfaceRule(LinuxRule):
@@ -28,18 +30,18 @@ class InterfaceRule(LinuxRule):
         "p[:[<group>/][<event>]]",
     )
     EVENT_NAME_DOT = (
-        "6.1",
+        "5.15",
         "group and name of an event may also be separated by a dot",
         f"{_PROBE}:traceprobe_parse_event_name",
         "<attached-group>.<attached-event>",
     )
     NAMES_WITH_NUL = (
-        "6.1",
+        "5.15",
         "an event's name has at most 63 bytes; earlier versions accept 64",
         f"{_PROBE}:traceprobe_parse_event_name",
     )
     GROUP_DASHES = (
-        "6.1",
+        "5.15",
         "names of groups may contain dashes",
         "kernel/trace/trace.h:is_good_system_name",
     )
@@ -80,12 +82,12 @@ class InterfaceRule(LinuxRule):
         "%pd/%pD",
     )
     ARGS_LIMITED = (
-        "6.12",
+        "6.8",
         "more than 128 arguments are refused with E2BIG; earlier versions ignore the further ones",
         f"{_KPROBE}:trace_kprobe_create",
     )
     ARGS_LIMIT_LOGGED = (
-        "7.2",
+        "6.14",
         "the refusal of more than 128 arguments is in error_log",
         f"{_KPROBE}:trace_kprobe_create_internal",
         "Too many arguments are specified",
@@ -108,7 +110,7 @@ class InterfaceRule(LinuxRule):
         f"{_PROBE}:find_fetch_type",
     )
     SYMBOL_EINVAL = (
-        "6.12",
+        "6.8",
         "an unknown or ambiguous symbol is refused with EINVAL instead of ENOENT and EADDRNOTAVAIL",
         f"{_KPROBE}:trace_kprobe_create",
     )
@@ -124,12 +126,12 @@ class InterfaceRule(LinuxRule):
         "Maxactive is only for function exit",
     )
     FILTER_FUNCTIONS = (
-        "6.12",
+        "6.8",
         "filters compare `FIELD.function` with a function's name or an address in it",
         f"{_FILTER}:parse_pred",
     )
     FILTER_CPUS = (
-        "6.12",
+        "6.8",
         "filters compare sets of CPUs, numbers and `CPU` with `CPUS{LIST}`",
         f"{_FILTER}:parse_pred",
     )
@@ -151,7 +153,7 @@ class InterfaceRule(LinuxRule):
         "common_stacktrace",
     )
     HIST_COMMON_COMM = (
-        "7.2",
+        "6.17",
         "`common_comm` in histograms is the task's name; `comm` means the same if no field has that name",
         f"{_HIST}:parse_field",
     )
@@ -160,6 +162,38 @@ class InterfaceRule(LinuxRule):
         "dynamic_events takes `f` lines: events at entries and returns of functions",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "f[:[<group>/][<event>]]",
+    )
+    FUNCTION_FILES = (
+        "6.12",
+        "the files `touched_functions` and `available_filter_functions_addrs`",
+        "kernel/trace/ftrace.c:ftrace_init_dyn_tracefs",
+    )
+    FUNCTION_FLAGS = (
+        "6.12",
+        "lines of `enabled_functions` have the flags `O` and `M` (was modified before), too",
+        "kernel/trace/ftrace.c:t_show",
+    )
+    EVENT_LISTS = (
+        "7.2",
+        "the files `show_event_filters` and `show_event_triggers`",
+        "kernel/trace/trace_events.c:create_event_toplevel_files",
+        "show_event_filters",
+    )
+    EVENT_MODULES = (
+        "7.2",
+        "`set_event` takes `EVENT:mod:MODULE`, and keeps it for a module that is not loaded",
+        "kernel/trace/trace_events.c:ftrace_set_clr_event",
+        ":mod:<module>",
+    )
+    LONG_MARKERS = (
+        "6.12",
+        "a marker fills a page of the buffer; earlier versions record at most 1024 bytes",
+        "kernel/trace/trace.c:tracing_mark_write",
+    )
+    RAW_MARKER_SIZE = (
+        "7.2",
+        "a raw marker is recorded as long as it is; earlier versions record at least 16 bytes",
+        "kernel/trace/trace.c:tracing_mark_raw_write",
     )
     TRACEPOINT_EVENTS = (
         "6.12",
@@ -172,22 +206,25 @@ class InterfaceRule(LinuxRule):
         "the functions of an `f` event are hooked from its definition on; later, while it is enabled",
         "kernel/trace/trace_fprobe.c:__register_trace_fprobe",
         "",
-        "7.2",
+        "6.14",
     )
     FPROBE_EINVAL = (
-        "7.2",
+        "6.14",
         "an `f` line fails with EINVAL if its probe cannot be registered, and an unknown symbol is named so",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+        _FPROBES_OVER_FGRAPH,
     )
     FPROBE_RETURNS_BY_FGRAPH = (
-        "7.2",
+        "6.14",
         "a return probe on the same call hides the return address of an `f` event at the return",
         "kernel/trace/fprobe.c:fprobe_return",
+        _FPROBES_OVER_FGRAPH,
     )
     FPROBE_WITHOUT_MAXACTIVE = (
-        "7.2",
+        "6.14",
         "`f` lines have no maxactive",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+        _FPROBES_OVER_FGRAPH,
     )
 
 

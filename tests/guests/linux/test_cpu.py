@@ -280,7 +280,7 @@ def test_commands_answer_for_the_cpu(image: Path, booted: Any, capsys: pytest.Ca
     (answer,) = json.loads(capsys.readouterr().out)
     assert answer["cpu"] == MODELS[SERVER].title
     assert answer["others"] == []
-    kernel = planned_kernel(None, str(image), None, None, SERVER)
+    kernel = planned_kernel(None, str(image), None, None, cpu=SERVER)
     assert kernel.cpu_description == MODELS[SERVER].title
 
 
