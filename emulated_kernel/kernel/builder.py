@@ -26,7 +26,7 @@ from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.types_file import load_types
 from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.observers import Observers
-from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named, with_strategy
 from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
@@ -74,8 +74,11 @@ def build(
 
 
 def _select_profile(config: MachineConfig, profile: Profile | None) -> Profile:
-    """Return `profile`, or the one that `config` names, with `config.save_regs` applied if it is set."""
-    profile = profile or profile_named(config.profile)
+    """Return `profile`, or the one that `config` names, with the strategy and save_regs of `config` applied.
+
+    Raises: KernelError EINVAL (with_strategy).
+    """
+    profile = with_strategy(profile or profile_named(config.profile), config.strategy)
     if config.save_regs is None:
         return profile
     return replace(profile, saving=RegisterSaving(config.save_regs))
@@ -229,6 +232,7 @@ def _build_modules(
         engine.kprobes,
         tracing.symbols,
         tracing.functions,
+        tracing.arrays,
         tracing.kprobe_events,
         probes.forget_within,
     )

@@ -163,6 +163,38 @@ class InterfaceRule(LinuxRule):
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "f[:[<group>/][<event>]]",
     )
+    FUNCTION_FILES = (
+        "6.12",
+        "the files `touched_functions` and `available_filter_functions_addrs`",
+        "kernel/trace/ftrace.c:ftrace_init_dyn_tracefs",
+    )
+    FUNCTION_FLAGS = (
+        "6.12",
+        "lines of `enabled_functions` have the flags `O` and `M` (was modified before), too",
+        "kernel/trace/ftrace.c:t_show",
+    )
+    EVENT_LISTS = (
+        "7.2",
+        "the files `show_event_filters` and `show_event_triggers`",
+        "kernel/trace/trace_events.c:create_event_toplevel_files",
+        "show_event_filters",
+    )
+    EVENT_MODULES = (
+        "7.2",
+        "`set_event` takes `EVENT:mod:MODULE`, and keeps it for a module that is not loaded",
+        "kernel/trace/trace_events.c:ftrace_set_clr_event",
+        ":mod:<module>",
+    )
+    LONG_MARKERS = (
+        "6.12",
+        "a marker fills a page of the buffer; earlier versions record at most 1024 bytes",
+        "kernel/trace/trace.c:tracing_mark_write",
+    )
+    RAW_MARKER_SIZE = (
+        "7.2",
+        "a raw marker is recorded as long as it is; earlier versions record at least 16 bytes",
+        "kernel/trace/trace.c:tracing_mark_raw_write",
+    )
     TRACEPOINT_EVENTS = (
         "6.12",
         "dynamic_events takes `t` lines: events at tracepoints, with the arguments of the tracepoint",

@@ -318,11 +318,22 @@ def _trace(parsed: argparse.Namespace) -> int:
         why = f"it has no scratch/ for the command; use --layout {LAYOUTS[0]}"
         raise CliError(f"trace --layout {parsed.layout}: {why}", ExitStatus.USAGE)
     from kprobefs.cli.run import check_host, run, run_traced
-    from kprobefs.cli.trace import TraceSession
+    from kprobefs.cli.trace import TraceRequest, TraceSession
 
+    if parsed.mount and parsed.graph:
+        why = "the function graph tracer is one for all users of a mount; leave -m out"
+        raise CliError(f"trace --graph: {why}", ExitStatus.USAGE)
+    request = TraceRequest(
+        parsed.probes,
+        parsed.filter,
+        parsed.output,
+        as_json=parsed.json,
+        has_stacks=parsed.stack,
+        graph=parsed.graph,
+    )
     check_host()
     with open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as output:
-        tracing = TraceSession(parsed.probes, parsed.filter, output, as_json=parsed.json)
+        tracing = TraceSession(request, output)
         if parsed.mount:
             return run_traced(apply.which_mount(parsed.mount), parsed.behind, tracing)
         options = _options(parsed, "")
@@ -434,7 +445,14 @@ def _check_bench(parsed: argparse.Namespace) -> None:
 def _coverage(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import coverage
 
-    coverage.run(parsed.arch, parsed.image, parsed.functions, parsed.profile, as_json=parsed.json)
+    coverage.run(
+        parsed.arch,
+        parsed.image,
+        parsed.functions,
+        parsed.profile,
+        parsed.strategy,
+        as_json=parsed.json,
+    )
     return ExitStatus.OK
 
 
@@ -447,6 +465,7 @@ def _explain(parsed: argparse.Namespace) -> int:
         image=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        strategy=parsed.strategy,
         whole=parsed.function,
         as_json=parsed.json,
         svg=parsed.svg,
@@ -465,6 +484,7 @@ def _check(parsed: argparse.Namespace) -> int:
         images=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        strategy=parsed.strategy,
         form=form,
     )
     return ExitStatus.OK if passed else ExitStatus.FAILURE
@@ -510,6 +530,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         pauses=not parsed.isolate,
         seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
         profile=parsed.profile or PROFILES[0],
+        strategy=parsed.strategy,
         image=image,
         return_hook=parsed.return_hook,
         save_regs=parsed.save_regs,

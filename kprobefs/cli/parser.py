@@ -113,8 +113,13 @@ def program_parser() -> argparse.ArgumentParser:
         "trace", help="run a command with probes (p:vfs_read count=$arg3), and show their records"
     )
     command.add_argument(
-        "probes", metavar="PROBE", nargs="+", help="p:PLACE ARGS, r:PLACE ARGS or t:GROUP:EVENT"
+        "probes",
+        metavar="PROBE",
+        nargs="*",
+        help="p:PLACE ARGS, r:PLACE ARGS, a line of kprobe_events, or t:GROUP:EVENT",
     )
+    command.add_argument("--graph", metavar="FUNCTION", help="record the calls within this function")
+    command.add_argument("--stack", action="store_true", help="record the stack at each hit")
     command.add_argument(
         "-f", "--filter", default="", help="record only the hits that this event filter accepts"
     )
@@ -122,11 +127,15 @@ def program_parser() -> argparse.ArgumentParser:
         "-m", "--mount", metavar="DIR", help="trace on this mount (default: a temporary mount)"
     )
     command.add_argument(
-        "-o", "--output", metavar="FILE", help="write the records to FILE (default: standard output)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the records to FILE: .json, .trace.json (Perfetto, Speedscope), .folded (flame graphs), "
+        ".dat (trace-cmd), or text (default: text to standard output)",
     )
     command.add_argument("--json", action="store_true", help="print each record as a JSON object on a line")
     _add_machine_options(command)
-    command.usage = f"{command.prog} [OPTION...] PROBE [PROBE ...] -- CMD..."
+    command.usage = f"{command.prog} [OPTION...] [PROBE...] -- CMD..."
 
     command = commands.add_parser("tour", help="walk through probing, step by step, on a temporary mount")
     command.add_argument(
@@ -301,6 +310,7 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
         metavar="P",
         help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
     )
+    _add_strategy(command)
     command.add_argument("--json", action="store_true", help="print all counts as JSON, also by function")
 
 
@@ -327,6 +337,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_strategy(command)
     command.add_argument(
         "--function", action="store_true", help="list all instructions of the function, not only those nearby"
     )
@@ -362,6 +373,7 @@ def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_strategy(command)
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array")
     form.add_argument("--sarif", action="store_true", help="print a SARIF 2.1.0 log, for code hosts")
@@ -488,6 +500,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help=f"kprobes feature set to emulate: %(choices)s (default: {PROFILES[0]}, or with a distribution's "
         "kernel that of its version)",
     )
+    _add_strategy(group)
     group.add_argument(
         "--return-hook",
         choices=RETURN_HOOKS,
@@ -499,6 +512,16 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--save-regs",
         choices=SAVE_REGS,
         help="registers that a handler in guest code saves (default: those of the profile)",
+    )
+
+
+def _add_strategy(command: argparse._ActionsContainer) -> None:
+    from kprobefs.mount_options import STRATEGIES
+
+    command.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="optimization policy; extended also optimizes where Linux refuses (default: Linux's)",
     )
 
 
