@@ -117,6 +117,19 @@ BY_NAME = (
     "x=%di:%pd", "file->f_op", "+0(+8(file)):string", "+8(%di):b4@2/", "+8(%di):symstr", "+0(buf):b9@2/8",
 )  # fmt: skip
 """Arguments that name parameters and fields, which kernels since 6.12 have."""
+TPROBE_KINDS = ("t", "t", "t", "t3", "t0")
+TPROBE_PLACES = (
+    "sched_switch",
+    "kfree",
+    "sys_enter",
+    "kmem_cache_alloc",
+    "no_such_tracepoint",
+    "9lives",
+    "kmem:kfree",
+    "kmem/kfree",
+    "kfree%return",
+    "vfs_*",
+)
 FPROBE_KINDS = ("f",) * 6 + ("f:", "f8", "f0", "f99999", "fx")
 FPROBE_PLACES = ("vfs_read", "vfs_write", "vfs_read%return", "vfs_write%return") * 3 + (
     "vfs_read+0", "no_such_function", "vfs_read%nothing", "nothing:at_all", "0xffffffff81000000",
@@ -187,6 +200,8 @@ def definitions(count: int, seed: int, interface: Interface) -> Iterator[str]:
     kinds = [(KINDS, PLACES)] * 2
     if InterfaceRule.FPROBE_EVENTS in interface:
         kinds.append((FPROBE_KINDS, FPROBE_PLACES))
+    if InterfaceRule.TRACEPOINT_EVENTS in interface:
+        kinds.append((TPROBE_KINDS, TPROBE_PLACES))
     for _ in range(count):
         letters, places = dice.choice(kinds)
         words = [dice.choice(letters) + dice.choice(NAMES), dice.choice(places)]
