@@ -17,9 +17,10 @@ from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
 from emulated_kernel.guests.builtin.guest import Guest, boot_guest
 from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
 from emulated_kernel.guests.builtin.modules import Modules
-from emulated_kernel.guests.builtin.workloads.workloads import Workloads
+from emulated_kernel.guests.builtin.workloads.workload import BuiltinWorkloads
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.request_clock import RequestClock, RequestObserver
+from emulated_kernel.guests.common.workloads import Workloads
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.image.live_image import LiveImage
@@ -117,7 +118,7 @@ def _build_on_machine(
         modules=_build_modules(machine, arch, live, guest, engine, tracing),
         requests=requests,
         clock=ClockSwitch(machine.clock, tracing.arrays, lock),
-        loads=Workloads(guest, lock, requests),
+        loads=Workloads(BuiltinWorkloads(guest, requests), lock),
     )
 
 
