@@ -177,7 +177,7 @@ class Chains:
         if self._lookup(address) is not None:
             return None
         found = self._kernel.kprobes.resolve_probed_address(address)
-        if found is None or not found.pushed:
+        if found is None or not found.is_calling:
             return None
         code = self._kernel.machine.text.original(found.address, _MAX_INSN_SIZE)
         return found.address + insn_length(self._arch, code)
