@@ -113,7 +113,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch)
     system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines, interface)
-    functions = _build_functions(kernel, engine, arch)
+    functions = _build_functions(kernel, engine, arch, interface)
     arrays = _build_arrays(kernel, engine, system, functions)
     addresses = records.places(
         kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched
@@ -214,11 +214,15 @@ def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface) -> Fil
     return FilterWords(interface, len(kernel.machine.per_cpu_bases), arch.word_size, find)
 
 
-def _build_functions(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> KernelFunctions:
+def _build_functions(
+    kernel: TracedKernel, engine: ProbeRegistries, arch: Arch, interface: Interface
+) -> KernelFunctions:
     """Build the list of traceable functions, by which tracers attach to fentry sites."""
     kprobes = engine.kprobes
     called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
-    return KernelFunctions(kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch)
+    return KernelFunctions(
+        kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch, interface
+    )
 
 
 def _build_arrays(

@@ -232,6 +232,7 @@ def _build_modules(
         engine.kprobes,
         tracing.symbols,
         tracing.functions,
+        tracing.arrays,
         tracing.kprobe_events,
         probes.forget_within,
     )

@@ -21,6 +21,34 @@ _FILTER = "kernel/trace/trace_events_filter.c"
 class InterfaceRule(LinuxRule):
     """A rule of tracefs that not all versions of Linux have."""
 
+    EVENT_NAME_OPTIONAL = (
+        "6.1",
+        "`GROUP/` in the place of an event's name names only the group",
+        f"{_PROBE}:traceprobe_parse_event_name",
+        "p[:[<group>/][<event>]]",
+    )
+    EVENT_NAME_DOT = (
+        "6.1",
+        "group and name of an event may also be separated by a dot",
+        f"{_PROBE}:traceprobe_parse_event_name",
+        "<attached-group>.<attached-event>",
+    )
+    NAMES_WITH_NUL = (
+        "6.1",
+        "an event's name has at most 63 bytes; earlier versions accept 64",
+        f"{_PROBE}:traceprobe_parse_event_name",
+    )
+    GROUP_DASHES = (
+        "6.1",
+        "names of groups may contain dashes",
+        "kernel/trace/trace.h:is_good_system_name",
+    )
+    SYMBOLS_COUNTED = (
+        "6.1",
+        "an unknown symbol is refused before the arguments are parsed, and one that is not unique is refused",
+        f"{_KPROBE}:number_of_same_symbols",
+        "The symbol is not unique",
+    )
     CHAR_TYPE = (
         "6.12",
         "fetch arguments have the type `char`",
@@ -122,11 +150,48 @@ class InterfaceRule(LinuxRule):
         f"{_HIST}:event_hist_trigger_print",
         "common_stacktrace",
     )
+    HIST_COMMON_COMM = (
+        "7.2",
+        "`common_comm` in histograms is the task's name; `comm` means the same if no field has that name",
+        f"{_HIST}:parse_field",
+    )
     FPROBE_EVENTS = (
         "6.12",
         "dynamic_events takes `f` lines: events at entries and returns of functions",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "f[:[<group>/][<event>]]",
+    )
+    FUNCTION_FILES = (
+        "6.12",
+        "the files `touched_functions` and `available_filter_functions_addrs`",
+        "kernel/trace/ftrace.c:ftrace_init_dyn_tracefs",
+    )
+    FUNCTION_FLAGS = (
+        "6.12",
+        "lines of `enabled_functions` have the flags `O` and `M` (was modified before), too",
+        "kernel/trace/ftrace.c:t_show",
+    )
+    EVENT_LISTS = (
+        "7.2",
+        "the files `show_event_filters` and `show_event_triggers`",
+        "kernel/trace/trace_events.c:create_event_toplevel_files",
+        "show_event_filters",
+    )
+    EVENT_MODULES = (
+        "7.2",
+        "`set_event` takes `EVENT:mod:MODULE`, and keeps it for a module that is not loaded",
+        "kernel/trace/trace_events.c:ftrace_set_clr_event",
+        ":mod:<module>",
+    )
+    LONG_MARKERS = (
+        "6.12",
+        "a marker fills a page of the buffer; earlier versions record at most 1024 bytes",
+        "kernel/trace/trace.c:tracing_mark_write",
+    )
+    RAW_MARKER_SIZE = (
+        "7.2",
+        "a raw marker is recorded as long as it is; earlier versions record at least 16 bytes",
+        "kernel/trace/trace.c:tracing_mark_raw_write",
     )
     TRACEPOINT_EVENTS = (
         "6.12",
@@ -145,6 +210,11 @@ class InterfaceRule(LinuxRule):
         "7.2",
         "an `f` line fails with EINVAL if its probe cannot be registered, and an unknown symbol is named so",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+    )
+    FPROBE_RETURNS_BY_FGRAPH = (
+        "7.2",
+        "a return probe on the same call hides the return address of an `f` event at the return",
+        "kernel/trace/fprobe.c:fprobe_return",
     )
     FPROBE_WITHOUT_MAXACTIVE = (
         "7.2",

@@ -13,6 +13,7 @@ from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.hist.trigger import HistCommand
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output.options import INHERITED_OPTIONS, TraceOption
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, MIN_PAGES, memory_size, pages_for
 from emulated_kernel.trace.text.error_log import ErrorLog
@@ -81,7 +82,12 @@ class TraceArrays(TaskObserver):
         return Tracing(
             array,
             # Linux: enabling an event in any trace array expands only the top array's buffers.
-            ArrayEvents(registry, array, (top or array).expand),
+            ArrayEvents(
+                registry,
+                array,
+                (top or array).expand,
+                system.symbols.has_module if InterfaceRule.EVENT_MODULES in system.interface else None,
+            ),
             EventFilters(array, errors, system.filter_words),
             EventTriggers(array, registry, errors, system.symbols, commands, system.filter_words),
             errors,
@@ -91,6 +97,11 @@ class TraceArrays(TaskObserver):
     def __iter__(self) -> Iterator[Tracing]:
         yield self.top
         yield from self._instances.values()
+
+    def module_came(self, module: str) -> None:
+        """Enable the events that trace arrays await of a module, which have been registered."""
+        for tracing in self:
+            tracing.events.module_came(module)
 
     def names(self) -> Collection[str]:
         """Return the names of the instances."""

@@ -318,11 +318,22 @@ def _trace(parsed: argparse.Namespace) -> int:
         why = f"it has no scratch/ for the command; use --layout {LAYOUTS[0]}"
         raise CliError(f"trace --layout {parsed.layout}: {why}", ExitStatus.USAGE)
     from kprobefs.cli.run import check_host, run, run_traced
-    from kprobefs.cli.trace import TraceSession
+    from kprobefs.cli.trace import TraceRequest, TraceSession
 
+    if parsed.mount and parsed.graph:
+        why = "the function graph tracer is one for all users of a mount; leave -m out"
+        raise CliError(f"trace --graph: {why}", ExitStatus.USAGE)
+    request = TraceRequest(
+        parsed.probes,
+        parsed.filter,
+        parsed.output,
+        as_json=parsed.json,
+        has_stacks=parsed.stack,
+        graph=parsed.graph,
+    )
     check_host()
     with open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as output:
-        tracing = TraceSession(parsed.probes, parsed.filter, output, as_json=parsed.json)
+        tracing = TraceSession(request, output)
         if parsed.mount:
             return run_traced(apply.which_mount(parsed.mount), parsed.behind, tracing)
         options = _options(parsed, "")

@@ -113,8 +113,13 @@ def program_parser() -> argparse.ArgumentParser:
         "trace", help="run a command with probes (p:vfs_read count=$arg3), and show their records"
     )
     command.add_argument(
-        "probes", metavar="PROBE", nargs="+", help="p:PLACE ARGS, r:PLACE ARGS or t:GROUP:EVENT"
+        "probes",
+        metavar="PROBE",
+        nargs="*",
+        help="p:PLACE ARGS, r:PLACE ARGS, a line of kprobe_events, or t:GROUP:EVENT",
     )
+    command.add_argument("--graph", metavar="FUNCTION", help="record the calls within this function")
+    command.add_argument("--stack", action="store_true", help="record the stack at each hit")
     command.add_argument(
         "-f", "--filter", default="", help="record only the hits that this event filter accepts"
     )
@@ -122,11 +127,15 @@ def program_parser() -> argparse.ArgumentParser:
         "-m", "--mount", metavar="DIR", help="trace on this mount (default: a temporary mount)"
     )
     command.add_argument(
-        "-o", "--output", metavar="FILE", help="write the records to FILE (default: standard output)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the records to FILE: .json, .trace.json (Perfetto, Speedscope), .folded (flame graphs), "
+        ".dat (trace-cmd), or text (default: text to standard output)",
     )
     command.add_argument("--json", action="store_true", help="print each record as a JSON object on a line")
     _add_machine_options(command)
-    command.usage = f"{command.prog} [OPTION...] PROBE [PROBE ...] -- CMD..."
+    command.usage = f"{command.prog} [OPTION...] [PROBE...] -- CMD..."
 
     command = commands.add_parser("tour", help="walk through probing, step by step, on a temporary mount")
     command.add_argument(

@@ -139,7 +139,8 @@ VALUES = (
 
 HISTOGRAMS = (
     "keys=prev_pid", "keys=prev_pid:vals=next_prio", "keys=stacktrace", "keys=common_stacktrace",
-    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=prev_comm:vals=next_prio",
+    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=comm",
+    "keys=common_comm,prev_pid", "keys=prev_comm:vals=next_prio",
     "keys=prev_pid:vals=hitcount", "keys=prev_pid:vals=next_prio.percent",
     "keys=prev_pid:vals=next_prio.graph",
     "keys=nothing", "key=prev_pid.hex", "keys=prev_pid.execname", "keys=common_pid.execname",
@@ -270,8 +271,9 @@ def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
     write(mount, "/tracing/error_log", "", os.O_TRUNC)
     result = write(mount, f"{path}/trigger", command)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
-    shown = read(mount, f"{path}/trigger")
-    counted = read(mount, f"{path}/hist")
+    # Linux 7.2 shows this key in a form that no trigger file accepts.
+    shown = read(mount, f"{path}/trigger").replace("common_cpu" * 2, "common_cpu")
+    counted = read(mount, f"{path}/hist").replace("common_cpu" * 2, "common_cpu")
     for line in shown.splitlines():
         if not line.startswith("#"):
             write(mount, f"{path}/trigger", "!" + re.sub(r" \[\w+\]$", "", line))
@@ -282,6 +284,9 @@ def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
 def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
     """Both kernels' answers to each histogram trigger; what they have counted is left out."""
     tally = Tally()
+    if all(entry.name != "hist" for entry in linux.readdir("/tracing/events/sched/sched_switch")):
+        print("the kernel was built without histograms")
+        return tally
     dice = random.Random(seed)
     for _ in range(count):
         command = f"hist:{dice.choice(HISTOGRAMS)}{dice.choice(ATTRIBUTES)}{dice.choice(ATTRIBUTES)}"
@@ -510,6 +515,9 @@ def main() -> int:
         "histograms over it": lambda: compare_histograms(linux, ours, count, seed),
         "records over it": lambda: compare_records(linux, ours, recorded_definitions(engine, interface)),
     }
+    if options.profile == KERNEL_INTERFACE:
+        # Only a named profile has an interface without a distribution's kernel.
+        del compared["definitions"]
     for what, compare in compared.items():
         if not what.startswith(options.only or ""):
             continue

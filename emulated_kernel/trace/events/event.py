@@ -85,6 +85,8 @@ class TraceEvent(ABC):
         "references",
     )
 
+    module = ""
+    """Name of the event's module, or "" for the events of the kernel itself."""
     is_switchable = True
     """Whether the event can be enabled. An event that cannot exists only for its `format` file."""
     is_registrable = True

@@ -75,12 +75,19 @@ class EventBatch:
     Their tracepoints share a block of memory, which is allocated when the first event is enabled.
     """
 
-    def __init__(self, machine: ProbedMachine, names: Callable[[], KernelNames], references: int = 0) -> None:
+    def __init__(
+        self,
+        machine: ProbedMachine,
+        names: Callable[[], KernelNames],
+        references: int = 0,
+        module: str = "",
+    ) -> None:
         """Start without events.
 
         `names`: returns the names for print formats. `references`: address of the module's reference count,
-        or 0.
+        or 0. `module`: name of the events' module, or "".
         """
+        self.module = module
         self._machine = machine
         self.names = names
         self._references = references
@@ -461,6 +468,10 @@ class KernelStaticEvent(StaticEvent):
     ) -> None:
         super().__init__(group, name, fields, print_fmt, tracepoint, batch.names, _WORD)
         self._batch = batch
+
+    @property
+    def module(self) -> str:  # type: ignore[override]
+        return self._batch.module
 
     @property
     def is_removed(self) -> bool:
