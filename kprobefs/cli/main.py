@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from emulated_kernel.util.config import HOST
 from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.cli.parser import BENCH_OPTIONS, MAX_CPUS, machine_options, program_parser
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
@@ -177,6 +178,14 @@ def _mount(parsed: argparse.Namespace) -> int:
 def _images(parsed: argparse.Namespace) -> int:
     from emulated_kernel.guests.linux.boot import snapshot
 
+    if parsed.action == "fetch":
+        from kprobefs.common.kernel_packages import USAGE, fetch
+
+        if not parsed.names:
+            raise CliError(f"images fetch: no kernel given; use {USAGE}", ExitStatus.USAGE)
+        for name in parsed.names:
+            print(escape_for_terminal(str(fetch(name))), flush=True)
+        return ExitStatus.OK
     if parsed.clear:
         removed = snapshot.clear()
         print(f"{removed} images removed from {escape_for_terminal(str(snapshot.directory()))}")
@@ -392,6 +401,31 @@ def _run(parsed: argparse.Namespace) -> int:
     )
 
 
+def _matrix(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from kprobefs.cli import matrix
+    from kprobefs.cli.run import check_host
+
+    command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
+    if not command:
+        raise CliError("matrix: no command given; add -- CMD...", ExitStatus.USAGE)
+    if parsed.kprobes and not parsed.image:
+        raise CliError("matrix: --kprobes: no distribution's kernel given; add --image", ExitStatus.USAGE)
+    check_host()
+    images = [each if each == HOST else os.path.abspath(each) for each in parsed.image]
+    cases = matrix.cases(images, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock)
+
+    def report(result: matrix.Result) -> None:
+        _print_error(f"matrix: {escape_for_terminal(result.case.name)}: {result.verdict}")
+
+    results = matrix.run_all(cases, command, Path(parsed.logs), parsed.jobs, report)
+    if parsed.junit:
+        matrix.write_junit(results, command, Path(parsed.junit))
+    print(matrix.as_json(results) if parsed.json else "\n".join(matrix.table(results)))
+    return ExitStatus.FAILURE if any(result.status for result in results) else ExitStatus.OK
+
+
 def _bench(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import bench
     from kprobefs.measure.host_load import HostLoad
@@ -591,6 +625,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "save": _save,
     "install-service": _install_service,
     "completion": _completion,
+    "matrix": _matrix,
     "djprobe-analyze": _djprobe_analyze,
     "bench": _bench,
     "coverage": _coverage,

@@ -174,7 +174,18 @@ def program_parser() -> argparse.ArgumentParser:
     _add_machine_options(command)
     command.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] CMD...")
 
-    command = commands.add_parser("images", help="list the cached boots of distributions' kernels")
+    _add_matrix(commands)
+
+    command = commands.add_parser(
+        "images", help="list the cached boots of distributions' kernels, or fetch a kernel"
+    )
+    command.add_argument("action", nargs="?", choices=("fetch",), help="fetch kernels with apt")
+    command.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help="(fetch) kernels: debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud",
+    )
     form = command.add_mutually_exclusive_group()
     form.add_argument("--clear", action="store_true", help="remove all of them")
     form.add_argument("--json", action="store_true", help="print a JSON array, with sizes in bytes")
@@ -291,6 +302,51 @@ def _add_mount_option(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-m", "--mount", metavar="DIR", help="mount to use (default: $KPROBEFS, or the only mount)"
     )
+
+
+def _add_matrix(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
+    from kprobefs.mount_options import ARCHITECTURES, CLOCKS, KPROBES, PROFILES
+
+    command = commands.add_parser("matrix", help="run a command on several kernels, and report the results")
+    command.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a distribution's kernel, as for run; may be repeated",
+    )
+    command.add_argument(
+        "--kprobes",
+        choices=KPROBES,
+        action="append",
+        default=[],
+        help="way of probing the distributions' kernels; may be repeated (default: kprobefs)",
+    )
+    command.add_argument(
+        "--arch",
+        choices=ARCHITECTURES,
+        action="append",
+        default=[],
+        help="kprobefs's own kernel for this architecture; may be repeated",
+    )
+    command.add_argument(
+        "--profile",
+        choices=PROFILES,
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="profile of kprobefs's own kernels; may be repeated",
+    )
+    command.add_argument("--clock", choices=CLOCKS, help="time that timestamps follow (default: virtual)")
+    command.add_argument(
+        "--jobs", type=_count, default=1, metavar="N", help="number of kernels at a time (default: 1)"
+    )
+    command.add_argument(
+        "--logs", metavar="DIR", default="kprobefs-matrix", help="directory for logs (default: %(default)s)"
+    )
+    command.add_argument("--junit", metavar="FILE", help="write a JUnit report to FILE")
+    command.add_argument("--json", action="store_true", help="print a JSON array in place of the table")
+    command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
 
 
 def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:

@@ -358,7 +358,10 @@ class FtraceSites:
     @property
     def has_tracers(self) -> bool:
         """Whether any site has another user than probes."""
-        return any(ops not in self._of_kprobes for ops in self._ops)
+        for ops in self._ops:  # noqa: SIM110 - a generator would cost more calls
+            if ops not in self._of_kprobes:
+                return True
+        return False
 
     @property
     def is_used(self) -> bool:

@@ -22,6 +22,8 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _MAX_REPEATS = 0xFFFF
+_UNUSED = "ftrace_stub"
+"""Name of Linux's function that a site without users is said to call."""
 _INVALID_FUNCTION = "__ftrace_invalid_address__"
 
 
@@ -167,7 +169,7 @@ class KernelFunctions:
             past = ""
             if self._has_flags:
                 past = f"  {' M ' if site in sites.modified else '   '}"
-            way = self._way(target, users) if users else ""
+            way = self._way(target, users)
             yield f"{function.shown} ({len(users)}){regs}{ip}  {past}{way}\n"
 
     def _way(self, target: int, users: Sequence[FtraceOps]) -> str:
@@ -179,6 +181,8 @@ class KernelFunctions:
         """
         if not self._has_trampolines:
             return ""
+        if not users:
+            return f" ->{_UNUSED}"
         if len(users) > 1:
             return f" ->{OPS_LIST_FUNC}"
         symbol = users[0].symbol()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
@@ -146,13 +145,10 @@ def test_records_of_guest_code_are_the_same(arch: str) -> None:
         assert kernel.machine.text.ledger == {}
 
 
-@pytest.mark.parametrize(
-    ("profile", "hidden"),
-    [("linux-6.12", False), ("linux-7.2", True)],
-)
+@pytest.mark.parametrize(("profile", "hidden"), [("linux-6.12", False), ("linux-7.2", True)])
 def test_a_return_probe_of_the_same_call_hides_the_caller_since_7_2(profile: str, hidden: bool) -> None:
     """The return probe is enabled last, so it hooks each call first."""
-    with Kernel(profile=profile_named(profile)) as kernel:
+    with Kernel(MachineConfig(profile=profile)) as kernel:
         write(kernel, "f:k/alone gcd%return")
         write(kernel, "f:k/exits int_sqrt%return")
         write(kernel, "r:k/returns int_sqrt")
