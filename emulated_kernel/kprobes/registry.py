@@ -55,6 +55,8 @@ class ProbedPlace(NamedTuple):
     """Entry and addresses of the detour or stub, if the address is before its copied instructions."""
     pushed: int = 0
     """Number of bytes that the copy of the instruction has pushed so far."""
+    is_calling: bool = False
+    """Whether the next instruction is the jump at the end of a relocated call."""
 
 
 class Kprobes:
@@ -422,8 +424,8 @@ class Kprobes:
                     return ProbedPlace(head.address, (entry, range(code.address, code.address + code.size)))
                 if region is None:
                     return ProbedPlace(head.address)
-                original, pushed = self._arch.original_place(region, code.copied, address)
-                return ProbedPlace(original, pushed=pushed)
+                original = self._arch.original_place(region, code.copied, address)
+                return ProbedPlace(original.address, pushed=original.pushed, is_calling=original.is_calling)
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
