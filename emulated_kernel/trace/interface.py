@@ -147,7 +147,7 @@ class InterfaceRule(LinuxRule):
         f"{_FILTER}:parse_pred",
     )
     TRIGGER_FILTER_LOGGED = (
-        "6.12",
+        "6.8",
         "a wrong filter of a trigger is in error_log",
         "kernel/trace/trace_events_trigger.c:set_trigger_filter",
     )
