@@ -94,3 +94,19 @@ def test_coverage_counts_the_tactics(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_profile_without_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", FUNCTION, *EXTENDED, "--profile", "kprobes-2010"]) == 2
     assert "has no optimizer; choose linux-6.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--profile", "djprobe-2007"), "has no optimizer; choose linux-6.1"),
+        (("--kprobes", "kernel", "--image", "/dev/null"), "not possible with --kprobes kernel"),
+    ],
+)
+def test_mounts_without_such_a_strategy(
+    options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mount", *EXTENDED, *options, str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert said in err
