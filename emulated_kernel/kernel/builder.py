@@ -37,7 +37,9 @@ from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.static_keys import StaticKeys
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
 from emulated_kernel.trace.events.tracepoints import Tracepoints
+from emulated_kernel.trace.interface import InterfaceRule, interface_named
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.util.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.util.config import MachineConfig
@@ -185,7 +187,9 @@ def _traced_kernel(
     machine.on_switch.append(context.switch_to)
     keys = StaticKeys(image.jump_labels, machine, kprobes.poker, arch)
     hit = ProbeHit(memory, tasks, context.trace_ctx)
-    points = Tracepoints(image, memory, machine.breakpoints, keys, hit, arch.registers.arguments)
+    interface = interface_named(kprobes.profile.interface)
+    user_data = UserDataSize() if InterfaceRule.SYSCALL_USER_DATA in interface else None
+    points = Tracepoints(image, memory, machine.breakpoints, keys, hit, arch.registers.arguments, user_data)
     return TracedKernel(
         machine=machine,
         live=live,
@@ -203,6 +207,7 @@ def _traced_kernel(
         limits=machine.config.limits,
         log=guest.log,
         measured=machine,
+        user_data=user_data,
         types=cache(partial(load_types, image.path)),
     )
 

@@ -51,6 +51,17 @@ class InterfaceRule(LinuxRule):
         f"{_KPROBE}:number_of_same_symbols",
         "The symbol is not unique",
     )
+    EVENT_PROBES = (
+        "6.1",
+        "dynamic_events takes `e` lines: events that are made of other events",
+        "kernel/trace/trace_eprobe.c:__trace_eprobe_create",
+        "<attached-group>.<attached-event>",
+    )
+    SYMBOLS_OF_KERNEL_FIRST = (
+        "7.2",
+        "a symbol of the kernel hides symbols of modules with its name",
+        f"{_KPROBE}:number_of_same_symbols",
+    )
     CHAR_TYPE = (
         "6.12",
         "fetch arguments have the type `char`",
@@ -136,7 +147,7 @@ class InterfaceRule(LinuxRule):
         f"{_FILTER}:parse_pred",
     )
     TRIGGER_FILTER_LOGGED = (
-        "6.12",
+        "6.8",
         "a wrong filter of a trigger is in error_log",
         "kernel/trace/trace_events_trigger.c:set_trigger_filter",
     )
@@ -173,17 +184,71 @@ class InterfaceRule(LinuxRule):
         "lines of `enabled_functions` have the flags `O` and `M` (was modified before), too",
         "kernel/trace/ftrace.c:t_show",
     )
+    FUNCTION_SUBOPS = (
+        "7.2",
+        "`enabled_functions` shows the functions for entries and returns that the function graph calls",
+        "kernel/trace/ftrace.c:print_subops",
+    )
     EVENT_LISTS = (
         "7.2",
         "the files `show_event_filters` and `show_event_triggers`",
         "kernel/trace/trace_events.c:create_event_toplevel_files",
-        "show_event_filters",
     )
     EVENT_MODULES = (
         "7.2",
         "`set_event` takes `EVENT:mod:MODULE`, and keeps it for a module that is not loaded",
         "kernel/trace/trace_events.c:ftrace_set_clr_event",
         ":mod:<module>",
+    )
+    MIGRATE_COLUMN = (
+        "6.1",
+        "`trace` has a column for migrate-disable, and shows `b` and `D` where softirqs are disabled",
+        "kernel/trace/trace_output.c:trace_print_lat_fmt",
+    )
+    LAZY_RESCHED = (
+        "7.2",
+        "the flag 2 of records is a pending lazy reschedule, shown as `l`, `b`, `L` or `B`",
+        "kernel/trace/trace_output.c:trace_print_lat_fmt",
+    )
+    SYSCALL_USER_DATA = (
+        "7.2",
+        "records of system calls have the memory that arguments point to; `syscall_user_buf_size` limits it",
+        "kernel/trace/trace_syscalls.c:check_faultable_syscall",
+    )
+    OPTION_HASH_PTR = (
+        "6.1",
+        "the trace option `hash-ptr`",
+        "kernel/trace/trace.h:TRACE_FLAGS",
+    )
+    OPTION_FIELDS = (
+        "6.12",
+        "the trace option `fields` shows the values of all fields in place of an event's format",
+        "kernel/trace/trace_output.c:print_event_fields",
+    )
+    OPTION_PRINTK_DEST = (
+        "6.12",
+        "the trace option `trace_printk_dest` is on in the one trace array that gets trace_printk()",
+        "kernel/trace/trace.c:update_printk_trace",
+    )
+    OPTION_COPY_MARKER = (
+        "7.2",
+        "markers of the top directory go to all trace arrays with the option `copy_trace_marker`",
+        "kernel/trace/trace.c:update_marker_trace",
+    )
+    OPTION_BITMASK_LIST = (
+        "7.2",
+        "the trace option `bitmask-list`",
+        "kernel/trace/trace.h:TRACE_FLAGS",
+    )
+    FIELDS_AS_SYMBOLS = (
+        "7.2",
+        "the option `fields` shows words of 64 bits as symbols, and bytes of strings that cannot be printed",
+        "kernel/trace/trace_output.c:print_fields",
+    )
+    LONG_LINES = (
+        "6.12",
+        "a line of `trace`, and a read of `trace_pipe`, has up to 8155 bytes; earlier 4095",
+        "include/linux/trace_seq.h:TRACE_SEQ_SIZE",
     )
     LONG_MARKERS = (
         "6.12",

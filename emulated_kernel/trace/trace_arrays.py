@@ -67,6 +67,15 @@ class TraceArrays(TaskObserver):
         self._unlimited: set[str] = set()
         """Names of instances that users have not created, which do not count towards the limit."""
         self.top = self._tracing(TraceArray(system), None)
+        self._printk_dest = [self.top.array.options]
+        self.top.array.options.printk_dest = self._printk_dest
+        if InterfaceRule.OPTION_COPY_MARKER in system.interface:
+            self.top.array.marker_targets = self._marker_targets
+
+    def _marker_targets(self) -> list[TraceArray]:
+        """Return the trace arrays that record markers of the top one."""
+        arrays = [tracing.array for tracing in self]
+        return [array for array in arrays if TraceOption.COPY_MARKER in array.options.flags]
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
         system = self._system
@@ -129,6 +138,7 @@ class TraceArrays(TaskObserver):
             self._limits.check(Limit.INSTANCES, self.limited)
         array = TraceArray(self._system, expanded=True)
         array.take_over(self.top.array.options.flags & INHERITED_OPTIONS)
+        array.options.printk_dest = self._printk_dest
         tracing = self._tracing(array, self.top.array)
         self._instances[name] = tracing
         if not is_limited:
@@ -167,6 +177,7 @@ class TraceArrays(TaskObserver):
         # instance.
         if self._hists.system.with_variables(tracing.array):
             raise KernelError(errno.EBUSY, f"instances/{name}: a histogram has variables; remove its trigger")
+        tracing.array.options.leave_printk()
         del self._instances[name]
         self._unlimited.discard(name)
         tracing.functions.remove()

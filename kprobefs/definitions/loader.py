@@ -227,17 +227,31 @@ class Loader:
 
     def _add(self, path: str, value: str, column: int) -> None:
         """Write those words of `value` that the list in a file does not contain."""
-        present = {without_count(word) for word in saved_words(path, self._read(path))}
-        for word in re.finditer(r"\S+", value):
-            if without_count(word[0]) in present:
-                continue
+        missing = self._missing(path, value)
+        if len(missing) > 1:
+            # Each close of a filter changes the guest's text, and each write of pids copies their set.
+            try:
+                self._files.write(self._path(path), f"{' '.join(word[0] for word in missing)}\n")
+            except OSError:
+                # Which word failed is found out below.
+                missing = self._missing(path, value)
+            else:
+                return
+        for word in missing:
             try:
                 self._write(path, word[0], column + word.start())
             except DefinitionError:
                 # Linux: EINVAL if all functions that match a pattern have the command already.
                 pattern, colon, command = without_count(word[0]).partition(":")
-                if not colon or not _has_command(present, pattern, command):
+                if not colon or not _has_command(self._present(path), pattern, command):
                     raise
+
+    def _present(self, path: str) -> set[str]:
+        return {without_count(word) for word in saved_words(path, self._read(path))}
+
+    def _missing(self, path: str, value: str) -> list[re.Match[str]]:
+        present = self._present(path)
+        return [word for word in re.finditer(r"\S+", value) if without_count(word[0]) not in present]
 
     def _path(self, name: str) -> str:
         return name if name.partition("/")[0] in OUTSIDE else f"{self._tracefs}{name}"

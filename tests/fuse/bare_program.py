@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kprobefs.cli import main as cli
@@ -29,9 +30,16 @@ def build(options: MountOptions) -> Mount:
         kernel.kprobes.set_optimization = lambda _allowed: sys.exit(3)  # type: ignore[method-assign]
     if options.machine.seed == 668:
         time.sleep(60)
-    if options.machine.seed in (669, 671):
-        seconds = 4 if options.machine.seed == 669 else 40
-        kernel.kprobes.set_optimization = lambda _allowed: time.sleep(seconds)  # type: ignore[method-assign]
+    if options.machine.seed == 669:
+        holding = Path(os.environ["KPROBEFS_TEST_HOLDING"])
+
+        def hold(_allowed: bool) -> None:
+            while holding.exists():
+                time.sleep(0.01)
+
+        kernel.kprobes.set_optimization = hold  # type: ignore[method-assign]
+    if options.machine.seed == 671:
+        kernel.kprobes.set_optimization = lambda _allowed: time.sleep(40)  # type: ignore[method-assign]
     owner = Owner(os.geteuid(), os.getegid())
     server = kernel.mount(RootLayout(options.layout), owner)
     if options.machine.seed == 670:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from emulated_kernel.kprobes.aggr_kprobe import MAX_HANDLERS
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.compiled.handler import EventEmitter
 from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.ledger import ledger_mismatches
 from tests.shell import Shell
 
@@ -197,3 +199,24 @@ def test_handlers_follow_each_change_in_their_order() -> None:
         kernel.enable_kprobe(probes[0])
         assert hit() == [0]
         assert not ledger_mismatches(kernel.machine.text)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "again"),
+    [("hist:keys=a if b == {}", errno.EEXIST), ("hist:keys=a:v{}=b", errno.EINVAL)],
+)
+def test_each_further_histogram_is_work_for_one(wanted: str, again: int) -> None:
+    """Though a new one is compared with all others, be their filters or their fields different."""
+    totals = []
+    with Kernel() as kernel:
+        shell = Shell(kernel)
+        shell.write("/tracing/kprobe_events", "p:h gcd a=$arg1 b=$arg2")
+
+        def add(number: int) -> None:
+            shell.write("/tracing/events/kprobes/h/trigger", wanted.format(number))
+
+        for number in range(0, FEW, 20):
+            totals.append(calls_of(add, range(number, number + 20)))
+        with pytest.raises(KernelError, match=f"Errno {again}"):
+            add(0)
+    assert totals[-1] < 2 * totals[1], totals

@@ -119,6 +119,28 @@ def test_the_memory_of_open_files_that_were_read_at_their_end() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("first_size", [1, 100_000])
+def test_open_files_of_one_long_record_share_its_text(first_size: int) -> None:
+    """Wherever each of them is in it, and whether the file has records or is an attribute."""
+
+    def render() -> str:
+        return "".join(f"{number:079d}\n" for number in range(2000))
+
+    text = render().encode()
+    files = [open_file(file) for file in (SeqFile(0o400, single(render)), AttributeFile(0o444, render))]
+    tracemalloc.start()
+    try:
+        for file in files:
+            opened = [file.node.opened_as(file.node, os.O_RDONLY, ROOT) for _ in range(100)]
+            for number, each in enumerate(opened):
+                assert each.read(first_size + number, 0) == text[: first_size + number]
+            assert tracemalloc.get_traced_memory()[0] < 3 * len(text)
+            for number, each in enumerate(opened):
+                assert each.read(1 << 20, first_size + number) == text[first_size + number :]
+    finally:
+        tracemalloc.stop()
+
+
 def test_read_after_write_begins_at_the_start() -> None:
     """As recorded in quirks.json: rdwr_same_fd. The front end's offset counts what was written."""
     lines: list[str] = []

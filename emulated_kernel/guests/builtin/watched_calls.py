@@ -27,10 +27,10 @@ class WatchedCalls:
         self._patched = 0
         self._is_stale = False
         """Whether the text may have changed since `_patched` was found."""
-        self.before_more: list[Callable[[], object]] = []
+        self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text is in more kinds of calls; they may run the guest.
 
-        They open the open files of mounts in the guest.
+        They open the open files of mounts in the guest. The argument says whether the kinds include NAMES.
         """
         text.before_change = self._before_change
 
@@ -59,11 +59,15 @@ class WatchedCalls:
 
     def _before_change(self, address: int) -> None:
         self.execute_patches(Calls.ALL)
-        if self._functions.of(address) & ~self._patched:
-            self.open_files()
+        more = self._functions.of(address) & ~self._patched
+        if more:
+            self._tell(names_end=bool(more & Calls.NAMES))
         self._is_stale = True
 
     def open_files(self) -> None:
-        """Open all open files of mounts in the guest, before it may be too late. Lock: needs."""
+        """Let the guest open all open files of mounts, before it may be too late. Lock: needs."""
+        self._tell(names_end=False)
+
+    def _tell(self, *, names_end: bool) -> None:
         for call in self.before_more:
-            call()
+            call(names_end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -23,7 +23,12 @@ from emulated_kernel.trace.filter.predicates import POINTED_STRING_MAX
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output import graph_output
 from emulated_kernel.trace.output.graph_output import GraphPrinter
-from emulated_kernel.trace.output.line_formatter import LineFormatter
+from emulated_kernel.trace.output.line_formatter import (
+    LONG_SEQ_SIZE,
+    SEQ_SIZE,
+    FlagColumns,
+    LineFormatter,
+)
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output.trace_file import TraceHeader, header_text, timed_records, trace_lines
 from emulated_kernel.trace.ring.buffer import RingBuffer
@@ -73,6 +78,7 @@ class TraceArray(ArrayRings, Recorder):
         """
         super().__init__(system, expanded=expanded)
         self.options = TraceOptions(
+            system.interface,
             system.tracer_options,
             self._options_changed,
             self.tracers,
@@ -80,6 +86,12 @@ class TraceArray(ArrayRings, Recorder):
             system.printk,
             self._tracer_option_changed,
         )
+        self._columns = FlagColumns(
+            InterfaceRule.MIGRATE_COLUMN in system.interface,
+            InterfaceRule.LAZY_RESCHED in system.interface,
+        )
+        self.marker_targets: Callable[[], Iterable[TraceArray]] = lambda: (self,)
+        """Returns the trace arrays that record the markers which are written to this one."""
         self.clock: TraceClock = LOCAL
         self.current_tracer = NOP_TRACER
         self._tracers = {NOP_TRACER: Tracer()}
@@ -338,8 +350,19 @@ class TraceArray(ArrayRings, Recorder):
         Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1)
         """
         self._check_markers()
-        if not data:
-            return 0
+        return self._to_targets(TraceArray._write_text, data) if data else 0
+
+    def _to_targets(self, write: Callable[[TraceArray, bytes], int], data: bytes) -> int:
+        """Write a marker to each target, and return what the last one has taken.
+
+        Raises: KernelError ENODEV (there is no target), the error of the first target that fails.
+        """
+        taken = [write(array, data) for array in self.marker_targets()]
+        if not taken:
+            raise KernelError(errno.ENODEV, "no trace array has the option copy_trace_marker; set it in one")
+        return taken[-1]
+
+    def _write_text(self, data: bytes) -> int:
         limit = MARKER_LIMIT
         if InterfaceRule.LONG_MARKERS in self.system.interface:
             limit = MAX_DATA_SIZE - COMMON_SIZE - self.system.arch.word_size - _NEWLINE_SIZE
@@ -364,6 +387,9 @@ class TraceArray(ArrayRings, Recorder):
         Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1)
         """
         self._check_markers()
+        return self._to_targets(TraceArray._write_raw, data)
+
+    def _write_raw(self, data: bytes) -> int:
         interface = self.system.interface
         is_exact = InterfaceRule.RAW_MARKER_SIZE in interface
         limit = RAW_MARKER_LIMIT
@@ -422,6 +448,7 @@ class TraceArray(ArrayRings, Recorder):
         entries = sum(counters.entries for counters in stats)
         overruns = sum(counters.overrun for counters in stats)
         header = TraceHeader(
+            columns=self._columns,
             tracer=self.current_tracer,
             entries=entries,
             total=entries + overruns,
@@ -473,6 +500,9 @@ class TraceArray(ArrayRings, Recorder):
                 print_parent=TraceOption.PRINT_PARENT in flags,
             ),
             time_start=self._time_start,
+            columns=self._columns,
+            limit=LONG_SEQ_SIZE if InterfaceRule.LONG_LINES in system.interface else SEQ_SIZE,
+            shows_symbols=InterfaceRule.FIELDS_AS_SYMBOLS in system.interface,
         )
 
     def clear_trace(self, cpu: int | None = None) -> None:

@@ -142,7 +142,10 @@ class TraceEvent(ABC):
     @property
     def needs_entry(self) -> bool:
         """Whether a trigger or soft mode exists, so that guest code cannot handle a hit."""
-        return any(file.is_special for file in self.files.values())
+        for file in self.files.values():  # noqa: SIM110 - a generator would cost more calls
+            if file.is_special:
+                return True
+        return False
 
     def file(self, recorder: Recorder) -> EventFile:
         """Return the event's EventFile in a trace array; create it at the first call."""

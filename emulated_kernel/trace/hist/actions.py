@@ -64,7 +64,7 @@ class Action:
 
     def key(self) -> tuple[object, ...]:
         """Return a tuple that is the same for equivalent actions. Mirrors: actions_match (v6.1)."""
-        return (self.handler, self.kind, self.params, self.target_name, self.match, self.tracked_name)
+        return (self.handler, self.kind, tuple(self.params), self.target_name, self.match, self.tracked_name)
 
     def show(self) -> str:
         """Return the action as the trigger file shows it. Mirrors: print_actions_spec (v6.1)."""

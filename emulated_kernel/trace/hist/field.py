@@ -253,8 +253,11 @@ class Histogram:
 
     def variable(self, name: str) -> HistField | None:
         """Return the variable with this name, or None. Mirrors: find_var_field (v6.1)."""
-        found = (each for each in self.fields if each.flags & Flag.VAR and each.variable == name)
-        return next(found, None)
+        # The name first: operators of Flag are slow, and an event may have thousands of histograms.
+        for each in self.fields:
+            if each.variable == name and each.flags & Flag.VAR:
+                return each
+        return None
 
     def timestamp(self, time: int) -> int:
         """Convert a time from the clock's unit to the unit of the histogram."""

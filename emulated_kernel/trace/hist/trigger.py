@@ -48,6 +48,8 @@ class HistTrigger(HistHolder):
 
         While the trigger exists, the event can't be removed.
         """
+        self.identity = 0
+        """Hash of _identity() of the trigger since it was registered."""
         self._command = release
 
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
@@ -145,7 +147,7 @@ class HistCommand(TriggerCommand):
         attrs = data.attrs
         log = data.log
         shared = self._find_named(attrs.name)
-        if shared is not None and not self._matches(trigger, shared, shared, ignore_filter=True):
+        if shared is not None and _contents(trigger.data) != _contents(shared.data):
             raise log.error(HistError.NAMED_MISMATCH, attrs.name or "")
         is_first = attrs.name is not None and shared is None
         if not is_first and self._find_match(trigger, data.file, shared) is not None:
@@ -159,6 +161,7 @@ class HistCommand(TriggerCommand):
             with log.instead(HistError.SET_CLOCK_FAIL, attrs.clock):
                 data.triggers.array.set_clock(attrs.clock)
         self._take_name(trigger, shared)
+        trigger.identity = hash(_identity(trigger))
 
     def _find_named(self, name: str | None) -> HistTrigger | None:
         """Return the trigger that owns the data with this name, or None.
@@ -190,7 +193,7 @@ class HistCommand(TriggerCommand):
         if not attrs.changes:
             return False
         shared = self._find_named(attrs.name)
-        is_known = shared is not None and self._matches(trigger, shared, shared, ignore_filter=True)
+        is_known = shared is not None and _contents(trigger.data) == _contents(shared.data)
         if attrs.name is not None and not is_known:
             return False
         existing = self._find_match(trigger, file, shared)
@@ -263,37 +266,47 @@ class HistCommand(TriggerCommand):
     def _find_match(
         self, trigger: HistTrigger, file: EventFile, shared: HistTrigger | None
     ) -> HistTrigger | None:
+        """Return the trigger of an event that has an equivalent histogram, or None.
+
+        `shared` is the trigger that owns the data with the trigger's name, or None.
+        """
+        identity = _identity(trigger)
+        wanted = hash(identity)
         for other in file.triggers:
-            if isinstance(other, HistTrigger) and self._matches(trigger, other, shared):
+            # An event may have thousands of triggers.
+            if (
+                isinstance(other, HistTrigger)
+                and other.identity == wanted
+                and _has_data_of(other, shared)
+                and _identity(other) == identity
+            ):
                 return other
         return None
 
-    def _matches(
-        self,
-        trigger: HistTrigger,
-        other: HistTrigger,
-        shared: HistTrigger | None,
-        *,
-        ignore_filter: bool = False,
-    ) -> bool:
-        """Return True if two triggers have equivalent histograms. Mirrors: hist_trigger_match (v6.1)."""
-        if shared is None:
-            if other.name is not None:
-                return False
-        elif shared is not other and shared is not other.shared:
-            return False
-        own = trigger.data
-        theirs = other.data
-        if not ignore_filter and trigger.filter_text() != other.filter_text():
-            return False
-        return (
-            (len(own.values), own.sort_keys) == (len(theirs.values), theirs.sort_keys)
-            and [_identity(each) for each in own.fields] == [_identity(each) for each in theirs.fields]
-            and [action.key() for action in own.actions] == [action.key() for action in theirs.actions]
-        )
+
+def _has_data_of(other: HistTrigger, shared: HistTrigger | None) -> bool:
+    """Return True if a trigger uses the data that `shared` owns, or data without a name if it is None."""
+    return other.name is None if shared is None else shared in (other, other.shared)
 
 
-def _identity(each: HistField) -> tuple[object, ...]:
+def _identity(trigger: HistTrigger) -> tuple[str, tuple[object, ...]]:
+    """Return the trigger's filter and contents. Triggers with equal results have equivalent histograms.
+
+    Mirrors: hist_trigger_match (v6.1).
+    """
+    return trigger.filter_text(), _contents(trigger.data)
+
+
+def _contents(data: HistData) -> tuple[object, ...]:
+    return (
+        len(data.values),
+        tuple(data.sort_keys),
+        tuple(_field_identity(each) for each in data.fields),
+        tuple(action.key() for action in data.actions),
+    )
+
+
+def _field_identity(each: HistField) -> tuple[object, ...]:
     """Return a tuple that is the same for equivalent fields of two histograms."""
     source = each.field
     field = None if source is None else (source.name, source.type, source.size, source.is_signed)

@@ -215,7 +215,8 @@ def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None
     checks_modules = InterfaceRule.MODULE_SYMBOLS_CHECKED in interface
     if colon and not (checks_modules and symbols.has_module(module)):
         return
-    count = symbols.count_name(symbol)
+    count = symbols.count_in_kernel(symbol) if InterfaceRule.SYMBOLS_OF_KERNEL_FIRST in interface else 0
+    count = count or symbols.count_name(symbol)
     is_einval = InterfaceRule.SYMBOL_EINVAL in interface
     if count > 1:
         code = errno.EINVAL if is_einval else errno.EADDRNOTAVAIL

@@ -22,6 +22,8 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _MAX_REPEATS = 0xFFFF
+_UNUSED = "ftrace_stub"
+"""Name of Linux's function that a site without users is said to call."""
 _INVALID_FUNCTION = "__ftrace_invalid_address__"
 
 
@@ -41,6 +43,7 @@ class KernelFunctions:
         self._sites = sites
         self._is_entry = verdict.is_entry_site
         self._has_trampolines = arch.has_ops_trampolines
+        self._has_subops = InterfaceRule.FUNCTION_SUBOPS in interface
         self._has_flags = InterfaceRule.FUNCTION_FLAGS in interface
         self._word_size = arch.word_size
         self._hit = hit
@@ -167,7 +170,7 @@ class KernelFunctions:
             past = ""
             if self._has_flags:
                 past = f"  {' M ' if site in sites.modified else '   '}"
-            way = self._way(target, users) if users else ""
+            way = self._way(target, users)
             yield f"{function.shown} ({len(users)}){regs}{ip}  {past}{way}\n"
 
     def _way(self, target: int, users: Sequence[FtraceOps]) -> str:
@@ -179,10 +182,14 @@ class KernelFunctions:
         """
         if not self._has_trampolines:
             return ""
+        if not users:
+            return f" ->{_UNUSED}"
         if len(users) > 1:
             return f" ->{OPS_LIST_FUNC}"
         symbol = users[0].symbol()
-        return f"\ttramp: {target:#x} ({symbol}) ->{symbol}"
+        subops = users[0].sub_symbols if self._has_subops else None
+        end = f"\tsubops: {{ent:{subops[0]} ret:{subops[1]}}}" if subops else ""
+        return f"\ttramp: {target:#x} ({symbol}) ->{symbol}{end}"
 
 
 @dataclass(slots=True)

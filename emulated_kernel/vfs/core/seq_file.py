@@ -15,6 +15,7 @@ from emulated_kernel.util.errors import KernelError, YieldLock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Piece, Steps, encode, finish
+from emulated_kernel.vfs.core.shared_text import EMPTY, SharedText, shared
 
 PIECE_SIZE = 1 << 10
 """Minimum size of a piece of definitions in bytes; the piece ends at the next newline.
@@ -199,17 +200,20 @@ class Stream(Protocol):
 class SeqReader:
     """Reads records as a seq_file does, with a buffer of whole records that are rendered when needed.
 
-    A read at 0 starts again from the first record. A read that continues returns the rest of the buffer, and
-    then the current records from the next index on. A read at another position renders all records before it,
-    and drops them. The buffer has less than twice the data that no read has returned yet.
+    A read at 0 starts again from the first record. A read that continues returns the rest of the last record,
+    and then the current records from the next index on. A read at another position renders all records before
+    it, and drops them. Between two reads, only the last record is kept. Readers of equal records share it.
     Mirrors: fs/seq_file.c:seq_read_iter, traverse (v6.1).
     """
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._buffer = b""
+        self._last = EMPTY
+        """The last record that a read has rendered."""
         self._start = 0
-        """Number of bytes of the buffer that reads have returned."""
+        """Number of bytes of the last record that reads have returned."""
+        self._buffer = b""
+        """The data that an unfinished read has so far."""
         self._skipped = 0
         """Number of bytes before the buffer that are still to be rendered and dropped."""
         self._index = 0
@@ -223,42 +227,45 @@ class SeqReader:
         Raises: YieldLock (more records must be rendered: call again to continue).
         """
         if position != self._position or (position == 0 and not self._is_paused):
-            self._buffer = b""
+            self._last = EMPTY
             self._start = 0
+            self._buffer = b""
             self._skipped = position
             self._index = 0
             self._position = position
+        elif not self._is_paused:
+            self._buffer = self._last.data[self._start : self._start + size]
+            self._start += len(self._buffer)
         self._is_paused = True
         self._fill(size)
         self._is_paused = False
-        data = self._buffer[self._start : self._start + size]
-        self._start += len(data)
+        data = self._buffer[:size]
+        self._buffer = b""
         self._position += len(data)
-        if 2 * self._start >= len(self._buffer):
-            self._buffer = self._buffer[self._start :]
-            self._start = 0
         return data
 
     def _fill(self, size: int) -> None:
-        missing = self._skipped + self._start + size - len(self._buffer)
+        missing = self._skipped + size - len(self._buffer)
         if missing <= 0:
             return
-        rendered: list[str] = []
+        rendered: list[bytes] = []
         is_paused = False
         for record in self._records(self._index):
-            rendered.append(record)
-            missing -= len(record)
+            rendered.append(encode(record))
+            missing -= len(rendered[-1])
             if missing <= 0:
                 break
             if record is PAUSE or len(rendered) >= RECORDS_PER_STEP:
                 is_paused = True
                 break
         self._index += len(rendered)
-        data = encode("".join(rendered))
+        data = b"".join(rendered)
         self._buffer += data[self._skipped :]
         self._skipped = max(0, self._skipped - len(data))
         if is_paused:
             raise YieldLock
+        self._last = shared(rendered[-1]) if missing < 0 else EMPTY
+        self._start = len(self._last.data) + min(missing, 0)
 
 
 class _OpenSeq(OpenFile):
@@ -565,14 +572,14 @@ class LastCloseFile(File):
 
 class _OpenAttribute(OpenFile):
     node: AttributeFile
-    _text: bytes | None = None
+    _text: SharedText | None = None
 
     def _read(self, size: int, position: int) -> bytes:
         if self.node.show is None:
             return super()._read(size, position)
         if position == 0 or self._text is None:
-            self._text = encode(self.node.show())
-        return self._text[position : position + size]
+            self._text = shared(encode(self.node.show()))
+        return self._text.data[position : position + size]
 
     def _write(self, data: bytes) -> int:
         if self.node.store is None:

@@ -16,8 +16,15 @@ _LINES = {
         "                   f[:[<group>/][<event>]] <func-name>[%return] [<args>]\n"
     ),
     InterfaceRule.TRACEPOINT_EVENTS: "                   t[:[<group>/][<event>]] <tracepoint> [<args>]\n",
+    InterfaceRule.EVENT_PROBES: (
+        "                   e[:[<group>/][<event>]] <attached-group>.<attached-event> [<args>] "
+        "[if <filter>]\n"
+    ),
+    InterfaceRule.SYSCALL_USER_DATA: (
+        "  syscall_user_buf_size   - the most bytes of a string or buffer in a record of a system call\n"
+    ),
     InterfaceRule.EVENT_MODULES: (
-        "                            <group>:<event>:mod:<module> means only events of that module\n"
+        "                            Can enable module events via: :mod:<module>\n"
     ),
     InterfaceRule.EVENT_LISTS: (
         "  show_event_filters      - the filters of all events\n"
@@ -57,7 +64,15 @@ def _types(interface: Interface) -> str:
 def readme_text(interface: Interface) -> str:
     """Return the text of README for an interface."""
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
-    further = lines[InterfaceRule.EVENT_MODULES] + lines[InterfaceRule.EVENT_LISTS]
+    probes = lines[InterfaceRule.EVENT_PROBES]
+    further = "".join(
+        lines[rule]
+        for rule in (
+            InterfaceRule.EVENT_MODULES,
+            InterfaceRule.EVENT_LISTS,
+            InterfaceRule.SYSCALL_USER_DATA,
+        )
+    )
     events = lines[InterfaceRule.FPROBE_EVENTS] + lines[InterfaceRule.TRACEPOINT_EVENTS]
     nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
     stack = "common_stacktrace" if InterfaceRule.HIST_COMMON_STACKTRACE in interface else "stacktrace"
@@ -128,8 +143,7 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
                    $retval,
 {lines[InterfaceRule.BTF_ARGS]}                   +|-[u]<offset>(<fetcharg>), \\imm-value, \\"imm-string"
 {lines[InterfaceRule.ENTRY_ARGS]}{_types(interface)}                   s:[synthetic/]<event> <field> [<field>]
-                   e[:[<group>/][<event>]] <attached-group>.<attached-event> [<args>] [if <filter>]
-            field: <stype> <name>;
+{probes}            field: <stype> <name>;
             stype: u8/u16/u32/u64, s8/s16/s32/s64, pid_t, bool, gfp_t,
                    [unsigned] char/int/long, char[<size>], char[]
   dynamic_events          - Create/append/remove/show events of all kinds that have definitions

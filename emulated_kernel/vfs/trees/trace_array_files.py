@@ -12,6 +12,7 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.trace.events.array_events import EventPidsFile
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output.options import TraceOptions
 from emulated_kernel.trace.ring.buffer import RingBuffer
@@ -81,6 +82,7 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
             moves=Moves.BY_BYTES,
         ),
         **(_event_lists(tracing) if InterfaceRule.EVENT_LISTS in array.system.interface else {}),
+        **_user_data_file(array.system.user_data),
         "set_event_notrace_pid": list_file(EventPidsFile(tracing.events, array.pids.untraced)),
         "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
         "set_ftrace_filter": EditedFile(READ_WRITE, functions.filter),
@@ -88,6 +90,12 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         "set_ftrace_notrace_pid": list_file(functions.pids.untraced),
         "set_ftrace_pid": list_file(functions.pids.traced),
     }
+
+
+def _user_data_file(size: UserDataSize | None) -> dict[str, Node]:
+    if size is None:
+        return {}
+    return {"syscall_user_buf_size": number_file(lambda: size.value, size.set)}
 
 
 def _event_lists(tracing: Tracing) -> dict[str, Node]:

@@ -8,6 +8,7 @@ from functools import partial
 
 from emulated_kernel.components.guest_directories import MAKES, GuestDirectories
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.guest.cpu_report import cpu_text
 from emulated_kernel.guests.linux.guest.passing_time import RealTime
 from emulated_kernel.guests.linux.initramfs import DEVICES, PROC, TMPFS
 from emulated_kernel.guests.linux.mounts.control_calls import LinuxControlCalls
@@ -89,6 +90,7 @@ def probed_mount(
 
     calls = Calls(call_function, engine.machine.memory.word_size)
     machine = {
+        "cpu": SeqFile(0o444, single(lambda: cpu_text(engine.tasks.shown_cpu, engine.tasks.release))),
         "call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute),
         "load": GuestSteppedFile(
             0o644, listing(guest.loads.text), each_line(guest.say, "load", guest.loads.parsed)
