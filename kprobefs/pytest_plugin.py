@@ -1,6 +1,7 @@
 """The pytest plugin: provides kernels and mounts for tests of tracing tools, without root or KVM.
 
-Fixtures: `tracefs`, `kernel`, `kprobefs_mount` and `kprobefs_arch`; the marker `architectures`.
+Fixtures: `tracefs`, `kernel`, `kprobefs_mount`, `kprobefs_arch` and `kprobefs_image`; the markers
+`architectures` and `kernels`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from emulated_kernel import Kernel
 
 MARKER = "architectures"
+KERNELS_MARKER = "kernels"
 END_TIMEOUT = 20.0
 """Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
@@ -26,7 +28,11 @@ _STAY = ("sh", "-c", 'printf "%s\\n" "$KPROBEFS"; exec cat > /dev/null')
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker `architectures`."""
+    """Register the markers `architectures` and `kernels`."""
+    config.addinivalue_line(
+        "markers",
+        f"{KERNELS_MARKER}(*versions): run the test on each of these kernels, such as 6.1, that is at hand",
+    )
     config.addinivalue_line(
         "markers",
         f"{MARKER}(*names): run the test once on each architecture (default: on all)",
@@ -34,7 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test with the marker `architectures` run once for each of its architectures."""
+    """Make a test run once for each architecture or kernel that its marker names."""
+    kernels = metafunc.definition.get_closest_marker(KERNELS_MARKER)
+    if kernels is not None:
+        if not kernels.args or "kprobefs_image" not in metafunc.fixturenames:
+            why = "the test uses no mount of kprobefs" if kernels.args else "no version given"
+            pytest.fail(f"{metafunc.definition.nodeid}: {KERNELS_MARKER}: {why}", pytrace=False)
+        metafunc.parametrize("kprobefs_image", kernels.args, indirect=True)
     marker = metafunc.definition.get_closest_marker(MARKER)
     if marker is None:
         return
@@ -58,6 +70,26 @@ def kprobefs_arch(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
+    """Return the kernel that the marker `kernels` chose for this run; default: None, kprobefs's own kernel.
+
+    Skip the test if that kernel is not at hand.
+    """
+    wanted = getattr(request, "param", None)
+    if wanted is None:
+        return None
+    from kprobefs.common.kernel_packages import KERNELS, find
+
+    arch, _, version = str(wanted).rpartition(":")
+    if arch not in ("", "x86_64"):
+        pytest.skip(f"{wanted}: distributions' kernels run on x86_64 only")
+    found = find(version)
+    if found is None:
+        pytest.skip(f"{wanted}: no such kernel; run kprobefs images fetch, or name its file in ${KERNELS}")
+    return found
+
+
+@pytest.fixture
 def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
     """Boot an emulated kernel in this process, for the Python API. It needs no FUSE."""
     from emulated_kernel import Kernel, MachineConfig
@@ -67,17 +99,41 @@ def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def kprobefs_mount(kprobefs_arch: str) -> Iterator[Callable[..., Path]]:
+def kprobefs_mount(kprobefs_arch: str, kprobefs_image: Path | None) -> Iterator[Callable[..., Path]]:
     """Return a function that mounts a kernel until the test ends, and returns the mount's directory.
 
-    Keyword arguments: `arch` (the marker's, or x86_64), `cpus` (1), `seed` (1), `layout` ("full": kprobes/,
-    tracing/, machine/, scratch/; "tracefs": tracefs itself).
+    Keyword arguments: `arch` (the marker's, or x86_64), `image` (a distribution's kernel; default: the
+    marker's, or kprobefs's own), `kprobes` ("kprobefs" or "kernel"), `cpus` (1), `seed` (1), `clock`
+    ("virtual"), `profile`, `return_hook`, and `layout` ("full": kprobes/, tracing/, machine/, scratch/;
+    "tracefs": tracefs itself). An argument that is None has the default of `kprobefs mount`.
     """
     with ExitStack() as stack:
 
-        def mount(*, arch: str = kprobefs_arch, cpus: int = 1, seed: int = 1, layout: str = "full") -> Path:
-            options = {"arch": arch, "cpus": cpus, "seed": seed, "layout": layout}
-            words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        def mount(
+            *,
+            arch: str = kprobefs_arch,
+            image: Path | str | None = kprobefs_image,
+            kprobes: str | None = None,
+            cpus: int = 1,
+            seed: int = 1,
+            clock: str | None = None,
+            profile: str | None = None,
+            return_hook: str | None = None,
+            layout: str = "full",
+        ) -> Path:
+            options = {
+                "arch": arch,
+                "image": image,
+                "kprobes": kprobes,
+                "cpus": cpus,
+                "seed": seed,
+                "clock": clock,
+                "profile": profile,
+                "return-hook": return_hook,
+                "layout": layout,
+            }
+            given = {name: value for name, value in options.items() if value is not None}
+            words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
             return stack.enter_context(_mounted(words))
 
         yield mount

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +22,8 @@ LIBRARY = "usr/lib/kprobefs"
 EXTRAS = ("", "completion")
 NOT_NEEDED = {"..", "__pycache__", "include"}
 """Parts of paths that are left out of Python packages: their commands, bytecode, C headers."""
+LINK = re.compile(r"!?\[(?P<words>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
+"""A link of a document in Markdown."""
 LAUNCHER = """\
 #!/usr/bin/python3 -I
 # The program's own directory comes first: Debian has other versions of its requirements.
@@ -194,8 +198,24 @@ def install_documents(tree: Path) -> None:
     place = tree / "usr/share/doc/kprobefs"
     put(place / "copyright", (ROOT / "LICENSE").read_bytes())
     put(place / "changelog.gz", packed((ROOT / "CHANGELOG.md").read_bytes()))
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        put(place / document.relative_to(ROOT), document.read_bytes())
+    pictures = (ROOT / "docs").rglob("*.svg")
+    shipped = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(pictures)]
+    for document in shipped:
+        data = document.read_bytes()
+        if document.suffix == ".md":
+            data = without_dead_links(data.decode(), document, {path.resolve() for path in shipped}).encode()
+        put(place / document.relative_to(ROOT), data)
+
+
+def without_dead_links(text: str, document: Path, shipped: Collection[Path]) -> str:
+    """Return a document's text in which links to files that are not `shipped` are plain words."""
+
+    def kept(link: re.Match[str]) -> str:
+        path = link["target"].partition("#")[0]
+        is_alive = not path or "://" in path or (document.parent / path).resolve() in shipped
+        return link[0] if is_alive else link["words"]
+
+    return LINK.sub(kept, text)
 
 
 def write_control(tree: Path, vendored: list[str]) -> str:

@@ -17,13 +17,14 @@ from emulated_kernel.arch.riscv.insn import RA, T0, RiscvInsn, decode_insn
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import GuestAddr, Kprobe
+from emulated_kernel.kprobes.profile import STRATEGIES
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHandler
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from emulated_kernel.util.errors import KernelError
-from tests.arch.decoding import is_call, is_return
+from tests.arch.decoding import insn_length, is_call, is_return
 
 _RISCV_SRET = 0x10200073
 _MAX_INSN_SIZE = 15
@@ -152,7 +153,13 @@ class Chains:
         return int(self._kernel.machine.regs.get("sepc"))
 
     def _kind(self, address: int) -> tuple[str, int]:
-        """Return the kind of an instruction ("call", "leaves" or ""), and its end address."""
+        """Return the kind of an instruction ("call", "leaves" or ""), and a call's return address.
+
+        A detour contains a relocated call as a push of the original return address and a jump.
+        """
+        copied = self._relocated_call(address)
+        if copied is not None:
+            return "call", copied
         read, rest = self._kernel.machine.memory.read, 4096 - address % 4096
         try:
             code = read(address, _MAX_INSN_SIZE)
@@ -164,6 +171,16 @@ class Chains:
         if found is None:
             found = self._kinds[key] = self._read_kind(address, code)
         return found
+
+    def _relocated_call(self, address: int) -> int | None:
+        """Return the original return address of a relocated call that a jump at `address` ends, or None."""
+        if self._lookup(address) is not None:
+            return None
+        found = self._kernel.kprobes.resolve_probed_address(address)
+        if found is None or not found.pushed:
+            return None
+        code = self._kernel.machine.text.original(found.address, _MAX_INSN_SIZE)
+        return found.address + insn_length(self._arch, code)
 
     def _read_kind(self, address: int, code: bytes) -> tuple[str, int]:
         with suppress(KernelError):
@@ -277,12 +294,14 @@ def probe(kernel: Kernel) -> None:
         kernel.kprobes.optimizer.flush()
 
 
-def compare(arch: str, hook: str | None, one_of: int = 1) -> Chains:
+def compare(arch: str, hook: str | None, one_of: int = 1, strategy: str | None = None) -> Chains:
     """Compare the chains of one kernel, without probes or with probes and the return hook `hook`.
+
+    `strategy` is the optimization policy, or None for that of the profile.
 
     Raises: the first exception that occurred while an instruction was followed.
     """
-    config = MachineConfig(arch=arch, clock="virtual", run_budget=600, return_hook=hook)
+    config = MachineConfig(arch=arch, clock="virtual", run_budget=600, return_hook=hook, strategy=strategy)
     with Kernel(config) as kernel:
         if hook is not None:
             probe(kernel)
@@ -299,12 +318,14 @@ def main(names: list[str]) -> int:
     wrong = 0
     parser = argparse.ArgumentParser(description="Compares call chains with what the CPU did.")
     parser.add_argument("archs", metavar="ARCH", nargs="*", help=f"(default: {' '.join(ARCHITECTURES)})")
-    archs = parser.parse_args(names).archs
+    parser.add_argument("--strategy", choices=STRATEGIES, help="optimization policy (default: the profile's)")
+    options = parser.parse_args(names)
+    archs = options.archs
     if unknown := set(archs) - set(ARCHITECTURES):
         parser.error(f"{' '.join(sorted(unknown))}: unknown architecture; use {', '.join(ARCHITECTURES)}")
     for arch in archs or ARCHITECTURES:
         for hook in (None, *SHADOW_STACKS):
-            chains = compare(arch, hook)
+            chains = compare(arch, hook, strategy=options.strategy)
             print(f"{arch} {hook}: {chains.wrong.total()} wrong;", end=" ")
             print("; ".join(f"{count} {code.value}" for code, count in chains.compared.items()), flush=True)
             for example in chains.examples[:5]:

@@ -17,6 +17,7 @@ from operator import add
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.profile import STRATEGIES
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from tests.ledger import ledger_mismatches
@@ -157,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stress.everywhere", description=__doc__)
     parser.add_argument("--arch", default="x86_64")
     parser.add_argument("--profile", default="linux-6.1")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="optimization policy (default: the profile's)")
     parser.add_argument("--functions", action="store_true", help="probe one function after the other")
     parser.add_argument(
         "--parts", type=int, default=1, help="number of rounds; each probes another part of the places"
@@ -165,7 +167,9 @@ def main(argv: list[str] | None = None) -> int:
         "--begin", type=int, default=0, metavar="N", help="number of the first round, 0 to parts-1"
     )
     options = parser.parse_args(argv)
-    config = MachineConfig(arch=options.arch, profile=options.profile, run_budget=600)
+    config = MachineConfig(
+        arch=options.arch, profile=options.profile, strategy=options.strategy, run_budget=600
+    )
     for part in range(options.begin, options.parts):
         with Kernel(config) as kernel:
             try:

@@ -177,6 +177,8 @@ class Arch(ABC):
     """Size of an insn slot in bytes; also the number of bytes that prepare() needs at the probed address."""
     jump_size: int
     """Size in bytes of the code that `relative_jump` returns."""
+    jump_back_size: int
+    """Size in bytes of the jump at the end of a detour."""
     call_size: int
     """Size in bytes of the code that `relative_call` returns, and of an fentry site."""
     strategies: Mapping[str, OptimizationPolicy[Any]]
@@ -378,17 +380,21 @@ class Arch(ABC):
         assert len(code) <= self.max_detour
         return Detour(code, len(save), len(template))
 
-    def detour_parts(self, start: int, trap: int, copied: int, region: Region) -> tuple[CodePart, ...]:
-        """Return the parts of a detour. The other arguments are those of its address and of Detour.
+    def detour_parts(self, start: int, trap: int, copied: int, end: int) -> tuple[CodePart, ...]:
+        """Return the parts of a detour from `start` to `end`. The other arguments are those of Detour.
 
-        `start`, `trap` and `copied` are addresses, or offsets.
+        All arguments are addresses, or offsets.
         """
         return (
             CodePart("save the registers", start),
             CodePart("call the handlers", trap),
             CodePart("restore the registers", trap + len(self.breakpoint)),
-            *copied_parts(copied, region.length),
+            *self.copied_parts(copied, end),
         )
+
+    def copied_parts(self, copied: int, end: int) -> tuple[CodePart, ...]:
+        """Return the parts at the end of a detour: the instructions from `copied` on, and the jump back."""
+        return CodePart("copied instructions", copied), CodePart("jump back", end - self.jump_back_size)
 
     @abstractmethod
     def around_handler(self, region: Region) -> tuple[bytes, bytes]:
@@ -403,6 +409,14 @@ class Arch(ABC):
 
         Raises: KernelError EINVAL, ERANGE.
         """
+
+    def original_place(self, region: Region, copied: int, address: int) -> tuple[int, int]:
+        """Map an address in relocated instructions to the original instruction.
+
+        `copied` is the address of the relocated instructions. The second item of the result is the number of
+        bytes that the relocated instruction has pushed so far.
+        """
+        return region.addr + min(address - copied, region.length), 0
 
     @abstractmethod
     def probe_checker(
@@ -437,8 +451,3 @@ class Arch(ABC):
         The operands have names instead of the addresses that `name` knows.
         """
         return self.disassembler.lines(code, addr, name)
-
-
-def copied_parts(copied: int, length: int) -> tuple[CodePart, ...]:
-    """Return the parts at the end of a detour: `length` bytes of instructions at `copied`, and a jump."""
-    return CodePart("copied instructions", copied), CodePart("jump back", copied + length)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -17,6 +17,7 @@ from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler, unnamed
 from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayout
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
+from emulated_kernel.arch.analysis.tactic import Tactics
 from emulated_kernel.arch.analysis.xrefs import CodeXrefs
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
@@ -45,6 +46,14 @@ class OptimizationPolicy(Generic[Analysis]):
     """
     by_data: bool = False
     """Whether exception fixups and pointers in data also count as branches from outside."""
+    by_code: bool = False
+    """Whether addresses that instructions take also count as branches from outside."""
+    beyond: OptimizationPolicy[Analysis] | None = None
+    """Policy that decides where this policy rejects a jump; it applies only to functions that ftrace knows.
+
+    These are compiled functions. The kernel itself rewrites calls in its assembly while it runs, without a
+    table: in ftrace's trampolines and in those of static calls.
+    """
     by_commit: bool = False
     """Whether a djprobe commit writes the jumps, for the probes that request a jump by their `length`.
 
@@ -150,7 +159,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Addresses of the instructions that have a fixup in __ex_table."""
         self.layout = self.text_layout(image)
         self._known: OrderedDict[int, AnalyzedFunction[Analysis]] = OrderedDict()
-        self._entrances = CodeXrefs(image, self.bits, self.possible_branches)
+        self._entrances = CodeXrefs(image, self.bits, self.possible_branches, self.possible_addresses)
         self.tables_changed()
 
     # Hooks of the architectures
@@ -184,6 +193,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
         Patterns may start in the middle of an instruction.
         """
+
+    @abstractmethod
+    def possible_addresses(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+        """Iterate over (target, source) of all bit patterns in `code` that may take an address of text."""
 
     @abstractmethod
     def label_size(self, code: bytes) -> int:
@@ -351,10 +364,20 @@ class ProbeChecker(ABC, Generic[Analysis]):
             return Rejection(RejectReason.FTRACE, addr)
         if strategy is None:
             return Rejection(RejectReason.NOT_BUILT, addr)
-        found = strategy.region(known.analysis, addr)
-        if strategy.entered is None or isinstance(found, Rejection):
+        found = self._allowed(strategy, known, addr)
+        if strategy.beyond is None or isinstance(found, Region) or not self.is_traced(known.symbol):
             return found
-        return self._entered(strategy, strategy.entered(found), known.symbol) or found
+        other = self._allowed(strategy.beyond, known, addr)
+        return replace(other, linux=self._named(found)) if isinstance(other, Region) else other
+
+    def _allowed(
+        self, policy: OptimizationPolicy[Analysis], known: AnalyzedFunction[Analysis], addr: int
+    ) -> Region | Rejection:
+        """Return the region of a jump by one policy, without the policy beyond it, or the rejection."""
+        found = policy.region(known.analysis, addr)
+        if policy.entered is None or isinstance(found, Rejection):
+            return found
+        return self._entered(policy, policy.entered(found), known.symbol) or found
 
     def _entered(
         self, strategy: OptimizationPolicy[Analysis], inside: range, symbol: Symbol
@@ -364,6 +387,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
         found = ways.label(inside)
         if found is None and strategy.by_data:
             found = ways.fixup(inside) or ways.pointer(inside)
+        if found is None and strategy.by_code:
+            found = ways.address(inside)
         return found or ways.branch(inside, symbol, self._is_insn)
 
     def live_at(self, addr: int) -> LiveRegisters:
@@ -395,17 +420,20 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return the addresses of a function's instructions."""
         return self.insns(self._function(symbol).analysis)
 
-    def reasons(self, symbol: Symbol) -> dict[int, RejectReason | None]:
-        """Return instruction address -> first reason against a jump there, or None if a jump is possible."""
+    def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
+        """Return instruction address -> first reason against a jump there, or None if a jump is possible.
+
+        A jump that Linux's rule refuses has its tactics in place of None.
+        """
         at_once = self.strategy and self.strategy.reasons
         if at_once and not self._has_forbidden(symbol):
             return at_once(self, self._function(symbol))
         if self._is_forbidden(symbol):
             return dict.fromkeys(self.boundaries(symbol), RejectReason.BLACKLISTED)
-        found: dict[int, RejectReason | None] = {}
+        found: dict[int, RejectReason | Tactics | None] = {}
         for addr, refused, outcome in self.check_each_insn(symbol):
             finding = refused or outcome
-            found[addr] = finding.reason if isinstance(finding, Rejection) else None
+            found[addr] = finding.reason if isinstance(finding, Rejection) else finding.tactics or None
         return found
 
     def unpatched_code(self, symbol: Symbol) -> bytes:

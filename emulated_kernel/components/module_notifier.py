@@ -9,6 +9,7 @@ from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.util.abi import ModuleState
 
@@ -27,20 +28,25 @@ class ModuleNotifier:
         kprobes: Kprobes,
         symbols: KernelSymbols,
         functions: KernelFunctions,
+        arrays: TraceArrays,
         events: KprobeEvents,
         forget: Callable[[Sequence[tuple[int, int]], str], None],
+        add_events: Callable[[Module], object] = lambda _module: None,
     ) -> None:
         """Store the parts to update.
 
         `read` and `name` take the address of a struct module and return its contents and its name. `forget`
-        gets the memory ranges that are about to be freed, and the module's name.
+        gets the memory ranges that are about to be freed, and the module's name. `add_events` registers the
+        trace events of a module.
         """
+        self._add_events = add_events
         self._read = read
         self._name = name
         self._live = live
         self._kprobes = kprobes
         self._symbols = symbols
         self._functions = functions
+        self._arrays = arrays
         self._events = events
         self._forget = forget
 
@@ -63,6 +69,8 @@ class ModuleNotifier:
         self._tables_changed()
         self._functions.module_added(module.name, module.mcount)
         self._events.module_coming(module.name)
+        self._add_events(module)
+        self._arrays.module_came(module.name)
 
     def _settle(self, name: str) -> None:
         """Forget symbols, functions and probes of the init memory: a module's init function has returned."""

@@ -22,13 +22,14 @@ from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
 from emulated_kernel.trace.fetch.fetchargs import no_types
 from emulated_kernel.trace.filter.words import FilterWords
 from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.interface import Interface, InterfaceRule, interface_named
 from emulated_kernel.trace.output.tracer_options import TracerOptions
-from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
+from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands, EventKind
 from emulated_kernel.trace.probes.eprobe import EventProbes
 from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
 from emulated_kernel.trace.probes.handler_cost import HandlerCosts
@@ -92,6 +93,8 @@ class TracedKernel:
     """Tracers that the kernel has and kprobefs does not run: name -> option -> whether it is on."""
     marker_ip: int | None = None
     """Address of the code that writes markers; None selects the start of MARKER_SYMBOL."""
+    user_data: UserDataSize | None = None
+    """Size of user memory in records of system calls; None if they have none."""
     measured: Machine | None = None
     """The machine on which handlers' costs are measured; None if costs cannot be measured."""
 
@@ -113,7 +116,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch)
     system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines, interface)
-    functions = _build_functions(kernel, engine, arch)
+    functions = _build_functions(kernel, engine, arch, interface)
     arrays = _build_arrays(kernel, engine, system, functions)
     addresses = records.places(
         kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched
@@ -131,8 +134,14 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)
     # A command is offered to each kind in this order.
-    kinds = (kprobe_events, fprobe_events, synthetic_events, uprobe_events)
-    event_probes = EventProbes(arch, kernel.symbols, commands)
+    kinds: tuple[EventKind[Any] | None, ...] = (
+        kprobe_events,
+        fprobe_events,
+        synthetic_events,
+        uprobe_events,
+    )
+    if InterfaceRule.EVENT_PROBES in interface:
+        kinds += (EventProbes(arch, kernel.symbols, commands),)
     return TracingComponents(
         symbols=kernel.symbols,
         system=system,
@@ -144,7 +153,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         printk_formats=kernel.printk_formats,
         guest_records=records,
         handler_costs=_build_handler_costs(kernel, engine, arch, records, addresses),
-        dynamic_events=DynamicEvents(commands, *(kind for kind in kinds if kind is not None), event_probes),
+        dynamic_events=DynamicEvents(commands, *(kind for kind in kinds if kind is not None)),
         kprobe_events=kprobe_events,
         fprobe_events=fprobe_events,
         synthetic_events=synthetic_events,
@@ -197,6 +206,7 @@ def _build_services(
         interface=interface,
         filter_words=_filter_words(kernel, arch, interface),
         release=kernel.release or interface.release,
+        user_data=kernel.user_data,
     )
 
 
@@ -214,11 +224,15 @@ def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface) -> Fil
     return FilterWords(interface, len(kernel.machine.per_cpu_bases), arch.word_size, find)
 
 
-def _build_functions(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> KernelFunctions:
+def _build_functions(
+    kernel: TracedKernel, engine: ProbeRegistries, arch: Arch, interface: Interface
+) -> KernelFunctions:
     """Build the list of traceable functions, by which tracers attach to fentry sites."""
     kprobes = engine.kprobes
     called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
-    return KernelFunctions(kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch)
+    return KernelFunctions(
+        kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch, interface
+    )
 
 
 def _build_arrays(

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.image import prototypes, types_file
+from emulated_kernel.image import call_graph, prototypes, types_file
 from emulated_kernel.image.builtin_image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.elf import SHN_UNDEF, STB_WEAK, ElfFile
 from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
@@ -147,6 +147,14 @@ TARGETS["x86_64-retpoline"] = replace(
     has_types=False,
 )
 
+# Has landing pads at the entries of C functions and no jump tables, as CONFIG_X86_KERNEL_IBT builds a kernel.
+# Tests load it by its path.
+TARGETS["x86_64-ibt"] = replace(
+    TARGETS["x86_64"],
+    flags=TARGETS["x86_64"].flags.replace("-fcf-protection=none", "-fcf-protection=branch -fno-jump-tables"),
+    has_modules=False,
+)
+
 
 @dataclass(frozen=True)
 class Built:
@@ -201,6 +209,9 @@ def write(arch: str) -> int:
     _write_files(built, PREBUILT / arch / "vmlinux")
     _write_modules(PREBUILT / arch / MODULES, built.modules)
     manifest = read_manifest()
+    if arch in call_graph.ARCHITECTURES:
+        image = load_image(arch=arch)
+        image.path.with_name(call_graph.FILE_NAME).write_text(call_graph.file_text(image))
     manifest[arch] = built.manifest
     MANIFEST.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
     print(f"{arch}: {len(built.data)} bytes, {built.manifest['functions']} functions")

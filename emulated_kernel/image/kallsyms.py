@@ -249,6 +249,10 @@ class Kallsyms:
         """Return the number of symbols with this name, in the kernel and its modules."""
         return len(self._named(name)) + len(self._of_modules(name))
 
+    def count_in_kernel(self, name: str) -> int:
+        """Return the number of symbols with this name in the kernel itself."""
+        return len(self._named(name))
+
     def by_name(self, name: str) -> tuple[Symbol, ...]:
         """Return all symbols with this name: the kernel's, sorted by address, and then those of modules."""
         own = [self._symbol(index) for index in self._named(name)]

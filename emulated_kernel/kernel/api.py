@@ -86,7 +86,7 @@ class Kernel:
         self.tracing = parts.tracing
         self.trace_arrays = parts.tracing.arrays
         self.trace = parts.tracing.arrays.top.array
-        self._mounts = Mounts(self.machine.text, self.guest, self.lock, self.config.limits)
+        self._mounts = Mounts(self.guest, self.lock, self.config.limits)
         self._probe_text = ProbeText(self.kprobes, self.arch, self.machine.text)
         self._is_closed = False
 

@@ -17,16 +17,17 @@ from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
 from emulated_kernel.guests.builtin.guest import Guest, boot_guest
 from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
 from emulated_kernel.guests.builtin.modules import Modules
-from emulated_kernel.guests.builtin.workloads.workloads import Workloads
+from emulated_kernel.guests.builtin.workloads.workload import BuiltinWorkloads
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.request_clock import RequestClock, RequestObserver
+from emulated_kernel.guests.common.workloads import Workloads
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.types_file import load_types
 from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.observers import Observers
-from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named
+from emulated_kernel.kprobes.profile import Profile, RegisterSaving, profile_named, with_strategy
 from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
@@ -36,7 +37,9 @@ from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.static_keys import StaticKeys
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
 from emulated_kernel.trace.events.tracepoints import Tracepoints
+from emulated_kernel.trace.interface import InterfaceRule, interface_named
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.util.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.util.config import MachineConfig
@@ -74,8 +77,11 @@ def build(
 
 
 def _select_profile(config: MachineConfig, profile: Profile | None) -> Profile:
-    """Return `profile`, or the one that `config` names, with `config.save_regs` applied if it is set."""
-    profile = profile or profile_named(config.profile)
+    """Return `profile`, or the one that `config` names, with the strategy and save_regs of `config` applied.
+
+    Raises: KernelError EINVAL (with_strategy).
+    """
+    profile = with_strategy(profile or profile_named(config.profile), config.strategy)
     if config.save_regs is None:
         return profile
     return replace(profile, saving=RegisterSaving(config.save_regs))
@@ -112,7 +118,7 @@ def _build_on_machine(
         modules=_build_modules(machine, arch, live, guest, engine, tracing),
         requests=requests,
         clock=ClockSwitch(machine.clock, tracing.arrays, lock),
-        loads=Workloads(guest, lock, requests),
+        loads=Workloads(BuiltinWorkloads(guest, requests), lock),
     )
 
 
@@ -181,7 +187,9 @@ def _traced_kernel(
     machine.on_switch.append(context.switch_to)
     keys = StaticKeys(image.jump_labels, machine, kprobes.poker, arch)
     hit = ProbeHit(memory, tasks, context.trace_ctx)
-    points = Tracepoints(image, memory, machine.breakpoints, keys, hit, arch.registers.arguments)
+    interface = interface_named(kprobes.profile.interface)
+    user_data = UserDataSize() if InterfaceRule.SYSCALL_USER_DATA in interface else None
+    points = Tracepoints(image, memory, machine.breakpoints, keys, hit, arch.registers.arguments, user_data)
     return TracedKernel(
         machine=machine,
         live=live,
@@ -199,6 +207,7 @@ def _traced_kernel(
         limits=machine.config.limits,
         log=guest.log,
         measured=machine,
+        user_data=user_data,
         types=cache(partial(load_types, image.path)),
     )
 
@@ -229,6 +238,7 @@ def _build_modules(
         engine.kprobes,
         tracing.symbols,
         tracing.functions,
+        tracing.arrays,
         tracing.kprobe_events,
         probes.forget_within,
     )

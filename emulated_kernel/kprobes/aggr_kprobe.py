@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, AssemblyOwner, HandlerPoint
@@ -196,17 +197,17 @@ class AggrKprobe(AssemblyOwner):
         """Whether the true result of the pre_handler that ended the latest hit leaves that hit open."""
         return self._stopped_by is not None and self._stopped_by.break_handler is not None
 
-    def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, int]]:
+    def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
         """Iterate over the guest code that hits run: stub, detour and compiled detour.
 
-        Each item is the entry address, the code, and the number of bytes of probed text that the code copies.
+        Each item is the entry address, the code, and the region that the code copies, or None for a stub.
         """
         if self.stub is not None:
-            yield self.stub.entry, self.stub, 0
+            yield self.stub.entry, self.stub, None
         if self.detour is not None:
-            yield self.detour.address, self.detour, self.detour.length
+            yield self.detour.address, self.detour, self.detour.region
             if self.compiled is not None:
-                yield self.compiled.entry, self.compiled, self.detour.length
+                yield self.compiled.entry, self.compiled, self.detour.region
 
     # Members
 

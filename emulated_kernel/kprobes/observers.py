@@ -59,11 +59,19 @@ class Observers:
             return None
         patched = tuple(words.items())
         heads = self._heads
-        if patched != self._patched or any(self._table.get(head.address) is not head for head in heads or ()):
+        if patched != self._patched or not self._are_known(heads or ()):
             heads = self._find_heads()
             self._patched = patched
             self._heads = heads
         return heads
+
+    def _are_known(self, heads: Sequence[AggrKprobe]) -> bool:
+        """Return True if all AggrKprobes are still those of their addresses."""
+        get = self._table.get
+        for head in heads:  # noqa: SIM110 - a generator would cost more calls
+            if get(head.address) is not head:
+                return False
+        return True
 
     def _find_heads(self) -> Sequence[AggrKprobe] | None:
         found: list[AggrKprobe] = []

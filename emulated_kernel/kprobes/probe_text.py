@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emulated_kernel.arch.analysis.disassembly import AddressName, address_names
-from emulated_kernel.arch.arch_hooks import Arch, CodePart, copied_parts
+from emulated_kernel.arch.arch_hooks import Arch, CodePart
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.hit.ftrace import FTRACE_TRAMPOLINE
@@ -89,7 +89,7 @@ class ProbeText:
             rest: tuple[CodePart, ...] = (CodePart("return", code.copied),)
         else:
             way = "jump"
-            rest = copied_parts(code.copied, head.detour.length)
+            rest = self._arch.copied_parts(code.copied, code.address + code.size)
         yield from self._parts((*_handler(code, way), *rest), code.address + code.size, head)
 
     def _stub(self, head: AggrKprobe | None, code: CompiledCode) -> Iterator[str]:
@@ -104,9 +104,10 @@ class ProbeText:
         arch = self._arch
         if head is not None and head.detour is not None and head.is_optimized:
             detour = head.detour
-            first, *others = arch.detour_parts(detour.address, detour.trap, detour.copied, detour.region)
+            end = detour.address + detour.size
+            first, *others = arch.detour_parts(detour.address, detour.trap, detour.copied, end)
             parts = (CodePart(first.name + _LANDING["jump"], first.start), *others)
-            yield from self._parts(parts, detour.address + detour.size, head)
+            yield from self._parts(parts, end, head)
         elif insn is None:
             trampoline = self._kprobes.trampoline
             if trampoline is not None:

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from types import MappingProxyType
 
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass, immutable
+from emulated_kernel.util.fast_dataclass import dataclass, immutable, replace
 
 # Not from typing, which takes longer to import than most modules here.
 TYPE_CHECKING = False
@@ -94,6 +94,8 @@ KERNEL_INTERFACE = "kernel"
 """Name of the interface that a distribution's kernel has by what it says of itself."""
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
 """Names of policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
+STRATEGIES = ("extended",)
+"""Names of the policies that can replace that of a profile; `extended` optimizes where Linux refuses."""
 _OLD: dict[str, Any] = {
     "stepper": Stepper.TRAP_FLAG,
     "ftrace": False,
@@ -167,6 +169,22 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
     }
 )
 """Name of a profile -> preset."""
+
+
+def with_strategy(profile: Profile, strategy: str | None) -> Profile:
+    """Return `profile` with the optimization policy `strategy`, or unchanged if `strategy` is None.
+
+    Raises: KernelError EINVAL (no such strategy, or the profile's kernel has no optimizer).
+    """
+    if strategy is None:
+        return profile
+    if strategy not in STRATEGIES:
+        told = f"no strategy {strategy}; there is {', '.join(STRATEGIES)}"
+        raise KernelError(errno.EINVAL, told)
+    if not profile.optimizer or profile.djprobe is not None:
+        told = f"strategy {strategy}: profile {profile.name} has no optimizer; choose {DEFAULT}"
+        raise KernelError(errno.EINVAL, told)
+    return replace(profile, strategies=(strategy,))
 
 
 def profile_named(name: str) -> Profile:

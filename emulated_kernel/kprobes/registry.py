@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.arch_hooks import Arch
@@ -47,6 +47,17 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 
 
+class ProbedPlace(NamedTuple):
+    """The place in probed code to which an address in generated code belongs."""
+
+    address: int
+    """Address of the original instruction that the CPU is about to execute."""
+    detour: tuple[int, range] | None = None
+    """Entry and addresses of the detour or stub, if the address is before its copied instructions."""
+    pushed: int = 0
+    """Number of bytes that the copy of the instruction has pushed so far."""
+
+
 class Kprobes:
     """All kprobes of one kernel. Methods that change them assert that the control lock is held.
 
@@ -69,6 +80,7 @@ class Kprobes:
         self._image = image
         self.symbols = image.kallsyms
         self._log = log
+        self._arch = arch
         self._bits = arch.bits
         table = ProbeTable(arch.bits)
         self.table = table
@@ -400,22 +412,22 @@ class Kprobes:
         head.flags |= KprobeFlag.DISABLED
         self._refresh(head)
 
-    def resolve_probed_address(self, address: int) -> tuple[int, tuple[int, range] | None] | None:
-        """Map an address in a slot, detour or stub to the probed instruction; return None for others.
-
-        If the address is before the copied instructions, the second item of the result has the entry and the
-        addresses of the detour or stub. Otherwise it is None.
-        """
+    def resolve_probed_address(self, address: int) -> ProbedPlace | None:
+        """Map an address in a slot, detour or stub to the probed instruction; return None for others."""
         for head in self.table:
             insn = head.insn
             slot = None if insn is None else insn.slot
             if insn is not None and slot is not None and -insn.lead <= address - slot < self._slot_size:
-                return head.address + max(0, min(address - slot, insn.prepared.length)), None
-            for entry, code, length in head.codes():
-                if 0 <= address - code.address < code.size:
-                    if address >= code.copied:
-                        return head.address + min(address - code.copied, length), None
-                    return head.address, (entry, range(code.address, code.address + code.size))
+                return ProbedPlace(head.address + max(0, min(address - slot, insn.prepared.length)))
+            for entry, code, region in head.codes():
+                if not 0 <= address - code.address < code.size:
+                    continue
+                if address < code.copied:
+                    return ProbedPlace(head.address, (entry, range(code.address, code.address + code.size)))
+                if region is None:
+                    return ProbedPlace(head.address)
+                original, pushed = self._arch.original_place(region, code.copied, address)
+                return ProbedPlace(original, pushed=pushed)
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:

@@ -22,10 +22,13 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
     """Return a probe's present mode: int3, boosted, optimized, ftrace, disarmed or gone."""
     if kprobe.is_gone:
         return "gone"
+    if kprobe.is_disabled:
+        # Other probes of the address may keep its jump.
+        return "disarmed"
     head = table.valid(kprobe)
     if head is not None and head.is_patched:
         return "optimized"
-    if head is None or head.is_disabled or table.all_disarmed or kprobe.is_disabled:
+    if head is None or head.is_disabled or table.all_disarmed:
         return "disarmed"
     if kprobe.is_ftrace:
         return "ftrace"
@@ -33,7 +36,10 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
 
 
 def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
-    """Return the first rule that keeps the probe from a better mode; empty if there is no better mode."""
+    """Return the first rule that keeps the probe from a better mode; empty if there is no better mode.
+
+    For a jump that Linux's rule refuses, return the tactics that allow it, and Linux's rule.
+    """
     if kprobe.is_gone:
         rule = "the probed code is gone"
     elif kprobe.is_disabled:
@@ -45,10 +51,19 @@ def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> st
     elif kprobe.is_ftrace:
         return Rejection(RejectReason.FTRACE, kprobe.address).text
     elif head.is_patched:
-        return ""
+        return _tactics(head)
     else:
         return str(head.rejection) or f"0x{kprobe.address:x}: {_passing_rule(optimizer, head)}"
     return f"0x{kprobe.address:x}: {rule}"
+
+
+def _tactics(head: AggrKprobe) -> str:
+    """Return the tactics that a probe's jump needs, and Linux's reason against it; empty without tactics."""
+    detour = head.detour
+    if detour is None or detour.region.linux is None:
+        return ""
+    tactics = "; ".join(tactic.value for tactic in detour.region.tactics)
+    return f"0x{head.address:x}: optimized: {tactics} (Linux: {detour.region.linux.text})"
 
 
 def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe) -> str:

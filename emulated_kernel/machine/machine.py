@@ -14,6 +14,7 @@ from emulated_kernel.machine.cpu.vcpu import VCpu
 from emulated_kernel.machine.cpu_parts import cpu_parts
 from emulated_kernel.machine.guest_calls import HostCalls, map_stack
 from emulated_kernel.machine.guest_clock import MachineClock, compare_loops
+from emulated_kernel.machine.host_copies import HostCopies
 from emulated_kernel.machine.instruction_count import InstructionCount
 from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
 from emulated_kernel.machine.memory.guest_memory import GuestPool
@@ -79,7 +80,7 @@ class Machine(ProbedMachine):
             self.model.word_size,
             extra_size(self.model.layout),
         )
-        self._engine.map_ram(0, self.memory.ram)
+        self._ram_at = self._engine.map_ram(0, self.memory.ram)
         self._free_ram = loader.load(self.memory, self.image, self.model.layout)
         self.records = RecordMemory(
             self.memory, self.model.layout, self.image.abi, lambda: self.per_cpu_bases
@@ -118,6 +119,9 @@ class Machine(ProbedMachine):
                 self.text.adopt(va, data)
                 if cells is not None and self.model.word_size == 4:
                     self.clock_loops += compare_loops(va, data, cells)
+        self.host_copies = HostCopies(self.regs, self.model, self.memory, self._ram_at)
+        if not self.config.quantum:
+            self.host_copies.take_over(self._engine, dict(image.ex_table))
         self.modules = ModuleSpace(self.model, memory, self.text)
         self.user_buffers = GuestPool(
             memory,
@@ -185,6 +189,7 @@ class Machine(ProbedMachine):
 
     def count_instructions(self) -> InstructionCount:
         """Count the instructions of all later runs, for benchmarks."""
+        self.host_copies.leave_to_guest()
         return InstructionCount(self._engine)
 
     @property

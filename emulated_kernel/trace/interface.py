@@ -16,11 +16,52 @@ _PROBE = "kernel/trace/trace_probe.c"
 _KPROBE = "kernel/trace/trace_kprobe.c"
 _HIST = "kernel/trace/trace_events_hist.c"
 _FILTER = "kernel/trace/trace_events_filter.c"
+_FPROBES_OVER_FGRAPH = "fprobe_return()"
+"""Sign of a kernel whose fprobes use the function graph."""
 
 
 class InterfaceRule(LinuxRule):
     """A rule of tracefs that not all versions of Linux have."""
 
+    EVENT_NAME_OPTIONAL = (
+        "6.1",
+        "`GROUP/` in the place of an event's name names only the group",
+        f"{_PROBE}:traceprobe_parse_event_name",
+        "p[:[<group>/][<event>]]",
+    )
+    EVENT_NAME_DOT = (
+        "5.15",
+        "group and name of an event may also be separated by a dot",
+        f"{_PROBE}:traceprobe_parse_event_name",
+        "<attached-group>.<attached-event>",
+    )
+    NAMES_WITH_NUL = (
+        "5.15",
+        "an event's name has at most 63 bytes; earlier versions accept 64",
+        f"{_PROBE}:traceprobe_parse_event_name",
+    )
+    GROUP_DASHES = (
+        "5.15",
+        "names of groups may contain dashes",
+        "kernel/trace/trace.h:is_good_system_name",
+    )
+    SYMBOLS_COUNTED = (
+        "6.1",
+        "an unknown symbol is refused before the arguments are parsed, and one that is not unique is refused",
+        f"{_KPROBE}:number_of_same_symbols",
+        "The symbol is not unique",
+    )
+    EVENT_PROBES = (
+        "6.1",
+        "dynamic_events takes `e` lines: events that are made of other events",
+        "kernel/trace/trace_eprobe.c:__trace_eprobe_create",
+        "<attached-group>.<attached-event>",
+    )
+    SYMBOLS_OF_KERNEL_FIRST = (
+        "7.2",
+        "a symbol of the kernel hides symbols of modules with its name",
+        f"{_KPROBE}:number_of_same_symbols",
+    )
     CHAR_TYPE = (
         "6.12",
         "fetch arguments have the type `char`",
@@ -52,12 +93,12 @@ class InterfaceRule(LinuxRule):
         "%pd/%pD",
     )
     ARGS_LIMITED = (
-        "6.12",
+        "6.8",
         "more than 128 arguments are refused with E2BIG; earlier versions ignore the further ones",
         f"{_KPROBE}:trace_kprobe_create",
     )
     ARGS_LIMIT_LOGGED = (
-        "7.2",
+        "6.14",
         "the refusal of more than 128 arguments is in error_log",
         f"{_KPROBE}:trace_kprobe_create_internal",
         "Too many arguments are specified",
@@ -80,7 +121,7 @@ class InterfaceRule(LinuxRule):
         f"{_PROBE}:find_fetch_type",
     )
     SYMBOL_EINVAL = (
-        "6.12",
+        "6.8",
         "an unknown or ambiguous symbol is refused with EINVAL instead of ENOENT and EADDRNOTAVAIL",
         f"{_KPROBE}:trace_kprobe_create",
     )
@@ -96,12 +137,12 @@ class InterfaceRule(LinuxRule):
         "Maxactive is only for function exit",
     )
     FILTER_FUNCTIONS = (
-        "6.12",
+        "6.8",
         "filters compare `FIELD.function` with a function's name or an address in it",
         f"{_FILTER}:parse_pred",
     )
     FILTER_CPUS = (
-        "6.12",
+        "6.8",
         "filters compare sets of CPUs, numbers and `CPU` with `CPUS{LIST}`",
         f"{_FILTER}:parse_pred",
     )
@@ -122,11 +163,97 @@ class InterfaceRule(LinuxRule):
         f"{_HIST}:event_hist_trigger_print",
         "common_stacktrace",
     )
+    HIST_COMMON_COMM = (
+        "6.17",
+        "`common_comm` in histograms is the task's name; `comm` means the same if no field has that name",
+        f"{_HIST}:parse_field",
+    )
     FPROBE_EVENTS = (
         "6.12",
         "dynamic_events takes `f` lines: events at entries and returns of functions",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "f[:[<group>/][<event>]]",
+    )
+    FUNCTION_FILES = (
+        "6.12",
+        "the files `touched_functions` and `available_filter_functions_addrs`",
+        "kernel/trace/ftrace.c:ftrace_init_dyn_tracefs",
+    )
+    FUNCTION_FLAGS = (
+        "6.12",
+        "lines of `enabled_functions` have the flags `O` and `M` (was modified before), too",
+        "kernel/trace/ftrace.c:t_show",
+    )
+    EVENT_LISTS = (
+        "7.2",
+        "the files `show_event_filters` and `show_event_triggers`",
+        "kernel/trace/trace_events.c:create_event_toplevel_files",
+    )
+    EVENT_MODULES = (
+        "7.2",
+        "`set_event` takes `EVENT:mod:MODULE`, and keeps it for a module that is not loaded",
+        "kernel/trace/trace_events.c:ftrace_set_clr_event",
+        ":mod:<module>",
+    )
+    MIGRATE_COLUMN = (
+        "6.1",
+        "`trace` has a column for migrate-disable, and shows `b` and `D` where softirqs are disabled",
+        "kernel/trace/trace_output.c:trace_print_lat_fmt",
+    )
+    LAZY_RESCHED = (
+        "7.2",
+        "the flag 2 of records is a pending lazy reschedule, shown as `l`, `b`, `L` or `B`",
+        "kernel/trace/trace_output.c:trace_print_lat_fmt",
+    )
+    SYSCALL_USER_DATA = (
+        "7.2",
+        "records of system calls have the memory that arguments point to; `syscall_user_buf_size` limits it",
+        "kernel/trace/trace_syscalls.c:check_faultable_syscall",
+    )
+    OPTION_HASH_PTR = (
+        "6.1",
+        "the trace option `hash-ptr`",
+        "kernel/trace/trace.h:TRACE_FLAGS",
+    )
+    OPTION_FIELDS = (
+        "6.12",
+        "the trace option `fields` shows the values of all fields in place of an event's format",
+        "kernel/trace/trace_output.c:print_event_fields",
+    )
+    OPTION_PRINTK_DEST = (
+        "6.12",
+        "the trace option `trace_printk_dest` is on in the one trace array that gets trace_printk()",
+        "kernel/trace/trace.c:update_printk_trace",
+    )
+    OPTION_COPY_MARKER = (
+        "7.2",
+        "markers of the top directory go to all trace arrays with the option `copy_trace_marker`",
+        "kernel/trace/trace.c:update_marker_trace",
+    )
+    OPTION_BITMASK_LIST = (
+        "7.2",
+        "the trace option `bitmask-list`",
+        "kernel/trace/trace.h:TRACE_FLAGS",
+    )
+    FIELDS_AS_SYMBOLS = (
+        "7.2",
+        "the option `fields` shows words of 64 bits as symbols, and bytes of strings that cannot be printed",
+        "kernel/trace/trace_output.c:print_fields",
+    )
+    LONG_LINES = (
+        "6.12",
+        "a line of `trace`, and a read of `trace_pipe`, has up to 8155 bytes; earlier 4095",
+        "include/linux/trace_seq.h:TRACE_SEQ_SIZE",
+    )
+    LONG_MARKERS = (
+        "6.12",
+        "a marker fills a page of the buffer; earlier versions record at most 1024 bytes",
+        "kernel/trace/trace.c:tracing_mark_write",
+    )
+    RAW_MARKER_SIZE = (
+        "7.2",
+        "a raw marker is recorded as long as it is; earlier versions record at least 16 bytes",
+        "kernel/trace/trace.c:tracing_mark_raw_write",
     )
     TRACEPOINT_EVENTS = (
         "6.12",
@@ -139,17 +266,25 @@ class InterfaceRule(LinuxRule):
         "the functions of an `f` event are hooked from its definition on; later, while it is enabled",
         "kernel/trace/trace_fprobe.c:__register_trace_fprobe",
         "",
-        "7.2",
+        "6.14",
     )
     FPROBE_EINVAL = (
-        "7.2",
+        "6.14",
         "an `f` line fails with EINVAL if its probe cannot be registered, and an unknown symbol is named so",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+        _FPROBES_OVER_FGRAPH,
+    )
+    FPROBE_RETURNS_BY_FGRAPH = (
+        "6.14",
+        "a return probe on the same call hides the return address of an `f` event at the return",
+        "kernel/trace/fprobe.c:fprobe_return",
+        _FPROBES_OVER_FGRAPH,
     )
     FPROBE_WITHOUT_MAXACTIVE = (
-        "7.2",
+        "6.14",
         "`f` lines have no maxactive",
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
+        _FPROBES_OVER_FGRAPH,
     )
 
 

@@ -55,6 +55,8 @@ class KernelSymbols:
         """Returns the address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
         self.count_name = kallsyms.count_name
         """Returns the number of symbols with the name `NAME` everywhere, or `MODULE:NAME` in a module."""
+        self.count_in_kernel = kallsyms.count_in_kernel
+        """Returns the number of symbols with the name `NAME` outside of modules."""
         self.has_module = kallsyms.has_module
         """Returns True if a module of that name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline: Callable[[int], bool] = (

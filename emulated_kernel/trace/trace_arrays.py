@@ -13,6 +13,7 @@ from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.hist.trigger import HistCommand
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output.options import INHERITED_OPTIONS, TraceOption
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, MIN_PAGES, memory_size, pages_for
 from emulated_kernel.trace.text.error_log import ErrorLog
@@ -66,6 +67,15 @@ class TraceArrays(TaskObserver):
         self._unlimited: set[str] = set()
         """Names of instances that users have not created, which do not count towards the limit."""
         self.top = self._tracing(TraceArray(system), None)
+        self._printk_dest = [self.top.array.options]
+        self.top.array.options.printk_dest = self._printk_dest
+        if InterfaceRule.OPTION_COPY_MARKER in system.interface:
+            self.top.array.marker_targets = self._marker_targets
+
+    def _marker_targets(self) -> list[TraceArray]:
+        """Return the trace arrays that record markers of the top one."""
+        arrays = [tracing.array for tracing in self]
+        return [array for array in arrays if TraceOption.COPY_MARKER in array.options.flags]
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
         system = self._system
@@ -81,7 +91,12 @@ class TraceArrays(TaskObserver):
         return Tracing(
             array,
             # Linux: enabling an event in any trace array expands only the top array's buffers.
-            ArrayEvents(registry, array, (top or array).expand),
+            ArrayEvents(
+                registry,
+                array,
+                (top or array).expand,
+                system.symbols.has_module if InterfaceRule.EVENT_MODULES in system.interface else None,
+            ),
             EventFilters(array, errors, system.filter_words),
             EventTriggers(array, registry, errors, system.symbols, commands, system.filter_words),
             errors,
@@ -91,6 +106,11 @@ class TraceArrays(TaskObserver):
     def __iter__(self) -> Iterator[Tracing]:
         yield self.top
         yield from self._instances.values()
+
+    def module_came(self, module: str) -> None:
+        """Enable the events that trace arrays await of a module, which have been registered."""
+        for tracing in self:
+            tracing.events.module_came(module)
 
     def names(self) -> Collection[str]:
         """Return the names of the instances."""
@@ -118,6 +138,7 @@ class TraceArrays(TaskObserver):
             self._limits.check(Limit.INSTANCES, self.limited)
         array = TraceArray(self._system, expanded=True)
         array.take_over(self.top.array.options.flags & INHERITED_OPTIONS)
+        array.options.printk_dest = self._printk_dest
         tracing = self._tracing(array, self.top.array)
         self._instances[name] = tracing
         if not is_limited:
@@ -156,6 +177,7 @@ class TraceArrays(TaskObserver):
         # instance.
         if self._hists.system.with_variables(tracing.array):
             raise KernelError(errno.EBUSY, f"instances/{name}: a histogram has variables; remove its trigger")
+        tracing.array.options.leave_printk()
         del self._instances[name]
         self._unlimited.discard(name)
         tracing.functions.remove()

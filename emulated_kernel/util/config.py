@@ -77,6 +77,11 @@ class MachineConfig:
     """Maximum wall time of one guest run, in seconds. A guest that runs longer counts as looping."""
     profile: str = "linux-6.1"
     """Set of kprobes features to emulate: a key of PROFILES."""
+    strategy: str | None = None
+    """Optimization policy: "extended", which also optimizes where Linux refuses.
+
+    None takes the profile's policy.
+    """
     save_regs: str | None = None
     """Registers that compiled handlers save: "live" or "all"; None takes the profile's value."""
     return_hook: str | None = None

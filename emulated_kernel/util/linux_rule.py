@@ -21,9 +21,11 @@ class LinuxRule(Enum):
         """Create a rule.
 
         `since` is the first version that has the rule, and `until` the first later version that lacks it, or
-        "". Both are among the versions whose sources were compared: 5.10, 6.1, 6.12, 7.2 and 7.3. `what`
-        describes the rule, and `source` names the place in the source of `since`. `sign` is a text in the
-        kernel's error table or README if and only if the kernel has the rule; "" if neither text shows it.
+        "". Both are among the versions whose sources were compared (5.10, 6.1, 6.12, 7.2 and 7.3) or whose
+        kernels were asked (5.15, 6.8, 6.14 and 6.16 to 7.1). `what` describes the rule, and `source` names
+        its place in a source that has it. `sign` is a text in the kernel's error table or README, or the name
+        of a function followed by `()`, that the kernel has if and only if it has the rule; "" if there is
+        none.
         """
         self.since = since
         self.what = what
@@ -39,7 +41,10 @@ class LinuxRule(Enum):
 
     @classmethod
     def detected(cls, version: str, texts: str) -> frozenset[Self]:
-        """Return a kernel's rules: by its own `texts` if a rule has a `sign`, otherwise by its version."""
+        """Return a kernel's rules: by its own `texts` if a rule has a `sign`, otherwise by its version.
+
+        The texts include `NAME()` for each function of the kernel that is the sign of a rule.
+        """
         number = _number(version)
         return frozenset(rule for rule in cls if (rule.sign in texts if rule.sign else rule._is_in(number)))
 

@@ -9,8 +9,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from emulated_kernel.util.config import HOST
 from emulated_kernel.util.fast_dataclass import replace
-from kprobefs.cli.parser import BENCH_OPTIONS, machine_options, program_parser
+from kprobefs.cli.parser import BENCH_OPTIONS, MAX_CPUS, machine_options, program_parser
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, resource_hint
 
 # Not from typing, which takes longer to import than most modules here.
@@ -96,6 +97,9 @@ def _complete(parser: argparse.ArgumentParser) -> None:
         import argcomplete
     except ImportError:
         return
+    from kprobefs.cli.completers import attach
+
+    attach(parser)
     argcomplete.autocomplete(parser)
 
 
@@ -174,6 +178,14 @@ def _mount(parsed: argparse.Namespace) -> int:
 def _images(parsed: argparse.Namespace) -> int:
     from emulated_kernel.guests.linux.boot import snapshot
 
+    if parsed.action == "fetch":
+        from kprobefs.common.kernel_packages import USAGE, fetch
+
+        if not parsed.names:
+            raise CliError(f"images fetch: no kernel given; use {USAGE}", ExitStatus.USAGE)
+        for name in parsed.names:
+            print(escape_for_terminal(str(fetch(name))), flush=True)
+        return ExitStatus.OK
     if parsed.clear:
         removed = snapshot.clear()
         print(f"{removed} images removed from {escape_for_terminal(str(snapshot.directory()))}")
@@ -315,11 +327,22 @@ def _trace(parsed: argparse.Namespace) -> int:
         why = f"it has no scratch/ for the command; use --layout {LAYOUTS[0]}"
         raise CliError(f"trace --layout {parsed.layout}: {why}", ExitStatus.USAGE)
     from kprobefs.cli.run import check_host, run, run_traced
-    from kprobefs.cli.trace import TraceSession
+    from kprobefs.cli.trace import TraceRequest, TraceSession
 
+    if parsed.mount and parsed.graph:
+        why = "the function graph tracer is one for all users of a mount; leave -m out"
+        raise CliError(f"trace --graph: {why}", ExitStatus.USAGE)
+    request = TraceRequest(
+        parsed.probes,
+        parsed.filter,
+        parsed.output,
+        as_json=parsed.json,
+        has_stacks=parsed.stack,
+        graph=parsed.graph,
+    )
     check_host()
     with open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as output:
-        tracing = TraceSession(parsed.probes, parsed.filter, output, as_json=parsed.json)
+        tracing = TraceSession(request, output)
         if parsed.mount:
             return run_traced(apply.which_mount(parsed.mount), parsed.behind, tracing)
         options = _options(parsed, "")
@@ -360,10 +383,15 @@ def _run(parsed: argparse.Namespace) -> int:
     if not command:
         raise CliError("run: no command given; add -- CMD...", ExitStatus.USAGE)
     from kprobefs.cli.run import run
+    from kprobefs.mount_options import runs_linux
 
     if parsed.real_root and not parsed.as_system:
         raise CliError("run: --real-root: is for --as-system; give both", ExitStatus.USAGE)
     options = _options(parsed, "")
+    if parsed.as_system and parsed.cpus is None and not runs_linux(options):
+        # Tools take the number of CPUs from the host's /sys, and expect a buffer for each of them.
+        cpus = min(os.cpu_count() or 1, MAX_CPUS)
+        options = replace(options, machine=replace(options.machine, cpus=cpus))
     return run(
         options,
         parsed.build or _builder_for_run(options),
@@ -371,6 +399,31 @@ def _run(parsed: argparse.Namespace) -> int:
         as_system=parsed.as_system,
         real_root=parsed.real_root,
     )
+
+
+def _matrix(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from kprobefs.cli import matrix
+    from kprobefs.cli.run import check_host
+
+    command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
+    if not command:
+        raise CliError("matrix: no command given; add -- CMD...", ExitStatus.USAGE)
+    if parsed.kprobes and not parsed.image:
+        raise CliError("matrix: --kprobes: no distribution's kernel given; add --image", ExitStatus.USAGE)
+    check_host()
+    images = [each if each == HOST else os.path.abspath(each) for each in parsed.image]
+    cases = matrix.cases(images, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock)
+
+    def report(result: matrix.Result) -> None:
+        _print_error(f"matrix: {escape_for_terminal(result.case.name)}: {result.verdict}")
+
+    results = matrix.run_all(cases, command, Path(parsed.logs), parsed.jobs, report)
+    if parsed.junit:
+        matrix.write_junit(results, command, Path(parsed.junit))
+    print(matrix.as_json(results) if parsed.json else "\n".join(matrix.table(results)))
+    return ExitStatus.FAILURE if any(result.status for result in results) else ExitStatus.OK
 
 
 def _bench(parsed: argparse.Namespace) -> int:
@@ -426,7 +479,14 @@ def _check_bench(parsed: argparse.Namespace) -> None:
 def _coverage(parsed: argparse.Namespace) -> int:
     from kprobefs.measure import coverage
 
-    coverage.run(parsed.arch, parsed.image, parsed.functions, parsed.profile, as_json=parsed.json)
+    coverage.run(
+        parsed.arch,
+        parsed.image,
+        parsed.functions,
+        parsed.profile,
+        parsed.strategy,
+        as_json=parsed.json,
+    )
     return ExitStatus.OK
 
 
@@ -439,6 +499,7 @@ def _explain(parsed: argparse.Namespace) -> int:
         image=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        strategy=parsed.strategy,
         whole=parsed.function,
         as_json=parsed.json,
         svg=parsed.svg,
@@ -457,6 +518,7 @@ def _check(parsed: argparse.Namespace) -> int:
         images=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        strategy=parsed.strategy,
         form=form,
     )
     return ExitStatus.OK if passed else ExitStatus.FAILURE
@@ -497,11 +559,12 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     limits, run_budget = parsed_limits(parsed.limit)
     machine = MachineConfig(
         arch=parsed.arch,
-        cpus=parsed.cpus,
+        cpus=parsed.cpus or 1,
         clock=parsed.clock,
         pauses=not parsed.isolate,
         seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
         profile=parsed.profile or PROFILES[0],
+        strategy=parsed.strategy,
         image=image,
         return_hook=parsed.return_hook,
         save_regs=parsed.save_regs,
@@ -562,6 +625,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "save": _save,
     "install-service": _install_service,
     "completion": _completion,
+    "matrix": _matrix,
     "djprobe-analyze": _djprobe_analyze,
     "bench": _bench,
     "coverage": _coverage,

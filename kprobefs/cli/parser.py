@@ -113,8 +113,13 @@ def program_parser() -> argparse.ArgumentParser:
         "trace", help="run a command with probes (p:vfs_read count=$arg3), and show their records"
     )
     command.add_argument(
-        "probes", metavar="PROBE", nargs="+", help="p:PLACE ARGS, r:PLACE ARGS or t:GROUP:EVENT"
+        "probes",
+        metavar="PROBE",
+        nargs="*",
+        help="p:PLACE ARGS, r:PLACE ARGS, a line of kprobe_events, or t:GROUP:EVENT",
     )
+    command.add_argument("--graph", metavar="FUNCTION", help="record the calls within this function")
+    command.add_argument("--stack", action="store_true", help="record the stack at each hit")
     command.add_argument(
         "-f", "--filter", default="", help="record only the hits that this event filter accepts"
     )
@@ -122,11 +127,15 @@ def program_parser() -> argparse.ArgumentParser:
         "-m", "--mount", metavar="DIR", help="trace on this mount (default: a temporary mount)"
     )
     command.add_argument(
-        "-o", "--output", metavar="FILE", help="write the records to FILE (default: standard output)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the records to FILE: .json, .trace.json (Perfetto, Speedscope), .folded (flame graphs), "
+        ".dat (trace-cmd), or text (default: text to standard output)",
     )
     command.add_argument("--json", action="store_true", help="print each record as a JSON object on a line")
     _add_machine_options(command)
-    command.usage = f"{command.prog} [OPTION...] PROBE [PROBE ...] -- CMD..."
+    command.usage = f"{command.prog} [OPTION...] [PROBE...] -- CMD..."
 
     command = commands.add_parser("tour", help="walk through probing, step by step, on a temporary mount")
     command.add_argument(
@@ -165,7 +174,18 @@ def program_parser() -> argparse.ArgumentParser:
     _add_machine_options(command)
     command.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] CMD...")
 
-    command = commands.add_parser("images", help="list the cached boots of distributions' kernels")
+    _add_matrix(commands)
+
+    command = commands.add_parser(
+        "images", help="list the cached boots of distributions' kernels, or fetch a kernel"
+    )
+    command.add_argument("action", nargs="?", choices=("fetch",), help="fetch kernels with apt")
+    command.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help="(fetch) kernels: debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud",
+    )
     form = command.add_mutually_exclusive_group()
     form.add_argument("--clear", action="store_true", help="remove all of them")
     form.add_argument("--json", action="store_true", help="print a JSON array, with sizes in bytes")
@@ -284,6 +304,51 @@ def _add_mount_option(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_matrix(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
+    from kprobefs.mount_options import ARCHITECTURES, CLOCKS, KPROBES, PROFILES
+
+    command = commands.add_parser("matrix", help="run a command on several kernels, and report the results")
+    command.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a distribution's kernel, as for run; may be repeated",
+    )
+    command.add_argument(
+        "--kprobes",
+        choices=KPROBES,
+        action="append",
+        default=[],
+        help="way of probing the distributions' kernels; may be repeated (default: kprobefs)",
+    )
+    command.add_argument(
+        "--arch",
+        choices=ARCHITECTURES,
+        action="append",
+        default=[],
+        help="kprobefs's own kernel for this architecture; may be repeated",
+    )
+    command.add_argument(
+        "--profile",
+        choices=PROFILES,
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="profile of kprobefs's own kernels; may be repeated",
+    )
+    command.add_argument("--clock", choices=CLOCKS, help="time that timestamps follow (default: virtual)")
+    command.add_argument(
+        "--jobs", type=_count, default=1, metavar="N", help="number of kernels at a time (default: 1)"
+    )
+    command.add_argument(
+        "--logs", metavar="DIR", default="kprobefs-matrix", help="directory for logs (default: %(default)s)"
+    )
+    command.add_argument("--junit", metavar="FILE", help="write a JUnit report to FILE")
+    command.add_argument("--json", action="store_true", help="print a JSON array in place of the table")
+    command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
+
+
 def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     command = commands.add_parser(
         "coverage", help="count how many instructions of a kernel can be probed and optimized"
@@ -301,6 +366,7 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
         metavar="P",
         help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
     )
+    _add_strategy(command)
     command.add_argument("--json", action="store_true", help="print all counts as JSON, also by function")
 
 
@@ -327,6 +393,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_strategy(command)
     command.add_argument(
         "--function", action="store_true", help="list all instructions of the function, not only those nearby"
     )
@@ -362,6 +429,7 @@ def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_strategy(command)
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array")
     form.add_argument("--sarif", action="store_true", help="print a SARIF 2.1.0 log, for code hosts")
@@ -464,7 +532,10 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "for reproducible traces",
     )
     group.add_argument(
-        "--cpus", type=_cpus, default=1, metavar="N", help="number of CPUs (default: %(default)s)"
+        "--cpus",
+        type=_cpus,
+        metavar="N",
+        help="number of CPUs (default: 1; with run --as-system that of the host)",
     )
     group.add_argument(
         "--seed",
@@ -485,6 +556,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help=f"kprobes feature set to emulate: %(choices)s (default: {PROFILES[0]}, or with a distribution's "
         "kernel that of its version)",
     )
+    _add_strategy(group)
     group.add_argument(
         "--return-hook",
         choices=RETURN_HOOKS,
@@ -496,6 +568,16 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--save-regs",
         choices=SAVE_REGS,
         help="registers that a handler in guest code saves (default: those of the profile)",
+    )
+
+
+def _add_strategy(command: argparse._ActionsContainer) -> None:
+    from kprobefs.mount_options import STRATEGIES
+
+    command.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="optimization policy; extended also optimizes where Linux refuses (default: Linux's)",
     )
 
 

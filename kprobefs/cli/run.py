@@ -135,9 +135,9 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
 def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
     """Return a runner of `command`, and let it handle signals.
 
-    If records are printed as JSON, the command's standard output goes to standard error.
+    If records with a syntax are printed, the command's standard output goes to standard error.
     """
-    runner = _Runner(command, 2 if tracing is not None and tracing.as_json else None)
+    runner = _Runner(command, 2 if tracing is not None and tracing.takes_output else None)
     for number in SIGNALS:
         signal.signal(number, runner.on_signal)
     return runner
@@ -160,8 +160,11 @@ class _Runner:
 
     def run(self, directory: str, tracing: TraceSession | None) -> int:
         """Run the command; return its exit status as in a shell. Raises: CliError (it can't be started)."""
-        with tracing.attached(directory, self._command) if tracing else nullcontext() as place:
-            return self._run(directory, place)
+        if tracing is None:
+            return self._run(directory, None)
+        with tracing.attached(directory, self._command) as place:
+            tracing.status = self._run(directory, place)
+            return tracing.status
 
     def _run(self, directory: str, place: str | None) -> int:
         if self.pending:

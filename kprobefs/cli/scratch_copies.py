@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,28 +19,22 @@ NAMES = 5
 
 @contextmanager
 def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
-    """Copy the files that a command's arguments name to scratch/, and yield the path of scratch/.
+    """Copy the files and directories that a command's words name to scratch/, and yield its path.
 
-    Regular files with relative paths without ".." are copied. At the end, report the copies that the
-    command has changed, and remove all copies.
+    Regular files and directories with relative paths without ".." are copied, and the command itself if it
+    has such a path. At the end, report the copies that the command has changed, and remove all copies.
+    Raises: OSError (scratch/ has no space).
     """
     copied: dict[Path, Path] = {}
     made: list[Path] = []
     try:
-        for word in command[1:]:
+        for number, word in enumerate(command):
             source = Path(word)
-            target = scratch / word
-            if source.is_absolute() or ".." in source.parts:
+            # A command without a slash is looked up in PATH.
+            if source.is_absolute() or ".." in source.parts or (not number and "/" not in word):
                 continue
-            # An argument may be a whole shell script, which is longer than any file name.
-            if not os.path.isfile(source) or os.path.lexists(target):
-                continue
-            for directory in reversed(target.parents):
-                if scratch in directory.parents and not directory.exists():
-                    directory.mkdir()
-                    made.append(directory)
-            copied[target] = source
-            shutil.copyfile(source, target)
+            for file in _files_below(source):
+                _copy(file, scratch, copied, made)
         yield str(scratch)
         changed = [target for target, source in copied.items() if _differ(source, target)]
         _report([str(target.relative_to(scratch)) for target in changed], "changed only in scratch/")
@@ -49,6 +44,31 @@ def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
         for directory in reversed(made):
             with suppress(OSError):
                 directory.rmdir()
+
+
+def _files_below(source: Path) -> Iterator[Path]:
+    """Yield the regular file `source`, or the regular files and directories below the directory `source`."""
+    # An argument may be a whole shell script, which is longer than any file name.
+    if os.path.isfile(source):
+        yield source
+    elif os.path.isdir(source) and source.parts:
+        for directory, _, names in os.walk(source):
+            yield Path(directory)
+            yield from (path for name in names if (path := Path(directory, name)).is_file())
+
+
+def _copy(source: Path, scratch: Path, copied: dict[Path, Path], made: list[Path]) -> None:
+    """Copy a file with its mode, or make a directory; what scratch/ has already stays."""
+    target = scratch / source
+    is_directory = source.is_dir()
+    for directory in (*reversed(target.parents), *([target] if is_directory else [])):
+        if scratch in directory.parents and not directory.exists():
+            directory.mkdir()
+            made.append(directory)
+    if not is_directory and not os.path.lexists(target):
+        copied[target] = source
+        shutil.copyfile(source, target)
+        target.chmod(stat.S_IMODE(source.stat().st_mode))
 
 
 def report_results(scratch: Path) -> None:
@@ -71,12 +91,13 @@ def _report(names: Sequence[str], what: str) -> None:
         print(f"kprobefs: {escape_for_terminal(message)}", file=sys.stderr)
 
 
-def why_nothing(command: Sequence[str], scratch: Path) -> str:
-    """Return a message that explains why `kprobefs trace` recorded nothing."""
+def why_nothing(command: Sequence[str], scratch: Path, places: Sequence[str]) -> str:
+    """Return the reason why the command hit none of the probes at `places`."""
     if not scratch.is_dir():
-        return "nothing was recorded: this mount has no scratch/; only files there belong to its kernel"
-    hosts = [
-        escape_for_terminal(word) for word in command[1:] if os.path.isabs(word) and os.path.isfile(word)
-    ]
-    named = f", such as {hosts[0]}," if hosts else ""
-    return f"nothing was recorded: files outside of scratch/{named} hit no probe"
+        return "this mount has no scratch/; only files there belong to its kernel"
+    words = [*command, *(word for text in command[1:] for word in text.split())]
+    hosts = [escape_for_terminal(word) for word in words[1:] if os.path.isabs(word) and os.path.isfile(word)]
+    if hosts:
+        return f"files outside of scratch/, such as {hosts[0]}, hit no probe"
+    named = escape_for_terminal(", ".join(places[:NAMES]))
+    return f"the command never came to {named}; files outside of scratch/ hit no probe"

@@ -7,68 +7,90 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.cli.scratch_copies import copies_of_arguments, why_nothing
-from kprobefs.cli.trace_records import RecordPrinter
+from kprobefs.cli.trace_output import TextOutput, TraceFiles, TraceOutput, output_of
+from kprobefs.cli.trace_syntax import AskedProbe, free_name, parse_probes
 from kprobefs.common.daemon_registry import start_time
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 if TYPE_CHECKING:
     from kprobefs.definitions.tracefs_files import Files
 
-PROBE = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
 NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})")
 """Name of the instance and of the group of probes of one session; own_name() makes it."""
 PID_NAMESPACE = "/proc/self/ns/pid"
-EVENT = re.compile(r"t:(?P<group>\w+)[:/](?P<event>\w+)$")
-READ_SIZE = 1 << 16
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
 """Added to an errno, the exit status of a RecordReader's process that could not write records."""
-USAGE = "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], or t:GROUP:EVENT"
-"""Forms of a probe on the command line."""
 
 
-def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
-    """Return the lines that define the probes, and the names of all events as group/name.
+@dataclass(frozen=True)
+class TraceRequest:
+    """What the command line asks for."""
 
-    `probes`: probes in the forms of USAGE. `group`: group of the events that the lines define.
-    Raises: CliError (an item is not a probe).
-    """
-    definitions: list[str] = []
-    events: list[str] = []
-    for text in probes:
-        if event := EVENT.match(text):
-            events.append(f"{event['group']}/{event['event']}")
-            continue
-        probe = PROBE.match(text)
-        if probe is None:
-            raise CliError(f"{escape_for_terminal(text)!r} is not a probe; use {USAGE}", ExitStatus.USAGE)
-        base = re.sub(r"\W", "_", probe["place"].rpartition(":")[2])[:40]
-        name = base
-        while f"{group}/{name}" in events:
-            name = f"{base}_{len(events)}"
-        events.append(f"{group}/{name}")
-        definitions.append(f"{probe['kind']}:{group}/{name} {probe['place']}{probe['arguments']}")
-    return definitions, events
+    probes: Sequence[str] = ()
+    filter: str = ""
+    output: str | None = None
+    """File that gets the records, whose ending selects the kind of file; None: standard output."""
+    as_json: bool = False
+    has_stacks: bool = False
+    """Record the stack at each hit."""
+    graph: str | None = None
+    """Function whose calls are recorded, or None."""
 
 
 class TraceSession:
     """Probes, filter and output of one run of `kprobefs trace`; attached() puts the probes on a mount."""
 
-    def __init__(self, probes: Sequence[str], filter_text: str, output: TextIO, *, as_json: bool) -> None:
+    def __init__(self, request: TraceRequest, output: TextIO) -> None:
         """Parse the probes. Raises: CliError (wrong usage)."""
         self.name = own_name()
-        self.definitions, self.events = named(probes, self.name)
-        self.filter = filter_text
-        self.as_json = as_json
-        self.printer = RecordPrinter(output, as_json=as_json)
+        self.request = request
+        self.probes = parse_probes(request.probes, self.name)
+        self.events = list(dict.fromkeys(probe.event for probe in self.probes))
+        self.output = output
+        self.kind = output_of(request.output, as_json=request.as_json)
+        self.status: int | None = None
+        """Exit status of the command, or None before its end."""
+        if not self.probes and request.graph is None:
+            raise CliError("trace: no probe given; add PROBE or --graph FUNCTION", ExitStatus.USAGE)
+
+    @property
+    def takes_output(self) -> bool:
+        """Whether the command's output goes to standard error, because the records need standard output."""
+        return self.request.output is None and self.kind is not TextOutput
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether the stack is recorded at each hit."""
+        return self.request.has_stacks or (self.kind.needs_stacks and self.request.graph is None)
+
+    def entries(self) -> dict[str, AskedProbe]:
+        """Return the hidden probes that the output needs: name of an event -> probe.
+
+        There are two for each probed return: at the function's entry and at its return.
+        """
+        if not self.kind.needs_entries:
+            return {}
+        found: dict[str, AskedProbe] = {}
+        taken = set(self.events)
+        for place in dict.fromkeys(probe.place for probe in self.probes if probe.is_return):
+            function = place.removesuffix("%return")
+            for kind in ("p", "r"):
+                name = free_name(f"{kind}_{function.rpartition(':')[2]}", self.name, taken)
+                event = f"{self.name}/{name}"
+                taken.add(event)
+                line = f"{kind}:{event} {function}"
+                found[name] = AskedProbe(f"{kind}:{function}", event, line, function, kind == "r")
+        return found
 
     def attached(self, directory: str, command: Sequence[str]) -> AttachedProbes:
         """Return a context manager that adds the probes to the mount at `directory` while `command` runs."""
@@ -78,39 +100,47 @@ class TraceSession:
 class AttachedProbes:
     """Context manager that adds a session's probes to a mount, and removes them at its end.
 
-    The probes record into a trace instance of their own. Entering the context returns the directory in which
-    the command must run: scratch/ of the mount, whose files belong to the guest. If the mount has no
-    scratch/, the directory is the current one. Inside the context, scratch/ contains copies of the files that
-    the command's arguments name.
+    The probes record into a trace instance of their own, or with a call graph into the top-level trace array.
+    Entering the context returns the directory in which the command must run: scratch/ of the mount, whose
+    files belong to the guest. If the mount has no scratch/, the directory is the current one. Inside the
+    context, scratch/ contains copies of the files that the command's words name.
     """
 
     def __init__(self, session: TraceSession, directory: str, command: Sequence[str]) -> None:
-        from kprobefs.definitions.tracefs_files import HostFiles
+        from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
         self._session = session
         self._directory = directory
         self._command = command
         self._files: Files = HostFiles(directory)
         self._scratch = Path(directory, "scratch")
+        self._tracefs = Path(directory, self._files.tracefs())
+        self._array = "" if session.request.graph else f"instances/{session.name}/"
+        """Directory of the trace array that records, below the tracefs."""
+        self._hidden = session.entries()
+        self._kallsyms = control_root(directory) / "machine" / "kallsyms"
         self._undo = ExitStack()
 
     def __enter__(self) -> str:
         """Define and enable the probes. Raises: CliError (in that case no probe is left)."""
         session = self._session
-        tracefs = Path(self._directory, self._files.tracefs())
-        instance = tracefs / "instances" / session.name
+        instance = self._tracefs / "instances" / session.name
         has_scratch = self._scratch.is_dir()
         with ExitStack() as undo:
             place = undo.enter_context(
                 copies_of_arguments(self._command, self._scratch) if has_scratch else nullcontext(os.getcwd())
             )
-            sweep(self._files, tracefs)
-            undo.callback(_remove, tracefs, instance, _names_of(session.definitions))
+            sweep(self._files, self._tracefs)
+            probes = [*self._hidden.values(), *session.probes]
+            defined = [probe for probe in probes if probe.definition]
+            undo.callback(_remove, self._tracefs, instance, [probe.event for probe in defined])
             instance.mkdir()
-            self._define()
+            self._define(defined)
             self._set_filters()
-            reader = RecordReader(instance, session.printer)
-            undo.push(lambda kind, _error, _trace: self._stop(instance, reader, has_failed=kind is not None))
+            self._set_tracer()
+            output = self._prepared_output()
+            reader = RecordReader(self._tracefs / self._array, output)
+            undo.push(lambda kind, _error, _trace: self._stop(reader, has_failed=kind is not None))
             self._switch_on(reader.pid)
             self._undo = undo.pop_all()
         return place
@@ -121,21 +151,46 @@ class AttachedProbes:
         """Show the remaining records, and remove the probes and the instance."""
         self._undo.__exit__(kind, error, trace)
 
-    def _define(self) -> None:
-        definitions = self._session.definitions
-        self._apply([("trace", text, re.sub(r":\S+ ", ":", text, count=1)) for text in definitions])
-        root = self._files.tracefs()
+    def _define(self, probes: Sequence[AskedProbe]) -> None:
+        self._apply(
+            [("trace", probe.definition, probe.typed) for probe in probes],
+            {probe.typed: probe.understood for probe in probes},
+        )
         for event, name in self._named():
-            if not self._files.exists(f"{root}events/{event}"):
+            if not self._files.exists(f"{self._files.tracefs()}events/{event}"):
                 raise CliError(
                     f"{escape_for_terminal(name)}: no such event, so the command was not run; see events/"
                 )
-            if self._session.as_json:
-                path = Path(self._directory, root, "events", event, "format")
-                self._session.printer.add_layout(event.rpartition("/")[2], path.read_text())
+
+    def _prepared_output(self) -> TraceOutput:
+        """Return the output, with the layouts of the events and a probe for each probed return."""
+        session = self._session
+        places = {probe.place: name for name, probe in self._hidden.items() if not probe.is_return}
+        returns = {
+            probe.event.partition("/")[2]: places[probe.place.removesuffix("%return")]
+            for probe in (*session.probes, *self._hidden.values())
+            if probe.is_return and places
+        }
+        events = self._events()
+        formats = {event: (self._tracefs / "events" / event / "format").read_text() for event in events}
+        files = TraceFiles(
+            self._tracefs,
+            self._tracefs / self._array,
+            self._kallsyms,
+            formats,
+            returns,
+            set(self._hidden),
+        )
+        output = session.kind(session.output, files)
+        output.prepare()
+        return output
+
+    def _events(self) -> list[str]:
+        """Return group/name of all events, the hidden ones first."""
+        return [*(probe.event for probe in self._hidden.values()), *self._session.events]
 
     def _set_filters(self) -> None:
-        text = self._session.filter
+        text = self._session.request.filter
         if text:
             self._apply(
                 [
@@ -143,103 +198,157 @@ class AttachedProbes:
                     for event, name in self._named()
                 ]
             )
+            for event, _ in self._named():
+                # It counts the hits that the filter does not accept, for the final message.
+                with suppress(OSError):
+                    (self._tracefs / self._array / "events" / event / "trigger").write_text(
+                        "hist:keys=common_pid"
+                    )
+
+    def _set_tracer(self) -> None:
+        """Select the tracer of the call graph, if one is wanted.
+
+        That is possible only before trace_pipe is opened.
+        """
+        graph = self._session.request.graph
+        if graph is not None:
+            options = [f"options/{name} = 1" for name in self._session.kind.graph_options]
+            self._apply([("--graph", f"set_graph_function = {graph}", graph)])
+            lines = ["tracing_on = 0", "current_tracer = function_graph", *options]
+            self._apply([("trace", line, "") for line in lines])
 
     def _switch_on(self, reader: int) -> None:
         """Enable all events, and exclude this process and the `reader` of records from tracing."""
-        no_pids = f"instances/{self._session.name}/set_event_notrace_pid = {os.getpid()} {reader}"
-        switches = [("trace", self._setting(event, "enable", "1"), name) for event, name in self._named()]
-        self._apply([("trace", no_pids, ""), *switches])
+        session = self._session
+        pids = f"{os.getpid()} {reader}"
+        lines = [f"{self._array}set_event_notrace_pid = {pids}"]
+        if session.request.graph is not None:
+            lines += [f"set_ftrace_notrace_pid = {pids}", "tracing_on = 1"]
+        if session.has_stacks:
+            lines.append(f"{self._array}options/stacktrace = 1")
+        self._apply([("trace", line, "") for line in lines])
+        for event in self._events():
+            name = event.removeprefix(f"{session.name}/").replace("/", ":")
+            self._apply([("trace", self._setting(event, "enable", "1"), name)])
 
     def _setting(self, event: str, file: str, value: str) -> str:
-        return f"instances/{self._session.name}/events/{event}/{file} = {value}"
+        return f"{self._array}events/{event}/{file} = {value}"
 
     def _named(self) -> list[tuple[str, str]]:
         """Return pairs of an event, as group/name, and its name in messages."""
         prefix = f"{self._session.name}/"
         return [(event, event.removeprefix(prefix).replace("/", ":")) for event in self._session.events]
 
-    def _apply(self, lines: Sequence[tuple[str, str, str]]) -> None:
+    def _apply(
+        self, lines: Sequence[tuple[str, str, str]], understood: Mapping[str, str] | None = None
+    ) -> None:
         """Apply lines to the mount's files.
 
         An item of `lines` has the name that messages give to the line, the line, and the user's own text.
-        Raises: CliError.
+        `understood`: the user's text -> how it was understood. Raises: CliError.
         """
         from kprobefs.definitions.loader import Loader
         from kprobefs.definitions.syntax import Line
 
         loader = Loader(self._files)
         if failed := loader.apply([Line(place, 0, text, typed) for place, text, typed in lines]):
-            print("\n".join(failed), file=sys.stderr)
+            for message in failed:
+                print(message, file=sys.stderr)
+                for typed, meaning in (understood or {}).items():
+                    if message.split("\n")[1:2] == [f"    {escape_for_terminal(typed)}"]:
+                        print(f"    understood as {escape_for_terminal(meaning)}", file=sys.stderr)
             raise CliError("the probes can't be defined, so the command was not run")
 
-    def _stop(self, instance: Path, reader: RecordReader, *, has_failed: bool) -> None:
-        for event in self._session.events:
+    def _stop(self, reader: RecordReader, *, has_failed: bool) -> None:
+        for event in self._events():
             with suppress(OSError):
-                (instance / "events" / event / "enable").write_text("0")
+                (self._tracefs / self._array / "events" / event / "enable").write_text("0")
+        if self._session.request.graph is not None:
+            with suppress(OSError):
+                (self._tracefs / "tracing_on").write_text("0")
         status = reader.finish()
         if has_failed:
             return
         if status > UNWRITTEN:
-            name = escape_for_terminal(self._session.printer.output.name)
+            name = escape_for_terminal(self._session.output.name)
             why = os.strerror(status - UNWRITTEN)
             print(f"kprobefs: {name}: {why}: records are missing", file=sys.stderr)
         elif status == NOTHING:
-            print(f"kprobefs: {why_nothing(self._command, self._scratch)}", file=sys.stderr)
+            print(f"kprobefs: nothing was recorded: {self._why_nothing(reader.pid)}", file=sys.stderr)
+
+    def _why_nothing(self, reader: int) -> str:
+        """Return the reason why there are no records."""
+        session = self._session
+        if session.request.filter and (hits := self._unfiltered({os.getpid(), reader})):
+            return f"the filter accepted none of {hits} hit{'s' * (hits > 1)}"
+        if session.status:
+            return f"the command ended with status {session.status} before a probe was hit"
+        places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
+        if session.request.graph is not None:
+            places.append(session.request.graph)
+        return why_nothing(self._command, self._scratch, places)
+
+    def _unfiltered(self, own: set[int]) -> int:
+        """Return the number of hits in all processes except `own`, with those that the filter has dropped."""
+        found = 0
+        for event in self._session.events:
+            with suppress(OSError):
+                text = (self._tracefs / self._array / "events" / event / "hist").read_text()
+                for pid, hits in re.findall(r"common_pid: +(\d+).*hitcount: +(\d+)", text):
+                    found += 0 if int(pid) in own else int(hits)
+        return found
 
 
 class RecordReader:
-    """A child process that prints the records of an instance as they arrive.
+    """A child process that writes the records of a trace array as they arrive.
 
     The reader is not a thread, because this process must not have threads when it forks the command.
     """
 
-    def __init__(self, instance: Path, printer: RecordPrinter) -> None:
-        self._printer = printer
+    def __init__(self, array: Path, output: TraceOutput) -> None:
+        self._output = output
         ended, self._writer = os.pipe()
-        printer.output.flush()
+        output.output.flush()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._writer)
-            self._serve(instance, ended)
+            self._serve(array, ended)
         os.close(ended)
 
     def finish(self) -> int:
-        """Let the process print the remaining records and end; return its exit status."""
+        """Let the process write the remaining records and end; return its exit status."""
         os.close(self._writer)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)
 
-    def _serve(self, instance: Path, ended: int) -> NoReturn:
-        """Print records until the pipe `ended` is closed and no records are left; end the process."""
+    def _serve(self, array: Path, ended: int) -> NoReturn:
+        """Write records until the pipe `ended` is closed and no records are left; end the process."""
         status = 0
         # Hazard: this is a forked copy, so no exception may reach the callers. The mount may end earlier.
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-            status = self._show_all(instance, ended)
+            status = self._show_all(array, ended)
         finally:
             os._exit(status)
 
-    def _show_all(self, instance: Path, ended: int) -> int:
-        pipe = os.open(instance / "trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+    def _show_all(self, array: Path, ended: int) -> int:
+        pipe = os.open(array / "trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
         waiting = select.poll()
         for descriptor in (pipe, ended):
             waiting.register(descriptor, select.POLLIN)
         has_ended = False
-        is_empty = True
-        while not has_ended:
-            has_ended = ended in dict(waiting.poll())
-            with suppress(BlockingIOError):
-                while data := os.read(pipe, READ_SIZE):
-                    is_empty = False
-                    try:
-                        self._printer.show(data.decode("utf-8", "surrogateescape"))
-                    except BrokenPipeError:
-                        # The reader of the records has closed the pipe.
-                        return 0
-                    except OSError as error:
-                        return UNWRITTEN + (error.errno or 0)
-        return NOTHING if is_empty else 0
+        try:
+            while not has_ended:
+                has_ended = ended in dict(waiting.poll())
+                self._output.read(pipe)
+            self._output.close()
+        except BrokenPipeError:
+            # The reader of the records has closed the pipe.
+            return 0
+        except OSError as error:
+            return UNWRITTEN + (error.errno or 0)
+        return NOTHING if self._output.is_empty else 0
 
 
 def own_name() -> str:
@@ -277,11 +386,6 @@ def _is_dead(name: str) -> bool:
     with suppress(OSError, IndexError):
         return start_time(int(found["pid"])) != int(found["started"], 16)
     return False
-
-
-def _names_of(definitions: Sequence[str]) -> list[str]:
-    """Return the names, as group/name, of the events that the lines `definitions` define."""
-    return [each.split()[0].partition(":")[2] for each in definitions]
 
 
 def _remove(tracefs: Path, instance: Path, events: Sequence[str]) -> None:

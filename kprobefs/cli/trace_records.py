@@ -1,9 +1,9 @@
-"""Prints the records of `kprobefs trace`, which are lines of trace_pipe, as text or as JSON objects."""
+"""The records of `kprobefs trace`, which are lines of trace_pipe, as text or as objects for JSON."""
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TextIO
 
@@ -25,6 +25,17 @@ CALL = re.compile(
 )
 """Matches a line of an event of a single system call, which shows the call instead of the event's name."""
 PRINT_FMT = re.compile(r'^print fmt: "((?:[^"\\]|\\.)*)"(.*)', re.MULTILINE)
+STACK = re.compile(rf"{HEAD}<stack trace>$")
+FRAME = re.compile(r" => (.*)$")
+GRAPH = re.compile(
+    r"\s*(?P<time>\d+\.\d+) \|\s+(?P<cpu>\d+)\)\s+(?P<comm>.{1,15}?)-(?P<pid>\d+)\s+\|[^|]*?"
+    r"(?:(?P<duration>\d+\.\d+) us)?\s+\|  (?P<text>.*)$"
+)
+"""A line of the function graph tracer with the options funcgraph-abstime and funcgraph-proc."""
+GRAPH_CALL = re.compile(
+    r"(?P<indent> *)(?:(?P<function>[^\s(]+)(?P<entry>\(\) \{|\(\);)|\} /\* (?P<left>[^\s*]+) \*/)"
+)
+GRAPH_EVENT = re.compile(r" */\* (\w+): (.*) \*/$")
 NUMBERS = "diux"
 """Conversion letters of printf that print a number."""
 Layout = tuple[re.Pattern[str], list[tuple[str, str]]]
@@ -34,34 +45,82 @@ Layouts = dict[str, list[Layout]]
 CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(?:hh?|ll?|L|z)?(p[a-zA-Z0-9]*|[a-zA-Z%])")
 
 
-class RecordPrinter:
-    """Writes records to a file or a terminal; `layouts` has the layouts of the events."""
+class RecordParser:
+    """Makes an object for JSON of each line of trace_pipe, and puts a stack into the object of its record."""
 
-    def __init__(self, output: TextIO, *, as_json: bool) -> None:
-        self.output = output
-        self.as_json = as_json
-        self.layouts: Layouts = {}
-        self._has_colours = terminal.has_colours(output) and not as_json
+    def __init__(self) -> None:
+        self._layouts: Layouts = {}
+        self._last: dict[int, dict[str, object]] = {}
+        """CPU -> its last record, for which a stack may follow."""
+        self._stack: list[str] | None = None
+        """The stack whose lines follow, or None."""
 
     def add_layout(self, event: str, format_file: str) -> None:
         """Add the layout of an event with this name, from the text of its `format` file."""
-        self.layouts.setdefault(event, []).append(layout(format_file))
+        self._layouts.setdefault(event, []).append(layout(format_file))
 
-    def show(self, text: str) -> None:
-        """Print the lines that one read of trace_pipe has returned. Raises: OSError."""
-        # Not splitlines(): a name may contain its other line separators.
-        for line in text.removesuffix("\n").split("\n"):
-            self.output.write(f"{self._shown(line)}\n")
-        self.output.flush()
+    def feed(self, line: str) -> Iterator[dict[str, object]]:
+        """Yield the records that a line of trace_pipe completes."""
+        if self._stack is not None and (frame := FRAME.match(line)):
+            self._stack.append(frame[1])
+            return
+        self._stack = None
+        if (head := STACK.match(line)) and (before := self._last.get(int(head["cpu"]))) is not None:
+            self._stack = []
+            before["stack"] = self._stack
+            return
+        if not line:
+            return
+        for found in _objects(line, self._layouts):
+            cpu = found.get("cpu")
+            if isinstance(cpu, int):
+                if cpu in self._last:
+                    yield self._last.pop(cpu)
+                self._last[cpu] = found
+            else:
+                yield found
 
-    def _shown(self, line: str) -> str:
-        if self.as_json:
-            return json.dumps(record(line, self.layouts))
-        text = terminal.wrap(escape_for_terminal(line), self.output, "    ")
-        found = LINE.match(line)
-        if found is None or not self._has_colours:
-            return text
-        return text.replace(f" {found['event']}: ", f" \033[36m{found['event']}\033[0m: ", 1)
+    def rest(self) -> Iterator[dict[str, object]]:
+        """Yield the records for which no stack can follow any more."""
+        yield from self._last.values()
+        self._last = {}
+
+
+def _objects(line: str, layouts: Layouts) -> Iterator[dict[str, object]]:
+    """Yield the objects of a line, which are two for a function of the call graph that calls no other."""
+    found = GRAPH.match(line)
+    if found is None:
+        yield record(line, layouts)
+        return
+    text = found["text"]
+    head = {name: found[name] for name in ("time", "cpu", "comm", "pid")}
+    if event := GRAPH_EVENT.match(text):
+        # The head is that of other tracers, so that both kinds of lines are read in one way.
+        yield record(
+            f"{head['comm']:>16}-{head['pid']} [{head['cpu']}] ..... {head['time']}: {event[1]}: {event[2]}",
+            layouts,
+        )
+        return
+    shown = {"time": float(head["time"]), "cpu": int(head["cpu"]), "pid": int(head["pid"])}
+    call = GRAPH_CALL.match(text)
+    if call is None:
+        yield {"text": line}
+        return
+    fields: dict[str, object] = {"func": call["function"] or call["left"], "depth": len(call["indent"]) // 2}
+    if call["entry"]:
+        yield {**shown, "comm": head["comm"], "event": "funcgraph_entry", "fields": fields, "text": text}
+    if call["entry"] != "() {":
+        fields = {**fields, "us": float(found["duration"] or 0)}
+        yield {**shown, "comm": head["comm"], "event": "funcgraph_exit", "fields": fields, "text": text}
+
+
+def text_line(line: str, output: TextIO) -> str:
+    """Return a line of trace_pipe as `output` shows it, which may be a terminal."""
+    text = terminal.wrap(escape_for_terminal(line), output, "    ")
+    found = LINE.match(line)
+    if found is None or not terminal.has_colours(output):
+        return text
+    return text.replace(f" {found['event']}: ", f" \033[36m{found['event']}\033[0m: ", 1)
 
 
 def layout(text: str) -> Layout:

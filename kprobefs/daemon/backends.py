@@ -140,11 +140,12 @@ def _probed_mount(options: MountOptions) -> Mount:
 
 
 def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
-    """Return the profile that the options name, or the one that follows the kernel."""
+    """Return the profile that the options name, or the one that follows the kernel, with the strategy."""
     from emulated_kernel.guests.linux.probing.detect_interface import profile_of
-    from emulated_kernel.kprobes.profile import profile_named
+    from emulated_kernel.kprobes.profile import profile_named, with_strategy
 
-    return profile_of(kernel) if options.follows_version else profile_named(options.machine.profile)
+    profile = profile_of(kernel) if options.follows_version else profile_named(options.machine.profile)
+    return with_strategy(profile, options.machine.strategy)
 
 
 def _convert_vmcore(vmcore: str) -> None:

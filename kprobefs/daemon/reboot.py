@@ -11,8 +11,8 @@ from functools import partial
 
 from emulated_kernel.guests.builtin.modules import ModuleFile
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
-from emulated_kernel.guests.builtin.workloads.workloads import WorkloadOrder
 from emulated_kernel.guests.common.host_processes import HostProcesses, ProcessWatch
+from emulated_kernel.guests.common.workloads import WorkloadOrder
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import PAUSE

@@ -31,6 +31,41 @@ VALUES = (
     "max_graph_depth",
 )
 """Names of a trace array's files whose values are saved, in this order. A missing file is skipped."""
+DEFAULTS = {
+    "trace_clock": ("local",),
+    "buffer_size_kb": ("1408", "1410"),
+    "buffer_percent": ("50",),
+    "saved_cmdlines_size": ("128", "6552", "8190"),
+    "tracing_thresh": ("0",),
+    "max_graph_depth": ("0",),
+    "current_tracer": ("nop",),
+}
+"""Name of a trace array's file -> its values in a new mount, by the kernel's version.
+
+A kernel whose default is larger than 128 rounds 128 up to it.
+"""
+DEFAULT_OPTIONS = frozenset(
+    {
+        "annotate",
+        "context-info",
+        "funcgraph-cpu",
+        "funcgraph-duration",
+        "funcgraph-irqs",
+        "funcgraph-overhead",
+        "function-trace",
+        "graph-time",
+        "hash-ptr",
+        "irq-info",
+        "markers",
+        "overwrite",
+        "print-parent",
+        "record-cmd",
+        "sleep-time",
+        "trace_printk",
+        "trace_printk_dest",
+    }
+)
+"""Names of the options of tracing that are on in a new mount."""
 EVENTS_PER_STEP = 64
 """Number of events whose files are read in one step of a reboot, during which requests wait."""
 ARMED = "kprobes/enabled"
@@ -59,8 +94,9 @@ def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[
 def saved_in_steps(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
     """Yield the lines that give a new mount the definitions and settings of `files`, and PAUSE between them.
 
-    Lines that switch something on come last. If the caller passes `probes`, sorted by name, the files in
-    kprobes/stats are not read; there may be thousands of them. Raises: CliError.
+    What a new mount has anyway is left out. Lines that switch something on come last. If the caller passes
+    `probes`, sorted by name, the files in kprobes/stats are not read; there may be thousands of them.
+    Raises: CliError.
     """
     tracefs = files.tracefs()
     arrays = {"": _Array(files, tracefs)}
@@ -74,7 +110,7 @@ def saved_in_steps(files: Files, probes: Iterable[ProbeState] | None = None) -> 
     yield from _options_of_tracers(files, tracefs)
     for prefix, array in arrays.items():
         yield PAUSE
-        yield from (f"{prefix}{line}" for line in array.switches())
+        yield from (f"{prefix}{line}" for line in array.switches(is_instance=bool(prefix)))
     yield from _single_probes(files, arrays.values(), probes)
     for value in _content(files, STACK_TRACER):
         if value != "0":
@@ -116,7 +152,7 @@ class _Array:
                 if value == "X":
                     yield from self._sizes()
                 # "7 (expanded: 1410)" is a buffer of default size that is not in use yet.
-                elif "(" not in value:
+                elif "(" not in value and chosen_word(value) not in DEFAULTS[name]:
                     yield f"{name} = {chosen_word(value)}"
         [mask] = self.lines("tracing_cpumask")
         if int(mask.replace(",", ""), 16) + 1 != 1 << len(self.files.directories(f"{self.directory}per_cpu")):
@@ -145,18 +181,30 @@ class _Array:
             for value in self.lines(f"per_cpu/{cpu}/buffer_size_kb"):
                 yield f"per_cpu/{cpu}/buffer_size_kb = {value}"
 
-    def switches(self) -> Iterator[str]:
+    def switches(self, *, is_instance: bool) -> Iterator[str]:
+        """Yield lines for tracer, options and enabled events.
+
+        An instance begins with the options of the top-level array, so that all its options are saved.
+        """
         for value in self.lines("current_tracer"):
-            yield f"current_tracer = {value}"
-        yield f"trace_options = {' '.join(self.lines('trace_options'))}"
+            if value not in DEFAULTS["current_tracer"]:
+                yield f"current_tracer = {value}"
+        options = self.lines("trace_options")
+        if wanted := [word for word in options if is_instance or not _is_default(word)]:
+            yield f"trace_options = {' '.join(wanted)}"
         for event in sorted(word.replace(":", "/", 1) for word in self.lines("set_event")):
             if self.lines(f"events/{event}/enable")[:1] in (["1"], ["1*"]):
                 yield f"events/{event}/enable = 1"
         words = saved_words("set_ftrace_filter", "\n".join(self.lines("set_ftrace_filter")))
         if commands := [word for word in words if is_command(word)]:
             yield f"set_ftrace_filter = {' '.join(commands)}"
-        if self.lines("tracing_on") == ["1"]:
+        if is_instance and self.lines("tracing_on") == ["1"]:
             yield "tracing_on = 1"
+
+
+def _is_default(word: str) -> bool:
+    """Return True if a word of trace_options, such as noblock, is that of a new mount."""
+    return word in DEFAULT_OPTIONS if not word.startswith("no") else word[2:] not in DEFAULT_OPTIONS
 
 
 def _single_probes(
@@ -206,7 +254,9 @@ def _options_of_tracers(files: Files, tracefs: str) -> Iterator[str]:
     listed = set(_content(files, f"{tracefs}trace_options"))
     for name in sorted(files.names(f"{tracefs}options")):
         if listed.isdisjoint((name, f"no{name}")):
-            yield f"options/{name} = {files.read(f'{tracefs}options/{name}').strip()}"
+            value = files.read(f"{tracefs}options/{name}").strip()
+            if value != f"{name in DEFAULT_OPTIONS:d}":
+                yield f"options/{name} = {value}"
 
 
 def _content(files: Files, name: str) -> list[str]:

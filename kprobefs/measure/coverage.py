@@ -9,12 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
+from emulated_kernel.arch.analysis.tactic import Tactic, Tactics
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.kprobes.profile import profile_named
+from emulated_kernel.kprobes.profile import profile_named, with_strategy
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.errors import CliError, ExitStatus
@@ -24,8 +26,11 @@ from kprobefs.measure import coverage_subject
 from kprobefs.measure.coverage_subject import Subject
 from kprobefs.measure.verdicts import Judge, ProbeOutcome, default_profile, outcome_of
 
-Reasons = Counter[RejectReason | None]
-"""Reason why a probe is not optimized, or None if it is optimized -> number of instructions."""
+Reasons = Counter[RejectReason | Tactics | None]
+"""Reason why a probe is not optimized, tactics of a jump, or None for Linux's rule -> number of instructions.
+
+None counts the jumps that Linux's rule allows.
+"""
 
 
 @dataclass
@@ -45,6 +50,15 @@ class Coverage:
     def total(self) -> Reasons:
         return _sum(reasons for _, reasons in self.symbols)
 
+    @cached_property
+    def tactics(self) -> Counter[Tactic]:
+        """Tactic -> number of instructions whose jump needs it, perhaps together with others."""
+        found: Counter[Tactic] = Counter()
+        for reason, number in self.total.items():
+            if isinstance(reason, tuple):
+                found.update(dict.fromkeys(reason, number))
+        return found
+
     @property
     def sections(self) -> dict[str, Reasons]:
         """Section of the text -> counts of its functions, the largest section first."""
@@ -54,17 +68,17 @@ class Coverage:
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
 
-def coverage(subject: Subject, profile_name: str | None) -> Coverage:
-    """Count the instructions of all functions of a subject, with a profile.
+def coverage(subject: Subject, profile_name: str | None, strategy: str | None = None) -> Coverage:
+    """Count the instructions of all functions of a subject, with a profile and an optimization policy.
 
-    Raises: CliError (the profile is unknown).
+    Raises: CliError (the profile is unknown, or has no optimizer).
     """
     name = profile_name or default_profile(subject.arch)
     try:
-        judge = Judge(subject, profile_named(name))
+        judge = Judge(subject, with_strategy(profile_named(name), strategy))
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error
-    found = Coverage(subject, name)
+    found = Coverage(subject, name if strategy is None else f"{name}, strategy {strategy}")
     counts_pairs = bool(judge.strategy and judge.strategy.pairs)
     pairs = 0
     started = time.process_time()
@@ -112,10 +126,16 @@ def subjects(arch: str | None, image: str | None, functions: str | None) -> Iter
 
 
 def run(
-    arch: str | None, image: str | None, functions: str | None, profile: str | None, *, as_json: bool
+    arch: str | None,
+    image: str | None,
+    functions: str | None,
+    profile: str | None,
+    strategy: str | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Run `kprobefs coverage`: print tables, or all counts as JSON. Raises: CliError."""
-    found = [coverage(subject, profile) for subject in subjects(arch, image, functions)]
+    found = [coverage(subject, profile, strategy) for subject in subjects(arch, image, functions)]
     if as_json:
         print(json.dumps([_as_dict(each) for each in found]))
     else:
@@ -136,15 +156,20 @@ def _as_dict(found: Coverage) -> dict[str, Any]:
         "reasons": [
             {"verdict": outcome_of(reason).value, "reason": reason.value, "instructions": number}
             for reason, number in total.most_common()
-            if reason
+            if isinstance(reason, RejectReason)
         ],
+        "tactics": {tactic.name.lower(): number for tactic, number in found.tactics.most_common()},
         "sections": {name: _by_verdict(reasons) for name, reasons in found.sections.items()},
         "symbols": [
             {
                 "name": symbol.name,
                 "address": f"{symbol.address:#x}",
                 "verdicts": _by_verdict(reasons),
-                "reasons": {reason.value: number for reason, number in reasons.most_common() if reason},
+                "reasons": {
+                    reason.value: number
+                    for reason, number in reasons.most_common()
+                    if isinstance(reason, RejectReason)
+                },
             }
             for symbol, reasons in found.symbols
         ],
@@ -184,9 +209,15 @@ def _tables(found: Coverage) -> Iterator[str]:
     yield ""
     yield f"{'verdict':<12}{'instructions':>13}{'of all':>9}  reason"
     for reason, number in total.most_common():
-        if reason:
+        if isinstance(reason, RejectReason):
             head = f"{outcome_of(reason).value:<12}{number:>13,}{_share(number, counted):>9}  "
             yield wrap(f"{head}{reason.value}", sys.stdout, " " * len(head))
+    if found.tactics:
+        yield ""
+        yield f"{'tactic':<25}{'jumps':>9}  optimized only with it, perhaps with others too"
+        for tactic, number in found.tactics.most_common():
+            head = f"{tactic.name.lower():<20}{number:>14,}  "
+            yield wrap(f"{head}{tactic.value}", sys.stdout, " " * len(head))
     yield ""
     width = max(len(name) for name in (*found.sections, "section"))
     yield f"{'section':<{width}}{'instructions':>14}" + "".join(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import Enum
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.tactic import Tactics
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Location, Symbol
-from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.kprobes.profile import Profile, with_strategy
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.measure.coverage_subject import Subject
 
@@ -34,9 +35,9 @@ class ProbeOutcome(Enum):
     REFUSED = "refused"
 
 
-def outcome_of(reason: RejectReason | None) -> ProbeOutcome:
-    """Return the outcome to which a reason leads; None means that a jump is possible."""
-    if reason is None:
+def outcome_of(reason: RejectReason | Tactics | None) -> ProbeOutcome:
+    """Return the outcome to which a reason leads; tactics or None mean that a jump is possible."""
+    if not isinstance(reason, RejectReason):
         return ProbeOutcome.OPTIMIZED
     if reason.errno:
         return ProbeOutcome.REFUSED
@@ -77,12 +78,24 @@ class Judge:
         self.checker = self.arch.probe_checker(
             subject.tables, self.strategy, ftrace=profile.ftrace, rules=rules
         )
+        self._others = dict[str, Judge]()
         self._is_x86 = not subject.arch.startswith("riscv")
 
-    def reasons(self, symbol: Symbol) -> Collection[RejectReason | None]:
-        """Return the reason against a jump, or None, for each instruction of a function except filler."""
+    def with_strategy(self, name: str) -> Judge:
+        """Return a judge of the same subject with another optimization policy.
+
+        The judge is kept, because its index of references takes time. Raises: KernelError (with_strategy).
+        """
+        found = self._others.get(name)
+        if found is None:
+            found = Judge(self.subject, with_strategy(self.profile, name))
+            self._others[name] = found
+        return found
+
+    def reasons(self, symbol: Symbol) -> Collection[RejectReason | Tactics | None]:
+        """Return the result of ProbeChecker.reasons() for each instruction of a function except filler."""
         if self.is_notrace(symbol):
-            found: dict[int, RejectReason | None] = dict.fromkeys(
+            found: Mapping[int, RejectReason | Tactics | None] = dict.fromkeys(
                 self.checker.boundaries(symbol), RejectReason.NOTRACE
             )
         else:

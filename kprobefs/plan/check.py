@@ -76,6 +76,10 @@ class Answer:
     """The probed address; 0 if there is no probe."""
     probe: TraceKprobe | None = None
     """The probe that the line has created, or None."""
+    extended: str | None = None
+    """Outcome by the kernel's strategy; None if there is no strategy or no probe."""
+    extended_reason: str = ""
+    """The tactics that the jump needs, or the rule by which the strategy refuses it."""
 
     @property
     def is_error(self) -> bool:
@@ -163,8 +167,13 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     if probe.place.is_return and explained.never_returns:
         message = f"{where.name} never returns, so the probe is never hit"
         found.append(Finding("never-returns", False, message, _word_column(line.text, 1)))
-    region = range(0) if verdict.region is None else range(verdict.region.addr, verdict.region.end)
-    return Answer(line, verdict.outcome.value, explained.reason, found, region, probe.address, probe)
+    replaced = explained.region
+    region = range(0) if replaced is None else range(replaced.addr, replaced.end)
+    answer = Answer(line, verdict.outcome.value, explained.reason, found, region, probe.address, probe)
+    if explained.extended is not None:
+        answer.extended = explained.extended.outcome.value
+        answer.extended_reason = explained.extended_reason
+    return answer
 
 
 def _find_taken_jumps(answers: Sequence[Answer]) -> None:

@@ -40,6 +40,7 @@ def run(
     images: Sequence[str],
     vmcore: str | None,
     profile: str | None,
+    strategy: str | None,
     form: str,
 ) -> bool:
     """Run `kprobefs check` on the files `paths`; return True if no kernel refuses a line.
@@ -48,7 +49,7 @@ def run(
 
     Raises: CliError (a file can't be read; no such kernel or profile).
     """
-    kernels = [planned_kernel(arch, image, vmcore, profile) for image in images or (None,)]
+    kernels = [planned_kernel(arch, image, vmcore, profile, strategy) for image in images or (None,)]
     texts = {path: _read(path) for path in paths}
     found = []
     for path, text in texts.items():
@@ -147,6 +148,8 @@ def _details(path: str, answer: Answer, number: int) -> Iterator[str]:
     is_told = any(finding.message == answer.reason for finding in answer.findings)
     if answer.outcome in (ProbeOutcome.BREAKPOINT.value, PENDING) and not is_told:
         found.append((f"{answer.outcome}: {answer.reason}", None))
+    if answer.extended is not None and answer.outcome == ProbeOutcome.BREAKPOINT.value:
+        found.append((f"extended: {answer.extended}: {answer.extended_reason}", None))
     for message, column in found:
         yield ""
         yield from wrap(
@@ -187,6 +190,9 @@ def _line_as_dict(text: str, answer: Answer) -> dict[str, Any]:
         "definition": answer.line.text,
         "outcome": answer.outcome,
         "reason": answer.reason,
+        "extended": None
+        if answer.extended is None
+        else {"outcome": answer.extended, "reason": answer.extended_reason},
         "address": f"{answer.address:#x}" if answer.address else None,
         "findings": [
             {

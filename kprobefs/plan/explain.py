@@ -21,6 +21,7 @@ def run(
     image: str | None,
     vmcore: str | None,
     profile: str | None,
+    strategy: str | None,
     whole: bool,
     as_json: bool,
     svg: str | None,
@@ -31,7 +32,7 @@ def run(
     `whole` shows whole functions. `as_json` prints JSON instead of text. `svg` and `html` are paths of files
     to write. Raises: CliError (no such place or kernel, a file that can't be written).
     """
-    kernel = planned_kernel(arch, image, vmcore, profile)
+    kernel = planned_kernel(arch, image, vmcore, profile, strategy)
     found = list(_explanations(kernel, places))
     if svg is not None:
         from kprobefs.plan.picture import picture
@@ -86,6 +87,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
         "section": explained.section,
         "verdict": explained.verdict.outcome.value,
         "reason": explained.reason,
+        "extended": _extended(explained),
         "optprobes": kernel.has_optprobes,
         "optimization": kernel.allows_jumps,
         "others": [
@@ -117,6 +119,18 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
     }
 
 
+def _extended(explained: Explanation) -> dict[str, Any] | None:
+    verdict = explained.extended
+    if verdict is None:
+        return None
+    tactics = () if verdict.region is None else verdict.region.tactics
+    return {
+        "verdict": verdict.outcome.value,
+        "reason": explained.extended_reason,
+        "tactics": [tactic.name.lower() for tactic in tactics],
+    }
+
+
 def _insn(insn: ListedInsn) -> dict[str, Any]:
     return {
         "address": f"{insn.address:#x}",
@@ -126,6 +140,7 @@ def _insn(insn: ListedInsn) -> dict[str, Any]:
         "target": None if insn.target is None else f"{insn.target:#x}",
         "verdict": insn.verdict.outcome.value,
         "reason": insn.reason,
+        "extended": None if insn.extended is None else insn.extended.outcome.value,
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.disassembly import address_names
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.entry_values import EntryValues
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.btf_declaration import Parameter, Prototype, prototype
@@ -28,6 +29,8 @@ _DETOUR_DISTANCE = 1 << 20
 The address of the real detour is chosen when the probe is registered. Texts with symbols do not depend on it.
 """
 _PAGE = 1 << 12
+EXTENDED = "extended"
+"""Text for probes that only the strategy optimizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,14 @@ class ListedInsn:
     verdict: Verdict
     reason: str
     """The rule that refuses the probe or its jump, and what breaks the rule; "" if no rule is broken."""
+    extended: Verdict | None
+    """The verdict by the kernel's strategy, if that is not Linux's rule; otherwise None."""
+
+    @property
+    def mode(self) -> str:
+        """The outcome, or the strategy's name if only the strategy optimizes the probe."""
+        is_linux = self.extended is None or self.verdict.outcome is self.extended.outcome
+        return self.verdict.outcome.value if is_linux else EXTENDED
 
     @property
     def end(self) -> int:
@@ -86,6 +97,8 @@ class Explanation:
         self.place = place
         self.symbol: Symbol = place.where.symbol
         self.judge: Judge = (variant or kernel.variant(self.symbol)).judge
+        strategy = kernel.strategy
+        self._extended = None if strategy is None else self.judge.with_strategy(strategy)
         self._name = address_names(kernel.tables.kallsyms.lookup)
 
     @property
@@ -111,6 +124,27 @@ class Explanation:
         return self._reason(self.judge, self.verdict)
 
     @cached_property
+    def extended(self) -> Verdict | None:
+        """What happens to a probe at the place by the kernel's strategy; None if there is none."""
+        return None if self._extended is None else self._extended.verdict(self.place.where)
+
+    @property
+    def extended_reason(self) -> str:
+        """The tactics that a jump at the place needs, or the rule by which the strategy refuses it, or ""."""
+        verdict = self.extended
+        if verdict is None or self._extended is None:
+            return ""
+        tactics = () if verdict.region is None else verdict.region.tactics
+        return "; ".join(each.value for each in tactics) or self._reason(self._extended, verdict)
+
+    @property
+    def region(self) -> Region | None:
+        """The region of the jump at the place, by Linux's rule or by the strategy; None without a jump."""
+        if self.verdict.region is not None or self.extended is None:
+            return self.verdict.region
+        return self.extended.region
+
+    @cached_property
     def others(self) -> tuple[OtherVerdict, ...]:
         """The verdicts on the place for each other way in which boot may rewrite the kernel's returns."""
         found = []
@@ -127,6 +161,7 @@ class Explanation:
         start = self.symbol.address
         targets = {addr: insn.target for addr, insn in self._frame_insns.items()}
         verdicts = self.judge.verdicts(self.symbol)
+        extended = {} if self._extended is None else self._extended.verdicts(self.symbol)
         addresses = [*self.judge.checker.boundaries(self.symbol), start + len(code)]
         ends = dict(pairwise(addresses))
         sweep = self.judge.arch.disassembler.insns(code, start, self._name)
@@ -144,6 +179,7 @@ class Explanation:
                     target if target in verdicts else None,
                     verdict,
                     self._reason(self.judge, verdict),
+                    extended.get(addr),
                 )
             )
         return tuple(found)
@@ -161,7 +197,7 @@ class Explanation:
     @cached_property
     def bracket(self) -> range:
         """Addresses of the whole instructions that a jump at the place replaces, or would replace."""
-        region = self.verdict.region
+        region = self.region
         if region is not None:
             return range(region.addr, region.end)
         end = self.address
@@ -197,7 +233,7 @@ class Explanation:
     @cached_property
     def detour(self) -> tuple[DetourInsn, ...]:
         """The detour that a jump at the place would lead to; empty if there is no jump."""
-        region = self.verdict.region
+        region = self.region
         return () if region is None else tuple(self._detour_insns(region))
 
     def _detour_insns(self, region: Region) -> Iterator[DetourInsn]:
@@ -205,16 +241,15 @@ class Explanation:
         end = max(end for _, end in self.kernel.tables.text_ranges)
         buffer = (end + _DETOUR_DISTANCE) & -_PAGE
         made = arch.detour(region, buffer)
-        parts = arch.detour_parts(0, made.trap, made.copied, region)
-        originals = region.code
+        parts = arch.detour_parts(0, made.trap, made.copied, len(made.code))
+        originals = _insns_of(arch, region)
         for part, following in zip(parts, (*[each.start for each in parts[1:]], len(made.code)), strict=True):
             code = made.code[part.start : following]
             is_copy = part.start == made.copied
             for at, size, text in arch.disassembler.insns(code, buffer + part.start, self._name):
                 offset = at - buffer
                 insn = made.code[offset : offset + size]
-                copied_from = offset - made.copied
-                is_relocated = is_copy and originals[copied_from : copied_from + size] != insn
+                is_relocated = is_copy and insn not in originals
                 yield DetourInsn(part.name, offset, text, is_relocated)
 
     # Prototype and arguments
@@ -307,3 +342,11 @@ class Explanation:
         if rejection.reason.about is None:
             return ""
         return f": {judge.checker.insn_text(rejection.addr, self._name)}"
+
+
+def _insns_of(arch: Arch, region: Region) -> frozenset[bytes]:
+    """Return the machine code of each instruction of a region."""
+    starts = [*arch.instruction_boundaries(region.code, region.addr), region.end]
+    return frozenset(
+        region.code[first - region.addr : last - region.addr] for first, last in pairwise(starts)
+    )

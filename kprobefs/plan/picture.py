@@ -107,7 +107,7 @@ class _Drawing:
         yield _text(code, y, insn.code.hex(" "), "dim")
         yield _text(text, y, insn.text)
         outcome = insn.verdict.outcome
-        yield _text(verdict, y, f"{outcome.value} {row.note}".rstrip(), colour=COLOURS[outcome])
+        yield _text(verdict, y, f"{insn.mode} {row.note}".rstrip(), colour=COLOURS[outcome])
         if row.bracket:
             yield self._bracket(row, y - _FONT)
 

@@ -18,7 +18,7 @@ from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.image.text_tables import ProbedTables, Range
 from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
 from emulated_kernel.image.types_file import load_types
-from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile, profile_named
+from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile, profile_named, with_strategy
 from emulated_kernel.trace.events import syscall_events
 from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
@@ -53,6 +53,8 @@ class PlannedKernel:
         self.core = core
         """The kernel without modules."""
         self.profile = profile
+        self.strategy: str | None = None
+        """Optimization policy whose verdicts are given apart from Linux's; None: only Linux's are given."""
         self.image: str | None = None
         """Path of the kernel's file or package; None for a dump and for the built-in kernel."""
         self.modules: tuple[LinkedModule, ...] = ()
@@ -101,6 +103,7 @@ class PlannedKernel:
             files = ModuleFiles(kernel_file(self.image), core.release).read(name)
             found = PlannedKernel(self.title, self.arch, core, self.profile, self.cpu_description)
             found.image = self.image
+            found.strategy = self.strategy
             found.modules = tuple(link_modules(core, files))
             return found
 
@@ -198,12 +201,28 @@ class PlannedKernel:
 
 
 def planned_kernel(
+    arch: str | None,
+    image: str | None,
+    vmcore: str | None,
+    profile_name: str | None,
+    strategy: str | None = None,
+) -> PlannedKernel:
+    """Return the kernel that --arch, --image, --vmcore, --profile and --strategy name; None: not given.
+
+    Raises: CliError (no such kernel, image, dump or profile; the profile has no optimizer).
+    """
+    made = _planned(arch, image, vmcore, profile_name)
+    made.strategy = strategy
+    try:
+        with_strategy(made.profile, strategy)
+    except KernelError as error:
+        raise CliError(str(error.strerror), ExitStatus.USAGE) from error
+    return made
+
+
+def _planned(
     arch: str | None, image: str | None, vmcore: str | None, profile_name: str | None
 ) -> PlannedKernel:
-    """Return the kernel that the options --arch, --image, --vmcore and --profile name; None: not given.
-
-    Raises: CliError (no such kernel, image, dump or profile).
-    """
     with explained(image or vmcore or arch or ""):
         if vmcore is not None:
             return _dumped(vmcore, profile_name)

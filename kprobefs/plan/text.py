@@ -64,7 +64,7 @@ def _insn(row: Row, arrow: str) -> Iterator[str]:
     columns = WIDTH - len(head) - _OFFSET_WIDTH - 3 * _BYTES - 1 - _VERDICT_WIDTH
     texts = wrap(insn.text, columns, subsequent_indent="  ") or [""]
     codes = [insn.code[at : at + _BYTES].hex(" ") for at in range(0, len(insn.code), _BYTES)]
-    verdict = f"{insn.verdict.outcome.value} {row.note}".rstrip()
+    verdict = f"{insn.mode} {row.note}".rstrip()
     offset = f"{f'+{insn.offset:#x}':>{_OFFSET_WIDTH - 1}} "
     for number in range(max(len(texts), len(codes))):
         code = codes[number] if number < len(codes) else ""
@@ -87,6 +87,8 @@ def _continued(arrow: str) -> str:
 def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
     """Yield the answers about the explained address, each as a label and the lines after it."""
     yield "verdict", [*_verdict(explained)]
+    if explained.extended is not None:
+        yield "extended", [*_extended(explained)]
     yield "jumps", [*_jumps(explained)]
     if explained.verdict.outcome is not ProbeOutcome.OPTIMIZED:
         yield "nearest", [*_nearest(explained)]
@@ -112,6 +114,14 @@ def _verdict(explained: Explanation) -> Iterator[str]:
     for (outcome, reason), returns in answered.items():
         because = f": {reason}" if reason else ""
         yield f"with {', or '.join(returns)}: {outcome.value}{because}"
+
+
+def _extended(explained: Explanation) -> Iterator[str]:
+    """Yield the lines about the verdict of the strategy."""
+    verdict = explained.extended
+    assert verdict is not None
+    because = f": {explained.extended_reason}" if explained.extended_reason else ", as by Linux's rule"
+    yield f"{verdict.outcome.value}{because}"
 
 
 def _jumps(explained: Explanation) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 In a kernel without jumps, the same addresses only get breakpoints.
 
-Options: [--profile P] [--arch A] [--save-regs R] [--sites] [--states N] [--part I/N] [--jobs N].
+Options: [--profile P] [--strategy S] [--arch A] [--save-regs R] [--sites] [--states N] [--part I/N]
+[--jobs N].
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, STRATEGIES
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from stress.exhaustion.compiled import CompiledProof
 from stress.exhaustion.proof import Proof
@@ -31,7 +32,12 @@ class Prover:
 
     def __init__(self, options: argparse.Namespace) -> None:
         is_compiled = options.save_regs is not None
-        config = MachineConfig(arch=options.arch, profile=options.profile, save_regs=options.save_regs)
+        config = MachineConfig(
+            arch=options.arch,
+            profile=options.profile,
+            strategy=options.strategy,
+            save_regs=options.save_regs,
+        )
         kernel = Kernel(config)
         kind = SiteProof if options.sites else CompiledProof if is_compiled else Proof
         self._find = fentry_sites if options.sites else optimizable
@@ -70,6 +76,7 @@ def main() -> int:
     """Check every optimizable address of the image; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", choices=PROFILES, default=DEFAULT)
+    parser.add_argument("--strategy", choices=STRATEGIES, help="optimization policy (default: the profile's)")
     parser.add_argument("--arch", choices=ARCHITECTURES, default="x86_64")
     parser.add_argument(
         "--save-regs", choices=["live", "all"], help="compile the handlers, and save these registers"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from emulated_kernel.machine.text.stale_fetch import Prefetch
 from stress.exhaustion.standing import CpuState, OtherCpu
 from tests.arch.decoding import starts_with_breakpoint
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import Bench, Pieces, loose_flags
+from tests.kprobes.optimizer.regions import Bench, Pieces, exits, loose_flags
 from tests.kprobes.scripted import script
 
 Spans = Sequence[tuple[int, int]]
@@ -80,7 +81,7 @@ class Proof:
         return self.bench.all_live
 
     def live_after(self, address: int, end: int) -> LiveRegisters:
-        """Return the registers and flags that must be the same after a region.
+        """Return the registers and flags that must be the same at an exit of a region.
 
         The scratch registers of the jumps may differ if no instruction reads them after the region.
         """
@@ -102,15 +103,15 @@ class Proof:
         """Check one place (symbol, offset, address), and add its problems."""
         symbol, offset, address = place
         region = self.length(address)
-        end = address + region
-        with self.bench.until(end):
+        leads_to = exits(self.probed, address, region)
+        with self.bench.until(*leads_to):
             states = (s._replace(ip=address) for s in self.bench.states(address))
             # Skip random states that read below the stack pointer: they would read the detour's frame, which
             # no real function does.
             starts = [*islice((s for s in states if not self.bench.reads_below_stack(s)), self.states)]
-        live = self.live_after(address, end)
-        behind = live, self.loose_flags(address, region)
-        cpus = [OtherCpu(self.probed, self.bench, end, at, self.count, self.own, *behind) for at in starts]
+        behind = partial(self.live_after, address), self.loose_flags(address, region)
+        made = self.probed, self.bench, leads_to
+        cpus = [OtherCpu(*made, at, self.count, self.own, *behind) for at in starts]
         before = len(self.problems)
         self.place(address, cpus).run()
         self.probed.hits.clear()

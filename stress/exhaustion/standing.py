@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.text.stale_fetch import WINDOW
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import Bench, Expected, Pieces, State
+from tests.kprobes.optimizer.regions import Bench, Expected, Live, Pieces, State
 
 MAX_STEPS = 1 << 10
 
@@ -40,16 +39,16 @@ class OtherCpu:
 
     probed: Probed
     bench: Bench
-    end: int
-    """Address after the region."""
+    exits: tuple[int, ...]
+    """Addresses to which the region leads; the first one is the address after it."""
     start: State
     """Registers at the first instruction of the region."""
     count: Callable[[], int]
     """Function that returns the number of hits so far."""
     own: Callable[[], Pieces]
     """Function that returns the per-CPU cells that handlers write, with their current contents."""
-    live: LiveRegisters
-    """Registers and flags that must be the same after the region."""
+    live: Live
+    """Address of an exit -> registers and flags that must be the same there."""
     loose_flags: int = 0
     """Flags that may differ nevertheless."""
     expected: Expected = field(init=False)
@@ -64,10 +63,15 @@ class OtherCpu:
         text = self.probed.kernel.machine.text
         watcher, text.watcher = text.watcher, None
         try:
-            with self.bench.until(self.end):
+            with self.bench.until(*self.exits):
                 yield
         finally:
             text.watcher = watcher
+
+    @property
+    def end(self) -> int:
+        """Address after the region."""
+        return self.exits[0]
 
     def at_start(self, hits: int) -> CpuState:
         return CpuState("at the probe", self.start, (), hits)

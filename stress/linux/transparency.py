@@ -253,7 +253,7 @@ class Caller:
     def _named(self, address: int) -> str:
         """Return FUNCTION+OFFSET of an address; for a copied instruction, return that of the original."""
         copied = self.engine.kprobes.resolve_probed_address(address)
-        where = kernel().kallsyms.lookup(copied[0] if copied else address)
+        where = kernel().kallsyms.lookup(copied.address if copied else address)
         return f"{where.name}+{where.offset:#x}" if where is not None else f"{address:#x}"
 
 

@@ -12,7 +12,8 @@ ARCH is x86_64, i386, riscv64 or riscv64i. With --profile linux-VERSION the kern
 tests are those of VERSION; otherwise both are of 6.1. The lists of tests that must pass are for x86_64.
 With --image the tests run over the kernel of IMAGE, with --kernel-kprobes its own kprobes serve them
 (--kprobes kernel). TEST is a file or a directory below test.d/, such as kprobe/profile.tc or instances;
-without any, all are run. The status is 3 if the package cannot be fetched.
+without any, all are run. The status is 3 if the package cannot be fetched. With the only argument
+--fetch VERSION the script prints the directory of that version's tests, and runs none.
 Needs root. Nothing outside of private namespaces is changed.
 END
 }
@@ -307,6 +308,11 @@ case ${1-} in
     exit
     ;;
 esac
+if [ "${1-}" = --fetch ]; then
+    version=${2:-6.1}
+    fetch
+    exit
+fi
 [ "$(id -u)" -eq 0 ] || die "the selftests run as root alone"
 machine="--arch x86_64 --cpus 2"
 version=6.1

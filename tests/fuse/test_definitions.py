@@ -569,7 +569,8 @@ def test_the_manager_is_told_of_definitions(
 def test_which_mount_it_is_for(mounted: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "isn't mounted" in kprobefs("save", "--mount", str(tmp_path)).stderr
     monkeypatch.setenv("KPROBEFS", str(mounted.directory))
-    assert "trace_options = " in kprobefs("save").stdout
+    Path(mounted.path("tracing/trace_clock")).write_text("mono")
+    assert kprobefs("save").stdout == "trace_clock = mono\n"
     monkeypatch.setenv("KPROBEFS", str(tmp_path))
     assert kprobefs("save").returncode == ExitStatus.NOT_MOUNTED
 
@@ -579,17 +580,47 @@ def test_completion(shell: str, tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     script = kprobefs("completion", shell)
     assert (script.returncode, "kprobefs" in script.stdout) == (0, True)
+    assert completions("kprobefs mount --lay", tmp_path) == ["--layout"]
+
+
+def completions(line: str, tmp_path: Path) -> list[str]:
+    """The words that the program offers for the last word of a command line."""
     answer = tmp_path / "answer"
     asked = {
         **environment(),
         "_ARGCOMPLETE": "1",
         "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
         "_ARGCOMPLETE_IFS": "\n",
-        "COMP_LINE": "kprobefs mount --lay",
-        "COMP_POINT": "20",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
     }
     subprocess.run(REAL_PROGRAM, env=asked, capture_output=True, timeout=30, check=False)
-    assert answer.read_text().strip() == "--layout"
+    return answer.read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("kprobefs trace p:vfs_rea", "p:vfs_read"),
+        ("kprobefs trace t:sched:sched_swi", "t:sched:sched_switch"),
+        ("kprobefs explain tcp_sendm", "tcp_sendmsg"),
+        ("kprobefs coverage --profile kprobes-", "kprobes-2010"),
+        ("kprobefs mount --limit prob", "probes="),
+    ],
+)
+def test_completion_knows_the_kernel(line: str, expected: str, tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    assert expected in completions(line, tmp_path)
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_completion_offers_mounts(mounted: Daemon, tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    for command in ("umount", "status", "save -m"):
+        assert str(mounted.directory) in completions(
+            f"kprobefs {command} {mounted.directory.parent}/", tmp_path
+        )
 
 
 @needs_fuse

@@ -177,7 +177,7 @@ sys.exit(main())
         assert (result.returncode, result.stderr) == (-signal.SIGINT, b"")
 
     def test_usage_of_a_one_liner(self) -> None:
-        assert kprobefs("trace", "--help").stdout.splitlines()[0].endswith("PROBE [PROBE ...] -- CMD...")
+        assert kprobefs("trace", "--help").stdout.splitlines()[0].endswith("[PROBE...] -- CMD...")
 
     @needs_fuse
     @pytest.mark.parametrize("command", [["mount"], ["mount", "-f"], ["run"]], ids=" ".join)

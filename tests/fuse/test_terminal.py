@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kprobefs.cli import tour, trace_records
-from kprobefs.cli import trace as tracing
+from kprobefs.cli import tour, trace_output, trace_records
 from kprobefs.cli.control import MountStatus
 from kprobefs.cli.main import main
 from kprobefs.cli.status import print_table
 from kprobefs.cli.top import BACK, SORTS, Probe, Probes, View, marked_bytes, picture, plain
+from kprobefs.cli.trace_syntax import parse_probes
 from kprobefs.common import mountpoints, terminal
 from kprobefs.common.daemon_registry import Daemon as Record
 from kprobefs.common.errors import CliError, ExitStatus
@@ -358,15 +358,44 @@ def test_a_kernel_that_cannot_be_used_has_one_status(
     assert capfd.readouterr().err.startswith("kprobefs: /etc/passwd: not a usable ")
 
 
-def test_probes_of_a_one_liner() -> None:
-    definitions, events = tracing.named(
-        ["p:vfs_read n=$arg3", "r8:vfs_read", "t:sched:sched_switch", "p:m:f+4"], "g"
-    )
-    assert definitions == ["p:g/vfs_read vfs_read n=$arg3", "r8:g/vfs_read_1 vfs_read", "p:g/f_4 m:f+4"]
-    assert events == ["g/vfs_read", "g/vfs_read_1", "sched/sched_switch", "g/f_4"]
-    for wrong in ("vfs_read", "p vfs_read", "p:", "t:sched", "x:y"):
-        with pytest.raises(CliError, match="not a probe"):
-            tracing.named([wrong], "g")
+@pytest.mark.parametrize(
+    ("typed", "definition", "event"),
+    [
+        ("p:vfs_read n=$arg3", "p:g/vfs_read vfs_read n=$arg3", "g/vfs_read"),
+        ("p:vfs_read $arg3 %di", "p:g/vfs_read vfs_read $arg3 %di", "g/vfs_read"),
+        ("r8:vfs_read", "r8:g/vfs_read vfs_read", "g/vfs_read"),
+        ("p:m:f+4", "p:g/f_4 m:f+4", "g/f_4"),
+        ("t:sched:sched_switch", "", "sched/sched_switch"),
+        ("t:sched/sched_switch", "", "sched/sched_switch"),
+        ("p:reads vfs_read n=$arg3", "p:g/reads vfs_read n=$arg3", "g/reads"),
+        ("p:own/reads vfs_read+0x5", "p:g/reads vfs_read+0x5", "g/reads"),
+        ("r16:got m:f got=$retval", "r16:g/got m:f got=$retval", "g/got"),
+        ("p:end vfs_read%return", "p:g/end vfs_read%return", "g/end"),
+        ("p vfs_read n=$arg3", "p:g/vfs_read vfs_read n=$arg3", "g/vfs_read"),
+        ("p 0xffffffff81007a90", "p:g/0xffffffff81007a90 0xffffffff81007a90", "g/0xffffffff81007a90"),
+        ("f:seen vfs_read", "f:g/seen vfs_read", "g/seen"),
+    ],
+)
+def test_probes_of_a_one_liner(typed: str, definition: str, event: str) -> None:
+    [probe] = parse_probes([typed], "g")
+    assert (probe.definition, probe.event) == (definition, event)
+
+
+def test_two_probes_of_a_place_have_two_events() -> None:
+    found = parse_probes(["p:vfs_read", "r:vfs_read", "p vfs_read", "p:one vfs_read", "p:one vfs_write"], "g")
+    assert [probe.event for probe in found] == [
+        "g/vfs_read",
+        "g/vfs_read_1",
+        "g/vfs_read_2",
+        "g/one",
+        "g/one",
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["vfs_read", "p:", "p", "t:sched", "x:y", "x:y vfs_read"])
+def test_no_probes_of_a_one_liner(wrong: str) -> None:
+    with pytest.raises(CliError, match="not a probe"):
+        parse_probes([wrong], "g")
 
 
 @pytest.mark.parametrize("words", ["top", "save"])
@@ -468,9 +497,17 @@ def test_what_an_event_says_is_no_other_record(said: str) -> None:
 
 
 def test_a_record_is_a_line_whatever_is_in_it() -> None:
-    output = io.StringIO()
     shown = '    a-77      [002] d..1.    12.000345: ev: s="a\x0c\x85\u2028b"\n'
-    trace_records.RecordPrinter(output, as_json=True).show(shown * 2)
+    source, end = os.pipe()
+    os.write(end, shown.encode() * 2)
+    os.close(end)
+    output = io.StringIO()
+    files = trace_output.TraceFiles(Path(), Path(), Path())
+    lines = trace_output.JsonLinesOutput(output, files)
+    lines.prepare()
+    lines.read(source)
+    lines.close()
+    os.close(source)
     assert [json.loads(line)["fields"] for line in output.getvalue().splitlines()] == [
         {"s": "a\x0c\x85\u2028b"}
     ] * 2
@@ -521,6 +558,38 @@ class TestTrace:
         why = f"files outside of scratch/, such as {file}, hit no probe"
         assert result.stderr == f"kprobefs: nothing was recorded: {why}\n"
 
+    @pytest.mark.parametrize(
+        ("words", "why"),
+        [
+            (("p:tcp_sendmsg", "--", "cat", "f"), "the command never came to tcp_sendmsg; "),
+            (("p:vfs_read", "-f", "common_pid == 1", "--", "cat", "f"), "the filter accepted none of 2 hits"),
+            (
+                ("p:tcp_sendmsg", "--", "cat", "none"),
+                "the command ended with status 1 before",
+            ),
+        ],
+    )
+    def test_why_nothing_was_recorded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], why: str
+    ) -> None:
+        (tmp_path / "f").write_text("hello\n")
+        monkeypatch.chdir(tmp_path)
+        result = kprobefs("trace", *words, program=REAL_PROGRAM)
+        assert f"kprobefs: nothing was recorded: {why}" in result.stderr
+
+    def test_what_is_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A command by its relative path, and directories among its arguments, as files are."""
+        (tmp_path / "d/deep").mkdir(parents=True)
+        (tmp_path / "d/deep/f").write_text("hello\n")
+        script = tmp_path / "script"
+        script.write_text("#!/bin/sh\ncat d/deep/f\necho more > d/deep/f\n")
+        script.chmod(0o755)
+        monkeypatch.chdir(tmp_path)
+        result = kprobefs("trace", "p:vfs_read", "--", "./script", "d", program=REAL_PROGRAM)
+        assert (result.returncode, "hello" in result.stdout) == (0, True)
+        assert result.stderr.startswith("kprobefs: d/deep/f: changed only in scratch/;")
+        assert (tmp_path / "d/deep/f").read_text() == "hello\n"
+
     def test_it_doesnt_trace_itself(self, directory: Path) -> None:
         """Neither its own calls nor those of the process that reads the records."""
         probes = ("p:vfs_write", "p:vfs_read", "p:do_sys_openat2", "t:syscalls:sys_enter_openat")
@@ -532,7 +601,8 @@ class TestTrace:
         assert {record.split("-")[0].strip() for record in records} == {"cat"}
 
     def test_what_cannot_be_traced_or_written_is_told(self, directory: Path) -> None:
-        with daemon(directory, "--layout", "tracefs", program=REAL_PROGRAM):
+        with daemon(directory, "--layout", "tracefs", program=REAL_PROGRAM) as running:
+            Path(running.path("trace_clock")).write_text("mono")
             on = ("-m", str(directory), "--")
             nothing = kprobefs("trace", "p:vfs_read", *on, "true", program=REAL_PROGRAM)
             unknown = kprobefs("trace", "t:nope:nope", *on, "true", program=REAL_PROGRAM)
@@ -595,6 +665,15 @@ class TestTrace:
                 "    p:vfs_read %nosuch",
                 "               ^",
             ]
+            assert "understood as p:PLACE: a probe at vfs_read; " in wrong.stderr
+            other = kprobefs(
+                "trace", "p:reads vfs_read %nosuch", "-m", str(directory), "--", "true", program=REAL_PROGRAM
+            )
+            assert other.stderr.splitlines()[1:3] == [
+                "    p:reads vfs_read %nosuch",
+                "                     ^",
+            ]
+            assert "understood as a line of kprobe_events: the event reads at vfs_read; " in other.stderr
             command = ("trace", "-f", "foo > 1", "p:vfs_read", "t:sched:sched_switch", "-m", str(directory))
             wrong = kprobefs(*command, "--", "true", program=REAL_PROGRAM)
             assert wrong.returncode == ExitStatus.FAILURE

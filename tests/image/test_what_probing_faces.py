@@ -16,6 +16,7 @@ from tests.image.guest import BUGFLAG_WARNING
 
 X86 = ("x86_64", "i386")
 RETPOLINE = PREBUILT / "x86_64-retpoline" / "vmlinux"
+IBT = PREBUILT / "x86_64-ibt" / "vmlinux"
 _MODES = {
     "x86_64": (capstone.CS_ARCH_X86, capstone.CS_MODE_64),
     "i386": (capstone.CS_ARCH_X86, capstone.CS_MODE_32),
@@ -142,3 +143,37 @@ def test_the_retpoline_build_runs() -> None:
     with Kernel(MachineConfig(image=RETPOLINE)) as kernel, Kernel() as plain:
         for load in ("load_tcp", "load_pipe", "load_files", "load_fork"):
             assert kernel.call(load, 5) == plain.call(load, 5) > 0
+
+
+def test_the_ibt_build_has_landing_pads_and_no_jump_tables() -> None:
+    image = load_image(IBT, "x86_64")
+    first = {name: mnemonic for name, _, mnemonic, _ in reversed(instructions(image))}
+    assert first["vfs_read"] == first["tcp_v4_rcv"] == "endbr64"
+    assert sum(mnemonic == "endbr64" for mnemonic in first.values()) > 500
+    jumps = [operands for _, _, mnemonic, operands in instructions(image) if mnemonic == "jmp"]
+    assert not [operands for operands in jumps if "*8" in operands]
+
+
+def test_probes_on_entries_of_the_ibt_build_are_after_the_landing_pads() -> None:
+    """Symbols and the addresses after the pads mean one place, which is an fentry site."""
+    with Kernel(MachineConfig(image=IBT, profile="linux-6.12")) as kernel, Kernel() as plain:
+        for load in ("load_tcp", "load_pipe", "load_files", "load_fork"):
+            assert kernel.call(load, 5) == plain.call(load, 5) > 0
+        definitions = ("p:a gcd $arg*", "p:b gcd+4 a b", "r:c gcd $retval a", "f:d gcd b")
+        kernel.write_file("tracing/dynamic_events", "\n".join(definitions))
+        for group in ("kprobes", "fprobes"):
+            kernel.write_file(f"tracing/events/{group}/enable", "1")
+        address = kernel.kallsyms_lookup_name("gcd") + 4
+        listed = kernel.read_file("kprobes/list").splitlines()
+        assert [line.split()[0] for line in listed] == [f"{address:x}"] * 3
+        assert all(line.endswith("gcd+0x4    [FTRACE]") for line in listed)
+        assert kernel.call("gcd", 75, 100) == 25
+        lines = [line for line in kernel.read_file("tracing/trace").splitlines() if line[:1] != "#"]
+        records = [line.partition(": ")[2] for line in lines]
+        assert sorted(records[:3]) == [
+            "a: (gcd+0x4/0x80) a=75 b=100",
+            "b: (gcd+0x4/0x80) a=75 b=100",
+            "d: (gcd+0x4/0x80) b=100",
+        ]
+        assert records[3].startswith("c: ")
+        assert records[3].endswith("<- gcd) arg1=25 a=75")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,13 @@ def test_all_stands_in_its_place(installed: Path) -> None:
     shipped = [path for path in installed.rglob("*") if path.is_file()]
     assert not [path for path in shipped if path.stat().st_mode & 0o6022]
     assert not [path for path in shipped if path.suffix in (".h", ".S", ".a")]
+
+
+def test_no_link_of_a_document_is_dead(installed: Path) -> None:
+    documents = installed / "usr/share/doc/kprobefs"
+    for document in documents.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+            assert "://" in target or (document.parent / target).exists(), (document, target)
 
 
 def launched(installed: Path, command: str) -> list[str]:

@@ -23,7 +23,7 @@ from emulated_kernel.image.build_images import TARGETS
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes import return_hook
-from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, profile_named
+from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, STRATEGIES, profile_named
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.kprobes.return_hook.shadow_stack import ShadowStack
 from emulated_kernel.machine import cpu_parts as cpu_parts_module
@@ -177,7 +177,7 @@ def test_reasons_that_refuse_a_probe_have_an_errno() -> None:
 def test_each_strategy_is_in_a_profile_or_in_coverage() -> None:
     rules = {strategy for name in ARCHITECTURES for strategy in arch_named(name).strategies}
     named = {strategy for profile in PROFILES.values() for strategy in profile.strategies}
-    assert rules == named | set(LINUX_RULES.values())
+    assert rules == named | set(LINUX_RULES.values()) | set(STRATEGIES)
 
 
 def test_each_profile_is_documented() -> None:

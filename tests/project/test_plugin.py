@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.util.config import ARCHITECTURES
+from kprobefs.cli.main import main
+from kprobefs.common.errors import ExitStatus
+from kprobefs.common.kernel_packages import find
 from tests.fuse.harness import needs_fuse
+from tests.image.linux.debian import package
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -111,6 +115,62 @@ def test_a_mount_that_fails_says_why(
     with pytest.raises(RuntimeError, match=f"^kprobefs: .*{why}") as told:
         kprobefs_mount(**options)
     assert "\n" not in str(told.value)
+
+
+KERNELS = """\
+import pytest
+
+@pytest.mark.kernels("6.1", "6", "4.99", "riscv64:6.12")
+def test_on_each(kprobefs_image):
+    assert kprobefs_image is not None and "6.1" in kprobefs_image.name
+"""
+
+
+def test_kernels_that_are_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest of a version is taken; a test is skipped with its reason where there is none."""
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    monkeypatch.setenv("KPROBEFS_KERNELS", str(kernels))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("6.1.0-9-amd64_6.1.2-1", "6.1.0-10-amd64_6.1.3-1", "6.12.0-1-amd64_6.12.1-1"):
+        with (kernels / f"linux-image-{name}_amd64.deb").open("wb") as file:
+            file.truncate(2 << 20)
+    # Without a kernel in it.
+    (kernels / "linux-image-6.99.0-1-amd64_6.99.1-1_amd64.deb").write_bytes(b"")
+    assert find("6.1") == kernels / "linux-image-6.1.0-10-amd64_6.1.3-1_amd64.deb"
+    assert find("6") == kernels / "linux-image-6.12.0-1-amd64_6.12.1-1_amd64.deb"
+    (tmp_path / "test_it.py").write_text(KERNELS)
+    result = run_pytest(tmp_path, "-v", "-rs")
+    assert re.findall(r"::(\S+) (PASSED|SKIPPED)", result.stdout) == [
+        ("test_on_each[6.1]", "PASSED"),
+        ("test_on_each[6]", "PASSED"),
+        ("test_on_each[4.99]", "SKIPPED"),
+        ("test_on_each[riscv64:6.12]", "SKIPPED"),
+    ]
+    assert "4.99: no such kernel; run kprobefs images fetch" in result.stdout
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_mount_takes_a_kernel_a_clock_and_a_profile(kprobefs_mount: Callable[..., Path]) -> None:
+    image = package("linux-image-cloud-amd64")
+    for kprobes, clock in (("kernel", "real"), ("kprobefs", "virtual")):
+        mounted = kprobefs_mount(image=image, kprobes=kprobes, clock=clock)
+        assert "Linux version 6." in (mounted / "machine" / "version").read_text()
+    mounted = kprobefs_mount(profile="kprobes-2010", return_hook="objpool", clock="real")
+    assert "[objpool]" in (mounted / "kprobes" / "return_hook").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("bookworm", "not a kernel's name; use debian:SUITE[/FLAVOUR]"),
+        ("debian:bookworm/big", "no such flavour; use amd64, cloud, rt"),
+    ],
+)
+def test_a_kernel_that_cannot_be_fetched(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["images", "fetch", name]) == ExitStatus.USAGE
+    assert capsys.readouterr().err.startswith(f"kprobefs: {name}: {why}")
 
 
 @needs_fuse

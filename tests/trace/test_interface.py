@@ -62,7 +62,7 @@ def test_an_unknown_name_is_refused_with_those_that_exist(named: object) -> None
 
 
 def test_6_1_has_no_rule_that_came_later() -> None:
-    assert not LINUX_6_1.rules
+    assert {rule.since for rule in LINUX_6_1.rules} == {"5.15", "6.1"}
     assert not PROBE_RULES["linux-6.1"]
     assert set(ProbeRule) == PROBE_RULES["linux-6.12"]
 
@@ -78,6 +78,11 @@ COMMANDS = (
     "p:h vfs_read+0 +0(%di:string",
     "p:i ktgt:no_such_function",
     "p:j vfs_read" + " %di" * 129,
+    "p:group/ vfs_read",
+    "p:group.k vfs_read",
+    "p:a-group/l vfs_read",
+    "p:" + "m" * 64 + " vfs_read",
+    "p:n no_such_function %nothing",
 )
 
 
@@ -93,11 +98,10 @@ def answers(interface: Interface) -> list[tuple[str, list[str], list[str]]]:
 
 def test_rules_alone_decide_and_not_a_name_or_a_release() -> None:
     """No code compares versions: an interface of any name answers by its rules."""
-    old = INTERFACES["linux-6.1"]
-    new = INTERFACES["linux-6.12"]
-    assert answers(Interface("linux-6.1", old.release, new.rules)) == answers(new)
-    assert answers(Interface("linux-6.12", new.release, old.rules)) == answers(old)
-    assert answers(new) != answers(old)
+    versions = [INTERFACES[f"linux-{version}"] for version in ("5.10", "6.1", "6.12", "7.2")]
+    for each, other in zip(versions, reversed(versions), strict=True):
+        assert answers(Interface(other.name, other.release, each.rules, each.texts)) == answers(each)
+        assert answers(each) != answers(other)
 
 
 def test_each_later_rule_of_definitions_changes_an_answer() -> None:
@@ -114,13 +118,22 @@ def test_each_later_rule_of_definitions_changes_an_answer() -> None:
         InterfaceRule.ENTRY_ARGS,
         InterfaceRule.ARGS_LIMITED,
     ):
-        assert answers(Interface("one", "0", frozenset({rule}))) != before, rule
+        assert answers(Interface("one", "0", old.rules | {rule})) != before, rule
+
+
+def test_each_rule_that_5_10_lacks_changes_an_answer() -> None:
+    # test_later_files.py is about these.
+    others = {InterfaceRule.OPTION_HASH_PTR, InterfaceRule.MIGRATE_COLUMN, InterfaceRule.EVENT_PROBES}
+    rules = InterfaceRule.of("6.1") - InterfaceRule.of("5.10") - others
+    before = answers(LINUX_6_1)
+    for rule in rules:
+        assert answers(Interface("one", "0", LINUX_6_1.rules - {rule})) != before, rule
 
 
 def test_a_symbol_of_a_loaded_module_must_be_unique_in_it() -> None:
     twice = [Function("twice", 0xFFFFFFFFC0230000 + at, size=16, module="ktgt") for at in (0, 16)]
     outcomes = []
-    for rules in (frozenset[InterfaceRule](), frozenset({InterfaceRule.MODULE_SYMBOLS_CHECKED})):
+    for rules in (LINUX_6_1.rules, LINUX_6_1.rules | {InterfaceRule.MODULE_SYMBOLS_CHECKED}):
         kernel = make_kernel(functions=twice, interface=Interface("one", "0", rules))
         outcomes.append(errno_of(partial(kernel.events.write, b"p:x ktgt:twice")))
         outcomes.append(errno_of(partial(kernel.events.write, b"p:y absent:twice")))

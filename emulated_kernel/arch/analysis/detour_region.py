@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from emulated_kernel.arch.analysis.reject_reason import Rejection
+from emulated_kernel.arch.analysis.tactic import Tactics
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
@@ -34,6 +36,12 @@ class Region:
     """Machine code of the region, without the bytes that probes patch."""
     scratch: ScratchRegisters | None = None
     """Registers that the jumps to and from the detour overwrite; None if they overwrite no register."""
+    padding: int = 0
+    """Number of bytes at the region's end that are never executed, so that the detour has no copy of them."""
+    tactics: Tactics = ()
+    """The tactics that the jump needs; empty if Linux's rule allows the jump."""
+    linux: Rejection | None = None
+    """Linux's rejection of the jump, if the jump needs tactics."""
 
     @property
     def length(self) -> int:

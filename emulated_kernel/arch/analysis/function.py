@@ -59,6 +59,8 @@ class TextLayout:
     entry_text: range = _EMPTY_RANGE
     thunks: range = _EMPTY_RANGE
     """The indirect and return thunks; the end address counts as inside, as in Linux's comparison."""
+    return_thunks: frozenset[int] = frozenset()
+    """Addresses to which boot lets the kernel's returns jump."""
 
 
 def reserved_range(function: Function, first: int, last: int) -> Rejection | None:

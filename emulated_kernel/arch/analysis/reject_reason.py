@@ -73,6 +73,11 @@ class RejectReason(Enum):
         RejectSubject.INSN,
     )
     POINTER_INTO_RANGE = "a pointer here, as of a jump table, leads into the bytes to be replaced"
+    ADDRESS_INTO_RANGE = (
+        "an instruction may take the address of one of the bytes to be replaced here",
+        0,
+        RejectSubject.INSN,
+    )
     NOT_BOOSTABLE = "instruction can't be executed in the detour buffer", 0, RejectSubject.INSN
     NO_FREE_REGISTER = "no register is free for the jump to the detour", 0, RejectSubject.REGISTER
     NO_FREE_REGISTER_AFTER = (
@@ -84,6 +89,23 @@ class RejectReason(Enum):
     RESERVED_BY_FTRACE = "the bytes to be replaced hold an fentry site", 0, RejectSubject.INSN
     RESERVED_BY_JUMP_LABEL = "the bytes to be replaced hold a jump label", 0, RejectSubject.INSN
     RESERVED_BY_STATIC_CALL = "the bytes to be replaced hold a static call site", 0, RejectSubject.INSN
+    EXCEPTION_ENTRY = (
+        "the bytes to be replaced hold an instruction with an exception table entry",
+        0,
+        RejectSubject.INSN,
+    )
+    CALL_BEFORE_END = "a call that isn't the last of the replaced instructions", 0, RejectSubject.INSN
+    JUMP_TO_START = "a replaced jump leads back to the probe", 0, RejectSubject.INSN
+    CODE_AFTER_JUMP = (
+        "the bytes to be replaced hold code that follows a jump or return",
+        0,
+        RejectSubject.INSN,
+    )
+    DELAYS_INTERRUPTS = (
+        "the instruction after this one must follow it, and would not be in the detour",
+        0,
+        RejectSubject.INSN,
+    )
 
     BEYOND_FUNCTION = "no instruction of the function follows the detoured region"
     RELATIVE_IN_DCR = "detoured region holds an instruction that needs its address", 0, RejectSubject.INSN

@@ -24,6 +24,10 @@ A pattern may start at any byte, even in the middle of an instruction.
 
 _PART_BITS = 16
 _PART_MASK = (1 << _PART_BITS) - 1
+_ADDRESSES = 1 << 64
+"""Number of addresses, modulo which a distance is computed."""
+_LEAST = -1 << 63
+"""The most negative distance that an index can hold."""
 Ways = tuple["array[int]", "array[int]"]
 """Target offsets within one 64 KiB part of the text, and the distance from each target to its source."""
 _NONE: Ways = array("H"), array("q")
@@ -45,7 +49,9 @@ class XrefIndex:
         for target, source in ways:
             part = target >> _PART_BITS
             targets[part].append(target & _PART_MASK)
-            sources[part].append(source - target)
+            way = source - target
+            # Per-CPU data of a distribution's kernel is linked at address 0.
+            sources[part].append(way if way >= _LEAST else way + _ADDRESSES)
         self._unsorted = {part: (targets[part], sources[part]) for part in targets}
         self._sorted: dict[int, Ways] = {}
 
@@ -62,7 +68,7 @@ class XrefIndex:
             first = bisect_left(targets, region.start - base)
             last = bisect_left(targets, region.stop - base)
             ways = zip(targets[first:last], sources[first:last], strict=True)
-            found += [(base + target, base + target + way) for target, way in ways]
+            found += [(base + target, (base + target + way) % _ADDRESSES) for target, way in ways]
         return found
 
     def _sorted_part(self, part: int) -> Ways:
@@ -83,14 +89,21 @@ class CodeXrefs:
     Each kind of reference is collected on first use.
     """
 
-    def __init__(self, image: ProbedTables, bits: int, possible_branches: PossibleBranches) -> None:
+    def __init__(
+        self,
+        image: ProbedTables,
+        bits: int,
+        possible_branches: PossibleBranches,
+        possible_addresses: PossibleBranches,
+    ) -> None:
         self._image = image
         self._word = bits // 8
         self._possible_branches = possible_branches
+        self._possible_addresses = possible_addresses
 
     def tables_changed(self) -> None:
         """Drop the cached references that modules contribute. The caller has loaded or unloaded a module."""
-        for name in ("_labels", "_fixups", "_pointers", "_module_branches"):
+        for name in ("_labels", "_fixups", "_pointers", "_module_branches", "_addresses"):
             self.__dict__.pop(name, None)
 
     def targets(self, region: range) -> set[int]:
@@ -117,6 +130,10 @@ class CodeXrefs:
         An entry of a jump table is an example.
         """
         return _first(RejectReason.POINTER_INTO_RANGE, self._pointers.into(region))
+
+    def address(self, region: range) -> Rejection | None:
+        """Return a rejection if an instruction may take an address in the region; otherwise None."""
+        return _first(RejectReason.ADDRESS_INTO_RANGE, self._addresses.into(region))
 
     def branch(self, region: range, symbol: Symbol, is_insn: IsInsn) -> Rejection | None:
         """Return a rejection if a function other than `symbol` branches into the region; otherwise None.
@@ -147,6 +164,10 @@ class CodeXrefs:
         span = self._span()
         return XrefIndex(way for piece in self._image.data for way in self._words(*piece) if way[0] in span)
 
+    @cached_property
+    def _addresses(self) -> XrefIndex:
+        return self._found_in(self._image.text_ranges, self._span(), self._possible_addresses)
+
     def _span(self) -> range:
         """Return the address range from the first to the last piece of text."""
         text = [range(*part) for part in self._image.text_ranges]
@@ -159,20 +180,20 @@ class CodeXrefs:
         Their targets are in the kernel's own text too, since it calls modules only through pointers.
         """
         core, *_ = self._image.text_ranges
-        return self._branches((core,), range(*core))
+        return self._found_in((core,), range(*core), self._possible_branches)
 
     @cached_property
     def _module_branches(self) -> XrefIndex:
         _, *modules = self._image.text_ranges
-        return self._branches(modules, self._span())
+        return self._found_in(modules, self._span(), self._possible_branches)
 
-    def _branches(self, text: Iterable[tuple[int, int]], span: range) -> XrefIndex:
+    def _found_in(
+        self, text: Iterable[tuple[int, int]], span: range, possible: PossibleBranches
+    ) -> XrefIndex:
+        """Index the references that `possible` finds in ranges of text, if their targets are in `span`."""
         read = self._image.read
         pieces = ((start, read(start, end - start)) for start, end in text)
-        return XrefIndex(
-            (branch for piece in pieces for branch in self._possible_branches(*piece) if branch[0] in span),
-            "i",
-        )
+        return XrefIndex((way for piece in pieces for way in possible(*piece) if way[0] in span), "i")
 
     def _words(self, addr: int, data: bytes) -> Iterator[tuple[int, int]]:
         """Iterate over the aligned words of `data`: value and address."""

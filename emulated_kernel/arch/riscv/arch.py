@@ -33,6 +33,7 @@ class Riscv(Arch):
     """Whether the kernel uses instructions of 2 bytes (RVC)."""
     max_insn_size = RVI_SIZE + len(encoder.EBREAK)
     jump_size = encoder.JUMP_SIZE
+    jump_back_size = encoder.LONG_JUMP_SIZE
     call_size = encoder.LONG_JUMP_SIZE
     call_link = "t0"
     strategies = MappingProxyType(STRATEGIES)

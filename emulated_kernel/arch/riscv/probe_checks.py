@@ -273,6 +273,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
             if target is not None:
                 yield addr + at + target, addr + at
 
+    def possible_addresses(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:  # noqa: ARG002
+        """Implement ProbeChecker.possible_addresses: no policy of RISC-V asks for addresses in code."""
+        return iter(())
+
     def label_size(self, code: bytes) -> int:  # noqa: ARG002 - all labels have the same size
         return JUMP_SIZE
 

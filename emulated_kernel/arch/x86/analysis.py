@@ -60,8 +60,8 @@ class X86FunctionAnalysis:
     @cached_property
     def flow(self) -> FunctionFlow:
         """Instructions and jumps of the function. Probe registration needs them; liveness doesn't."""
-        thunks = self.layout.thunks if self._has_jump_tables else None
-        return FunctionFlow(self.function, thunks, self._code, self._known, self._bug_size)
+        layout = self.layout if self._has_jump_tables else None
+        return FunctionFlow(self.function, layout, self._code, self._known, self._bug_size)
 
     @cached_property
     def patched(self) -> frozenset[int]:
@@ -84,15 +84,19 @@ class FunctionFlow:
     """
 
     def __init__(
-        self, function: Function, thunks: range | None, code: bytes, known: DecodeCache, bug_size: int
+        self, function: Function, layout: TextLayout | None, code: bytes, known: DecodeCache, bug_size: int
     ) -> None:
         """Decode a function.
 
-        `thunks`: addresses of the indirect and return thunks; None if indirect jumps are no hazards.
+        `layout`: has the addresses of the thunks; None if indirect jumps are no hazards.
         """
-        self._thunks = thunks
+        self._layout = layout
         self.hazard: Rejection | None = None
         """Hazard with the lowest address that forbids optimization in the whole function, or None."""
+        self.hazards = dict[RejectReason, int]()
+        """Each reason that forbids optimization in the whole function -> the lowest address with it."""
+        self.jumps_through_register = False
+        """Whether an indirect jump is a hazard, or a jump to another thunk than a return thunk."""
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
         self.facts = known.all(code, function.addr, bug_size)
@@ -110,8 +114,14 @@ class FunctionFlow:
 
     def branch_into(self, inside: range) -> RelativeBranch | None:
         """Return the first jump or call of the function whose target is in `inside`, or None."""
-        found = [branch for branch in (*self._jumps, *self._calls) if branch.target in inside]
+        branches = self._branches
+        first = bisect_left(branches, (inside.start, 0))
+        found = branches[first : bisect_left(branches, (inside.stop, 0), first)]
         return min(found, key=lambda branch: branch.source, default=None)
+
+    @cached_property
+    def _branches(self) -> list[RelativeBranch]:
+        return sorted((*self._jumps, *self._calls))
 
     @property
     def jump_targets(self) -> list[int]:
@@ -136,22 +146,27 @@ class FunctionFlow:
             self._forbid(RejectReason.UNDECODABLE, end)
 
     def _forbid(self, reason: RejectReason, addr: int) -> None:
+        self.hazards[reason] = min(addr, self.hazards.get(reason, addr))
         if self.hazard is None or addr < self.hazard.addr:
             self.hazard = Rejection(reason, addr)
 
     def _look_at_branch(self, addr: int, facts: InsnAttributes, displacement: bytes) -> None:
         if facts.branch is ControlTransfer.INDIRECT_JUMP:
-            if self._thunks is not None:
+            if self._layout is not None:
                 self._forbid(RejectReason.INDIRECT_JUMP, addr)
+                self.jumps_through_register = True
             return
         target = addr + facts.length + int.from_bytes(displacement, "little", signed=True)
         if facts.branch is ControlTransfer.CALL:
             self._calls.append(RelativeBranch(target, addr))
             return
         self._jumps.append(RelativeBranch(target, addr))
-        thunks = self._thunks
-        if thunks and thunks.start <= target <= thunks.stop:
+        layout = self._layout
+        if layout is None or not layout.thunks:
+            return
+        if layout.thunks.start <= target <= layout.thunks.stop:
             self._forbid(RejectReason.THUNK_JUMP, addr)
+            self.jumps_through_register |= target not in layout.return_thunks
 
 
 def _unpatched(function: Function) -> bytes:

@@ -43,6 +43,7 @@ class X86(Arch):
     breakpoint = INT3
     max_insn_size = MAX_INSN_SIZE
     jump_size = out_of_line.JMP32_SIZE
+    jump_back_size = out_of_line.JMP32_SIZE
     call_size = out_of_line.JMP32_SIZE
     handler_ip_offset = 1
     general_registers = frozenset((*REGISTER_NAMES, "ip", "flags"))
@@ -51,7 +52,7 @@ class X86(Arch):
     strategies = MappingProxyType(STRATEGIES)
     max_detour = detours.MAX_DETOUR
     max_copied = detours.MAX_COPIED
-    max_detoured = MAX_INSN_SIZE + out_of_line.DISP32_SIZE
+    max_detoured = detours.MAX_DETOURED
     trap_flag = TF
     trap_flag_lead = b"\x9c\x80\x4c\x24\x01\x01\x9d"  # pushf; orb $TF >> 8, 1(%sp); popf
     no_return_hook = ("__switch_to",)
@@ -100,6 +101,9 @@ class X86(Arch):
 
     def relocated(self, region: Region, to: int) -> bytes:
         return detours.relocated(region, to, self.bits)
+
+    def original_place(self, region: Region, copied: int, address: int) -> tuple[int, int]:
+        return detours.original_place(region, copied, address, self.bits)
 
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
         absolute = b"\x0c\x25" if self.bits == 64 else b"\x0d"

@@ -6,18 +6,25 @@ the handler. After that, it loads the registers from the struct pt_regs, which t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.arch_hooks import HandlerStub
-from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, JMP32_SIZE, copy_instruction, relative_jump
+from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, JMP32_SIZE, relative_jump
 from emulated_kernel.arch.x86.encoder import AX, CX, INT3, SP
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.pt_regs import POPF, RegsFrame, push_address
+from emulated_kernel.arch.x86.relocate import is_relocated_call, relocate
 
 RET = b"\xc3"
 MAX_DETOUR = 160
-"""Maximum size in bytes of a detour: the template, and the code for a region of 5 to 19 bytes."""
-MAX_COPIED = MAX_INSN_SIZE + DISP32_SIZE + JMP32_SIZE
-"""Size in bytes of the largest region plus a jump."""
+"""Maximum size in bytes of a detour: the template, and at most MAX_COPIED bytes."""
+MAX_DETOURED = MAX_INSN_SIZE + DISP32_SIZE
+"""Size in bytes of the largest region: four bytes, and the longest instruction."""
+_MAX_GROWTH = 3 * 7
+"""Upper limit of the bytes by which relocation makes a region longer: three branches of 2 bytes become 9."""
+MAX_COPIED = MAX_DETOURED + _MAX_GROWTH + JMP32_SIZE
+"""Upper limit of the size in bytes of relocated instructions plus a jump."""
 
 
 def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
@@ -67,13 +74,30 @@ def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
 
 
 def relocated(region: Region, to: int, bits: int) -> bytes:
-    """Implement Arch.relocated: copy each instruction with its displacement adjusted, and append a jmp."""
-    result = b""
-    while len(result) < region.length:
-        done = len(result)
-        insn, _ = copy_instruction(region.code[done:], region.addr + done, to + done, bits)
-        result += insn
+    """Implement Arch.relocated: relocate each instruction except padding, and append a jmp."""
+    result = b"".join(code for _, code in _relocated_insns(region, to, bits))
     return result + relative_jump(to + len(result), region.end)
+
+
+def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, bytes]]:
+    """Iterate over a region's instructions except padding: original address, and code for a copy at `to`."""
+    at = region.addr
+    while at < region.end - region.padding:
+        code, length = relocate(region.code[at - region.addr :], at, to, bits)
+        yield at, code
+        at += length
+        to += len(code)
+
+
+def original_place(region: Region, copied: int, address: int, bits: int) -> tuple[int, int]:
+    """Implement Arch.original_place. After the push of a relocated call, the CPU is still at the call."""
+    at = copied
+    for original, code in _relocated_insns(region, copied, bits):
+        if address < at + len(code):
+            has_pushed = address > at and is_relocated_call(region.code[original - region.addr :], bits)
+            return original, bits // 8 if has_pushed else 0
+        at += len(code)
+    return region.end, 0
 
 
 def relative_call(source: int, target: int) -> bytes:

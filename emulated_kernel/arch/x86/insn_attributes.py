@@ -13,19 +13,40 @@ from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
-from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, can_boost, check_copyable, prepare_emulation
-from emulated_kernel.arch.x86.insn import EMULATE_PREFIX_SIZE, MAX_INSN_SIZE, X86Insn, decode_insn, opcodes
+from emulated_kernel.arch.x86.copy_insn import (
+    INT3_SIZE,
+    can_boost,
+    check_copyable,
+    masks_exceptions,
+    prepare_emulation,
+)
+from emulated_kernel.arch.x86.insn import (
+    EMULATE_PREFIX_SIZE,
+    MAX_INSN_SIZE,
+    OPERAND_SIZE_PREFIX,
+    X86Insn,
+    decode_insn,
+    opcodes,
+)
 from emulated_kernel.util.errors import KernelError
 
 _RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")
 _CALL = 0xE8
 _JMP_FAR = 0xEA
 _GROUP_5 = 0xFF
+_CALL_NEAR = 2
+"""The reg field of ModRM that makes an instruction of group 5 a near call."""
+_JUMP_NEAR = 4
+_SHORT_WORD = 2
+"""Operand size in bytes of a branch that truncates the instruction pointer."""
 _ESCAPE = 0x0F
 _UNDEFINED = opcodes("0b b9 ff")
 _INTERRUPTS = opcodes("cc-ce f1")
 _UD2 = b"\x0f\x0b"
-_BY_REG = (*(bytes([opcode]) for opcode in opcodes("8e c0-c1 d0-d3 f6-f7 fe-ff")), b"\x0f\x01")
+_BY_REG = (
+    *(bytes([opcode]) for opcode in opcodes("8e c0-c1 c6-c7 d0-d3 f6-f7 fe-ff")),
+    *(bytes([_ESCAPE, opcode]) for opcode in opcodes("00-01 ae c7")),
+)
 """Opcodes whose ModRM selects an instruction or segment register on which a probe rule depends."""
 
 
@@ -35,6 +56,25 @@ class ControlTransfer(Enum):
     JUMP = auto()
     CALL = auto()
     INDIRECT_JUMP = auto()
+
+
+class Relocation(Enum):
+    """What the extended strategy does with an instruction in a detour."""
+
+    COPY = auto()
+    """The instruction is copied, as by Linux."""
+    BEYOND_TABLE = auto()
+    """The instruction is copied, although Linux's opcode table refuses it."""
+    SHADOW = auto()
+    """The instruction is copied together with the next one, before which it delays interrupts."""
+    LEAVE = auto()
+    """The instruction is copied, and what follows is never executed: a return or an indirect jump."""
+    JUMP = auto()
+    BRANCH = auto()
+    """A conditional jump."""
+    CALL = auto()
+    """A call, direct or indirect, which pushes the original return address."""
+    REFUSED = auto()
 
 
 class InsnAttributes(NamedTuple):
@@ -52,6 +92,7 @@ class InsnAttributes(NamedTuple):
     branch: ControlTransfer | None
     displacement: int
     """Size in bytes of a direct branch's displacement, which is its last part; 0 for other instructions."""
+    relocation: Relocation
     is_ud2: bool
 
 
@@ -96,7 +137,7 @@ class DecodeCache:
 
     def _add(self, code: bytes) -> InsnAttributes:
         insn = decode_insn(code, self.bits)
-        facts = _facts(insn, self.bits, self._rules)
+        facts = _facts(insn, code, self.bits, self._rules)
         # The bytes of a ud2 may also begin a forced-emulation prefix, which has five bytes.
         size = max(insn.head_size, EMULATE_PREFIX_SIZE) if facts.is_ud2 else insn.head_size
         node = self._root
@@ -123,7 +164,7 @@ def _alike(modrm: int) -> tuple[int, ...]:
     return tuple(mod << 6 | reg << 3 | each for reg in range(8) for each in rms)
 
 
-def _facts(insn: X86Insn, bits: int, rules: ProbeRules) -> InsnAttributes:
+def _facts(insn: X86Insn, code: bytes, bits: int, rules: ProbeRules) -> InsnAttributes:
     branch = _branch(insn)
     refusal = _refusal(insn, bits)
     rejection: RejectReason | None = None
@@ -139,8 +180,62 @@ def _facts(insn: X86Insn, bits: int, rules: ProbeRules) -> InsnAttributes:
         rejection=rejection,
         branch=branch,
         displacement=insn.immediate_size if branch in (ControlTransfer.JUMP, ControlTransfer.CALL) else 0,
+        relocation=_relocation(insn, code, bits, refusal or rejection),
         is_ud2=insn.opcode == _UD2,
     )
+
+
+def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason | None) -> Relocation:
+    """Return what the extended strategy does with an instruction. iced-x86 says what the processor executes.
+
+    `rejection` is the reason why Linux cannot probe the instruction or execute it in a detour, or None.
+    """
+    from iced_x86 import Code, Decoder, EncodingKind, FlowControl, Mnemonic
+
+    decoded = Decoder(bits, code).decode()
+    if not decoded or decoded.len != insn.length or is_exception_insn(insn):
+        return Relocation.REFUSED
+    if insn.rip_relative and insn.address_size != bits // 8:
+        return Relocation.REFUSED
+    flow = decoded.flow_control
+    if flow == FlowControl.NEXT:
+        if decoded.mnemonic == Mnemonic.STI or masks_exceptions(insn):
+            return Relocation.SHADOW
+        if rejection is None:
+            return Relocation.COPY
+        # Linux's decoder takes the opcode byte of a VEX instruction for a one-byte opcode.
+        is_plain = rejection is RejectReason.NOT_BOOSTABLE and decoded.encoding == EncodingKind.LEGACY
+        is_plain = is_plain and not decoded.is_privileged
+        return Relocation.BEYOND_TABLE if is_plain else Relocation.REFUSED
+    if flow == FlowControl.RETURN:
+        return Relocation.LEAVE if decoded.code in (Code.RETNQ, Code.RETND) else Relocation.REFUSED
+    if flow in (FlowControl.INDIRECT_BRANCH, FlowControl.INDIRECT_CALL):
+        return _indirect_relocation(insn, decoded)
+    if insn.operand_size == _SHORT_WORD or OPERAND_SIZE_PREFIX in insn.prefixes:
+        return Relocation.REFUSED
+    if flow == FlowControl.CALL and insn.opcode[0] == _CALL:
+        return Relocation.CALL
+    if flow == FlowControl.UNCONDITIONAL_BRANCH and insn.opcode[0] in _RELATIVE_JUMPS:
+        return Relocation.JUMP
+    return Relocation.BRANCH if flow == FlowControl.CONDITIONAL_BRANCH else Relocation.REFUSED
+
+
+def _indirect_relocation(insn: X86Insn, decoded: Any) -> Relocation:
+    """Return what the extended strategy does with an indirect jump or call.
+
+    The operand of a relocated call is read after the push, so it must not depend on the stack pointer.
+    """
+    from iced_x86 import OpKind, Register
+
+    if insn.opcode[0] != _GROUP_5 or insn.reg not in (_CALL_NEAR, _JUMP_NEAR):
+        return Relocation.REFUSED
+    if insn.operand_size == _SHORT_WORD or OPERAND_SIZE_PREFIX in insn.prefixes:
+        return Relocation.REFUSED
+    if insn.reg == _JUMP_NEAR:
+        return Relocation.LEAVE
+    stack = (Register.RSP, Register.ESP)
+    operand = decoded.op0_register if decoded.op0_kind == OpKind.REGISTER else decoded.memory_base
+    return Relocation.REFUSED if operand in stack else Relocation.CALL
 
 
 def _refusal(insn: X86Insn, bits: int) -> RejectReason | None:

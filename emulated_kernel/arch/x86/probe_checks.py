@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
@@ -12,7 +12,7 @@ from emulated_kernel.arch.analysis.function import Function, TextLayout, reserve
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPolicy, ProbeChecker
-from emulated_kernel.arch.x86 import djprobe
+from emulated_kernel.arch.x86 import djprobe, extended
 from emulated_kernel.arch.x86.analysis import NOP5, X86FunctionAnalysis
 from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
@@ -62,7 +62,7 @@ def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
     first_unsafe_addr = out_of_reach
     unsafe_reason: RejectReason | None = None
     found: list[RejectReason | None] = []
-    for addr, (_, refusal, rejection, _, _, _) in reversed(flow.facts.items()):
+    for addr, (_, refusal, rejection, *_) in reversed(flow.facts.items()):
         if rejection is not None:
             first_unsafe_addr = addr
             unsafe_reason = rejection
@@ -157,8 +157,23 @@ def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejecti
     return Region(addr, analysis.bytes_at(addr, at - addr))
 
 
+_RETURN_THUNKS = (
+    *("__x86_return_thunk", "its_return_thunk", "retbleed_return_thunk"),
+    *("srso_return_thunk", "srso_alias_return_thunk"),
+)
+"""Symbols to which boot lets returns jump. Mirrors: arch/x86/kernel/cpu/bugs.c:x86_return_thunk (v6.12)."""
 _LONGEST_REGION = JMP32_SIZE - 1 + MAX_INSN_SIZE
 _BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
+_LEA = re.compile(rb"(?s)(?=(\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d]....))")
+
+
+@cache
+def _immediates(start: int, stop: int) -> re.Pattern[bytes]:
+    """Return a regular expression that finds four bytes which may be an address from `start` to `stop`."""
+    uppers = bytes(range(start >> 24 & 0xFF, (stop >> 24 & 0xFF) + 1))
+    return re.compile(b"(?s)(?=(...[%s]))" % b"".join(re.escape(bytes((upper,))) for upper in uppers))
+
+
 _SHORT_BRANCH = 2
 """Size in bytes of a branch instruction with a displacement of one byte."""
 _SHORT_LABELS = (b"\xeb", b"\x66\x90")
@@ -174,12 +189,19 @@ STRATEGIES = {
     for strategy in (
         OptimizationPolicy("optprobe", detoured_region, _interior),
         OptimizationPolicy("optprobe-linux", detoured_region, reasons=reasons),
+        OptimizationPolicy(
+            "extended",
+            detoured_region,
+            _interior,
+            beyond=OptimizationPolicy("tactics", extended.region, _interior, by_data=True, by_code=True),
+        ),
         OptimizationPolicy("djprobe", djprobe.region, djprobe.prohibited, by_data=True, by_commit=True),
     )
 }
 """Optimization policies of x86, by the name that profiles use.
 
-`optprobe-linux` checks only the function itself, as Linux does.
+`optprobe-linux` checks only the function itself, as Linux does. `extended` uses tactics where Linux's rule
+refuses a jump.
 """
 
 
@@ -215,10 +237,12 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
             last = lookup(end)
             return range(0) if first is None or last is None else range(first, last)
 
+        thunks = between("__indirect_thunk_start", "__indirect_thunk_end")
         return replace(
             super().text_layout(image),
             entry_text=between("__entry_text_start", "__entry_text_end"),
-            thunks=between("__indirect_thunk_start", "__indirect_thunk_end"),
+            thunks=thunks,
+            return_thunks=frozenset(filter(None, map(lookup, _RETURN_THUNKS)) if thunks else ()),
         )
 
     def fentry_nop(self, code: bytes) -> bytes:
@@ -271,6 +295,22 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
             source = addr + match.start()
             displacement = insn[1:] if len(insn) == _SHORT_BRANCH else insn[-4:]
             yield source + len(insn) + from_bytes(displacement, "little", signed=True), source
+
+    def possible_addresses(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+        """Implement ProbeChecker.possible_addresses: immediates of 32 bits, and RIP-relative lea."""
+        text = self.layout.text
+        from_bytes = int.from_bytes
+        sign = self._address_sign
+        for match in _immediates(text.start, text.stop).finditer(code):
+            yield sign | from_bytes(match[1], "little"), addr + match.start()
+        for match in _LEA.finditer(code) if self.bits == 64 else ():
+            source = addr + match.start()
+            yield source + len(match[1]) + from_bytes(match[1][-4:], "little", signed=True), source
+
+    @property
+    def _address_sign(self) -> int:
+        """The upper half of the addresses to which an immediate of 32 bits is sign-extended."""
+        return 0xFFFFFFFF << 32 if self.bits == 64 else 0
 
     def label_size(self, code: bytes) -> int:
         return label_size(code)

@@ -12,6 +12,7 @@ from emulated_kernel.guests.builtin.processes.process_tracker import INIT_PID, P
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask, HostfsHandler, Request
 from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
 from emulated_kernel.guests.builtin.runner.syscalls import Syscalls, check
+from emulated_kernel.guests.builtin.watched_calls import WatchedCalls
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
@@ -53,13 +54,12 @@ class Guest:
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self.sight: Callable[[], Sight] = lambda: Sight.MEMORY
         """Function that returns what the armed probes can see; the kernel's builder sets it. Lock: needs."""
-        self.patched = machine.text.ledger.words
-        """Empty while none of the guest's text is patched."""
+        self.watched = WatchedCalls(machine.text, image)
+        """The kinds of system calls that a probe or tracer could notice."""
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether the guest's text is patched, so that a probe or tracer could notice a system call."""
-        return bool(self.patched) and not self.runner.is_dead
+    def is_watched(self, kind: int) -> bool:
+        """Return True if a probe or tracer could notice a client's system call of a kind."""
+        return self.watched.include(kind) and not self.runner.is_dead
 
     @property
     def is_dead(self) -> bool:

@@ -8,8 +8,8 @@ from emulated_kernel.components.clock_switch import ClockSwitch
 from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.modules import Modules
-from emulated_kernel.guests.builtin.workloads.workloads import Workloads
 from emulated_kernel.guests.common.request_clock import RequestObserver
+from emulated_kernel.guests.common.workloads import Workloads
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine

@@ -92,6 +92,10 @@ class FtraceSites:
         self._calling: dict[int, int] = {}
         """Site that is armed -> target of its call."""
         self._with_regs: set[int] = set()
+        self.touched: set[int] = set()
+        """Sites that have ever been armed. Mirrors: FTRACE_FL_TOUCHED (v6.12)."""
+        self.modified: set[int] = set()
+        """Sites that have had a user that may change ip. Mirrors: FTRACE_FL_MODIFIED (v6.12)."""
         self.enabled = 1
         """Value of sysctl kernel.ftrace_enabled; while it is 0, no site calls."""
         self.calls = 0
@@ -346,10 +350,18 @@ class FtraceSites:
             if not any(ops.saves_regs for ops in self._users(site)):
                 self._with_regs.discard(site)
 
+    def forget(self, sites: Iterable[int]) -> None:
+        """Forget the past of sites whose text is about to be freed."""
+        self.touched.difference_update(sites)
+        self.modified.difference_update(sites)
+
     @property
     def has_tracers(self) -> bool:
         """Whether any site has another user than probes."""
-        return any(ops not in self._of_kprobes for ops in self._ops)
+        for ops in self._ops:  # noqa: SIM110 - a generator would cost more calls
+            if ops not in self._of_kprobes:
+                return True
+        return False
 
     @property
     def is_used(self) -> bool:
@@ -391,6 +403,9 @@ class FtraceSites:
         targets = ((site, self._target(site)) for site in calls - busy)
         starting = {site: target for site, target in targets if self._calling.get(site) != target}
         stopping = (sites - calls - busy) & self._calling.keys()
+        for ops in self._ops:
+            if ops.modifies_ip:
+                self.modified |= ops.sites & calls
         self._start_and_stop(starting, stopping)
         for site in stopping:
             self._route(site)
@@ -407,6 +422,7 @@ class FtraceSites:
             insns[site] = self._text.original(site, self._arch.call_size)
             breakpoints[site] = self._skip
             del self._calling[site]
+        self.touched.update(starting)
         self._split_jumps.start_again([*(starting.keys() & self._calling.keys()), *stopping])
         self._calling.update(starting)
         if insns:

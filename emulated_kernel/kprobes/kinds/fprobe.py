@@ -310,6 +310,16 @@ class Fprobes:
             raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
         return found
 
+    def replaced_address(self, fp: Fprobe) -> int:
+        """Return the address that the function graph replaces in the stack slot of the call that returns.
+
+        A return probe that hooked the call before has put its trampoline's address there. Only an exit
+        handler of `fp` may ask.
+        Mirrors: kernel/trace/fprobe.c:fprobe_return (v7.2).
+        """
+        assert fp.hook is not None
+        return self._hooks.replaced_by_others(fp.hook)
+
     # Registers
 
     def _saved(self, fp: Fprobe) -> tuple[frozenset[str], frozenset[str]]:

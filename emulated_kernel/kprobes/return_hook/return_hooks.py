@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from itertools import dropwhile
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -338,6 +339,21 @@ class ReturnHooks:
             if call.frame == slot and not self.trampoline.is_one(call.ret_addr):
                 return call.ret_addr
         return address
+
+    def replaced_by_others(self, hook: ReturnHook) -> int:
+        """Return the address that hooks without a return probe find in the slot of the call that returns.
+
+        All hooks without a return probe, such as those of fprobes, replace the address once. Only a return
+        handler of `hook` may ask.
+        """
+        older = dropwhile(lambda call: call.hook != hook.address, self.stack.pending(self._tasks.current()))
+        for call in older:
+            owner = self._hooks.get(call.hook)
+            if owner is not None and owner.probe is not None:
+                return self.trampoline.address
+            if not self.trampoline.is_one(call.ret_addr):
+                return call.ret_addr
+        return 0
 
     def replaced(self, slot: int) -> Iterator[int]:
         """Iterate over the addresses that hooks have replaced in a stack slot, newest first.

@@ -53,6 +53,7 @@ class I386Cpu(cpu_x86.X86Cpu):
     hypercall_arguments = ("bx", "cx", "dx", "si")
     syscall_arguments = ("bx", "cx", "dx", "si", "di", "bp")
     per_cpu_register = cpu_x86.FS_BASE
+    repeated_copy = b"\xf3\xa5"
     boot_argument = "ax"
 
     def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:

@@ -66,6 +66,8 @@ class CpuModel(ABC):
     """Machine code of the instruction that ends a run of the guest and leaves ip after itself."""
     breakpoints: tuple[bytes, ...]
     """Machine code of each breakpoint instruction."""
+    repeated_copy: bytes = b""
+    """Machine code of the instruction that copies words from `si` to `di`, `cx` times; empty without one."""
     fetch_unit: int = 1
     """Size in bytes of the aligned pieces that CPUs fetch atomically. Instructions are whole pieces."""
     filler: bytes

@@ -49,10 +49,14 @@ class Memory(GuestMemory):
         self.tables = tables(self.ram, self.host_pages)
         self._on_remap = on_remap
         self.ranges: list[MappedRange] = []
+        self.on_change: Callable[[], object] | None = None
+        """Function to call after a change of `ranges`, before the guest runs."""
         self._index()
 
     def _index(self) -> None:
         """Rebuild the parallel lists of the ranges' members, which make look-ups fast."""
+        if self.on_change is not None:
+            self.on_change()
         self._starts = [r.start for r in self.ranges]
         self._ends = [r.end for r in self.ranges]
         self._deltas = [r.pa - r.start for r in self.ranges]

@@ -177,3 +177,107 @@ python:
 python:
     ldr x16, [x1, #{read_in_python}]
     br x16
+
+@routine copy
+// void (uc x0, address x1, size w2, words x3), as Unicorn's UC_HOOK_CODE before a repeated copy.
+    ldr x4, [x3, #{copies_itself}]
+    cbnz x4, leave
+    ldr x4, [x3, #{text}]
+    ldr w4, [x4]
+    ldr w5, [x3, #{code_mask}]
+    and w4, w4, w5
+    ldr w5, [x3, #{code}]
+    cmp w4, w5
+    b.ne leave
+    ldr x4, [x3, #{stored_flags}]
+    ldr w4, [x4]
+    movz w5, #{trap_flag}
+    tst w4, w5
+    b.ne leave
+    ldr x4, [x3, #{direction}]
+    ldr w4, [x4]
+    cmp w4, #1
+    b.ne leave
+    ldr x5, [x3, #{register_mask}]
+    ldr x4, [x3, #{count}]
+    ldr x6, [x4]
+    and x6, x6, x5
+    cbz x6, leave
+    movz x7, #{longest_copy_0}
+    movk x7, #{longest_copy_1}, lsl #16
+    cmp x6, x7
+    b.hi leave
+    ldr x7, [x3, #{unit}]
+    mul x6, x6, x7
+    ldr x4, [x3, #{source}]
+    ldr x8, [x4]
+    and x8, x8, x5
+    ldr x4, [x3, #{destination}]
+    ldr x9, [x4]
+    and x9, x9, x5
+    ldr x4, [x3, #{map}]
+    sub x4, x4, #{range_size}
+source:
+    add x4, x4, #{range_size}
+    ldr x7, [x4, #{past}]
+    cbz x7, leave
+    ldr x10, [x4, #{first}]
+    cmp x8, x10
+    b.lo source
+    cmp x8, x7
+    b.hs source
+    add x11, x8, x6
+    cmp x11, x7
+    b.hi leave
+    ldr x12, [x4, #{displacement}]
+    add x12, x12, x8
+    ldr x4, [x3, #{map}]
+    sub x4, x4, #{range_size}
+target:
+    add x4, x4, #{range_size}
+    ldr x7, [x4, #{past}]
+    cbz x7, leave
+    ldr x10, [x4, #{first}]
+    cmp x9, x10
+    b.lo target
+    cmp x9, x7
+    b.hs target
+    add x13, x9, x6
+    cmp x13, x7
+    b.hi leave
+    ldr x10, [x4, #{is_writable}]
+    cbz x10, leave
+    ldr x10, [x4, #{displacement}]
+    add x10, x10, x9
+    sub x5, x10, x12
+    cmp x5, x6
+    b.lo leave
+    ldr x4, [x3, #{source}]
+    str x11, [x4]
+    ldr x4, [x3, #{destination}]
+    str x13, [x4]
+    ldr x4, [x3, #{count}]
+    str xzr, [x4]
+    ldr x4, [x3, #{copies}]
+    add x4, x4, #1
+    str x4, [x3, #{copies}]
+    b large
+pair:
+    ldp x7, x8, [x12]
+    add x12, x12, #16
+    stp x7, x8, [x10]
+    add x10, x10, #16
+large:
+    subs x6, x6, #16
+    b.hs pair
+    adds x6, x6, #16
+    b.eq leave
+word:
+    ldr w7, [x12]
+    add x12, x12, #4
+    str w7, [x10]
+    add x10, x10, #4
+    subs x6, x6, #4
+    b.ne word
+leave:
+    ret

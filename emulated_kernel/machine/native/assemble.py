@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from emulated_kernel.machine.cpu.x86 import FLAG_NT, FLAG_RF, FLAG_TF
+from emulated_kernel.machine.native.copy_words import LONGEST_COPY, CopyRange, CopyWords
 from emulated_kernel.machine.native.trap_words import FACTOR, TableWords, TrapWords
 from emulated_kernel.machine.native.tsc_words import (
     SHORTEST_STEP,
@@ -49,6 +50,9 @@ def constants() -> dict[str, int]:
         **dict(offsets(TrapWords)),
         **dict(offsets(TableWords)),
         **dict(offsets(TscWords)),
+        **dict(offsets(CopyWords)),
+        **dict(offsets(CopyRange)),
+        "range_size": ctypes.sizeof(CopyRange),
         "breakpoints_shift": TrapWords.breakpoints.offset + TableWords.shift.offset,
         "breakpoint_vector": int(Vector.BREAKPOINT),
         "debug_vector": int(Vector.DEBUG),
@@ -58,6 +62,7 @@ def constants() -> dict[str, int]:
         **{f"delivered_flags_{part}": DELIVERED_FLAGS >> 16 * part & 0xFFFF for part in range(2)},
         "shortest_step": SHORTEST_STEP,
         "step_shift": STEP_SHIFT,
+        **whole("longest_copy", LONGEST_COPY),
         **whole("factor", FACTOR),
         **whole("step_factor", STEP_FACTOR),
         **whole("step_addend", STEP_ADDEND),

@@ -1,4 +1,4 @@
-"""Executable memory of the host with the routines for traps and rdtsc."""
+"""Executable memory of the host with the routines for traps, rdtsc and copies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 PYTHON_TRAPS = "KPROBEFS_PYTHON_TRAPS"
-"""Environment variable: if it is set and not empty, Python handles all traps and rdtsc, for comparisons."""
+"""Environment variable: if it is set and not empty, no routine is used, for comparisons."""
 
 
 def routine_address(name: str) -> int | None:
-    """Return the address of a routine: a family of guests for its traps, or "rdtsc".
+    """Return the address of a routine: a family of guests for its traps, "rdtsc" or "copy".
 
     Return None if the host cannot run a routine, or if PYTHON_TRAPS is set.
     """

@@ -149,3 +149,80 @@ python:
     ret
 python:
     jmp qword ptr [rsi + {read_in_python}]
+
+@routine copy
+# void (uc rdi, address rsi, size edx, words rcx), as Unicorn's UC_HOOK_CODE before a repeated copy.
+    cmp qword ptr [rcx + {copies_itself}], 0
+    jne leave
+    mov rax, [rcx + {text}]
+    mov eax, [rax]
+    and eax, [rcx + {code_mask}]
+    cmp eax, [rcx + {code}]
+    jne leave                           # the text is patched
+    mov rax, [rcx + {stored_flags}]
+    test dword ptr [rax], {trap_flag}
+    jne leave
+    mov rax, [rcx + {direction}]
+    cmp dword ptr [rax], 1
+    jne leave
+    mov r8, [rcx + {register_mask}]
+    mov rax, [rcx + {count}]
+    mov rdx, [rax]
+    and rdx, r8
+    je leave
+    cmp rdx, {longest_copy}
+    ja leave
+    imul rdx, [rcx + {unit}]            # number of bytes
+    mov rax, [rcx + {source}]
+    mov rsi, [rax]
+    and rsi, r8
+    mov rax, [rcx + {destination}]
+    mov rdi, [rax]
+    and rdi, r8
+    mov rax, [rcx + {map}]
+    sub rax, {range_size}
+source:
+    add rax, {range_size}
+    cmp qword ptr [rax + {past}], 0
+    je leave
+    cmp rsi, [rax + {first}]
+    jb source
+    cmp rsi, [rax + {past}]
+    jae source
+    lea r9, [rsi + rdx]
+    cmp r9, [rax + {past}]
+    ja leave
+    mov r10, [rax + {displacement}]
+    add r10, rsi                        # the source in this process
+    mov rax, [rcx + {map}]
+    sub rax, {range_size}
+target:
+    add rax, {range_size}
+    cmp qword ptr [rax + {past}], 0
+    je leave
+    cmp rdi, [rax + {first}]
+    jb target
+    cmp rdi, [rax + {past}]
+    jae target
+    lea r11, [rdi + rdx]
+    cmp r11, [rax + {past}]
+    ja leave
+    cmp qword ptr [rax + {is_writable}], 0
+    je leave
+    add rdi, [rax + {displacement}]     # the destination in this process
+    mov r8, rdi
+    sub r8, r10
+    cmp r8, rdx
+    jb leave                            # a word of the source would be written before it is read
+    mov rax, [rcx + {source}]
+    mov [rax], r9
+    mov rax, [rcx + {destination}]
+    mov [rax], r11
+    mov rax, [rcx + {count}]
+    mov qword ptr [rax], 0
+    inc qword ptr [rcx + {copies}]
+    mov rsi, r10
+    mov rcx, rdx
+    rep movsb
+leave:
+    ret

@@ -103,6 +103,8 @@ class Text:
         self._ram = memory.ram
         self._originals: list[tuple[int, int, bytes | memoryview]] = []
         self._starts: list[int] = []
+        self.count = 0
+        """Number of pieces of adopted text: those of the kernel, and one for each module."""
         self._slots = GuestPool(
             memory,
             cpu.layout.text_space,
@@ -115,6 +117,8 @@ class Text:
         """Address of a patched byte -> original byte. Only Text changes the ledger."""
         self.before_first_change: list[Callable[[], object]] = []
         """Functions to call before the first change of unmodified original text; they may run the guest."""
+        self.before_change: Callable[[int], object] | None = None
+        """Function to call before each poke of original text, with its address; it may run the guest."""
         self.watcher: TextWatcher | None = None
         self._cpus = cpus
         self._written: list[tuple[int, bytes]] | None = None
@@ -133,6 +137,7 @@ class Text:
         at = bisect_right(self._starts, va)
         self._originals.insert(at, (va, va + len(original), original))
         self._starts.insert(at, va)
+        self.count += 1
 
     def disown(self, va: int) -> None:
         """Forget the original text that begins at `va` and its ledger entries, because a module is unloaded.
@@ -144,6 +149,7 @@ class Text:
             raise KeyError(va)
         start, end, _ = self._originals.pop(at)
         self._starts.pop(at)
+        self.count -= 1
         for word in [word for word in self.ledger.words if start <= word * 8 + 7 and word * 8 < end]:
             for address in range(max(word * 8, start), min(word * 8 + 8, end)):
                 original = self.ledger.get(address, 0).to_bytes()
@@ -169,6 +175,8 @@ class Text:
             for va, data in pokes:
                 if not words:
                     self._announce(va)
+                if self.before_change is not None and self.is_original(va):
+                    self.before_change(va)
                 self._write(va, data)
                 pages.add(va & -PAGE_SIZE)
                 if len(done) < _FLUSH_FROM:
@@ -299,9 +307,14 @@ class Text:
             self._ram[pa : pa + size] = data[done : done + size]
             done += size
 
+    def is_original(self, va: int) -> bool:
+        """Return True if an address is in adopted text."""
+        at = bisect_right(self._starts, va) - 1
+        return at >= 0 and va < self._originals[at][1]
+
     def _announce(self, va: int) -> None:
         """Call `before_first_change` if `va` is in original text; called while the ledger is empty."""
-        if any(start <= va < end for start, end, _ in self._originals):
+        if self.is_original(va):
             for callback in self.before_first_change:
                 callback()
 

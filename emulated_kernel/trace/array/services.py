@@ -10,6 +10,7 @@ from emulated_kernel.trace.context.call_stack import CallStack
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
 from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords
 from emulated_kernel.trace.interface import Interface
 from emulated_kernel.trace.output.tracer_options import TracerOptions
@@ -52,6 +53,8 @@ class TracingServices:
     """Release of the kernel, as uname -r prints it."""
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     filter_words: FilterWords = NO_WORDS
+    user_data: UserDataSize | None = None
+    """Size of user memory in records of system calls; None if they have none."""
     is_expanded: bool = False
     """Whether new buffers get their full size. Buffers stay small until something is traced.
 

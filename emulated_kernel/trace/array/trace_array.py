@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -20,16 +20,24 @@ from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.fetch.memory import read_string
 from emulated_kernel.trace.filter.predicates import POINTED_STRING_MAX
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output import graph_output
 from emulated_kernel.trace.output.graph_output import GraphPrinter
-from emulated_kernel.trace.output.line_formatter import LineFormatter
+from emulated_kernel.trace.output.line_formatter import (
+    LONG_SEQ_SIZE,
+    SEQ_SIZE,
+    FlagColumns,
+    LineFormatter,
+)
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output.trace_file import TraceHeader, header_text, timed_records, trace_lines
 from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
 from emulated_kernel.trace.ring.cursor import RingCursor
 from emulated_kernel.trace.ring.ring_layout import RecordTarget, RingMemory
 from emulated_kernel.trace.ring.trace_clock import LOCAL, TraceClock, clocks_text, find_clock, ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import (
+    COMMON_SIZE,
     TRACE_ENTRY,
     AddressStyle,
     EntryFlag,
@@ -46,6 +54,10 @@ MARKER_LIMIT = 1024
 """Maximum number of bytes that one write(2) to trace_marker or trace_marker_raw records."""
 RAW_MARKER_LIMIT = 3072
 """Maximum size of a write(2) to trace_marker_raw in bytes."""
+_ID_SIZE = 4
+"""Size in bytes of the number with which a raw marker begins."""
+_NEWLINE_SIZE = 2
+"""Size in bytes of the newline and the NUL that a marker may get."""
 _STACKS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE
 
 REBOOT_MARK = b"kprobefs: the kernel was rebooted\n"
@@ -66,6 +78,7 @@ class TraceArray(ArrayRings, Recorder):
         """
         super().__init__(system, expanded=expanded)
         self.options = TraceOptions(
+            system.interface,
             system.tracer_options,
             self._options_changed,
             self.tracers,
@@ -73,6 +86,12 @@ class TraceArray(ArrayRings, Recorder):
             system.printk,
             self._tracer_option_changed,
         )
+        self._columns = FlagColumns(
+            InterfaceRule.MIGRATE_COLUMN in system.interface,
+            InterfaceRule.LAZY_RESCHED in system.interface,
+        )
+        self.marker_targets: Callable[[], Iterable[TraceArray]] = lambda: (self,)
+        """Returns the trace arrays that record the markers which are written to this one."""
         self.clock: TraceClock = LOCAL
         self.current_tracer = NOP_TRACER
         self._tracers = {NOP_TRACER: Tracer()}
@@ -331,9 +350,23 @@ class TraceArray(ArrayRings, Recorder):
         Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1)
         """
         self._check_markers()
-        if not data:
-            return 0
-        text = data[:MARKER_LIMIT]
+        return self._to_targets(TraceArray._write_text, data) if data else 0
+
+    def _to_targets(self, write: Callable[[TraceArray, bytes], int], data: bytes) -> int:
+        """Write a marker to each target, and return what the last one has taken.
+
+        Raises: KernelError ENODEV (there is no target), the error of the first target that fails.
+        """
+        taken = [write(array, data) for array in self.marker_targets()]
+        if not taken:
+            raise KernelError(errno.ENODEV, "no trace array has the option copy_trace_marker; set it in one")
+        return taken[-1]
+
+    def _write_text(self, data: bytes) -> int:
+        limit = MARKER_LIMIT
+        if InterfaceRule.LONG_MARKERS in self.system.interface:
+            limit = MAX_DATA_SIZE - COMMON_SIZE - self.system.arch.word_size - _NEWLINE_SIZE
+        text = data[:limit]
         system = self.system
         recorded = system.markers.written(self, text, system.current_ctx) if self._tracing_on else None
         self._write_mark(EntryType.PRINT, self._marker(text))
@@ -354,11 +387,21 @@ class TraceArray(ArrayRings, Recorder):
         Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1)
         """
         self._check_markers()
-        if not 4 <= len(data) <= RAW_MARKER_LIMIT:
-            raise KernelError(errno.EINVAL, f"raw marker: {len(data)} bytes; write 4 to {RAW_MARKER_LIMIT}")
-        # Linux: data longer than MARKER_LIMIT is accepted, but only its beginning is recorded.
-        data = data[:MARKER_LIMIT]
-        self._write_mark(EntryType.RAW_DATA, raw_data_entry(data))
+        return self._to_targets(TraceArray._write_raw, data)
+
+    def _write_raw(self, data: bytes) -> int:
+        interface = self.system.interface
+        is_exact = InterfaceRule.RAW_MARKER_SIZE in interface
+        limit = RAW_MARKER_LIMIT
+        if InterfaceRule.LONG_MARKERS in interface:
+            # Linux: until 7.2, the size counts the u32 twice.
+            limit = MAX_DATA_SIZE - COMMON_SIZE - (0 if is_exact else _ID_SIZE)
+        if not _ID_SIZE <= len(data) <= limit:
+            raise KernelError(errno.EINVAL, f"raw marker: {len(data)} bytes; write {_ID_SIZE} to {limit}")
+        if limit == RAW_MARKER_LIMIT:
+            # Linux: data longer than MARKER_LIMIT is accepted, but only its beginning is recorded.
+            data = data[:MARKER_LIMIT]
+        self._write_mark(EntryType.RAW_DATA, data if is_exact else raw_data_entry(data))
         return len(data)
 
     def _check_markers(self) -> None:
@@ -405,6 +448,7 @@ class TraceArray(ArrayRings, Recorder):
         entries = sum(counters.entries for counters in stats)
         overruns = sum(counters.overrun for counters in stats)
         header = TraceHeader(
+            columns=self._columns,
             tracer=self.current_tracer,
             entries=entries,
             total=entries + overruns,
@@ -456,6 +500,9 @@ class TraceArray(ArrayRings, Recorder):
                 print_parent=TraceOption.PRINT_PARENT in flags,
             ),
             time_start=self._time_start,
+            columns=self._columns,
+            limit=LONG_SEQ_SIZE if InterfaceRule.LONG_LINES in system.interface else SEQ_SIZE,
+            shows_symbols=InterfaceRule.FIELDS_AS_SYMBOLS in system.interface,
         )
 
     def clear_trace(self, cpu: int | None = None) -> None:

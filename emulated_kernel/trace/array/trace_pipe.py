@@ -11,7 +11,6 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.output import graph_output
 from emulated_kernel.trace.output.graph_output import GraphPrinter
 from emulated_kernel.trace.output.line_formatter import (
-    SEQ_SIZE,
     TOO_BIG,
     LineFormatter,
     TimedRecord,
@@ -20,7 +19,6 @@ from emulated_kernel.trace.output.line_formatter import (
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.ring.buffer import Consumed, RingBuffer
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY
-from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
@@ -124,9 +122,9 @@ class TracePipe(PipeReader):
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
         """Consume the oldest events and return their text, or b"" at the end of the file.
 
-        A read returns at most 4095 bytes, in whole lines if `size` is large enough. The next read returns the
-        text that exceeds `size`. While tracing is off, a blocking reader that has read something is at the
-        end. After close(), every reader is at the end.
+        A read returns at most LineFormatter.limit bytes, in whole lines if `size` is large enough. The next
+        read returns the text that exceeds `size`. While tracing is off, a blocking reader that has read
+        something is at the end. After close(), every reader is at the end.
         Raises: WouldBlock (there is no event).
         Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1)
         """
@@ -139,13 +137,15 @@ class TracePipe(PipeReader):
                     return b""
                 raise WouldBlock
             self._has_read = True
-            self._tail = self._take_lines(min(size, PAGE_SIZE - 1))
+            self._tail = self._take_lines(size)
         data = self._tail[:size]
         self._tail = self._tail[size:]
         return data
 
     def _take_lines(self, wanted: int) -> bytes:
         formatter = self._array.formatter()
+        limit = formatter.limit
+        wanted = min(wanted, limit)
         text = b""
         index = 0
         while len(text) < wanted and (found := self._next_entry()):
@@ -154,10 +154,10 @@ class TracePipe(PipeReader):
             line = encode_text(self._line(formatter, entry, index))
             if lost:
                 line = b"CPU:%d [LOST %d EVENTS]\n" % (entry.cpu, lost) + line
-            if len(text) + len(line) > SEQ_SIZE:
+            if len(text) + len(line) > limit:
                 if text:
                     break
-                line = line[: SEQ_SIZE - len(TOO_BIG)] + TOO_BIG.encode()
+                line = line[: limit - len(TOO_BIG)] + TOO_BIG.encode()
             text += line
             self._buffers[entry.cpu].consume()
         return text

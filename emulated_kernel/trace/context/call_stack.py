@@ -162,13 +162,15 @@ class CallStack:
         resolved = self._kprobes.resolve_probed_address(address)
         if resolved is None:
             return place
-        probed, detour = resolved
-        if detour is not None:
-            found = self._left(self._tables.of_detour(*detour), place, address)
+        if resolved.detour is not None:
+            found = self._left(self._tables.of_detour(*resolved.detour), place, address)
             if found is None:
                 return place
             place = place._replace(regs=found.regs)
-        return place._replace(ip=probed + place.is_return_address)
+        if resolved.pushed:
+            sp = self._arch.registers.sp
+            place = place._replace(regs={**place.regs, sp: place.regs[sp] + resolved.pushed})
+        return place._replace(ip=resolved.address + place.is_return_address)
 
     def _left(self, frames: FunctionFrames, place: _CallSite, address: int) -> _Left | None:
         """Return the state after the return of the function at `address`, or None if it is unknown."""

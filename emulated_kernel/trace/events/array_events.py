@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_pids import PidList
@@ -11,8 +12,52 @@ from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.get_user import take_word
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _ANY = ("", "*")
+_MODULE = ":mod:"
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The events that a word of set_event names. None matches any name."""
+
+    match: str | None
+    """Name of a group or of events."""
+    group: str | None
+    name: str | None
+    module: str | None
+
+    def means(self, event: TraceEvent) -> bool:
+        """Return True if the word names an event."""
+        if self.module is not None and event.module != self.module.replace("-", "_"):
+            return False
+        return (
+            self.match in (None, event.group, event.name)
+            and self.group in (None, event.group)
+            and self.name in (None, event.name)
+        )
+
+    def covers(self, other: _Wanted) -> bool:
+        """Return True if each part that this word gives is the same in `other`."""
+        pairs = ((self.match, other.match), (self.group, other.group), (self.name, other.name))
+        return self.module == other.module and all(mine in (None, theirs) for mine, theirs in pairs)
+
+    def text(self) -> str:
+        """Return the line of set_event for events of a module that is not loaded."""
+        names = self.match or f"{self.group or '*'}:{self.name or '*'}"
+        return f"{names}{_MODULE}{self.module}\n"
+
+
+def _wanted(word: str, *, takes_module: bool) -> _Wanted:
+    """Parse `GROUP:EVENT` or a name, with `:mod:MODULE` after it if `takes_module`."""
+    names, has_module, module = word.partition(_MODULE) if takes_module else (word, "", "")
+    group, colon, name = names.partition(":")
+    if colon:
+        given = {part: None if part in _ANY else part for part in (group, name)}
+        return _Wanted(None, given[group], given[name], module if has_module else None)
+    is_any = bool(has_module) and names in _ANY
+    return _Wanted(None if is_any else names, None, None, module if has_module else None)
 
 
 EVENTS_PER_STEP = 64
@@ -27,7 +72,17 @@ class ArrayEvents:
     Mirrors: kernel/trace/trace_events.c (v6.1).
     """
 
-    def __init__(self, registry: EventRegistry, recorder: Recorder, expand: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        registry: EventRegistry,
+        recorder: Recorder,
+        expand: Callable[[], None],
+        has_module: Callable[[str], bool] | None,
+    ) -> None:
+        """`has_module` returns whether a module is loaded; None if set_event takes no modules."""
+        self._has_module = has_module
+        self._awaited: list[_Wanted] = []
+        """Events of modules that are not loaded, the newest first. Mirrors: trace_array.mod_events (v7.2)."""
         self.registry = registry
         self.recorder = recorder
         self.expand = expand
@@ -107,7 +162,8 @@ class ArrayEvents:
 
         An event that cannot be enabled, such as that of trace_marker, is listed if it has a trigger.
         """
-        return [f"{e.group}:{e.name}\n" for e in self.registry.listed(self._older) if self._is_listed(e)]
+        enabled = (f"{e.group}:{e.name}\n" for e in self.registry.listed(self._older) if self._is_listed(e))
+        return [*enabled, *(wanted.text() for wanted in self._awaited)]
 
     def _is_listed(self, event: TraceEvent) -> bool:
         if event.is_switchable:
@@ -145,22 +201,42 @@ class ArrayEvents:
     def _choose(self, word: str, enabled: bool) -> Iterator[None]:
         """Enable or disable, in steps, the events that a word names: `GROUP:EVENT`, or a name.
 
-        A name may be that of a group or of events.
-
-        In `GROUP:EVENT`, a part that is `*` or empty matches any name.
-        Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1).
+        A name may be that of a group or of events. In `GROUP:EVENT`, a part that is `*` or empty matches any
+        name. With `:mod:MODULE` after it, only events of that module are meant. If it is not loaded, its
+        events are enabled when it comes.
+        Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1, v7.2).
         """
-        group, colon, name = word.partition(":")
-
-        def means(event: TraceEvent) -> bool:
-            if not colon:
-                return word in (event.group, event.name)
-            return group in (*_ANY, event.group) and name in (*_ANY, event.name)
-
-        chosen = [event for event in self.switchable() if means(event)]
-        if not chosen:
+        wanted = _wanted(word, takes_module=self._has_module is not None)
+        chosen = [event for event in self.switchable() if wanted.means(event)]
+        if chosen:
+            yield from self.set_all_steps(chosen, enabled)
+        elif wanted.module is None or self._has_module is None or self._has_module(wanted.module):
             raise KernelError(errno.EINVAL, "no such event")
-        yield from self.set_all_steps(chosen, enabled)
+        elif enabled:
+            self._awaited.insert(0, wanted)
+        else:
+            self._forget(wanted)
+
+    def _forget(self, removed: _Wanted) -> None:
+        """Forget awaited events. Raises: KernelError EINVAL (there are none).
+
+        Mirrors: kernel/trace/trace_events.c:remove_cache_mod (v7.2).
+        """
+        left = [each for each in self._awaited if not removed.covers(each)]
+        if len(left) == len(self._awaited):
+            raise KernelError(errno.EINVAL, "no such event")
+        self._awaited = left
+
+    def module_came(self, module: str) -> None:
+        """Enable the events that were awaited of a module, which are registered now.
+
+        Errors of events are ignored. Mirrors: kernel/trace/trace_events.c:update_mod_cache (v7.2).
+        """
+        arrived = [each for each in self._awaited if each.module == module]
+        self._awaited = [each for each in self._awaited if each.module != module]
+        for wanted in arrived:
+            with suppress(KernelError):
+                self.set_all((event for event in self.switchable() if wanted.means(event)), True)
 
     def clear(self) -> None:
         """Disable all events, as opening set_event with O_TRUNC does."""

@@ -85,6 +85,8 @@ class TraceEvent(ABC):
         "references",
     )
 
+    module = ""
+    """Name of the event's module, or "" for the events of the kernel itself."""
     is_switchable = True
     """Whether the event can be enabled. An event that cannot exists only for its `format` file."""
     is_registrable = True
@@ -140,7 +142,10 @@ class TraceEvent(ABC):
     @property
     def needs_entry(self) -> bool:
         """Whether a trigger or soft mode exists, so that guest code cannot handle a hit."""
-        return any(file.is_special for file in self.files.values())
+        for file in self.files.values():  # noqa: SIM110 - a generator would cost more calls
+            if file.is_special:
+                return True
+        return False
 
     def file(self, recorder: Recorder) -> EventFile:
         """Return the event's EventFile in a trace array; create it at the first call."""

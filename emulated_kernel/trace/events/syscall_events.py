@@ -9,10 +9,22 @@ from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.static_event import Tracepoint
+from emulated_kernel.trace.events.syscall_user_data import (
+    USER_ARGUMENTS,
+    UserArguments,
+    UserDataSize,
+    captured,
+    open_flags,
+    open_print_fmt,
+    shown,
+)
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 
 GROUP = "syscalls"
+_FIRST_HEX = 10
+"""Smallest value of an argument that Linux 7.2 shows in hexadecimal."""
+_NO_USER_ARGUMENTS = UserArguments(())
 
 
 def event_names(syscall: str) -> tuple[str, str]:
@@ -56,7 +68,7 @@ class SyscallTracepoint:
         event = self._events.get(number)
         if event is None:
             return
-        payload = raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :])
+        payload = raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :], hit)
         # Linux: the tracepoint's own preempt_disable_notrace() is counted here; other events subtract it.
         with within_another(hit, preempt_count=self._preempt_count):
             event.record(payload, hit)
@@ -72,8 +84,12 @@ class SyscallEvent(TraceEvent):
         calls: SyscallTracepoint,
         fields: Sequence[tuple[str, str, bool]],
         print_fmt: str = "",
+        located: Sequence[str] = (),
     ) -> None:
-        """Create an event. `fields` has type, name and signedness of each word after `__syscall_nr`."""
+        """Create an event. `fields` has type, name and signedness of each word after `__syscall_nr`.
+
+        `located` are the names of `__data_loc char[]` fields after them.
+        """
         self.syscall = syscall
         self._calls = calls
         word = calls.word_size
@@ -83,7 +99,13 @@ class SyscallEvent(TraceEvent):
             for index, (kind, field, is_signed) in enumerate(fields)
         )
         number = EventField("int", "__syscall_nr", COMMON_SIZE, 4, True)
-        super().__init__(GROUP, name, (number, *words), print_fmt)
+        self._located = COMMON_SIZE + word * (1 + len(fields))
+        """Offset of the first `__data_loc` field in the entry."""
+        strings = (
+            EventField("__data_loc char[]", field, self._located + 4 * index, 4, False)
+            for index, field in enumerate(located)
+        )
+        super().__init__(GROUP, name, (number, *words, *strings), print_fmt)
 
     def start(self) -> None:
         """Subscribe to the records of this system call."""
@@ -94,8 +116,8 @@ class SyscallEvent(TraceEvent):
         self._calls.stop(self)
 
     @abstractmethod
-    def words(self, raw: bytes) -> bytes:
-        """Return the words that the event records. `raw` has the words after the number in a raw record."""
+    def words(self, raw: bytes, hit: ProbeHit) -> bytes:
+        """Return what the event records. `raw` has the words after the number in a raw record."""
 
     def print_line(
         self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
@@ -110,25 +132,58 @@ class SyscallEvent(TraceEvent):
 
 
 class SyscallEnter(SyscallEvent):
-    """Event sys_enter_NAME, which has a word for each argument."""
+    """Event sys_enter_NAME, which has a word for each argument, and since 7.2 memory of some arguments."""
 
-    def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
+    def __init__(
+        self,
+        syscall: SyscallDefinition,
+        calls: SyscallTracepoint,
+        user_data: UserDataSize | None = None,
+    ) -> None:
+        """Create an event. `user_data` is the size of user memory in records; None if they have none."""
         fields = [(kind, name, False) for kind, name in zip(syscall.types, syscall.args, strict=True)]
         name, _ = event_names(syscall.name)
-        super().__init__(name, syscall, calls, fields)
+        own = syscall.name.removeprefix("sys_")
+        self._user_data = user_data
+        self._user = USER_ARGUMENTS.get(own) if user_data is not None else None
+        self._is_open = self._user is not None and own == "openat"
+        positions = () if self._user is None else self._user.positions
+        located = [f"__{syscall.args[at]}_val" for at in positions]
+        super().__init__(name, syscall, calls, fields, located=located)
 
     @property
     def print_fmt(self) -> str:
         """The print format, as the `format` file shows it.
 
-        Mirrors: kernel/trace/trace_syscalls.c:__set_enter_print_fmt (v6.1).
+        Mirrors: kernel/trace/trace_syscalls.c:__set_enter_print_fmt (v6.1, v7.2).
         """
+        if self._is_open:
+            return open_print_fmt()
         args = self.syscall.args
-        formats = ", ".join(f"{name}: 0x%0{self._word}lx" for name in args)
-        return f'"{formats}"' + "".join(f", ((unsigned long)(REC->{name}))" for name in args)
+        user = self._user or _NO_USER_ARGUMENTS
+        form = r" \"%s\"" if user.is_string else " (%s)"
+        formats = []
+        values = ""
+        for at, name in enumerate(args):
+            has_memory = at in user.positions
+            formats.append(f"{name}: 0x%0{self._word}lx{form if has_memory else ''}")
+            values += f", ((unsigned long)(REC->{name}))"
+            if has_memory:
+                values += (
+                    f", __get_str(__{name}_val)"
+                    if user.is_string
+                    else f", __print_dynamic_array(__{name}_val, 1)"
+                )
+        return f'"{", ".join(formats)}"{values}'
 
-    def words(self, raw: bytes) -> bytes:
-        return raw[: self._word * len(self.syscall.args)]
+    def words(self, raw: bytes, hit: ProbeHit) -> bytes:
+        words = raw[: self._word * len(self.syscall.args)]
+        if self._user is None or self._user_data is None:
+            return words
+        args = [
+            int.from_bytes(words[at : at + self._word], "little") for at in range(0, len(words), self._word)
+        ]
+        return words + captured(self._user, args, self._located, self._user_data.value, hit)
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """Return the text of a system call's record: NAME(argument: value, ...).
@@ -136,21 +191,49 @@ class SyscallEnter(SyscallEvent):
         Mirrors: kernel/trace/trace_syscalls.c:print_syscall_enter (v6.1).
         """
         del symbols, sym_addr
-        return self._call(payload, self.syscall.args)
+        return self._open_call(payload) if self._is_open else self._call(payload, self.syscall.args)
 
     def print_line(
         self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
     ) -> str:
         """Return the text that `trace` shows after the timestamp, with argument types if `verbose` is set."""
-        del symbols, sym_addr
+        if not verbose:
+            return self.print_record(payload, symbols, sym_addr=sym_addr)
         pairs = zip(self.syscall.types, self.syscall.args, strict=True)
-        return self._call(
-            payload, [f"{kind} {name}" for kind, name in pairs] if verbose else self.syscall.args
-        )
+        return self._call(payload, [f"{kind} {name}" for kind, name in pairs])
 
     def _call(self, payload: bytes, names: Sequence[str]) -> str:
-        args = (f"{name}: {self._word_at(payload, at):x}" for at, name in enumerate(names))
-        return f"{self.syscall.name}({', '.join(args)})"
+        if self._user_data is None:
+            args = (f"{name}: {self._word_at(payload, at):x}" for at, name in enumerate(names))
+            return f"{self.syscall.name}({', '.join(args)})"
+        values = [self._word_at(payload, at) for at in range(len(names))]
+        shown_args = []
+        for at, (name, value) in enumerate(zip(names, values, strict=True)):
+            text = f"{name}: {value}" if value < _FIRST_HEX else f"{name}: {value:#x}"
+            shown_args.append(text + self._memory(payload, at, values))
+        return f"{self.syscall.name}({', '.join(shown_args)})"
+
+    def _memory(self, payload: bytes, at: int, values: Sequence[int]) -> str:
+        """Return the text of the memory of the argument at a position; "" if it is not recorded."""
+        user = self._user
+        if user is None or at not in user.positions:
+            return ""
+        word = self._located - COMMON_SIZE + 4 * user.positions.index(at)
+        location = int.from_bytes(payload[word : word + 4], "little")
+        start = (location & 0xFFFF) - COMMON_SIZE
+        return shown(user, payload[start : start + (location >> 16)], values)
+
+    def _open_call(self, payload: bytes) -> str:
+        """Return the text of an openat() with the names of its flags.
+
+        Mirrors: kernel/trace/trace_syscalls.c:sys_enter_openat_print (v7.2).
+        """
+        dfd, filename, flags, mode = (self._word_at(payload, at) for at in range(4))
+        names = self.syscall.args
+        memory = self._memory(payload, 1, (dfd, filename, flags, mode))
+        text, has_mode = open_flags(flags & 0xFFFFFFFF)
+        end = f", {names[3]}: 0{mode & 0xFFFFFFFF:03o}" if has_mode else ""
+        return f"{self.syscall.name}({names[0]}: {dfd}, {names[1]}: {filename}{memory}, flags: {text}{end})"
 
 
 class SyscallExit(SyscallEvent):
@@ -160,7 +243,8 @@ class SyscallExit(SyscallEvent):
         _, name = event_names(syscall.name)
         super().__init__(name, syscall, calls, [("long", "ret", True)], '"0x%lx", REC->ret')
 
-    def words(self, raw: bytes) -> bytes:
+    def words(self, raw: bytes, hit: ProbeHit) -> bytes:
+        del hit
         return raw[: self._word]
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:

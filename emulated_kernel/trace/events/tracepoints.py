@@ -19,6 +19,7 @@ from emulated_kernel.trace.events.print_fmt import KernelNames
 from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, TracepointStub, layout_fields
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
@@ -38,8 +39,11 @@ class Tracepoints:
         keys: StaticKeys,
         hit: ProbeHit,
         argument_registers: Sequence[str],
+        user_data: UserDataSize | None = None,
     ) -> None:
         """Create an empty table of tracepoints, which events() fills. Each record sets `hit.regs`."""
+        self._user_data = user_data
+        """Size of user memory in records of system calls; None if they have none."""
         self._image = image
         self._memory = memory
         self._breakpoints = breakpoints
@@ -94,7 +98,7 @@ class Tracepoints:
             entry = SyscallTracepoint(_named(raw, "sys_enter"), self._word)
             end = SyscallTracepoint(_named(raw, "sys_exit"), self._word)
             for syscall in self.syscalls:
-                yield SyscallEnter(syscall, entry)
+                yield SyscallEnter(syscall, entry, self._user_data)
                 yield SyscallExit(syscall, end)
 
     def _names(self) -> KernelNames:

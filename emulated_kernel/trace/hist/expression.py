@@ -19,6 +19,7 @@ from emulated_kernel.trace.hist.hist_errors import HistError
 from emulated_kernel.trace.hist.operators import find_operator, is_reference, qualified
 from emulated_kernel.trace.hist.tracing_map import U64
 from emulated_kernel.trace.hist.variables import Variables
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
 from emulated_kernel.util.errors import KernelError
 
@@ -175,7 +176,7 @@ class ExpressionParser:
     def _field(self, text: str, flags: Flag) -> tuple[FilterField | None, Flag, int]:
         """Parse a field with its modifier, and return the event's field, flags, and the size of buckets.
 
-        The event's field is None for common_timestamp and common_cpu.
+        The event's field is None for common_timestamp, common_cpu and common_comm.
 
         Mirrors: parse_field (v6.1).
         """
@@ -191,9 +192,14 @@ class ExpressionParser:
             return None, flags | Flag.TIMESTAMP, buckets
         if name == "common_cpu":
             return None, flags | Flag.CPU, buckets
+        has_comm = InterfaceRule.HIST_COMMON_COMM in self._variables.interface
+        if name == "common_comm" and has_comm:
+            return None, flags | Flag.COMM | Flag.STRING, buckets
         source = find_event_field(self._owner.file.event.fields, name)
         if source is not None and source.type is FilterType.CPU:
             return source, flags | Flag.CPU, buckets
+        if source is not None and source.type is FilterType.COMM and has_comm:
+            return source, flags | Flag.COMM | Flag.STRING, buckets
         if source is None or not source.declared.size:
             raise self._log.error(HistError.FIELD_NOT_FOUND, name)
         return source, flags, buckets

@@ -57,6 +57,8 @@ class Flag(IntFlag):
     CONST = 1 << 18
     PERCENT = 1 << 19
     GRAPH = 1 << 20
+    COMM = 1 << 21
+    """Name of the task that was hit (Linux 7.2)."""
 
 
 TIME_FLAGS = Flag.TIMESTAMP | Flag.TIMESTAMP_USECS
@@ -160,6 +162,8 @@ class HistField:
             return self.operands[0].full_name(level + 1)
         if self.flags & Flag.CPU:
             return "common_cpu"
+        if self.flags & Flag.COMM:
+            return "common_comm"
         if self.flags & Flag.STACKTRACE:
             # Linux: up to 6.1, a call chain has no name, so no sort key can select it.
             return self.name
@@ -179,6 +183,8 @@ class HistField:
         text = f"{self.variable}=" if self.variable is not None else ""
         if self.flags & Flag.CPU:
             text += "common_cpu"
+        elif self.flags & Flag.COMM:
+            text += "common_comm"
         elif self.flags & Flag.CONST:
             text += str(self.constant)
         else:
@@ -363,6 +369,10 @@ def make_field(
         field.size = 4
         field.type = "unsigned int"
         field.value = lambda hit: hit.entry.cpu
+    elif flags & Flag.COMM:
+        field.size = MAX_STRING
+        field.type = "char[]"
+        field.value = lambda hit: hit.entry.comm
     elif source is not None:
         return _of_source(field, source)
     return field

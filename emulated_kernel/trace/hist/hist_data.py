@@ -313,9 +313,9 @@ def _rank(part: HistField, key: bytes) -> int:
 
     Strings are sorted by their bytes.
 
-    Linux: all stack traces are equal.
+    Linux: all stack traces are equal, and so are all parts that are `common_comm`.
     """
-    if part.flags & Flag.STACKTRACE:
+    if part.flags & Flag.STACKTRACE or (part.flags & Flag.COMM and part.field is None):
         return 0
     data = key[part.offset : part.offset + part.size]
     if part.field is None or part.flags & Flag.CPU:

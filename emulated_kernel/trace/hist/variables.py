@@ -29,6 +29,7 @@ class Variables:
         self.owner = owner
         self._system = system
         self.log = owner.log
+        self.interface = system.interface
         self.definitions: list[tuple[str, str]] = []
         """Name and expression of each variable that the histogram defines."""
 

@@ -202,7 +202,8 @@ class _GraphLine:
         if self._is_on(GraphOption.PROC):
             text += f"{self._task(self._pid)} | "
         if TraceOption.LATENCY_FMT in self._formatter.flags:
-            text += f" {latency_flags(self._context_flags, self._preempt_count)} | "
+            columns = self._formatter.columns
+            text += f" {latency_flags(self._context_flags, self._preempt_count, columns)} | "
         return text
 
     def _switch(self) -> str:

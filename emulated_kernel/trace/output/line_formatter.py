@@ -11,6 +11,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.output.event_fields import fields_text
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.ring.trace_clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import (
@@ -28,9 +29,12 @@ from emulated_kernel.trace.ring.trace_entry import (
 )
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.cmdlines import TaskNames
+from emulated_kernel.util.fast_dataclass import dataclass
 
 SEQ_SIZE = 4095
 """Maximum size in bytes of a line, and of a read of trace_pipe."""
+LONG_SEQ_SIZE = 8155
+"""SEQ_SIZE of Linux 6.12. Mirrors: include/linux/trace_seq.h:TRACE_SEQ_BUFFER_SIZE (v6.12)."""
 TOO_BIG = "[LINE TOO BIG]\n"
 """Text that replaces the part of a line that does not fit."""
 
@@ -61,23 +65,42 @@ def encode_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def latency_flags(flags: int, preempt_count: int) -> str:
+@dataclass(frozen=True)
+class FlagColumns:
+    """The columns of a record's flags, which depend on the version."""
+
+    has_migrate: bool = True
+    """Whether migrate-disable has a column, and disabled softirqs a letter (Linux 6.1)."""
+    has_lazy: bool = False
+    """Whether lazy reschedules have letters (Linux 7.2)."""
+
+
+DEFAULT_COLUMNS = FlagColumns()
+"""The columns of Linux 6.1."""
+_LAZY = EntryFlag.IRQS_NOSUPPORT
+"""Flag of a pending lazy reschedule, in versions that have it."""
+_RESCHED = (".", "n", "p", "N", "l", "b", "L", "B")
+"""Letters of need-resched. The index has a bit each for a pending, a preemption's and a lazy reschedule."""
+
+
+def latency_flags(flags: int, preempt_count: int, columns: FlagColumns = DEFAULT_COLUMNS) -> str:
     """Return the characters of irqs-off, need-resched, hardirq/softirq, preempt-depth, migrate-disable.
 
-    Mirrors: kernel/trace/trace_output.c:trace_print_lat_fmt (v6.1)
+    Mirrors: kernel/trace/trace_output.c:trace_print_lat_fmt (v6.1, v7.2)
     """
-    bh_off = flags & EntryFlag.BH_OFF
+    bh_off = flags & EntryFlag.BH_OFF if columns.has_migrate else 0
     if flags & EntryFlag.IRQS_OFF:
         irqs = "D" if bh_off else "d"
     elif bh_off:
         irqs = "b"
     else:
-        irqs = "X" if flags & EntryFlag.IRQS_NOSUPPORT else "."
-    if flags & EntryFlag.NEED_RESCHED:
-        resched = "N" if flags & EntryFlag.PREEMPT_RESCHED else "n"
-    else:
-        resched = "p" if flags & EntryFlag.PREEMPT_RESCHED else "."
-    return irqs + resched + _irq_level(flags) + _digit(preempt_count & 0xF) + _digit(preempt_count >> 4)
+        irqs = "X" if flags & EntryFlag.IRQS_NOSUPPORT and not columns.has_lazy else "."
+    pending = bool(flags & EntryFlag.NEED_RESCHED) + 2 * bool(flags & EntryFlag.PREEMPT_RESCHED)
+    lazy = 4 * bool(flags & _LAZY and columns.has_lazy)
+    start = irqs + _RESCHED[pending + lazy] + _irq_level(flags)
+    if not columns.has_migrate:
+        return start + _digit(preempt_count)
+    return start + _digit(preempt_count & 0xF) + _digit(preempt_count >> 4)
 
 
 def _digit(depth: int) -> str:
@@ -113,11 +136,15 @@ class LineFormatter:
         cmdlines: TaskNames,
         style: AddressStyle,
         time_start: int = 0,
+        shows_symbols: bool = False,
+        limit: int = SEQ_SIZE,
+        columns: FlagColumns = DEFAULT_COLUMNS,
     ) -> None:
         """Prepare printing in the format that the trace options `flags` select.
 
         `find_event` finds an event by an entry's type. `in_ns` means that the clock counts nanoseconds.
-        `time_start` is the time from which latency-format counts.
+        `time_start` is the time from which latency-format counts. `shows_symbols`: see fields_text().
+        `limit` is the maximum size of a line in bytes, and `columns` are those of the flags.
         """
         self.flags = flags
         self._in_ns = in_ns
@@ -125,6 +152,9 @@ class LineFormatter:
         self.cmdlines = cmdlines
         self.style = style
         self._time_start = time_start
+        self._shows_symbols = shows_symbols
+        self.limit = limit
+        self.columns = columns
         self._tasks: dict[tuple[int, int, int, int], str] = {}
         self._print = self._printer()
         wanted = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY
@@ -171,8 +201,13 @@ class LineFormatter:
         if kind == EntryType.FUNC_REPEATS:
             return self._repeats(payload, entry.time_stamp)
         event = self._event(kind)
+        style = self.style
+        if TraceOption.FIELDS in self.flags:
+            # Linux: it does not find the events of its own entries.
+            if event is None:
+                return f"UNKNOWN TYPE {kind}\n"
+            return fields_text(event, payload, style.symbols, shows_symbols=self._shows_symbols)
         if event is not None:
-            style = self.style
             verbose = TraceOption.VERBOSE in self.flags
             return event.print_line(payload, style.symbols, sym_addr=style.sym_addr, verbose=verbose) + "\n"
         if printer := ENTRY_PRINTERS.get(kind):
@@ -191,10 +226,9 @@ class LineFormatter:
         call = ENTRY_PRINTERS[EntryType.FN](payload, self.style).rstrip("\n")
         return f"{call} (repeats: {count}, last_ts: {when})\n"
 
-    @staticmethod
-    def _clip(context: str, body: str) -> str:
+    def _clip(self, context: str, body: str) -> str:
         line = context + body
-        if len(line) * 4 > SEQ_SIZE and len(encode_text(line)) > SEQ_SIZE:
+        if len(line) * 4 > self.limit and len(encode_text(line)) > self.limit:
             # Deviates: Linux keeps the arguments that fit before the text [LINE TOO BIG].
             return context + TOO_BIG
         return line
@@ -222,7 +256,7 @@ class LineFormatter:
             number = self.cmdlines.find_tgid(pid)
             tgid = f"({number:7d}) " if number else "(-------) "
         if self.flags & TraceOption.IRQ_INFO:
-            irqs = latency_flags(flags, preempt)
+            irqs = latency_flags(flags, preempt, self.columns)
         return f"{self.cmdlines.find(pid):>16}-{pid:<7d} {tgid}[{cpu:03d}] {irqs}"
 
     def _latency_line(self, entry: TimedRecord, next_time: int, index: int) -> str:
@@ -232,7 +266,7 @@ class LineFormatter:
             task = f"{comm:>16} {pid:7d} {entry.cpu:3d} {flags} {preempt & 0xF:08x} {index:08x} "
             when = self._verbose_time(entry.time_stamp, next_time)
         else:
-            task = f"{comm[:8]:>8}-{pid:<7d} {entry.cpu:3d}{latency_flags(flags, preempt)}"
+            task = f"{comm[:8]:>8}-{pid:<7d} {entry.cpu:3d}{latency_flags(flags, preempt, self.columns)}"
             when = self._latency_time(entry.time_stamp, next_time)
         return self._clip(f"{task}{when}: ", self._body(entry))
 

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Collection
 from enum import IntFlag, auto
 
+from emulated_kernel.trace.interface import LINUX_6_1, Interface, InterfaceRule
 from emulated_kernel.trace.output.tracer_options import BLK_CLASSIC, NopOption, TracerOptions
 from emulated_kernel.util.errors import KernelError
 
@@ -16,7 +17,7 @@ class TraceOption(IntFlag):
     """Options of a trace array that do not depend on the tracer, in the order of trace_options.
 
     In the file, most names are those of the members in lower case, with `-` for `_`.
-    Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1), as configured for x86_64
+    Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1, v6.12, v7.2), as configured for x86_64
     """
 
     PRINT_PARENT = auto()
@@ -27,6 +28,7 @@ class TraceOption(IntFlag):
     HEX = auto()
     BIN = auto()
     BLOCK = auto()
+    FIELDS = auto()
     PRINTK = auto()
     ANNOTATE = auto()
     USERSTACKTRACE = auto()
@@ -41,8 +43,11 @@ class TraceOption(IntFlag):
     IRQ_INFO = auto()
     MARKERS = auto()
     EVENT_FORK = auto()
+    TRACE_PRINTK = auto()
+    COPY_MARKER = auto()
     PAUSE_ON_TRACE = auto()
     HASH_PTR = auto()
+    BITMASK_LIST = auto()
     FUNCTION = auto()
     FUNC_FORK = auto()
     DISPLAY_GRAPH = auto()
@@ -56,11 +61,30 @@ _OTHER_NAMES = {
     TraceOption.STOP_ON_FREE: "disable_on_free",
     TraceOption.FUNCTION: "function-trace",
     TraceOption.FUNC_FORK: "function-fork",
+    TraceOption.TRACE_PRINTK: "trace_printk_dest",
+    TraceOption.COPY_MARKER: "copy_trace_marker",
 }
-OPTION_NAMES: dict[str, TraceOption] = {
-    _OTHER_NAMES.get(option) or str(option.name).lower().replace("_", "-"): option for option in TraceOption
+_RULES = {
+    TraceOption.FIELDS: InterfaceRule.OPTION_FIELDS,
+    TraceOption.TRACE_PRINTK: InterfaceRule.OPTION_PRINTK_DEST,
+    TraceOption.COPY_MARKER: InterfaceRule.OPTION_COPY_MARKER,
+    TraceOption.HASH_PTR: InterfaceRule.OPTION_HASH_PTR,
+    TraceOption.BITMASK_LIST: InterfaceRule.OPTION_BITMASK_LIST,
 }
-"""Name of an option in trace_options -> option."""
+"""Option that not all versions have -> rule of those that have it."""
+
+
+def option_names(interface: Interface) -> dict[str, TraceOption]:
+    """Return name in trace_options -> option, for the options of a version."""
+    return {
+        _OTHER_NAMES.get(option) or str(option.name).lower().replace("_", "-"): option
+        for option in TraceOption
+        if option not in _RULES or _RULES[option] in interface
+    }
+
+
+OPTION_NAMES = option_names(LINUX_6_1)
+"""Name of an option in trace_options -> option, in Linux 6.1."""
 
 DEFAULT_OPTIONS = (
     TraceOption.PRINT_PARENT
@@ -73,14 +97,18 @@ DEFAULT_OPTIONS = (
     | TraceOption.MARKERS
     | TraceOption.HASH_PTR
     | TraceOption.FUNCTION
+    | TraceOption.TRACE_PRINTK
+    | TraceOption.COPY_MARKER
 )
 """Options that are on at boot."""
 
 TOP_LEVEL_OPTIONS = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY | TraceOption.RECORD_CMD
 """Options for which only the top array has files in options/."""
 
-INHERITED_OPTIONS = ~(TraceOption.EVENT_FORK | TraceOption.FUNC_FORK)
-"""Mask of the options that a new instance inherits from the top array. Mirrors: ZEROED_TRACE_FLAGS (v6.1)."""
+INHERITED_OPTIONS = ~(
+    TraceOption.EVENT_FORK | TraceOption.FUNC_FORK | TraceOption.TRACE_PRINTK | TraceOption.COPY_MARKER
+)
+"""Mask of the options that a new instance inherits from the top array. Mirrors: ZEROED_TRACE_FLAGS (v7.2)."""
 
 
 class TraceOptions:
@@ -88,6 +116,7 @@ class TraceOptions:
 
     def __init__(
         self,
+        interface: Interface,
         tracer_options: TracerOptions,
         changed: Callable[[], None],
         tracers: Callable[[], Collection[str]],
@@ -100,7 +129,11 @@ class TraceOptions:
         `changed` is called when an option of the trace array itself changes. `tracer_changed` is called with
         the name of a tracer's option that changes.
         """
+        self._own = option_names(interface)
+        """Name -> option of the trace array itself."""
         self.flags = DEFAULT_OPTIONS
+        self.printk_dest: list[TraceOptions] = []
+        """The options of the one trace array that gets trace_printk(); all trace arrays share the list."""
         self.of_tracers = tracer_options
         self._changed = changed
         self._tracers = tracers
@@ -111,13 +144,13 @@ class TraceOptions:
     def names(self, *, instance: bool = False) -> tuple[str, ...]:
         """Return the names of all options, or only of the options for which an instance has files."""
         hidden = TOP_LEVEL_OPTIONS if instance else TraceOption(0)
-        own = (name for name, option in OPTION_NAMES.items() if option not in hidden)
+        own = (name for name, option in self._own.items() if option not in hidden)
         others = () if instance else self.of_tracers.others
         return (*own, *self.of_tracers.names(self._tracers()), *others)
 
     def get(self, name: str) -> bool:
         """Return True if an option is on. Raises: KernelError EINVAL (an unknown name)."""
-        if option := OPTION_NAMES.get(name):
+        if option := self._own.get(name):
             return option in self.flags
         if name not in (*self.of_tracers.names(self._tracers()), *self.of_tracers.others):
             raise KernelError(errno.EINVAL, f"{name!r}: no such option; see trace_options")
@@ -133,11 +166,34 @@ class TraceOptions:
             raise KernelError(errno.EINVAL, f"{name}: {value} is neither 0 nor 1")
         if self.get(name) == bool(value):
             return
-        if option := OPTION_NAMES.get(name):
-            self.flags = self.flags | option if value else self.flags & ~option
+        if option := self._own.get(name):
+            if option is TraceOption.TRACE_PRINTK:
+                self._move_printk(here=bool(value))
+            else:
+                self.flags = self.flags | option if value else self.flags & ~option
             self._changed()
         else:
             self._set_of_tracer(name, on=bool(value))
+
+    def _move_printk(self, *, here: bool) -> None:
+        """Let this trace array, or else the top one, get trace_printk().
+
+        Raises: KernelError EINVAL (the top array would lose it to no other).
+        Mirrors: kernel/trace/trace.c:set_tracer_flag (v6.12).
+        """
+        top, *others = self.printk_dest
+        last = others[-1] if others else top
+        new = self if here else top
+        if last is top and new is top:
+            raise KernelError(errno.EINVAL, "trace_printk_dest: set it in the instance that is to get it")
+        last.flags &= ~TraceOption.TRACE_PRINTK
+        new.flags |= TraceOption.TRACE_PRINTK
+        self.printk_dest[1:] = [] if new is top else [new]
+
+    def leave_printk(self) -> None:
+        """Let the top array get trace_printk() if this one does, because it is being removed."""
+        if self in self.printk_dest[1:]:
+            self._move_printk(here=False)
 
     def _set_of_tracer(self, name: str, *, on: bool) -> None:
         """Switch an option of a tracer on or off. Mirrors: kernel/trace/trace_nop.c:nop_set_flag (v6.1)."""
@@ -171,7 +227,7 @@ class TraceOptions:
         name = text.removeprefix("no")
         if name not in self._shown():
             raise KernelError(errno.EINVAL, f"{name!r}: no option of the current tracer; see trace_options")
-        if name in OPTION_NAMES:
+        if name in self._own:
             self.set(name, name == text)
         else:
             # Linux: the tracer's set_flag is called even if that changes nothing.
@@ -187,4 +243,4 @@ class TraceOptions:
 
         Mirrors: kernel/trace/trace.c:tracing_trace_options_show (v6.1).
         """
-        return (*OPTION_NAMES, *self.of_tracers.names((self._current(),)))
+        return (*self._own, *self.of_tracers.names((self._current(),)))

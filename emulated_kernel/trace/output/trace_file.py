@@ -11,7 +11,12 @@ from operator import itemgetter
 
 from emulated_kernel.trace.output import graph_output
 from emulated_kernel.trace.output.graph_output import GraphPrinter
-from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord
+from emulated_kernel.trace.output.line_formatter import (
+    DEFAULT_COLUMNS,
+    FlagColumns,
+    LineFormatter,
+    TimedRecord,
+)
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.ring.cursor import RingCursor
@@ -20,7 +25,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _TGID_COLUMN = ("   TGID   ", "     |    ")
 _IRQ_INDENT = 30
-_LATENCY_INDENT = 18
+_LATENCY_START = "#" + 18 * " "
 _IRQ_LEGEND = (
     "  _-----=> irqs-off/BH-disabled",
     " / _----=> need-resched",
@@ -38,6 +43,22 @@ _LATENCY_LEGEND = (
     "|||| / _-=> migrate-disable ",
     "||||| /     delay           ",
 )
+_OLD_IRQ_LEGEND = (
+    "  _-----=> irqs-off",
+    " / _----=> need-resched",
+    "| / _---=> hardirq/softirq",
+    "|| / _--=> preempt-depth",
+    "||| /     delay",
+)
+"""The legend up to Linux 5.10, without migrate-disable."""
+_OLD_LATENCY_LEGEND = (
+    "  _------=> CPU#            ",
+    " / _-----=> irqs-off        ",
+    "| / _----=> need-resched    ",
+    "|| / _---=> hardirq/softirq ",
+    "||| / _--=> preempt-depth   ",
+    "|||| /     delay            ",
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,7 @@ class TraceHeader:
     cpus: int
     release: str
     tracer_options: TracerOptions
+    columns: FlagColumns = DEFAULT_COLUMNS
 
 
 def header_text(facts: TraceHeader, flags: TraceOption) -> str:
@@ -71,16 +93,19 @@ def header_text(facts: TraceHeader, flags: TraceOption) -> str:
     if verbose:
         return start
     if latency:
-        return start + _latency_legend()
+        return start + _latency_legend(facts.columns)
     tgid = TraceOption.RECORD_TGID in flags
     info = f"# entries-in-buffer/entries-written: {facts.entries}/{facts.total}   #P:{facts.cpus}\n#\n"
-    return start + info + _columns(tgid, irqs=TraceOption.IRQ_INFO in flags)
+    return start + info + _columns(tgid, facts.columns, irqs=TraceOption.IRQ_INFO in flags)
 
 
-def _columns(tgid: bool, *, irqs: bool) -> str:
+def _columns(tgid: bool, columns: FlagColumns, *, irqs: bool) -> str:
     name, mark = _TGID_COLUMN if tgid else ("", "")
-    legend = "".join(f"#{'':{_IRQ_INDENT + len(name)}}{line}\n" for line in _IRQ_LEGEND if irqs)
-    flags, marks = ("  |||||", "   |||||") if irqs else ("   ", "    ")
+    lines = _IRQ_LEGEND if columns.has_migrate else _OLD_IRQ_LEGEND
+    legend = "".join(f"#{'':{_IRQ_INDENT + len(name)}}{line}\n" for line in lines if irqs)
+    flags, marks = ("  |||||", "   |||||") if columns.has_migrate else ("  |||| ", "   |||| ")
+    if not irqs:
+        flags, marks = "   ", "    "
     return (
         f"{legend}"
         f"#           TASK-PID    {name} CPU#{flags}  TIMESTAMP  FUNCTION\n"
@@ -103,13 +128,19 @@ def _latency_header(facts: TraceHeader) -> str:
     )
 
 
-def _latency_legend() -> str:
-    legend = "".join(f"#{'':{_LATENCY_INDENT}}{line}\n" for line in _LATENCY_LEGEND)
-    columns = (
-        "#  cmd     pid     |||||| time  |   caller     ",
-        "#     \\   /        ||||||  \\    |    /       ",
+def _latency_legend(columns: FlagColumns) -> str:
+    lines: tuple[str, ...] = (
+        *_OLD_LATENCY_LEGEND,
+        "#  cmd     pid     ||||| time  |   caller      ",
+        "#     \\   /        |||||  \\    |   /         ",
     )
-    return legend + "".join(f"{line}\n" for line in columns)
+    if columns.has_migrate:
+        lines = (
+            *_LATENCY_LEGEND,
+            "#  cmd     pid     |||||| time  |   caller     ",
+            "#     \\   /        ||||||  \\    |    /       ",
+        )
+    return "".join(f"{line if line[0] == '#' else _LATENCY_START + line}\n" for line in lines)
 
 
 def trace_lines(

@@ -145,7 +145,7 @@ def parse_definition(
     group = KPROBE_EVENT_SYSTEM
     event = ""
     if ":" in head:
-        group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log)
+        group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log, interface)
     is_symbolic = place.symbol is not None
     context = FetchContext(
         arch,
@@ -201,19 +201,22 @@ def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
 
 
 def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None:
-    """Check that the symbol of a place exists and is unique.
+    """Check that the symbol of a place exists and is unique, if the kernel does so before the registration.
 
     A symbol of a module may be unknown, because the module may be loaded later.
     Raises: KernelError EINVAL, EADDRNOTAVAIL, ENOENT (logged).
     Mirrors: kernel/trace/trace_kprobe.c:validate_probe_symbol (v6.12).
     """
     interface = kernel.interface
+    if InterfaceRule.SYMBOLS_COUNTED not in interface:
+        return
     symbols = kernel.symbols
     module, colon, _ = symbol.partition(":")
     checks_modules = InterfaceRule.MODULE_SYMBOLS_CHECKED in interface
     if colon and not (checks_modules and symbols.has_module(module)):
         return
-    count = symbols.count_name(symbol)
+    count = symbols.count_in_kernel(symbol) if InterfaceRule.SYMBOLS_OF_KERNEL_FIRST in interface else 0
+    count = count or symbols.count_name(symbol)
     is_einval = InterfaceRule.SYMBOL_EINVAL in interface
     if count > 1:
         code = errno.EINVAL if is_einval else errno.EADDRNOTAVAIL
@@ -250,35 +253,36 @@ def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg
 
 
 def parse_event_name(
-    text: str, offset: int, log: TraceProbeLog, group: str = KPROBE_EVENT_SYSTEM
+    text: str, offset: int, log: TraceProbeLog, interface: Interface, group: str = KPROBE_EVENT_SYSTEM
 ) -> tuple[str, str]:
-    """Parse [GRP/][EVENT], and return group and event. The separator may also be a dot.
+    """Parse [GRP/][EVENT], and return group and event. Since 6.1, the separator may also be a dot.
 
     `group` is the default group, and `offset` the column of `text`. The event is "" if only a group is given.
     Raises: KernelError EINVAL (logged).
-    Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v6.1).
+    Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v5.10, v6.1).
     """
     event = text
-    slash = "/" if "/" in text else "."
+    slash = "." if InterfaceRule.EVENT_NAME_DOT in interface and "/" not in text else "/"
     if slash in text:
         group, _, event = text.partition(slash)
-        _check_group(group, offset, log)
+        _check_group(group, offset, log, interface)
         offset += len(group) + 1
-        if not event:
+        if not event and InterfaceRule.EVENT_NAME_OPTIONAL in interface:
             return group, ""
     if not event:
         raise log.error(offset, ProbeError.NO_EVENT_NAME)
-    if len(event) >= MAX_EVENT_NAME_LEN:
+    if len(event) + (InterfaceRule.NAMES_WITH_NUL in interface) > MAX_EVENT_NAME_LEN:
         raise log.error(offset, ProbeError.EVENT_TOO_LONG)
     if not is_good_name(event):
         raise log.error(offset, ProbeError.BAD_EVENT_NAME)
     return group, event
 
 
-def _check_group(group: str, offset: int, log: TraceProbeLog) -> None:
+def _check_group(group: str, offset: int, log: TraceProbeLog, interface: Interface) -> None:
     if not group:
         raise log.error(offset, ProbeError.NO_GROUP_NAME)
     if len(group) >= MAX_EVENT_NAME_LEN:
         raise log.error(offset, ProbeError.GROUP_TOO_LONG)
-    if not is_good_system_name(group):
+    is_good = is_good_system_name if InterfaceRule.GROUP_DASHES in interface else is_good_name
+    if not is_good(group):
         raise log.error(offset, ProbeError.BAD_GROUP_NAME)

@@ -19,6 +19,7 @@ from emulated_kernel.trace.filter.fields import FilterType, filter_type_of
 from emulated_kernel.trace.filter.filter_errors import FilterParseError
 from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.filter.predicates import EventFilter
+from emulated_kernel.trace.interface import Interface
 from emulated_kernel.trace.probes.definition import parse_event_name, resolve_symbol
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
@@ -178,9 +179,9 @@ class EventProbes(ProbeKind[Eprobe]):
         event = ""
         before, colon, name = argv[0].partition(":")
         if colon:
-            group, event = parse_event_name(name, len(before) + 1, log, group)
+            group, event = parse_event_name(name, len(before) + 1, log, self.interface, group)
         log.index = 1
-        target_group, target_name = self._target_names(argv[1], log)
+        target_group, target_name = self._target_names(argv[1], log, self.interface)
         target = self._find_target(target_group, target_name)
         if target is None:
             raise log.error(0, ProbeError.BAD_ATTACH_EVENT, errno.ENODEV)
@@ -204,9 +205,9 @@ class EventProbes(ProbeKind[Eprobe]):
         return Eprobe(self, made, condition, self._arch)
 
     @staticmethod
-    def _target_names(word: str, log: TraceProbeLog) -> tuple[str, str]:
+    def _target_names(word: str, log: TraceProbeLog, interface: Interface) -> tuple[str, str]:
         try:
-            group, name = parse_event_name(word, 0, log, "")
+            group, name = parse_event_name(word, 0, log, interface, "")
         except KernelError:
             raise log.error(0, ProbeError.NO_EVENT_INFO) from None
         if not group or not name:

@@ -157,7 +157,12 @@ class TraceFprobe(TraceKprobe):
         """
         hit = self.engine.probe_ctx
         hit.regs = regs
-        hit.return_address = regs.ip if self.place.is_return else 0
+        if not self.place.is_return:
+            hit.return_address = 0
+        elif InterfaceRule.FPROBE_RETURNS_BY_FGRAPH in self.kind.interface:
+            hit.return_address = self.engine.fprobes.replaced_address(self._fprobe)
+        else:
+            hit.return_address = regs.ip
         hit.entry_data = bytes(data)
         self.hit(hit, address)
 
@@ -312,7 +317,9 @@ class FprobeEvents(KprobeEvents):
         group = TRACEPOINT_EVENT_SYSTEM if is_point else FPROBE_EVENT_SYSTEM
         event = ""
         if ":" in head:
-            group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log, group)
+            group, event = parse_event_name(
+                head.partition(":")[2], head.index(":") + 1, log, self.interface, group
+            )
         engine = self._engine
         point = self.tracepoint(symbol) if is_point else None
         stub = None if point is None else point.stub

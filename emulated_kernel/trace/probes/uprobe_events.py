@@ -139,7 +139,7 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         group = UPROBE_EVENT_SYSTEM
         name = ""
         if argv[0][1:2] == ":":
-            group, name = parse_event_name(argv[0][2:], 2, log, UPROBE_EVENT_SYSTEM)
+            group, name = parse_event_name(argv[0][2:], 2, log, self.interface, UPROBE_EVENT_SYSTEM)
         args = parse_args(
             argv[2:], FetchContext(self._arch, log, self.interface, place.is_return, in_kernel=False)
         )

@@ -13,6 +13,7 @@ from emulated_kernel.kprobes.hit.ftrace import OPS_LIST_FUNC, FtraceOps, FtraceS
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event_pids import EventPids
+from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.output.tracer_options import FunctionOption
 from emulated_kernel.trace.ring.trace_entry import EntryType, repeats_entry
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -21,6 +22,8 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _MAX_REPEATS = 0xFFFF
+_UNUSED = "ftrace_stub"
+"""Name of Linux's function that a site without users is said to call."""
 _INVALID_FUNCTION = "__ftrace_invalid_address__"
 
 
@@ -35,10 +38,12 @@ class KernelFunctions:
         hit: ProbeHit,
         verdict: ProbeChecker[Any],
         arch: Arch,
+        interface: Interface,
     ) -> None:
         self._sites = sites
         self._is_entry = verdict.is_entry_site
         self._has_trampolines = arch.has_ops_trampolines
+        self._has_flags = InterfaceRule.FUNCTION_FLAGS in interface
         self._word_size = arch.word_size
         self._hit = hit
         hit.has_several = True
@@ -83,6 +88,8 @@ class KernelFunctions:
         `fentry`: addresses of the module's fentry sites.
         """
         self._symbols.forget(name)
+        if self._sites is not None:
+            self._sites.forget(fentry)
         self.functions.remove(fentry)
 
     def user(self, handler: CallHandler, symbol: Callable[[], str]) -> FtraceOps:
@@ -130,19 +137,40 @@ class KernelFunctions:
         """Yield the lines of available_filter_functions."""
         return (f"{function.shown}\n" for function in self.functions)
 
+    def addresses(self) -> Iterator[str]:
+        """Yield the lines of available_filter_functions_addrs: fentry site and name."""
+        return (f"{function.site:x} {function.shown}\n" for function in self.functions)
+
     def enabled(self) -> Iterator[str]:
-        """Yield the lines of enabled_functions. Mirrors: kernel/trace/ftrace.c:t_show (v6.1)."""
+        """Yield the lines of enabled_functions."""
+        return self._used(set())
+
+    def touched(self) -> Iterator[str]:
+        """Yield the lines of touched_functions: functions that are or have ever been traced."""
+        return self._used(set() if self._sites is None else self._sites.touched)
+
+    def _used(self, also: Collection[int]) -> Iterator[str]:
+        """Yield the lines of functions that are traced, and of the sites `also`.
+
+        Mirrors: kernel/trace/ftrace.c:t_show (v6.1, v6.12).
+        """
         sites = self._sites
         if sites is None:
             return
         called = sites.users()
         for function in self.functions:
-            if function.site in called:
-                target, users = called[function.site]
-                # Linux: R, I, and D for a user that is called without a trampoline (never here).
-                regs = " R" if sites.saves_regs(function.site) else "  "
-                ip = " I" if any(ops.modifies_ip for ops in users) else "  "
-                yield f"{function.shown} ({len(users)}){regs}{ip}  {self._way(target, users)}\n"
+            site = function.site
+            if site not in called and site not in also:
+                continue
+            target, users = called.get(site, (0, ()))
+            # Linux: D and O are flags of users without a trampoline, which do not exist here.
+            regs = " R" if users and sites.saves_regs(site) else "  "
+            ip = " I" if any(ops.modifies_ip for ops in users) else "  "
+            past = ""
+            if self._has_flags:
+                past = f"  {' M ' if site in sites.modified else '   '}"
+            way = self._way(target, users)
+            yield f"{function.shown} ({len(users)}){regs}{ip}  {past}{way}\n"
 
     def _way(self, target: int, users: Sequence[FtraceOps]) -> str:
         """Return the end of a line of enabled_functions: the trampoline and the handler that a site calls.
@@ -153,6 +181,8 @@ class KernelFunctions:
         """
         if not self._has_trampolines:
             return ""
+        if not users:
+            return f" ->{_UNUSED}"
         if len(users) > 1:
             return f" ->{OPS_LIST_FUNC}"
         symbol = users[0].symbol()

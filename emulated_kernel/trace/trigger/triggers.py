@@ -95,12 +95,17 @@ class EventTriggers:
 
         Hidden triggers are not listed. If no trigger is listed, a comment lists the commands.
         """
-        shown = [trigger for trigger in self.file(event).triggers if not trigger.is_hidden]
+        shown = self.shown(event)
         if not shown and not start:
             names = "".join(f" {name}" for name in self._commands)
             yield f"# Available triggers:\n#{names}\n"
-        for trigger in shown[start:]:
-            yield to_text(f"{trigger.show()}\n")
+        yield from shown[start:]
+
+    def shown(self, event: TraceEvent) -> list[str]:
+        """Return the lines of an event's triggers that are not hidden."""
+        return [
+            to_text(f"{trigger.show()}\n") for trigger in self.file(event).triggers if not trigger.is_hidden
+        ]
 
     def write(self, event: TraceEvent, data: bytes) -> int:
         """Execute one write to an event's trigger file, and return the number of bytes taken, which is all.

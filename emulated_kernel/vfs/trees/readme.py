@@ -16,6 +16,24 @@ _LINES = {
         "                   f[:[<group>/][<event>]] <func-name>[%return] [<args>]\n"
     ),
     InterfaceRule.TRACEPOINT_EVENTS: "                   t[:[<group>/][<event>]] <tracepoint> [<args>]\n",
+    InterfaceRule.EVENT_PROBES: (
+        "                   e[:[<group>/][<event>]] <attached-group>.<attached-event> [<args>] "
+        "[if <filter>]\n"
+    ),
+    InterfaceRule.SYSCALL_USER_DATA: (
+        "  syscall_user_buf_size   - the most bytes of a string or buffer in a record of a system call\n"
+    ),
+    InterfaceRule.EVENT_MODULES: (
+        "                            Can enable module events via: :mod:<module>\n"
+    ),
+    InterfaceRule.EVENT_LISTS: (
+        "  show_event_filters      - the filters of all events\n"
+        "  show_event_triggers     - the triggers of all events\n"
+    ),
+    InterfaceRule.FUNCTION_FILES: (
+        "  available_filter_functions_addrs - the same with the address of each function's call\n"
+        "  touched_functions       - functions that are or were traced\n"
+    ),
     InterfaceRule.BTF_ARGS: "                   <argname>[->field[->field|.field...]],\n",
     InterfaceRule.ENTRY_ARGS: "     kernel return probes support: $retval, $arg<N>, $comm\n",
 }
@@ -46,6 +64,15 @@ def _types(interface: Interface) -> str:
 def readme_text(interface: Interface) -> str:
     """Return the text of README for an interface."""
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
+    probes = lines[InterfaceRule.EVENT_PROBES]
+    further = "".join(
+        lines[rule]
+        for rule in (
+            InterfaceRule.EVENT_MODULES,
+            InterfaceRule.EVENT_LISTS,
+            InterfaceRule.SYSCALL_USER_DATA,
+        )
+    )
     events = lines[InterfaceRule.FPROBE_EVENTS] + lines[InterfaceRule.TRACEPOINT_EVENTS]
     nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
     stack = "common_stacktrace" if InterfaceRule.HIST_COMMON_STACKTRACE in interface else "stacktrace"
@@ -82,7 +109,7 @@ tracing: the files of this directory.
                             function_graph: also calls and returns, as a tree
   available_filter_functions - functions whose calls can be traced
   enabled_functions       - functions that are traced, and by how many users
-  dyn_ftrace_total_info   - number of functions that can be traced
+{lines[InterfaceRule.FUNCTION_FILES]}  dyn_ftrace_total_info   - number of functions that can be traced
   function_profile_enabled - 1 counts and times calls for trace_stat/ (not with function_graph)
   set_ftrace_filter       - trace only calls of these functions; also takes commands
      accepts: func_full_name or glob-matching-pattern; ! before it removes it
@@ -116,8 +143,7 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
                    $retval,
 {lines[InterfaceRule.BTF_ARGS]}                   +|-[u]<offset>(<fetcharg>), \\imm-value, \\"imm-string"
 {lines[InterfaceRule.ENTRY_ARGS]}{_types(interface)}                   s:[synthetic/]<event> <field> [<field>]
-                   e[:[<group>/][<event>]] <attached-group>.<attached-event> [<args>] [if <filter>]
-            field: <stype> <name>;
+{probes}            field: <stype> <name>;
             stype: u8/u16/u32/u64, s8/s16/s32/s64, pid_t, bool, gfp_t,
                    [unsigned] char/int/long, char[<size>], char[]
   dynamic_events          - Create/append/remove/show events of all kinds that have definitions
@@ -132,7 +158,7 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
   available_events        - <group>:<event> of every event
   set_event               - the enabled ones; takes <group>:<event>, with * or nothing for any, or a
                             name of either kind; ! before it disables, and "echo > set_event" all
-  set_event_pid           - tasks whose events alone are recorded; with option event-fork their children's too
+{further}  set_event_pid           - only their events are recorded; option event-fork adds their children
   set_event_notrace_pid   - tasks whose events are not
   events/header_page      - the layout of a binary page, and in header_event of what precedes a record
   events/enable           - 0 or 1 for all events

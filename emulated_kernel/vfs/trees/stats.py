@@ -246,10 +246,11 @@ class _EventStats:
     def _cost_of(self, probe: TraceKprobe, kprobe: Kprobe) -> str:
         """Return a line with hits and cost of a probe.
 
-        If guest code handles the hits, its cost is measured with a copy of the handler (HandlerCosts).
+        If guest code handles the hits, its cost is measured with a copy of the handler (HandlerCosts). A
+        disabled probe and a probe without hits have no cost.
         """
         head = self._kprobes.table.valid(kprobe)
-        if head is None:
+        if head is None or kprobe.is_disabled or not probe.hits:
             return f"hits {probe.hits}"
         in_python = head.cost
         compiled = head.compiled

@@ -11,6 +11,9 @@ from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.trace.events.array_events import EventPidsFile
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output.options import TraceOptions
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
@@ -34,6 +37,7 @@ from emulated_kernel.vfs.core.seq_file import (
     RawMarkerFile,
     Records,
     RecordStream,
+    SeqFile,
     SteppedFile,
     WrittenList,
     listing,
@@ -49,6 +53,8 @@ CLOCK_BUFFER = 64
 Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1).
 """
 _MASK_CHUNK = 32
+_EVENT_COLUMN = 32
+"""Column of filters and triggers in the lists of all events."""
 _ULONG_MAX = (1 << 64) - 1
 
 
@@ -75,6 +81,8 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
             tracing.events.clear,
             moves=Moves.BY_BYTES,
         ),
+        **(_event_lists(tracing) if InterfaceRule.EVENT_LISTS in array.system.interface else {}),
+        **_user_data_file(array.system.user_data),
         "set_event_notrace_pid": list_file(EventPidsFile(tracing.events, array.pids.untraced)),
         "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
         "set_ftrace_filter": EditedFile(READ_WRITE, functions.filter),
@@ -82,6 +90,41 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         "set_ftrace_notrace_pid": list_file(functions.pids.untraced),
         "set_ftrace_pid": list_file(functions.pids.traced),
     }
+
+
+def _user_data_file(size: UserDataSize | None) -> dict[str, Node]:
+    if size is None:
+        return {}
+    return {"syscall_user_buf_size": number_file(lambda: size.value, size.set)}
+
+
+def _event_lists(tracing: Tracing) -> dict[str, Node]:
+    """Return the lists of all filters and of all triggers.
+
+    Mirrors: kernel/trace/trace_events.c:t_show_filters, t_show_triggers (v7.2).
+    """
+
+    def filters() -> Iterator[str]:
+        for event in tracing.events.switchable():
+            text = tracing.filters.set_text(event)
+            if text is not None:
+                yield f"{_padded(event)}{text}\n"
+
+    def triggers() -> Iterator[str]:
+        for event in tracing.events.switchable():
+            if tracing.array in event.files:
+                for line in tracing.triggers.shown(event):
+                    yield f"{_padded(event)}{line}"
+
+    return {
+        "show_event_filters": SeqFile(READ_ONLY, listing(filters)),
+        "show_event_triggers": SeqFile(READ_ONLY, listing(triggers)),
+    }
+
+
+def _padded(event: TraceEvent) -> str:
+    """Return `GROUP:EVENT` with blanks up to column 32, but at least one."""
+    return f"{event.group}:{event.name} ".ljust(_EVENT_COLUMN)
 
 
 class _InstancesDirectory(DynamicDirectory[Tracing]):

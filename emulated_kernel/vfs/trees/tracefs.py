@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 from emulated_kernel.components.records import TracingComponents
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventKind
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.text.printf import signed
+from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
@@ -69,6 +71,14 @@ def _top_files(trace: TracingComponents) -> dict[str, Node]:
         **({} if trace.function_graph is None else _graph_files(trace.function_graph)),
         **_profile_files(trace.function_profiler, arrays.top.array.cpus),
         **_stack_files(trace.stack_tracer),
+        **(_function_files(functions) if InterfaceRule.FUNCTION_FILES in system.interface else {}),
+    }
+
+
+def _function_files(functions: KernelFunctions) -> dict[str, Node]:
+    return {
+        "available_filter_functions_addrs": SeqFile(READ_ONLY, listing(functions.addresses)),
+        "touched_functions": SeqFile(READ_ONLY, listing(functions.touched)),
     }
 
 

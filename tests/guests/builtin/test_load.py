@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, WorkloadKind
-from emulated_kernel.guests.builtin.workloads.workloads import WorkloadOrder
+from emulated_kernel.guests.builtin.workloads.workload import SYSTEM_CALLS, BackgroundWorkload
+from emulated_kernel.guests.common.workloads import WorkloadKind, WorkloadOrder
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError
@@ -67,7 +67,7 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("kind", list(WorkloadKind))
+@pytest.mark.parametrize("kind", list(SYSTEM_CALLS))
 def test_rounds_are_system_calls(kind: WorkloadKind, kernel: Kernel) -> None:
     load = load_of(kernel, kind)
     load.round()
@@ -81,7 +81,7 @@ def test_rounds_are_system_calls(kind: WorkloadKind, kernel: Kernel) -> None:
     assert not list(kernel.guest.syscalls.look_entries("/scratch"))
 
 
-@pytest.mark.parametrize("kind", list(WorkloadKind))
+@pytest.mark.parametrize("kind", list(SYSTEM_CALLS))
 def test_memory_is_flat(kind: WorkloadKind, kernel: Kernel) -> None:
     def used_after(rounds: int) -> int:
         load = load_of(kernel, kind)

@@ -76,6 +76,23 @@ def test_every_cpu_goes_on_well(boot: Boot, arch: str, profile: str) -> None:
     assert proof.probed.kernel.machine.text.ledger == {}
 
 
+@pytest.mark.parametrize("save_regs", [None, "live"])
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_where_linux_refuses(arch: str, save_regs: str | None) -> None:
+    """The extended strategy: a sample of the places that need tactics."""
+    with Kernel(MachineConfig(arch=arch, strategy="extended", save_regs=save_regs)) as kernel:
+        probed = Probed(kernel)
+        proof = Proof(probed) if save_regs is None else CompiledProof(probed)
+
+        def is_one(place: Where) -> bool:
+            return is_optimizable(probed, place) and bool(probed.region(place[2]).tactics)
+
+        check(proof, sample(list(instructions(probed)), COMPILED_SAMPLE * 2, is_one))
+        assert proof.problems == []
+        assert proof.runs > COMPILED_SAMPLE * 200
+        assert kernel.machine.text.ledger == {}
+
+
 @pytest.mark.parametrize(
     ("arch", "profile", "save_regs"),
     [

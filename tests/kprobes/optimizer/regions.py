@@ -41,6 +41,9 @@ SCRATCH = 16 << 10
 State = Any
 """A CPU's registers, all of them."""
 
+Live = Callable[[int], LiveRegisters]
+"""Address -> registers and flags that may not differ there."""
+
 Pieces = Sequence[tuple[int, bytes]]
 """Addresses, and what stands there."""
 
@@ -50,8 +53,8 @@ class End(NamedTuple):
 
     registers: State | None
     fault: tuple[int, int, int] | None
-    arrived: bool
-    """Behind the piece, not by a return."""
+    met: int | None
+    """The exit by which it left the piece; None: by a return, or an indirect jump."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,15 @@ def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
     Those that they leave undefined: an emulator computes these from what went before. And where all were
     dead in front (not `live`), those that none of them touches.
     """
-    undefined = touched = 0
-    for insn in iced_decoder(code, addr, bits):
-        touched |= insn.rflags_modified
-        undefined = undefined & ~insn.rflags_modified | insn.rflags_undefined
-    return sum(f for f, bit in _ICED_FLAGS.items() if undefined & bit or not (live or touched & bit))
+    undefined = touched = loose = 0
+    for insn in (*iced_decoder(code, addr, bits), None):
+        if insn is None or insn.near_branch_target:
+            # The piece may be left here.
+            loose |= undefined | (0 if live else ~touched)
+        if insn is not None:
+            touched |= insn.rflags_modified
+            undefined = undefined & ~insn.rflags_modified | insn.rflags_undefined
+    return sum(flag for flag, bit in _ICED_FLAGS.items() if loose & bit)
 
 
 def undefined_flags(code: bytes, addr: int, bits: int) -> int:
@@ -102,6 +109,17 @@ def undefined_flags(code: bytes, addr: int, bits: int) -> int:
     for insn in iced_decoder(code, addr, bits):
         undefined |= insn.rflags_undefined
     return sum(flag for flag, bit in _ICED_FLAGS.items() if undefined & bit)
+
+
+def exits(probed: Probed, address: int, size: int) -> tuple[int, ...]:
+    """Where the instructions there may lead to: behind them, and the targets of their direct branches."""
+    arch = probed.kernel.arch
+    end = address + size
+    if arch.name.startswith("riscv"):
+        return (end,)
+    code = probed.kernel.machine.text.original(address, size)
+    targets = {insn.near_branch_target for insn in iced_decoder(code, address, arch.bits)}
+    return end, *sorted(targets - {0, end})
 
 
 @cache
@@ -206,10 +224,9 @@ class Bench:
         """Until the end of the piece, a return or a fault; memory is left as it is then."""
         self._met = None
         trap, state = self.machine.trap_of(start, fixup=True)
-        arrived = self._met is not None
         if trap.address == self._pad + len(self._model.halt):
-            return End(state, None, arrived)
-        return End(None, (trap.vector, trap.error_code, trap.cr2), arrived)
+            return End(state, None, self._met)
+        return End(None, (trap.vector, trap.error_code, trap.cr2), self._met)
 
     def step(self, start: State, targets: Iterable[int]) -> End:
         """A single instruction; memory is left as it is then.
@@ -225,8 +242,8 @@ class Bench:
             return end._replace(registers=end.registers._replace(ip=self._met))
         trap, state = self.machine.trap_of(start._replace(flags=start.flags | flag))
         if trap.vector == Vector.DEBUG:
-            return End(state._replace(flags=state.flags & ~flag), None, True)
-        return End(None, (trap.vector, trap.error_code, trap.cr2), False)
+            return End(state._replace(flags=state.flags & ~flag), None, state.ip)
+        return End(None, (trap.vector, trap.error_code, trap.cr2), None)
 
     def _behind(self, addr: int) -> int:
         """Where the instruction there ends; of one that faults, for it is none, any address will do."""
@@ -242,10 +259,10 @@ class Bench:
         self.restore()
         return end
 
-    def expect(self, start: State, live: LiveRegisters | None = None, loose: int = 0) -> Expected:
+    def expect(self, start: State, live: Live | None = None, loose: int = 0) -> Expected:
         """Run the unprobed piece.
 
-        `live`: what may not differ behind it, if not everything, but for the flags `loose`.
+        `live`: what may not differ at the exit that it takes, if not everything, but for the flags `loose`.
         """
         end = self._run(start)
         free = range(start.sp - self.frame, start.sp)
@@ -255,7 +272,7 @@ class Bench:
         undo = [(at, before) for at, before, _ in self._snapshot.changed_lines()]
         self.restore()
         undo.append((free.start, self.machine.memory.read(free.start, len(free))))
-        behind = live if live is not None and end.arrived else self.all_live
+        behind = live(end.met) if live is not None and end.met is not None else self.all_live
         bits = _bits(behind, self.all_live, loose, start._fields)
         return Expected(
             end,
@@ -308,7 +325,10 @@ def optimizable(probed: Probed) -> Iterator[tuple[str, int, int]]:
 
 def is_optimizable(probed: Probed, place: tuple[str, int, int]) -> bool:
     """Whether a jump may stand there."""
-    return isinstance(probed.verdict.optimized_region(place[2]), Region)
+    address = place[2]
+    return probed.verdict.may_probe(address) is None and isinstance(
+        probed.verdict.optimized_region(address), Region
+    )
 
 
 def instructions(probed: Probed) -> Iterator[tuple[str, int, int]]:

@@ -73,3 +73,22 @@ def test_only_whole_hits_are_measured(boot: Boot, monkeypatch: pytest.MonkeyPatc
     files.write("/tracing/events/kprobes/ev/trigger", "traceoff:1")
     probed.gcd()
     assert files.read(COST).startswith("hits 10 median 1 ns")
+
+
+def test_a_disabled_probe_has_no_cost(boot: Boot) -> None:
+    """Another probe of the address keeps the jump, so the disabled one shares its place and nothing else."""
+    probed = boot("linux-6.1")
+    files = Files(probed.kernel)
+    files.write("/kprobe_events", "p:ev gcd+5\np:other gcd+5\np:never gcd+5")
+    for event in ("ev", "other", "never"):
+        files.write(f"/tracing/events/kprobes/{event}/enable", "1")
+    files.write("/tracing/events/kprobes/never/enable", "0")
+    probed.settle()
+    for _ in range(3):
+        probed.gcd()
+    files.write("/tracing/events/kprobes/ev/enable", "0")
+    shown = {event: files.read(f"/kprobes/stats/kprobes/{event}/mode") for event in ("ev", "other", "never")}
+    assert shown == {"ev": "disarmed\n", "other": "optimized\n", "never": "disarmed\n"}
+    assert files.read(COST) == "hits 3\n"
+    assert files.read(COST.replace("ev/cost", "never/cost")) == "hits 0\n"
+    assert "median" in files.read(COST.replace("ev/cost", "other/cost"))

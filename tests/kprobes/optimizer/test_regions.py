@@ -26,7 +26,7 @@ def deviation(
     end = probed.region(start).end
     state = next(bench.states(1))._replace(ip=start)
     with bench.until(end):
-        expected = bench.expect(state, live)
+        expected = bench.expect(state, None if live is None else lambda _exit: live)
 
     def handler(_kprobe: Kprobe, _regs: Any) -> None:
         does(probed, bench)

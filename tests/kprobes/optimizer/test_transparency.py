@@ -10,7 +10,7 @@ from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.x86.insn import iced_decoder
 from emulated_kernel.machine.traps.trap import GuestFault
 from tests.kprobes.optimizer.conftest import Boot, Probed
-from tests.kprobes.optimizer.regions import Bench, optimizable
+from tests.kprobes.optimizer.regions import Bench, exits, optimizable
 from tests.sample import share
 
 ARCHS = ("x86_64", "i386")
@@ -21,8 +21,8 @@ def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[s
     """What differs between the unprobed and the optimized run of a detoured region."""
     symbol, offset, address = place
     starts = [state._replace(ip=address) for state in bench.states(address)]
-    end = probed.region(address).end
-    with bench.until(end):
+    ends = exits(probed, address, probed.region(address).length)
+    with bench.until(*ends):
         expected = [bench.expect(start) for start in starts]
     probe = probed.probe(symbol, offset, at=address)
     probed.settle()
@@ -30,13 +30,13 @@ def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[s
     if probed.kernel.kprobes.mode(probe) != "optimized":
         wrong.append(f"{symbol}+{offset:#x}: {probed.kernel.kprobes.reason(probe)}")
     probed.hits.clear()
-    with bench.until(end):
+    with bench.until(*ends):
         differ = [s for s, unprobed in zip(starts, expected, strict=True) if bench.deviation(s, unprobed)]
     if len(probed.hits) != len(starts):
         wrong.append(f"{symbol}+{offset:#x}: {len(probed.hits)} hits of {len(starts)}")
     probed.kernel.unregister_kprobe(probe)
     probed.settle()
-    with bench.until(end):
+    with bench.until(*ends):
         differ = [start for start in differ if not bench.reads_below_stack(start)]
     return wrong + [f"{symbol}+{offset:#x}: {start}" for start in differ]
 

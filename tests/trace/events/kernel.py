@@ -76,6 +76,9 @@ class Symbols:
             for function in self.functions
         )
 
+    def count_in_kernel(self, name: str) -> int:
+        return sum(function.name == name and function.module is None for function in self.functions)
+
     def at(self, address: int) -> Function | None:
         for function in self.functions:
             if function.address <= address < function.address + function.size:

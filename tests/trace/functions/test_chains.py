@@ -22,7 +22,9 @@ CASES = [
 
 @pytest.mark.parametrize(("arch", "hook"), CASES)
 def test_chains_at_any_instruction(arch: str, hook: str | None) -> None:
-    chains = compare(arch, hook, ONE_OF)
+    # With probes, x86 has jumps at places that Linux refuses too, and so relocated calls.
+    strategy = "extended" if hook is not None and arch in ("x86_64", "i386") else None
+    chains = compare(arch, hook, ONE_OF, strategy)
     assert chains.examples == []
     assert chains.compared[Code.TEXT] > 500
     if hook is not None:

@@ -143,3 +143,26 @@ def test_records_of_guest_code_are_the_same(arch: str) -> None:
         assert kernel.trace.trace_text().count(": (") == 12
         kernel.tracing.dynamic_events.clear()
         assert kernel.machine.text.ledger == {}
+
+
+@pytest.mark.parametrize(("profile", "hidden"), [("linux-6.12", False), ("linux-7.2", True)])
+def test_a_return_probe_of_the_same_call_hides_the_caller_since_7_2(profile: str, hidden: bool) -> None:
+    """The return probe is enabled last, so it hooks each call first."""
+    with Kernel(MachineConfig(profile=profile)) as kernel:
+        write(kernel, "f:k/alone gcd%return")
+        write(kernel, "f:k/exits int_sqrt%return")
+        write(kernel, "r:k/returns int_sqrt")
+        for event in ("alone", "exits", "returns"):
+            kernel.write_file(f"tracing/events/k/{event}/enable", "1")
+        for _ in range(3):
+            kernel.call("gcd", 12, 18)
+            kernel.call("int_sqrt", 144)
+        lines = kernel.read_file("tracing/trace").splitlines()
+    places = {
+        name: {line.split("(")[1].split(" <- ")[0] for line in lines if f" {name}: " in line}
+        for name in ("alone", "exits", "returns")
+    }
+    (caller,) = places["returns"]
+    assert caller.startswith("do_syscall_64+")
+    exits = "[unknown/kretprobe'd]" if hidden else caller
+    assert places == {"alone": {caller}, "exits": {exits}, "returns": {caller}}

@@ -1,4 +1,4 @@
-"""Histograms of kernels since 6.12: `nohitcount`, the key `common_stacktrace`, and errors of filters."""
+"""Histograms of later kernels: `nohitcount`, the keys `common_stacktrace` and `common_comm`, and errors."""
 
 from __future__ import annotations
 
@@ -48,6 +48,29 @@ def test_a_call_chain_has_its_common_name(kernel: Kernel, key: str) -> None:
     )
     kernel.call("gcd", 12, 18)
     assert "{ common_stacktrace:\n" in kernel.read_file(f"{EVENT}/hist")
+
+
+@pytest.mark.parametrize(("key", "shown"), [("common_comm", "common_comm"), ("comm", "comm")])
+def test_the_name_of_the_task_is_a_key(key: str, shown: str) -> None:
+    """The name of a key in `hist` is that of the field, but the trigger shows only common_comm."""
+    with Kernel(profile=profile_named("linux-7.2")) as later:
+        later.write_file("tracing/kprobe_events", DEFINITION)
+        later.write_file(f"{EVENT}/trigger", f"hist:keys={key},a:vals=b:sort={key}")
+        assert later.read_file(f"{EVENT}/trigger") == (
+            "hist:keys=common_comm,a:vals=hitcount,b:sort=common_comm:size=2048 [active]\n"
+        )
+        later.call("gcd", 12, 18)
+        later.call("gcd", 12, 18)
+        (line,) = [line for line in later.read_file(f"{EVENT}/hist").splitlines() if line.startswith("{")]
+    assert line.split() == ["{", f"{shown}:", "kprobefs", ",", "a:", "12", "}", "hitcount:", "2", "b:", "36"]
+
+
+@pytest.mark.parametrize("key", ["common_comm", "comm"])
+def test_6_12_has_no_key_for_the_name_of_the_task(kernel: Kernel, key: str) -> None:
+    with pytest.raises(KernelError) as refused:
+        kernel.write_file(f"{EVENT}/trigger", f"hist:keys={key}")
+    assert refused.value.name == "EINVAL"
+    assert "Couldn't find field\n" in kernel.read_file("tracing/error_log")
 
 
 @pytest.mark.parametrize("trigger", ["hist:keys=a", "traceoff"])

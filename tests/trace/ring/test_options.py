@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from emulated_kernel.trace.interface import LINUX_6_1
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.util.errors import KernelError
@@ -16,7 +17,9 @@ def _options(
     changed: Callable[[], None] = lambda: None,
     printk: Callable[[str], None] = lambda _text: None,
 ) -> TraceOptions:
-    return TraceOptions(TracerOptions(), changed, lambda: ("nop",), lambda: "nop", printk, lambda _name: None)
+    return TraceOptions(
+        LINUX_6_1, TracerOptions(), changed, lambda: ("nop",), lambda: "nop", printk, lambda _name: None
+    )
 
 
 @pytest.mark.parametrize("data", [b"sym-addr", b"sym-addr\n", b"  sym-addr \n", b"sym-addr\0junk"])

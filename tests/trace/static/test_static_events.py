@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from emulated_kernel.image.call_graph import Calls
 from emulated_kernel.image.trace_events import event_definitions
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -29,7 +30,7 @@ def test_nothing_is_patched_until_an_event_is_enabled(kernel: Kernel, enable: En
     assert labels
     assert {address for address in text.ledger if address in labels} == labels
     assert len(text.ledger) <= 5 * len(labels)
-    assert kernel.guest.is_watched
+    assert kernel.guest.is_watched(Calls.NAMES)
     enable("kmem/kmalloc", on=False)
     assert text.ledger == {}
     assert dict(kernel.machine.breakpoints) == breakpoints

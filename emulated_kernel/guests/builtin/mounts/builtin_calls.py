@@ -1,13 +1,14 @@
 """BuiltinCalls: lets clients' tasks repeat the calls on control files in kprobefs's own kernel.
 
 The guest opens, reads and writes a control file by its own system calls. The file operations of these calls
-return to the host, which has the file's content. While nothing in the guest's text is patched, no probe could
-notice such calls, so none is made. If the guest is dead, none is made either: clients must still be able to
-read why it died.
+return to the host, which has the file's content. A call is made only if it can execute patched text, since a
+probe could notice it then. If the guest is dead, no call is made: clients must still be able to read why it
+died.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -17,6 +18,7 @@ from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls, unless_deadlock
 from emulated_kernel.guests.builtin.runner.guest_runner import DeferToGuest, GuestTask
 from emulated_kernel.guests.common.client_facts import facts_of
+from emulated_kernel.image.call_graph import Calls
 from emulated_kernel.kprobes.sight import Sight
 from emulated_kernel.util.abi import HostfsOp
 from emulated_kernel.util.errors import KernelError
@@ -24,6 +26,8 @@ from emulated_kernel.vfs.control_fs import ControlDirectory, ControlFile, GuestC
 from emulated_kernel.vfs.core.chunked_write import RunOnce
 from emulated_kernel.vfs.core.client import Client, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile
+
+_TRANSFERS = Calls.READS | Calls.WRITES
 
 
 class BuiltinCalls(GuestCalls):
@@ -35,8 +39,15 @@ class BuiltinCalls(GuestCalls):
     def __init__(self, guest: Guest, clients: ClientCalls) -> None:
         self._guest = guest
         self._clients = clients
-        self._patched = guest.patched
+        self._watched = guest.watched
         self._runner = guest.runner
+        self._stand_in: int | None = None
+        """The guest's descriptor of the control file from which tasks read others; None before it is open."""
+        self._sight = Sight.MEMORY
+        """What the armed probes could see when `_sight_turn` was the turn of the control lock."""
+        self._sight_turn = -2
+        self._asleep: dict[GuestTask, ControlFile] = {}
+        """Task -> file for which it sleeps in a read of the stand-in."""
 
     @property
     def is_dead(self) -> bool:
@@ -45,16 +56,12 @@ class BuiltinCalls(GuestCalls):
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether looked_up() and on_file() have work to do at present; see GuestCalls.
-
-        The value is that of Guest.is_watched, computed here to save a call.
-        """
-        return bool(self._patched) and not self._runner.is_dead
+        """Whether looked_up() and on_file() have work to do at present; see GuestCalls."""
+        return self._watched.include(Calls.NAMES) and not self._runner.is_dead
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
-        # The common case needs no further calls.
-        return self._clients.informed(client, opened) if self._patched else client
+        return self._clients.informed(client, Calls.NAMES, opened)
 
     def informed_of_file(self, client: Client) -> Client:
         """Return the client with the facts that a read or write of an open file needs; see GuestCalls.
@@ -62,11 +69,18 @@ class BuiltinCalls(GuestCalls):
         The only fact from the client's call is the number of the descriptor. It is not read if no probe can
         see it.
         """
-        if not self._patched:
+        if not self._watched.include(_TRANSFERS):
             return client
-        with self.fs.lock:
-            is_seen = self._guest.sight() is not Sight.NOTHING
-        return self._clients.informed(client if is_seen else client._replace(is_calling=False))
+        with self.fs.lock as lock:
+            self._sight = self._guest.sight()
+            self._sight_turn = lock.turn
+            is_seen = self._sight is not Sight.NOTHING
+        if not is_seen:
+            # What is left is the program of an execve(2), which no probe may notice either.
+            if not self._watched.include(Calls.NAMES):
+                return client
+            client = client._replace(is_calling=False)
+        return self._clients.informed(client, _TRANSFERS)
 
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
         """Repeat the client's call if it ends with the lookup of `path`; see GuestCalls."""
@@ -181,19 +195,61 @@ class BuiltinCalls(GuestCalls):
         Raises: WouldBlock (the task sleeps in its call).
         """
         inner = file.inner
-        if file.fd is None or not self.sees_lookups:
+        if not self._guest.is_watched(Calls.READS):
             return inner.read_step(size, offset)
         produce = RunOnce(lambda: inner.read_step(size, offset))
         task = self._clients.task_for_control(client)
-        if task is not None:
+        fd = None if task is None else self._fd_to_read(task, file)
+        if task is not None and fd is not None:
             try:
-                number = self._number(client, file)
-                data = self._guest.read_file(task, file.fd, size, produce, number)
+                if fd == file.fd:
+                    number = self._number(client, file)
+                    data = self._guest.read_file(task, fd, size, produce, number)
+                else:
+                    data = self._read_stand_in(task, fd, file, size, produce)
                 if produce.is_done:
                     return data
             except KernelError as error:
                 unless_deadlock(error)
         return produce()
+
+    def _fd_to_read(self, task: GuestTask, file: ControlFile) -> int | None:
+        """Return the guest's descriptor from which the task reads a file, or None if there is none.
+
+        All control files of the guest are read by the same functions. So a probe that sees neither registers
+        nor memory cannot notice which of them the task reads, and one open file stands in for all.
+        """
+        if self._asleep.get(task) is file:
+            return self._stand_in
+        if file.fd is not None or self._watched.execute_patches(Calls.NAMES):
+            return file.fd
+        with suppress(KernelError):
+            # Nothing has changed if no other thread has held the lock since informed_of_file().
+            is_known = self.fs.lock.turn == self._sight_turn + 1
+            if (self._sight if is_known else self._guest.sight()) is not Sight.NOTHING:
+                self._open_unnoticed(task, file)
+            elif self._stand_in is None:
+                self._stand_in = self._guest.open_file(file.path, os.O_RDONLY)
+        return self._stand_in if file.fd is None else file.fd
+
+    def _read_stand_in(
+        self, task: GuestTask, fd: int, file: ControlFile, size: int, produce: Callable[[], bytes]
+    ) -> bytes:
+        """Let a task read a file from the stand-in. Raises: WouldBlock, as read()."""
+        if task in self._asleep and self._asleep[task] is not file:
+            self._guest.give_up(task, errno.EINTR)
+        self._asleep[task] = file
+        data = self._guest.read_file(task, fd, size, produce)
+        del self._asleep[task]
+        return data
+
+    def _open_unnoticed(self, task: GuestTask, file: ControlFile) -> None:
+        """Let a task open a file that the host has opened, by a call in which no probe can be hit."""
+        writer = file.inner.node.writer
+        flags = file.flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
+        file.fd = self._guest.syscalls.open(
+            task, file.path, flags, hostfs=lambda _op, _buffer, _count: writer
+        )
 
     def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
         """Read a page from `file.inner`; see GuestCalls.
@@ -227,13 +283,24 @@ class BuiltinCalls(GuestCalls):
 
     def _plan(self, write: PendingWrite) -> Callable[[], int]:
         inner = write.inner
-        fd = write.file.fd
-        if fd is None or not self.sees_lookups or inner.node.replaces_kernel:
+        fd = None
+        if self._guest.is_watched(Calls.WRITES) and not inner.node.replaces_kernel:
+            fd = self._fd_to_write(write.file)
+        if fd is None:
             if inner.node.notes_writer and not self._runner.is_dead:
                 self._enter(write.client)
             return write.by_piece
         consume = RunOnce(write.by_piece)
         return partial(self._write, write, fd, self._in_guest(inner, consume), consume)
+
+    def _fd_to_write(self, file: ControlFile) -> int | None:
+        """Return the guest's descriptor to which clients write a file, or None if there is none.
+
+        The write may arm a probe that notices other calls. The guest cannot open files during the write.
+        """
+        if not self._watched.execute_patches(Calls.NAMES):
+            self._watched.open_files()
+        return file.fd
 
     def _write(self, write: PendingWrite, fd: int, served: Callable[[], int], consume: RunOnce[int]) -> int:
         task = self._clients.task_for_control(write.client)
@@ -271,7 +338,7 @@ class BuiltinCalls(GuestCalls):
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
         """Implement GuestCalls.give_up: let the call in which the client's task waits fail with `error`."""
-        if file.fd is not None:
+        if file.fd is not None or self._stand_in is not None:
             with suppress(KernelError):
                 self._guest.give_up(self._guest.processes.known(client.pid), error)
 

@@ -44,14 +44,14 @@ class ClientCalls:
         self._lock = lock
         self._syscalls = guest.syscalls
 
-    def informed(self, client: Client, opened: str | None = None) -> Client:
+    def informed(self, client: Client, kind: int, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem.
 
-        While no probe could notice the client's call, nothing is read. While no probe could see the path of
-        an open(2), `opened` stands for the path.
+        `kind`: kind of the client's call. While no probe could notice the call, nothing is read. While no
+        probe could see the path of an open(2), `opened` stands for the path.
         """
         guest = self._guest
-        if not guest.is_watched or client.pid <= INIT_PID:
+        if not guest.is_watched(kind) or client.pid <= INIT_PID:
             return client
         processes = guest.processes
         with self._lock:

@@ -1,4 +1,4 @@
-"""Mounts: the mounts of one kernel. Before the guest's text is patched, the guest opens their open files."""
+"""Mounts: the mounts of one kernel. Before more calls are watched, the guest opens their open files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.builtin_calls import BuiltinCalls
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls
 from emulated_kernel.guests.builtin.mounts.scratch_fs import ScratchFs
-from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.control_fs import ControlFs
@@ -37,13 +36,13 @@ def mount_table(files: NodeTree, guest: Guest, lock: ControlLock) -> dict[str, F
 class Mounts:
     """All mounts of one kernel. The methods need the control lock."""
 
-    def __init__(self, text: Text, guest: Guest, lock: ControlLock, limits: Limits) -> None:
+    def __init__(self, guest: Guest, lock: ControlLock, limits: Limits) -> None:
         self._guest = guest
         self._lock = lock
         self._limits = limits
         self._mounts: WeakKeyDictionary[Mount, None] = WeakKeyDictionary()
         """Mounts that are still referenced, oldest first; a weak set."""
-        text.before_first_change.append(self._open_in_guest)
+        guest.watched.before_more.append(self._open_in_guest)
 
     def add(self, files: NodeTree) -> Mount:
         """Create a mount that shows `files` and return it."""
@@ -61,6 +60,6 @@ class Mounts:
         self._mounts[mount] = None
 
     def _open_in_guest(self) -> None:
-        """Let the guest open the open files of all mounts, before its text changes."""
+        """Let the guest open the open files of all mounts, before a probe can notice more calls."""
         for mount in self._mounts:
             mount.open_in_guest()

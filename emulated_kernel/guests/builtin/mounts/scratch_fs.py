@@ -15,6 +15,7 @@ from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
 from emulated_kernel.guests.builtin.runner.syscalls import AT_SYMLINK_NOFOLLOW, UTIME_OMIT, GuestStat
 from emulated_kernel.guests.common.client_call import ClientCall
 from emulated_kernel.guests.common.client_facts import facts_of
+from emulated_kernel.image.call_graph import Calls
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import replace
@@ -54,10 +55,17 @@ class ScratchFile(FileDescription):
         fs = self.fs
         with fs.lock:
             self.check()
-            if client is not None and fs.guest.is_watched:
+            if client is not None and fs.guest.is_watched(Calls.NAMES):
                 with suppress(KernelError):
                     fs.on_file(client(), self.path, self, ATTRIBUTE_CALLS)
             return fs.look_fd(self.fd)
+
+    def informed(self, client: Client) -> Client:
+        """Return the client with the facts that a read or write needs; see FileDescription.
+
+        Its offset can also show an lseek(2), which is among the calls on names.
+        """
+        return self.fs.calls.informed(client, Calls.ALL)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Read from the open file, by a call of the client's task; see FileDescription.
@@ -118,7 +126,7 @@ class ScratchDirectory(OpenDirectory):
         """Return the attributes of the open file; see FileDescription."""
         fs = self.fs
         with fs.lock:
-            if client is not None and fs.guest.is_watched:
+            if client is not None and fs.guest.is_watched(Calls.NAMES):
                 with suppress(KernelError):
                     fs.on_file(client(), self.path, None, ATTRIBUTE_CALLS)
             return fs.look(require_path(self.path))
@@ -182,11 +190,11 @@ class ScratchFs(FileSystem):
     @property
     def sees_lookups(self) -> bool:
         """Whether getattr() uses its client at present; see FileSystem."""
-        return self.guest.is_watched
+        return self.guest.is_watched(Calls.NAMES)
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
-        return self.calls.informed(client, opened)
+        return self.calls.informed(client, Calls.NAMES, opened)
 
     def _task(self, client: Client) -> GuestTask:
         self.guest.times.remember()
@@ -197,7 +205,7 @@ class ScratchFs(FileSystem):
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         """Return a file's attributes; see FileSystem."""
         with self.lock:
-            if client is None or not self.guest.is_watched:
+            if client is None or not self.guest.is_watched(Calls.NAMES):
                 return self.look(path)
             try:
                 found = self.look(path)
@@ -267,7 +275,7 @@ class ScratchFs(FileSystem):
             if not self.guest.is_dead:
                 task = self.calls.task_for_control(client)
                 with suppress(KernelError):
-                    if task is not None and self.guest.is_watched:
+                    if task is not None and self.guest.is_watched(Calls.NAMES):
                         directory.file = self._open(client, path, os.O_RDONLY | os.O_DIRECTORY)
             self.opened[directory] = None
             return directory

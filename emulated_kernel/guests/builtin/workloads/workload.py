@@ -7,10 +7,11 @@ import os
 import struct
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from enum import Enum
 
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestTask
+from emulated_kernel.guests.common.request_clock import RequestObserver
+from emulated_kernel.guests.common.workloads import WorkloadKind
 from emulated_kernel.util.errors import KernelError
 
 FILE_SIZE = 5120
@@ -23,21 +24,6 @@ _AF_INET = 2
 _SOCK_STREAM = 1
 _PORT = 7000
 _LOOPBACK = 0x7F000001
-
-
-class WorkloadKind(Enum):
-    """Kind of a workload, which decides what the task does in each round."""
-
-    FORK = "fork"
-    """Fork a child that executes a program and exits."""
-    FILES = "files"
-    """Create, write, read, rename and remove a file in scratch/."""
-    PIPE = "pipe"
-    """Send a message through a new pipe."""
-    TCP = "tcp"
-    """Open a connection over the loopback device and send a message each way."""
-    TIMERS = "timers"
-    """Sleep for a millisecond."""
 
 
 SYSTEM_CALLS: dict[WorkloadKind, tuple[str, ...]] = {
@@ -54,6 +40,34 @@ def kinds_of(guest: Guest) -> Collection[WorkloadKind]:
     """Return the kinds of workloads whose system calls this guest has."""
     has = guest.syscalls.has
     return [kind for kind, names in SYSTEM_CALLS.items() if all(has(name) for name in names)]
+
+
+class BuiltinWorkloads:
+    """Makes the workloads of kprobefs's own kernel; see WorkloadHost."""
+
+    def __init__(self, guest: Guest, requests: RequestObserver) -> None:
+        self._guest = guest
+        self._requests = requests
+
+    @property
+    def is_dead(self) -> bool:
+        """True if the guest can't run any more; see WorkloadHost."""
+        return self._guest.is_dead
+
+    def kinds(self) -> Collection[WorkloadKind]:
+        """Return the kinds that the kernel has; see WorkloadHost."""
+        return kinds_of(self._guest)
+
+    def workload(self, kind: WorkloadKind, pid: int) -> BackgroundWorkload:
+        """Return a workload; see WorkloadHost."""
+        return BackgroundWorkload(self._guest, kind, pid)
+
+    def slice_begins(self) -> None:
+        """Count a request; see WorkloadHost."""
+        self._requests.request_begins()
+
+    def slice_ends(self) -> None:
+        """Do nothing; see WorkloadHost."""
 
 
 class BackgroundWorkload:

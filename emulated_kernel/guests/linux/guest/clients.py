@@ -148,6 +148,10 @@ class LinuxClients:
         elif comm != task.comm:
             self._tasks.set_comm(task, comm)
 
+    def execute(self, task: LinuxTask, program: str, comm: str) -> None:
+        """Let a task that belongs to no client execute a program. Raises: KernelError ESRCH (it has died)."""
+        self._executions.execute(task, program, comm)
+
     def is_shared(self, task: LinuxTask) -> bool:
         """Return True if the task makes calls for several processes."""
         return task is self._by_pid.get(_SHARED)

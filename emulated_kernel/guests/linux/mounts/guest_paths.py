@@ -11,6 +11,7 @@ LASTING = ("kprobes", "machine", "scratch", "tracing")
 MACHINE = "/machine"
 DMESG = "/machine/dmesg"
 LIMITS = "/machine/limits"
+LOAD = "/machine/load"
 MODULES = "/machine/modules"
 FORWARDED = {f"{MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")}
 """Path of a file of machine/ -> path in the guest's procfs that it shows."""

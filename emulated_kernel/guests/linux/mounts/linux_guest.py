@@ -14,11 +14,13 @@ from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.common.workloads import WorkloadKind, Workloads
 from emulated_kernel.guests.linux.guest.clients import LinuxClients
 from emulated_kernel.guests.linux.guest.file_times import FileTimes
 from emulated_kernel.guests.linux.guest.page_reporting import PageReporting
 from emulated_kernel.guests.linux.guest.syscalls import PATIENCE, LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, LinuxTasks
+from emulated_kernel.guests.linux.guest.workload import LinuxWorkload
 from emulated_kernel.guests.linux.mounts.guest_paths import FORWARDED, MODULES
 from emulated_kernel.guests.linux.mounts.kernel_modules import KernelModules
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -168,6 +170,46 @@ class Request:
             guest.wake()
 
 
+class LinuxWorkloads:
+    """Makes the workloads of a distribution's kernel; see guests/common/workloads.py:WorkloadHost."""
+
+    def __init__(self, guest: LinuxGuest) -> None:
+        self._guest = guest
+
+    @property
+    def is_dead(self) -> bool:
+        """True if the guest can't run any more; see WorkloadHost."""
+        return self._guest.is_dead
+
+    def kinds(self) -> Collection[WorkloadKind]:
+        """Return all kinds; see WorkloadHost."""
+        return list(WorkloadKind)
+
+    def workload(self, kind: WorkloadKind, pid: int) -> LinuxWorkload:
+        """Return a workload; see WorkloadHost."""
+        guest = self._guest
+        return LinuxWorkload(guest.tasks, guest.syscalls, guest.clients.execute, kind, pid)
+
+    def slice_begins(self) -> None:
+        """Let the guest make the deferred closes, as at a request; see WorkloadHost. Raises: KernelError."""
+        guest = self._guest
+        guest.check_open()
+        try:
+            guest.settle()
+        except (GuestFault, MemoryFault) as fault:
+            raise KernelError(errno.EIO, f"the guest has died: {fault}") from fault
+
+    def slice_ends(self) -> None:
+        """Notify pollers and threads that wait, as after a request; see WorkloadHost."""
+        guest = self._guest
+        if guest.is_closed:
+            return
+        with suppress(GuestFault, MemoryFault):
+            guest.end(has_failed=guest.is_dead)
+        if guest.waiters:
+            guest.wake()
+
+
 class LinuxGuest:
     """One distribution's kernel, as the file systems of one mount use it."""
 
@@ -215,6 +257,8 @@ class LinuxGuest:
         self.times = FileTimes(tasks.machine, tasks.facts)
         self.free_pages = PageReporting(tasks.machine.memory, tasks.root, tasks.facts)
         self.running = Running(self)
+        self.loads = Workloads(LinuxWorkloads(self), self.lock)
+        """The workloads that machine/load starts."""
 
     def check_open(self) -> None:
         """Check that the mount hasn't ended. Raises: KernelError EIO."""
@@ -237,11 +281,8 @@ class LinuxGuest:
 
         `opens`: see Request. If it is True, one file may remain in `closes.taken`.
         """
-        if self.begins is not None:
-            self.begins()
-        if self.control_closes.deferred:
-            self.control_closes.flush()
         closes = self.closes
+        self._begin()
         if opens and len(closes.deferred) == 1 and closes.taken is None:
             closes.take()
         elif closes.deferred or closes.taken is not None:
@@ -251,6 +292,17 @@ class LinuxGuest:
         if taken is not None and (taken.task is not task or task.pending):
             closes.flush()
         return task
+
+    def _begin(self) -> None:
+        if self.begins is not None:
+            self.begins()
+        if self.control_closes.deferred:
+            self.control_closes.flush()
+
+    def settle(self) -> None:
+        """Begin a request that comes from no client: let the guest make all deferred closes. Lock: needs."""
+        self._begin()
+        self.closes.flush()
 
     def end(self, *, has_failed: bool) -> None:
         """End a request: notify pollers, give freed memory back, and call the functions in `ended`.
@@ -345,6 +397,11 @@ class LinuxGuest:
                 return self.syscalls.log()
         return bytes(machine.pc.console) + f"{machine.death}\n".encode()
 
+    def say(self, line: str) -> None:
+        """Write a line to the kernel log, if the guest is alive. Lock: takes."""
+        with suppress(KernelError), self.running:
+            self.syscalls.say(line)
+
     def prepared_modules(
         self, client: Client, data: bytes, refused: Collection[str] = ()
     ) -> Callable[[], int]:
@@ -357,8 +414,7 @@ class LinuxGuest:
             change = self._modules.prepared(data, refused)
         except KernelError as error:
             # Log the reason, as the kernel's own loader does when it refuses a module.
-            with suppress(KernelError), self.running:
-                self.syscalls.say(f"machine/modules: {error.strerror}")
+            self.say(f"machine/modules: {error.strerror}")
             raise
 
         def execute() -> int:
@@ -384,6 +440,7 @@ class LinuxGuest:
         with self.lock:
             if self.is_closed:
                 return
+            self.loads.stop()
             self.is_closed = True
             self.clients.close()
             self.tasks.machine.close()

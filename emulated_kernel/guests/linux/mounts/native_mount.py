@@ -19,6 +19,7 @@ from emulated_kernel.guests.linux.mounts.guest_paths import (
     LASTING,
     LIMITS,
     LINKED,
+    LOAD,
     MACHINE,
     MODULES,
     TOPS,
@@ -29,6 +30,7 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
+from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 from emulated_kernel.vfs.mount import Mount
@@ -101,8 +103,32 @@ class _TextFile(FileDescription):
         """Do nothing: the file is read-only."""
 
 
+class _LoadFile(FileDescription):
+    """An open file of machine/load that takes commands."""
+
+    __slots__ = ()
+
+    fs: MachineFs
+
+    def write(self, client: Client, data: bytes, offset: int) -> int:
+        """Start or stop workloads as the lines say, after all lines were parsed."""
+        del client, offset
+        guest = self.fs.guest
+        try:
+            with guest.running:
+                for command in [guest.loads.parsed(line) for line in ascii_lines(data)]:
+                    command()
+        except KernelError as error:
+            guest.say(f"load: {error.strerror}")
+            raise
+        return len(data)
+
+    def fsync(self, client: Client) -> None:
+        """Do nothing: write(2) returns only after it has executed the commands."""
+
+
 class MachineFs(FileSystem):
-    """File system of machine/ with dmesg, the kernel log, and limits.
+    """File system of machine/ with dmesg, the kernel log, limits, and load, which starts workloads.
 
     Other files are mounted there from the guest's /proc.
     """
@@ -115,6 +141,7 @@ class MachineFs(FileSystem):
         self._texts: dict[str, Callable[[], bytes]] = {
             DMESG: self._log,
             LIMITS: lambda: "".join(limits.open_file_lines()).encode(),
+            LOAD: lambda: "".join(guest.loads.text()).encode(),
         }
         """Path of a file -> function that returns its text."""
 
@@ -128,7 +155,8 @@ class MachineFs(FileSystem):
         owner = self.guest.owner
         if path == MACHINE:
             return Stat(_HOST_INO, stat.S_IFDIR | 0o755, 2, owner.uid, owner.gid)
-        return Stat(self._number(path), stat.S_IFREG | 0o444, 1, owner.uid, owner.gid)
+        mode = 0o644 if path == LOAD else 0o444
+        return Stat(self._number(path), stat.S_IFREG | mode, 1, owner.uid, owner.gid)
 
     def _number(self, path: str) -> int:
         """Return the inode number of a file. Raises: KernelError ENOENT."""
@@ -153,12 +181,15 @@ class MachineFs(FileSystem):
         ]
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """Open a file; see FileSystem."""
-        del client
+        """Open a file; see FileSystem. Raises: KernelError EACCES (for writing, if it takes none)."""
         self.getattr(path)
-        if flags & os.O_ACCMODE != os.O_RDONLY:
+        file: FileDescription
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            file = _TextFile(self, path, flags, self._texts[path]())
+        elif path == LOAD and flags & os.O_ACCMODE == os.O_WRONLY and self.guest.owner.is_privileged(client):
+            file = _LoadFile(self, path, flags)
+        else:
             raise KernelError(errno.EACCES, path)
-        file = _TextFile(self, path, flags, self._texts[path]())
         self.opened[file] = None
         return file
 

@@ -20,7 +20,15 @@ from emulated_kernel.vfs.control_fs import ControlFs
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Owner
 from emulated_kernel.vfs.core.open_file import Steps, one_step
-from emulated_kernel.vfs.core.seq_file import GuestSteppedFile, HostReadingFile, Records, SeqFile, single
+from emulated_kernel.vfs.core.seq_file import (
+    GuestSteppedFile,
+    HostReadingFile,
+    Records,
+    SeqFile,
+    each_line,
+    listing,
+    single,
+)
 from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
@@ -72,6 +80,9 @@ def probed_mount(
     calls = Calls(call_function, engine.machine.memory.word_size)
     machine = {
         "call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute),
+        "load": GuestSteppedFile(
+            0o644, listing(guest.loads.text), each_line(guest.say, "load", guest.loads.parsed)
+        ),
         "modules": HostReadingFile(0o644, partial(_module_lines, guest), partial(_prepare_modules, guest)),
         "meminfo": SeqFile(0o444, single(partial(_meminfo, guest))),
     }

@@ -31,7 +31,7 @@ def detect_interface(kernel: LinuxKernel) -> Interface:
     texts = _error_table(kernel)
     series = series_of(kernel.release)
     readme = _text(kernel, _README)
-    found = "\n".join([*texts, readme])
+    found = "\n".join([*texts, readme, *_functions(kernel)])
     return Interface(
         f"linux-{series}",
         kernel.release,
@@ -39,6 +39,12 @@ def detect_interface(kernel: LinuxKernel) -> Interface:
         InterfaceRule.detected(series, found) if texts and readme else InterfaceRule.of(series),
         {error: text for error in ProbeError for text in error.texts[1:] if text in texts},
     )
+
+
+def _functions(kernel: LinuxKernel) -> list[str]:
+    """Return the signs of rules that are functions of a kernel, such as `fprobe_return()`."""
+    signs = {rule.sign for rule in InterfaceRule if rule.sign.endswith("()")}
+    return [sign for sign in signs if kernel.kallsyms.lookup_name(sign.removesuffix("()")) is not None]
 
 
 def _error_table(kernel: LinuxKernel) -> frozenset[str]:

@@ -34,6 +34,7 @@ from emulated_kernel.trace.events.static_event import (
 )
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
 from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.util.abi import PAGE_SIZE
@@ -75,12 +76,19 @@ class EventBatch:
     Their tracepoints share a block of memory, which is allocated when the first event is enabled.
     """
 
-    def __init__(self, machine: ProbedMachine, names: Callable[[], KernelNames], references: int = 0) -> None:
+    def __init__(
+        self,
+        machine: ProbedMachine,
+        names: Callable[[], KernelNames],
+        references: int = 0,
+        module: str = "",
+    ) -> None:
         """Start without events.
 
         `names`: returns the names for print formats. `references`: address of the module's reference count,
-        or 0.
+        or 0. `module`: name of the events' module, or "".
         """
+        self.module = module
         self._machine = machine
         self.names = names
         self._references = references
@@ -178,12 +186,15 @@ class KernelTracepoints:
         hit: ProbeHit,
         syscall_work: SyscallWork,
         call: Callable[[int], int] | None,
+        user_data: UserDataSize | None = None,
     ) -> None:
         """Prepare the tracepoints; the guest does not change until an event is enabled.
 
         `hit` is filled in for each record; `call` calls a function of the kernel by its address.
         """
         self._syscall_work = syscall_work
+        self.user_data = user_data
+        """Size of user memory in records of system calls; None if they have none."""
         self._call = call
         self._machine = machine
         self._memory = machine.memory
@@ -226,7 +237,7 @@ class KernelTracepoints:
             entry, end = raw["sys_enter"], raw["sys_exit"]
             for call in self._kernel.syscalls:
                 if call.nr >= 0 and call.name != _NO_SYSCALL:
-                    found += [SyscallEnter(call, entry), SyscallExit(call, end)]
+                    found += [SyscallEnter(call, entry, self.user_data), SyscallExit(call, end)]
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
 
     def _syscall_tracepoint(self, event: KernelEvent, made: KernelStaticEvent) -> SyscallTracepoint:
@@ -461,6 +472,10 @@ class KernelStaticEvent(StaticEvent):
     ) -> None:
         super().__init__(group, name, fields, print_fmt, tracepoint, batch.names, _WORD)
         self._batch = batch
+
+    @property
+    def module(self) -> str:  # type: ignore[override]
+        return self._batch.module
 
     @property
     def is_removed(self) -> bool:

@@ -59,7 +59,7 @@ class ModuleEvents:
         if not events:
             return
         references = module.address + self._kernel.btf.offset("module.refcnt")
-        batch = EventBatch(self._machine, cache(partial(self._names, module)), references)
+        batch = EventBatch(self._machine, cache(partial(self._names, module)), references, module.name)
         added: list[KernelStaticEvent] = []
         self._there[module.name] = batch, added
         for event in self._points.of_module(events, batch):

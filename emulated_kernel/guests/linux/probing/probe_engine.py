@@ -205,8 +205,10 @@ class LinuxEngine(KernelEngine):
             self.kprobes,
             tracing.symbols,
             tracing.functions,
+            tracing.arrays,
             tracing.kprobe_events,
             self._modules.forget,
+            lambda module: self._module_events.came(module),  # noqa: PLW0108 - built later
         )
 
     def _before_others(self, state: ModuleState, module: int) -> None:
@@ -217,11 +219,6 @@ class LinuxEngine(KernelEngine):
     def _after_others(self, state: ModuleState, module: int) -> None:
         """Follow a module's change of state, after all other notifiers of the guest were called."""
         self._notify(state, module)
-        if state is not ModuleState.COMING:
-            return
-        found = self.live.find(self._modules.name(module))
-        if found is not None:
-            self._module_events.came(found)
 
     @cached_property
     def kernel_calls(self) -> KernelCalls:

@@ -25,6 +25,8 @@ from emulated_kernel.kprobes.profile import KERNEL_INTERFACE
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.events.syscall_user_data import UserDataSize
+from emulated_kernel.trace.interface import InterfaceRule, interface_named
 from emulated_kernel.trace.output.tracer_options import TRACERS
 from emulated_kernel.trace.ring.trace_entry import MARKER_SYMBOL
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -59,6 +61,9 @@ def linux_tracing(
         preemption=kprobes.profile.preemption,
         need_resched=guest.need_resched,
     )
+    own = detect_interface(kernel) if kprobes.profile.interface == KERNEL_INTERFACE else None
+    interface = own or interface_named(kprobes.profile.interface)
+    user_data = UserDataSize() if InterfaceRule.SYSCALL_USER_DATA in interface else None
     points = KernelTracepoints(
         machine,
         kernel,
@@ -67,6 +72,7 @@ def linux_tracing(
         ProbeHit(machine.memory, tasks, context.trace_ctx),
         SyscallWork(kernel, machine.memory, task_structs, guest.syscall_trace),
         call,
+        user_data,
     )
     traced = TracedKernel(
         machine=machine,
@@ -89,7 +95,8 @@ def linux_tracing(
         limits=limits,
         log=printk,
         release=kernel.release,
-        interface=detect_interface(kernel) if kprobes.profile.interface == KERNEL_INTERFACE else None,
+        interface=own,
+        user_data=user_data,
         types=lambda: kernel.btf,
         printk_formats=partial(printk_formats, kernel),
         marker_ip=_marker_ip(kernel),

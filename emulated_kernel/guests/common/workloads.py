@@ -1,16 +1,18 @@
-"""Workloads: background workloads of a kernel, each in a thread that holds the control lock in slices."""
+"""Workloads: background workloads of a kernel, each in a thread that holds the control lock in slices.
+
+The kinds are the same for all kernels; `WorkloadHost` makes the guest tasks of one kernel.
+"""
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from enum import Enum
 from functools import partial
 from time import monotonic
+from typing import Protocol
 
-from emulated_kernel.guests.builtin.guest import Guest
-from emulated_kernel.guests.builtin.workloads.workload import BackgroundWorkload, WorkloadKind, kinds_of
-from emulated_kernel.guests.common.request_clock import RequestObserver
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field, replace
@@ -27,6 +29,53 @@ SLICE = 0.002
 MAX_FAILURES = 100
 """Maximum number of successive failed rounds, after which a workload stops."""
 ALL = "all"
+
+
+class WorkloadKind(Enum):
+    """Kind of a workload, which decides what the task does in each round."""
+
+    FORK = "fork"
+    """Fork a child that executes a program and exits."""
+    FILES = "files"
+    """Create, write, read, rename and remove a file in scratch/."""
+    PIPE = "pipe"
+    """Send a message through a new pipe."""
+    TCP = "tcp"
+    """Open a connection over the loopback device and send a message each way."""
+    UDP = "udp"
+    """Send a message to itself over the loopback device."""
+    TIMERS = "timers"
+    """Sleep for a millisecond."""
+
+
+class Workload(Protocol):
+    """A workload of one kind, whose system calls one guest task and its children make."""
+
+    def round(self) -> None:
+        """Make the calls of one round; if the task was killed, replace it first. Raises: KernelError."""
+
+    def end(self) -> None:
+        """Remove the task and its files from the guest."""
+
+
+class WorkloadHost(Protocol):
+    """Interface of a kernel that runs workloads. Lock: needs."""
+
+    @property
+    def is_dead(self) -> bool:
+        """True if the guest can't run any more."""
+
+    def kinds(self) -> Collection[WorkloadKind]:
+        """Return the kinds of workloads whose system calls the kernel has."""
+
+    def workload(self, kind: WorkloadKind, pid: int) -> Workload:
+        """Return a workload whose task gets `pid`, which no host process has."""
+
+    def slice_begins(self) -> None:
+        """Do what a request of a client does before it runs the guest."""
+
+    def slice_ends(self) -> None:
+        """Do what a request of a client does after it has run the guest."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +95,7 @@ class RunningWorkload:
 
     order: WorkloadOrder
     started: float
-    load: BackgroundWorkload | None = None
+    load: Workload | None = None
     rounds: int = 0
     failed: int = 0
     state: str = "running"
@@ -81,10 +130,9 @@ class RunningWorkload:
 class Workloads:
     """The workloads of a kernel; at most one of each kind runs at a time."""
 
-    def __init__(self, guest: Guest, lock: ControlLock, requests: RequestObserver) -> None:
-        self._guest = guest
+    def __init__(self, host: WorkloadHost, lock: ControlLock) -> None:
+        self._host = host
         self._lock = lock
-        self._requests = requests
         self._loads: dict[WorkloadKind, RunningWorkload] = {}
 
     def text(self) -> Iterable[str]:
@@ -117,7 +165,7 @@ class Workloads:
         none was started), ENOMEM (the host has no thread; the orders before it were started).
         """
         self._lock.assert_held()
-        if self._guest.is_dead:
+        if self._host.is_dead:
             raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
         for order in orders:
             known = self._loads.get(order.kind)
@@ -162,7 +210,7 @@ class Workloads:
                 raise KernelError(errno.EINVAL, f"{word!r}: unknown option; use rate=N or duration=SECONDS")
         if rate < 1:
             raise KernelError(errno.ERANGE, "rate: less than 1; use an integer from 1")
-        possible = kinds_of(self._guest)
+        possible = self._host.kinds()
         kinds = possible if verb == ALL else [_kind(verb)]
         for kind in kinds:
             if kind not in possible:
@@ -187,22 +235,23 @@ class Workloads:
         An exception other than a round's KernelError ends the workload.
         """
         if running.load is None:
-            running.load = BackgroundWorkload(self._guest, running.order.kind, threading.get_native_id())
+            running.load = self._host.workload(running.order.kind, threading.get_native_id())
         state = "failed"
         try:
-            self._requests.request_begins()
+            self._host.slice_begins()
             until = monotonic() + SLICE
             while running.due <= monotonic() < until and running.left:
                 self._round(running, running.load)
-            if running.left and running.in_succession < MAX_FAILURES and not self._guest.is_dead:
+            if running.left and running.in_succession < MAX_FAILURES and not self._host.is_dead:
                 state = "running"
             elif not running.left:
                 state = "done"
         finally:
             if state != "running":
                 self._end(running, state)
+            self._host.slice_ends()
 
-    def _round(self, running: RunningWorkload, load: BackgroundWorkload) -> None:
+    def _round(self, running: RunningWorkload, load: Workload) -> None:
         try:
             load.round()
         except KernelError as error:

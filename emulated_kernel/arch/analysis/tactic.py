@@ -1,0 +1,24 @@
+"""Tactics: the ways in which the extended strategy makes room for a jump where Linux's rule refuses it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Tactic(Enum):
+    """A relaxation of one of Linux's rules. The values are texts of `reason`, `explain` and `coverage`."""
+
+    # Enum's own __hash__ is Python code and too slow: coverage counts millions of instructions by tactics.
+    __hash__ = object.__hash__
+
+    RETURN_THUNK = "a jump to the return thunk is a return"
+    NEXT_BYTE = "the byte after the jump may be a jump target"
+    RELOCATED_BRANCH = "the detour has a relocated jump or call"
+    INDIRECT_JUMP = "no pointer leads an indirect jump into the replaced bytes"
+    EXACT_TABLES = "the exception table has no entry in the replaced bytes"
+    PADDING = "the jump covers padding after a jump or return"
+    OPCODE = "only Linux's opcode table refuses an instruction"
+
+
+Tactics = tuple[Tactic, ...]
+"""The tactics that one jump needs, in the order of their definition."""

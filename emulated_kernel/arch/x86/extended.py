@@ -1,0 +1,123 @@
+"""The extended strategy on x86: jumps where Linux's rule refuses them, and never less safely.
+
+Linux forbids jumps in whole functions, and by the opcode of a replaced instruction. The tactics look at the
+replaced bytes instead: no code, table or data may lead into them, and a detour can have a relocated branch or
+call. A relocated call pushes the original return address and jumps. So no stack holds an address in the
+detour, and call chains do not show the detour. Only the last replaced instruction may be a call, because
+its callee returns to the address after it.
+
+The probe checker looks for entrances from outside the function (OptimizationPolicy.by_data, by_code).
+"""
+
+from __future__ import annotations
+
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.function import reserved_range
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.tactic import Tactic, Tactics
+from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
+from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, JMP32_SIZE
+from emulated_kernel.arch.x86.encoder import INT3
+from emulated_kernel.arch.x86.insn import decode_insn
+from emulated_kernel.arch.x86.insn_attributes import InsnAttributes, Relocation
+
+_LEAVES = (Relocation.LEAVE, Relocation.JUMP)
+_DIRECT = (Relocation.JUMP, Relocation.BRANCH)
+_RELOCATED = (Relocation.JUMP, Relocation.BRANCH, Relocation.CALL)
+_REP = 0xF3
+
+
+def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
+    """Return the region that a jump at `addr` replaces by the tactics, or the rejection of the jump."""
+    function = analysis.function
+    if addr in analysis.layout.entry_text:
+        return Rejection(RejectReason.ENTRY_TEXT, addr)
+    if function.end - addr < JMP32_SIZE:
+        return Rejection(RejectReason.REGION_TOO_SHORT, addr)
+    flow = analysis.flow
+    undecodable = flow.hazards.get(RejectReason.UNDECODABLE)
+    if undecodable is not None:
+        return Rejection(RejectReason.UNDECODABLE, undecodable)
+    jump = flow.branch_into(range(addr + INT3_SIZE, addr + JMP32_SIZE))
+    if jump is not None:
+        return Rejection(RejectReason.JUMP_INTO_RANGE, jump.source)
+    return _replaced(analysis, addr)
+
+
+def _replaced(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
+    """Return the region of whole instructions and padding from `addr` on, or the first rule it breaks."""
+    used: list[Relocation] = []
+    at = addr
+    end = addr + JMP32_SIZE
+    while at < end:
+        facts = analysis.flow.facts.get(at)
+        refused = _refusal(analysis, addr, at, facts)
+        if facts is None or refused is not None:
+            return refused or Rejection(RejectReason.NOT_A_BOUNDARY, at)
+        used.append(facts.relocation)
+        if facts.relocation is Relocation.CALL and at + facts.length < end:
+            return Rejection(RejectReason.CALL_BEFORE_END, at)
+        if facts.relocation is Relocation.SHADOW and at + facts.length >= end:
+            return Rejection(RejectReason.DELAYS_INTERRUPTS, at)
+        at += facts.length
+        if facts.relocation in _LEAVES:
+            break
+    copied = at
+    while at < end:
+        size = _padding(analysis, at)
+        if not size:
+            return Rejection(RejectReason.CODE_AFTER_JUMP, at)
+        at += size
+    reserved = reserved_range(analysis.function, addr, at - 1)
+    if reserved is not None:
+        return reserved
+    tactics = _tactics(analysis, addr, used, has_padding=at > copied)
+    return Region(addr, analysis.bytes_at(addr, at - addr), padding=at - copied, tactics=tactics)
+
+
+def _refusal(
+    analysis: X86FunctionAnalysis, addr: int, at: int, facts: InsnAttributes | None
+) -> Rejection | None:
+    """Return why the instruction at `at` can't be in the region of a probe at `addr`, or None."""
+    if facts is None:
+        return Rejection(RejectReason.NOT_A_BOUNDARY, at)
+    if facts.relocation is Relocation.REFUSED:
+        return Rejection(facts.rejection or RejectReason.NOT_BOOSTABLE, at)
+    if at in analysis.function.exception_entries:
+        return Rejection(RejectReason.EXCEPTION_ENTRY, at)
+    if facts.relocation in _DIRECT:
+        insn = analysis.bytes_at(at, facts.length)
+        displacement = int.from_bytes(insn[-facts.displacement :], "little", signed=True)
+        if at + facts.length + displacement == addr:
+            return Rejection(RejectReason.JUMP_TO_START, at)
+    return None
+
+
+def _padding(analysis: X86FunctionAnalysis, at: int) -> int:
+    """Return the size of the int3 or nop at `at`, or 0 if there is another instruction."""
+    facts = analysis.flow.facts.get(at)
+    if facts is None:
+        return 0
+    code = analysis.bytes_at(at, facts.length)
+    if code == INT3:
+        return len(INT3)
+    insn = decode_insn(code.ljust(15, b"\0"), analysis.bits)
+    is_nop = insn.opcode == b"\x90" and not insn.rex & 1 and _REP not in insn.prefixes
+    return facts.length if is_nop or insn.opcode == b"\x0f\x1f" else 0
+
+
+def _tactics(
+    analysis: X86FunctionAnalysis, addr: int, used: list[Relocation], *, has_padding: bool
+) -> Tactics:
+    """Return the tactics that a region needs, whose instructions are relocated as `used` says."""
+    flow = analysis.flow
+    needed = {
+        Tactic.RETURN_THUNK: RejectReason.THUNK_JUMP in flow.hazards and not flow.jumps_through_register,
+        Tactic.NEXT_BYTE: flow.jump_into(addr + JMP32_SIZE, addr + JMP32_SIZE) is not None,
+        Tactic.RELOCATED_BRANCH: any(each in _RELOCATED for each in used),
+        Tactic.INDIRECT_JUMP: flow.jumps_through_register,
+        Tactic.EXACT_TABLES: RejectReason.EXCEPTION_TABLE in flow.hazards,
+        Tactic.PADDING: has_padding,
+        Tactic.OPCODE: Relocation.BEYOND_TABLE in used,
+    }
+    return tuple(tactic for tactic, is_needed in needed.items() if is_needed)

@@ -1,0 +1,83 @@
+"""Relocation of x86 instructions into a detour, including jumps and calls, which Linux does not move."""
+
+from __future__ import annotations
+
+from errno import ERANGE
+
+from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, copy_instruction, relative_jump
+from emulated_kernel.arch.x86.encoder import is_signed
+from emulated_kernel.arch.x86.insn import X86Insn, decode_insn
+from emulated_kernel.arch.x86.pt_regs import push_address
+from emulated_kernel.util.errors import KernelError
+
+_CALL = 0xE8
+_GROUP_5 = 0xFF
+_CALL_NEAR = 2
+_MOD_REGISTER = 3
+_RM_SIB = 4
+_TO_JUMP = 0b00_110_000
+"""Difference between the ModRM of an indirect call and that of the jump with the same operand."""
+_JUMPS = (0xE9, 0xEB)
+_JCC_SHORT = range(0x70, 0x80)
+_LOOPS = range(0xE0, 0xE4)
+_SHORT_JUMP_SIZE = 2
+_ADDRESS_SIZE_PREFIX = 0x67
+
+
+def relocate(code: bytes, addr: int, to: int, bits: int) -> tuple[bytes, int]:
+    """Return the first instruction of `code` with the same effect at `to`, and its original length.
+
+    The original address is `addr`. A call pushes its original return address.
+    Raises: KernelError EINVAL (must not be copied), ERANGE (out of reach).
+    """
+    insn = decode_insn(code, bits)
+    length = insn.length
+    opcode = insn.opcode
+    behind = addr + length
+    target = behind + insn.immediate
+    if opcode[0] == _CALL:
+        push = _push_return(behind, bits)
+        return push + relative_jump(to + len(push), target), length
+    if opcode[0] == _GROUP_5 and insn.reg == _CALL_NEAR:
+        push = _push_return(behind, bits)
+        return push + _indirect_jump(code, insn, addr, to + len(push), bits), length
+    if opcode[0] in _JUMPS:
+        return relative_jump(to, target), length
+    if opcode[0] in _JCC_SHORT or (len(opcode) == 2 and opcode[1] & 0xF0 == 0x80):
+        near = bytes((0x0F, 0x80 | opcode[-1] & 0xF))
+        return near + relative_jump(to + 1, target)[-DISP32_SIZE:], length
+    if opcode[0] in _LOOPS:
+        return _loop(insn, to, target), length
+    return copy_instruction(code, addr, to, bits)[0], length
+
+
+def is_relocated_call(code: bytes, bits: int) -> bool:
+    """Return True if relocate() turns the first instruction of `code` into a push and a jump."""
+    insn = decode_insn(code, bits)
+    return insn.opcode[0] == _CALL or (insn.opcode[0] == _GROUP_5 and insn.reg == _CALL_NEAR)
+
+
+def _push_return(address: int, bits: int) -> bytes:
+    """Encode the push of a return address.
+
+    Raises: KernelError ERANGE (it isn't the sign extension of 32 bits, as addresses in the upper 2 GiB are).
+    """
+    if bits == 64 and not is_signed(address, 32) and not is_signed(address - (1 << 64), 32):
+        raise KernelError(ERANGE, f"{address:#x} is not in the upper 2 GiB, so it can't be pushed")
+    return push_address(address)
+
+
+def _indirect_jump(code: bytes, insn: X86Insn, addr: int, to: int, bits: int) -> bytes:
+    """Return the jump with the operand of an indirect call."""
+    copied = bytearray(copy_instruction(code, addr, to, bits)[0])
+    has_sib = insn.mod != _MOD_REGISTER and insn.modrm is not None and insn.modrm & 7 == _RM_SIB
+    copied[insn.head_size - 1 - has_sib] ^= _TO_JUMP
+    return bytes(copied)
+
+
+def _loop(insn: X86Insn, to: int, target: int) -> bytes:
+    """Return a loop or jcxz, which only has a short form, that leads to a long jump or over it."""
+    prefix = bytes((_ADDRESS_SIZE_PREFIX,)) if _ADDRESS_SIZE_PREFIX in insn.prefixes else b""
+    short = prefix + insn.opcode + bytes((_SHORT_JUMP_SIZE,))
+    jump = relative_jump(to + len(short) + _SHORT_JUMP_SIZE, target)
+    return short + bytes((0xEB, len(jump))) + jump

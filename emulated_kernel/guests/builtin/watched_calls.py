@@ -1,0 +1,69 @@
+"""WatchedCalls: the kinds of clients' system calls in which a probe or tracer can be hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emulated_kernel.image.builtin_image import KernelImage
+from emulated_kernel.image.call_graph import Calls, FunctionCalls
+from emulated_kernel.machine.text.text import Text
+
+_MOST_WORDS = 64
+"""Maximum number of patched words that are looked up. With more of them, all calls are watched."""
+
+
+class WatchedCalls:
+    """Follows the patches of the guest's text. Lock: the methods leave it.
+
+    If a module is loaded, all calls are watched while anything is patched, because the kernel may call the
+    module's code from anywhere.
+    """
+
+    def __init__(self, text: Text, image: KernelImage) -> None:
+        self._text = text
+        self._functions = FunctionCalls(image)
+        self._words = text.ledger.words
+        self._kernels_count = text.count
+        self._patched = 0
+        self._is_stale = False
+        """Whether the text may have changed since `_patched` was found."""
+        self.before_more: list[Callable[[], object]] = []
+        """Functions to call before patched text is in more kinds of calls; they may run the guest.
+
+        They open the open files of mounts in the guest.
+        """
+        text.before_change = self._before_change
+
+    def include(self, kind: int) -> bool:
+        """Return True if a call of a kind may be noticed."""
+        if not self._words:
+            return False
+        return self._text.count != self._kernels_count or self.execute_patches(kind)
+
+    def execute_patches(self, kind: int) -> bool:
+        """Return True if the kernel's own code can execute patched text in a call of a kind."""
+        if self._is_stale:
+            self._is_stale = False
+            self._patched = self._find()
+        return bool(self._patched & kind)
+
+    def _find(self) -> int:
+        # A copy: another thread may change the text meanwhile.
+        words = list(self._words)
+        if len(words) > _MOST_WORDS:
+            return Calls.ALL
+        found = 0
+        for word in words:
+            found |= self._functions.of(word * 8) | self._functions.of(word * 8 + 7)
+        return found
+
+    def _before_change(self, address: int) -> None:
+        self.execute_patches(Calls.ALL)
+        if self._functions.of(address) & ~self._patched:
+            self.open_files()
+        self._is_stale = True
+
+    def open_files(self) -> None:
+        """Open all open files of mounts in the guest, before it may be too late. Lock: needs."""
+        for call in self.before_more:
+            call()

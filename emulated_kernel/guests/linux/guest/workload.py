@@ -1,0 +1,192 @@
+"""LinuxWorkload: a task of a distribution's kernel that makes system calls, which probes can see."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from errno import EINTR, EIO
+
+from emulated_kernel.guests.common.workloads import WorkloadKind
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, LinuxTasks
+from emulated_kernel.guests.linux.initramfs import BUFFER, TMPFS
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
+from emulated_kernel.util.errors import KernelError
+
+FILE_SIZE = 5120
+"""Size in bytes of the file that a round of FILES writes; more than a page."""
+MESSAGE_SIZE = 512
+"""Size of a message in bytes; less than the capacity of a pipe or connection."""
+SLEEP_NS = 1_000_000
+PATIENCE = 1_000_000
+"""Maximum microseconds of guest time that a call sleeps before its round fails."""
+PROGRAM = "/bin/true"
+CHILD_PID = 4_190_000
+"""Pid of the child that a round of FORK forks, if no task has it."""
+_IOCTL = 16
+_NANOSLEEP = 35
+_SOCKET = 41
+_CONNECT = 42
+_BIND = 49
+_LISTEN = 50
+_ACCEPT4 = 288
+_PIPE2 = 293
+_AF_INET = 2
+_STREAM = 1
+_DATAGRAM = 2
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 1
+_LOOPBACK = 0x7F000001
+_PORTS = {_STREAM: 7000, _DATAGRAM: 7001}
+
+
+class LinuxWorkload:
+    """A workload of one kind; see guests/common/workloads.py:Workload. Lock: needs."""
+
+    def __init__(
+        self,
+        tasks: LinuxTasks,
+        syscalls: LinuxSyscalls,
+        execute: Callable[[LinuxTask, str, str], None],
+        kind: WorkloadKind,
+        pid: int,
+    ) -> None:
+        """Prepare a workload. `execute`: lets a task execute a program under a name."""
+        self._tasks = tasks
+        self._sys = syscalls
+        self._execute = execute
+        self._kind = kind
+        self._pid = pid
+        self._task: LinuxTask | None = None
+        self._socket = -1
+        """Descriptor of the socket that all rounds share, or -1."""
+        self._path = f"{TMPFS}/.load-{pid}"
+        self._round: Callable[[LinuxTask], None] = {
+            WorkloadKind.FORK: self._fork,
+            WorkloadKind.FILES: self._files,
+            WorkloadKind.PIPE: self._pipe,
+            WorkloadKind.TCP: self._tcp,
+            WorkloadKind.UDP: self._udp,
+            WorkloadKind.TIMERS: self._sleep,
+        }[kind]
+
+    def round(self) -> None:
+        """Make the calls of one round; if the task was killed, replace it first. Raises: KernelError."""
+        try:
+            task = self._task
+            if task is None or not task.alive:
+                task = self._tasks.fork(self._tasks.init, self._pid)
+                self._tasks.set_comm(task, f"load/{self._kind.value}")
+                self._task = task
+            self._round(task)
+        except Blocked:
+            assert task is not None
+            self._tasks.exit(task)
+            raise KernelError(EINTR, "a call slept for too long, so its task was killed") from None
+        except (GuestFault, MemoryFault) as fault:
+            raise KernelError(EIO, f"the guest has died: {fault}") from fault
+
+    def end(self) -> None:
+        """Remove the task and its files from the guest."""
+        if self._tasks.machine.death:
+            return
+        with suppress(KernelError, GuestFault, MemoryFault):
+            if self._socket >= 0:
+                self._sys.close(self._tasks.init, self._socket)
+        self._socket = -1
+        for path in (self._path, f"{self._path}.new"):
+            with suppress(KernelError, GuestFault, MemoryFault):
+                self._sys.on_path(self._tasks.init, "unlinkat", path, 0)
+        with suppress(KernelError, GuestFault, MemoryFault):
+            if self._task is not None:
+                self._tasks.exit(self._task)
+
+    def _fork(self, task: LinuxTask) -> None:
+        child = self._tasks.fork(task, CHILD_PID)
+        try:
+            self._execute(child, PROGRAM, os.path.basename(PROGRAM))
+        finally:
+            self._tasks.exit(child)
+
+    def _files(self, task: LinuxTask) -> None:
+        content = bytes(range(256)) * (FILE_SIZE // 256)
+        fd = self._sys.open(task, self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            self._sys.write(task, fd, content, None)
+            _expect(self._read(task, fd, FILE_SIZE, 0), content)
+        finally:
+            self._sys.close(task, fd)
+        self._sys.on_paths(task, "renameat", self._path, f"{self._path}.new")
+        self._sys.on_path(task, "unlinkat", f"{self._path}.new", 0)
+
+    def _pipe(self, task: LinuxTask) -> None:
+        self._call(task, _PIPE2, BUFFER, 0)
+        source, sink = struct.unpack("<ii", self._tasks.copy_from_user(task, BUFFER, 8))
+        try:
+            self._send(task, sink, source, b"p" * MESSAGE_SIZE)
+        finally:
+            self._sys.close(task, source)
+            self._sys.close(task, sink)
+
+    def _tcp(self, task: LinuxTask) -> None:
+        if self._socket < 0:
+            listener = self._bound(task, _STREAM)
+            self._call(task, _LISTEN, listener, 8)
+            self._socket = listener
+        opened = [self._call(task, _SOCKET, _AF_INET, _STREAM, 0)]
+        try:
+            self._call(task, _CONNECT, opened[0], BUFFER, self._put_address(task, _STREAM))
+            opened.append(self._call(task, _ACCEPT4, self._socket, 0, 0, 0))
+            client, served = opened
+            self._send(task, client, served, b"?" * MESSAGE_SIZE)
+            self._send(task, served, client, b"!" * MESSAGE_SIZE)
+        finally:
+            for fd in opened:
+                self._sys.close(task, fd)
+
+    def _udp(self, task: LinuxTask) -> None:
+        if self._socket < 0:
+            self._socket = self._bound(task, _DATAGRAM)
+            self._call(task, _CONNECT, self._socket, BUFFER, self._put_address(task, _DATAGRAM))
+        self._send(task, self._socket, self._socket, b"u" * MESSAGE_SIZE)
+
+    def _sleep(self, task: LinuxTask) -> None:
+        self._tasks.copy_to_user(task, BUFFER, struct.pack("<2q", 0, SLEEP_NS))
+        self._call(task, _NANOSLEEP, BUFFER, 0)
+
+    def _bound(self, task: LinuxTask, kind: int) -> int:
+        """Return a socket that is bound to the loopback device, which is switched on."""
+        fd = self._call(task, _SOCKET, _AF_INET, kind, 0)
+        try:
+            self._tasks.copy_to_user(task, BUFFER, struct.pack("<16sH22x", b"lo", _IFF_UP))
+            self._call(task, _IOCTL, fd, _SIOCSIFFLAGS, BUFFER)
+            self._call(task, _BIND, fd, BUFFER, self._put_address(task, kind))
+        except (KernelError, Blocked):
+            self._sys.close(task, fd)
+            raise
+        return fd
+
+    def _put_address(self, task: LinuxTask, kind: int) -> int:
+        """Write the address of this kind of socket to the task's buffer, and return its size."""
+        address = struct.pack("<H", _AF_INET) + struct.pack(">HI8x", _PORTS[kind], _LOOPBACK)
+        self._tasks.copy_to_user(task, BUFFER, address)
+        return len(address)
+
+    def _send(self, task: LinuxTask, sink: int, source: int, message: bytes) -> None:
+        self._sys.write(task, sink, message, None)
+        _expect(self._read(task, source, len(message), None), message)
+
+    def _read(self, task: LinuxTask, fd: int, size: int, offset: int | None) -> bytes:
+        count = self._sys.begin_read(task, fd, size, offset, may_block=False)
+        return self._sys.read_data(task, count, size)
+
+    def _call(self, task: LinuxTask, number: int, *arguments: int) -> int:
+        return self._tasks.call(task, number, *arguments, patience=PATIENCE)
+
+
+def _expect(got: bytes, wanted: bytes) -> None:
+    """Check that data were read back unchanged. Raises: KernelError EIO."""
+    if got != wanted:
+        raise KernelError(EIO, f"{len(got)} bytes came back, not the {len(wanted)} that were written")

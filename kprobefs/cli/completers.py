@@ -1,0 +1,99 @@
+"""Words that shells offer for arguments of the program: mounts, functions, events, profiles and limits."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from kprobefs.common.errors import CliError
+
+Completer = Callable[..., Iterable[str]]
+"""Function that argcomplete calls with the keyword arguments `prefix`, `action` and `parsed_args`."""
+MOST = 4096
+"""Maximum number of functions that are offered."""
+
+
+def attach(parser: argparse.ArgumentParser) -> None:
+    """Let argcomplete offer the words of this module for the arguments of all commands."""
+    for chosen, command in _commands(parser).items():
+        for action in command._actions:
+            completer = COMPLETERS.get(action.dest)
+            # The argument of `mount` is a directory without a mount.
+            if completer is not None and (chosen, action.dest) != ("mount", "directory"):
+                action.completer = completer  # type: ignore[attr-defined]
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def mounts(**_: object) -> list[str]:
+    """Return the directories of all mounts."""
+    from kprobefs.common.mountpoints import our_mounts
+
+    with suppress(CliError):
+        return sorted({point.directory for point in our_mounts()})
+    return []
+
+
+def profiles(**_: object) -> tuple[str, ...]:
+    """Return the names of all profiles."""
+    from kprobefs.mount_options import PROFILES
+
+    return PROFILES
+
+
+def limits(**_: object) -> list[str]:
+    """Return the names of all limits, each with the `=` that comes before its value."""
+    from emulated_kernel.util.limits import Limit
+
+    return [f"{limit.value}=" for limit in Limit]
+
+
+def functions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Return the functions of the built-in kernel that begin with `prefix`."""
+    from emulated_kernel.image.builtin_image import load_image
+
+    if getattr(parsed_args, "image", None) or getattr(parsed_args, "vmcore", None):
+        # Reading the symbols of a distribution's kernel takes longer than a user waits for a completion.
+        return []
+    symbols = load_image(None, getattr(parsed_args, "arch", None) or "x86_64").kallsyms.symbols
+    found = sorted({each.name for each in symbols if each.type in "tTwW" and each.name.startswith(prefix)})
+    return found[:MOST]
+
+
+def probes(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Return probes of functions and events of the built-in kernel that begin with `prefix`."""
+    head, colon, place = prefix.partition(":")
+    if not colon:
+        return ["p:", "r:", "t:"]
+    if head == "t":
+        return [f"t:{name}" for name in _events(parsed_args) if name.startswith(place)]
+    return [f"{head}:{name}" for name in functions(place, parsed_args)]
+
+
+def _events(parsed_args: argparse.Namespace) -> list[str]:
+    """Return GROUP:EVENT of each tracepoint of the built-in kernel."""
+    from emulated_kernel.image.builtin_image import load_image
+    from emulated_kernel.image.trace_events import event_definitions
+
+    if parsed_args.image or parsed_args.vmcore:
+        return []
+    return sorted(
+        f"{each.system}:{each.name}" for each in event_definitions(load_image(None, parsed_args.arch))
+    )
+
+
+COMPLETERS: dict[str, Completer] = {
+    "directory": mounts,
+    "mount": mounts,
+    "profile": profiles,
+    "limit": limits,
+    "places": functions,
+    "probes": probes,
+}
+"""Destination of an argument of the parser -> function that returns its words."""

@@ -1,0 +1,208 @@
+"""`kprobefs matrix`: runs a command on each of several kernels, and reports which of them it passes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from xml.etree import ElementTree
+
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common.errors import ExitStatus, escape_for_terminal
+
+BLAMED = re.compile(r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert", re.IGNORECASE)
+"""Pattern of a line in a log that probably says why the command failed."""
+MOST_SHOWN = 60
+"""Maximum length in characters of the line that the table shows for a failure."""
+LOG_BYTES = 1 << 20
+"""Number of bytes at the end of a log that are searched and put into the JUnit report."""
+NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel of the matrix, as options of `kprobefs run`."""
+
+    name: str
+    options: tuple[str, ...]
+
+    @property
+    def log_name(self) -> str:
+        """Name of the file with the command's output on this kernel."""
+        return re.sub(r"[^\w.+-]+", "_", self.name) + ".log"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the command ended on one kernel."""
+
+    case: Case
+    status: int
+    """Exit status of `kprobefs run`, which is that of the command."""
+    seconds: float
+    log: Path
+    line: str
+    """The first line of the log that says why the command failed, or "" if it has passed."""
+
+    @property
+    def verdict(self) -> str:
+        """Result in one word: passed, failed, or error if the kernel could not be mounted."""
+        if self.status == ExitStatus.RUN_FAILED:
+            return "error"
+        return "failed" if self.status else "passed"
+
+
+def cases(
+    images: Sequence[str],
+    archs: Sequence[str],
+    profiles: Sequence[str],
+    kprobes: Sequence[str],
+    clock: str | None,
+) -> list[Case]:
+    """Return the kernels of the matrix: each combination of the options that a kernel can have.
+
+    `archs` and `profiles` select kernels of kprobefs, and `images` and `kprobes` distributions' kernels.
+    Without any, the matrix has kprobefs's own kernel.
+    """
+    more = () if clock is None else ("--clock", clock)
+    found = []
+    for image, way in product(images, kprobes or ("",)):
+        name = f"{_short(image)}{f' {way}' if way else ''}"
+        found.append(Case(name, ("--image", image, *(("--kprobes", way) if way else ()), *more)))
+    if archs or profiles or not images:
+        for arch, profile in product(archs or ("x86_64",), profiles or ("",)):
+            name = f"{arch}{f' {profile}' if profile else ''}"
+            found.append(Case(name, ("--arch", arch, *(("--profile", profile) if profile else ()), *more)))
+    return _distinct(found)
+
+
+def _short(image: str) -> str:
+    """Return a kernel's release as the name of its file has it, or else the name of the file."""
+    name = os.path.basename(image)
+    found = re.match(r"(?:linux-(?:image|binary|modules)-|vmlinuz-|kernel-(?:core-)?)(\d[^_]*)", name)
+    return found[1] if found else name
+
+
+def _distinct(found: Sequence[Case]) -> list[Case]:
+    """Return the cases with a number after each name that an earlier case has."""
+    names: dict[str, int] = {}
+    distinct = []
+    for case in found:
+        names[case.name] = names.get(case.name, 0) + 1
+        number = names[case.name]
+        distinct.append(Case(f"{case.name} #{number}" if number > 1 else case.name, case.options))
+    return distinct
+
+
+def run_all(
+    found: Sequence[Case], command: Sequence[str], logs: Path, jobs: int, ended: Callable[[Result], None]
+) -> list[Result]:
+    """Run the command on each kernel, `jobs` at a time; return the results in the order of the kernels.
+
+    `logs`: directory for the logs. `ended` is called after each run.
+    Raises: OSError (a log cannot be written).
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        futures: list[Future[Result]] = [pool.submit(_run, case, command, logs, ended) for case in found]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def _run(case: Case, command: Sequence[str], logs: Path, ended: Callable[[Result], None]) -> Result:
+    log = logs / case.log_name
+    start = time.monotonic()
+    with log.open("wb") as output:
+        words = [sys.executable, "-m", "kprobefs", "run", *case.options, "--", *command]
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False
+        )
+    status = 128 - done.returncode if done.returncode < 0 else done.returncode
+    line = _blamed(_text(log)) if status else ""
+    result = Result(case, status, time.monotonic() - start, log, line or f"status {status}" if status else "")
+    ended(result)
+    return result
+
+
+def _text(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _blamed(text: str) -> str:
+    """Return the first line that names an error, or else the last line that is not empty."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if BLAMED.search(line)), lines[-1] if lines else "")
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the lines of a table with kernel, result, time and the first line of what failed."""
+    width = max(len("kernel"), *(len(result.case.name) for result in results))
+    yield f"{'kernel':<{width}}  result   seconds  first line of what failed"
+    for result in results:
+        line = escape_for_terminal(result.line)
+        shown = line if len(line) <= MOST_SHOWN else f"{line[: MOST_SHOWN - 3]}..."
+        name = escape_for_terminal(result.case.name)
+        yield f"{name:<{width}}  {result.verdict:<7}{result.seconds:>9.1f}  {shown}".rstrip()
+
+
+def as_json(results: Sequence[Result]) -> str:
+    """Return the results as a JSON array."""
+    found = [
+        {
+            "kernel": result.case.name,
+            "options": list(result.case.options),
+            "result": result.verdict,
+            "status": result.status,
+            "seconds": round(result.seconds, 3),
+            "line": result.line,
+            "log": str(result.log),
+        }
+        for result in results
+    ]
+    return json.dumps(found, indent=2)
+
+
+def write_junit(results: Sequence[Result], command: Sequence[str], file: Path) -> None:
+    """Write a JUnit report with a test case for each kernel. Raises: OSError."""
+    verdicts = [result.verdict for result in results]
+    suite = ElementTree.Element(
+        "testsuite",
+        name="kprobefs matrix",
+        tests=str(len(results)),
+        failures=str(verdicts.count("failed")),
+        errors=str(verdicts.count("error")),
+        time=f"{sum(result.seconds for result in results):.3f}",
+    )
+    for result in results:
+        case = ElementTree.SubElement(
+            suite,
+            "testcase",
+            classname=_for_xml(shlex.join(command)),
+            name=_for_xml(result.case.name),
+            time=f"{result.seconds:.3f}",
+        )
+        if result.status:
+            kind = "error" if result.verdict == "error" else "failure"
+            problem = ElementTree.SubElement(case, kind, message=_for_xml(result.line))
+            problem.text = f"status {result.status}"
+        ElementTree.SubElement(case, "system-out").text = _for_xml(_text(result.log))
+    ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
+
+
+def _for_xml(text: str) -> str:
+    """Replace the characters that XML cannot contain."""
+    return NOT_XML.sub("\ufffd", text)

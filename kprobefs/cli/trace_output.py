@@ -1,0 +1,353 @@
+"""The files that `kprobefs trace -o` writes: text, JSON, Chrome trace events, folded stacks, trace.dat."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from emulated_kernel.util.fast_dataclass import dataclass, field
+from kprobefs.cli import trace_dat
+from kprobefs.cli.raw_records import PageLayout, RawRecord, SymbolNames, parse_format, records
+from kprobefs.cli.trace_records import RecordParser, text_line
+
+READ_SIZE = 1 << 16
+LAST_STACK_WORD = {(1 << 64) - 1, (1 << 32) - 1}
+"""Value of the word that may end a recorded stack."""
+
+
+@dataclass
+class TraceFiles:
+    """Files of the traced mount that describe the records."""
+
+    tracefs: Path
+    array: Path
+    """Directory of the trace array that records."""
+    kallsyms: Path
+    formats: dict[str, str] = field(default_factory=dict)
+    """Group/name of each recorded event -> text of its `format` file."""
+    returns: dict[str, str] = field(default_factory=dict)
+    """Name of an event at the return of a function -> name of the event at its entry that belongs to it."""
+    hidden: set[str] = field(default_factory=set)
+    """Names of events that exist for the output only, and are no records that the user wants."""
+
+
+class TraceOutput(ABC):
+    """Takes the records of a trace and writes them to a file. Only one process uses an object."""
+
+    needs_stacks = False
+    needs_entries = False
+    """Whether a return probe needs a probe at the function's entry."""
+    graph_options: tuple[str, ...] = ()
+    """Options of the function graph tracer that make its lines complete."""
+
+    def __init__(self, output: TextIO, files: TraceFiles) -> None:
+        self.output = output
+        self.files = files
+        self.is_empty = True
+
+    def prepare(self) -> None:  # noqa: B027 (most kinds need nothing)
+        """Read what describes the records, before the command starts."""
+
+    @abstractmethod
+    def read(self, pipe: int) -> None:
+        """Read the available records. `pipe`: descriptor of trace_pipe, which does not block."""
+
+    def close(self) -> None:
+        """Write the rest after the last record. Raises: OSError."""
+        self.output.flush()
+
+
+class TextOutput(TraceOutput):
+    """Writes the lines of trace_pipe."""
+
+    def read(self, pipe: int) -> None:
+        for line in _lines(pipe):
+            self.is_empty = False
+            self.output.write(f"{text_line(line, self.output)}\n")
+        self.output.flush()
+
+
+class JsonLinesOutput(TraceOutput):
+    """Writes each record as an object on a line."""
+
+    graph_options = ("funcgraph-abstime", "funcgraph-proc", "funcgraph-tail")
+    _separator = ""
+
+    def prepare(self) -> None:
+        self._parser = RecordParser()
+        for event, text in self.files.formats.items():
+            self._parser.add_layout(event.rpartition("/")[2], text)
+
+    def read(self, pipe: int) -> None:
+        for line in _lines(pipe):
+            self._write(self._parser.feed(line))
+        self.output.flush()
+
+    def _write(self, found: Iterator[dict[str, object]]) -> None:
+        for record in found:
+            self.output.write(f"{self._begin()}{json.dumps(record)}\n")
+            self.is_empty = False
+
+    def _begin(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        self._write(self._parser.rest())
+        super().close()
+
+
+class JsonOutput(JsonLinesOutput):
+    """Writes the records as one JSON array with an object on each line."""
+
+    def _begin(self) -> str:
+        return "[" if self.is_empty else ","
+
+    def close(self) -> None:
+        self._write(self._parser.rest())
+        self.output.write("[]\n" if self.is_empty else "]\n")
+        self.output.flush()
+
+
+class RawOutput(TraceOutput):
+    """Keeps the binary pages of all CPUs, and writes the file after the last of them."""
+
+    def prepare(self) -> None:
+        events = self.files.tracefs / "events"
+        self.header_page = (events / "header_page").read_text()
+        self.layout = PageLayout(self.header_page)
+        self.ftrace = [path.read_text() for path in sorted((events / "ftrace").glob("*/format"))]
+        self.pages: dict[int, list[bytes]] = defaultdict(list)
+        directories = self.files.array / "per_cpu"
+        self._sources = {
+            int(path.name[3:]): os.open(path / "trace_pipe_raw", os.O_RDONLY | os.O_NONBLOCK)
+            for path in sorted(directories.iterdir())
+        }
+
+    def read(self, pipe: int) -> None:  # noqa: ARG002 (the pages are in other files)
+        """Read the pages; trace_pipe stays as it is."""
+        for cpu, descriptor in self._sources.items():
+            with suppress(BlockingIOError):
+                while page := os.read(descriptor, self.layout.size):
+                    self.pages[cpu].append(page)
+
+    def records(self) -> Iterator[RawRecord]:
+        """Yield all records in the order of time."""
+        formats = map(parse_format, [*self.files.formats.values(), *self.ftrace])
+        return records(self.pages, self.layout, formats)
+
+    def symbols(self) -> SymbolNames:
+        """Return the names of the kernel's functions."""
+        return SymbolNames(_text_of(self.files.kallsyms))
+
+    def comms(self) -> dict[int, str]:
+        """Return pid -> name of the tasks that have records."""
+        pairs = (line.split(" ", 1) for line in self._saved_cmdlines().splitlines())
+        return {int(pid): name for pid, name in pairs}
+
+    def _saved_cmdlines(self) -> str:
+        return (self.files.tracefs / "saved_cmdlines").read_text("utf-8", "surrogateescape")
+
+
+class DatOutput(RawOutput):
+    """Writes a file for `trace-cmd report` and KernelShark."""
+
+    def close(self) -> None:
+        events = self.files.tracefs / "events"
+        found = trace_dat.TraceDat(
+            header_page=self.header_page,
+            header_event=(events / "header_event").read_text(),
+            ftrace=self.ftrace,
+            events=self.files.formats,
+            kallsyms=_text_of(self.files.kallsyms),
+            printk_formats=_text_of(self.files.tracefs / "printk_formats"),
+            saved_cmdlines=self._saved_cmdlines(),
+            pages=[self.pages.get(cpu, []) for cpu in range(max(self._sources) + 1)],
+            page_size=self.layout.size,
+        )
+        self.is_empty = not any(self.pages.values())
+        self.output.flush()
+        with open(self.output.fileno(), "wb", closefd=False) as file:
+            trace_dat.write(found, file)
+
+
+class FoldedOutput(RawOutput):
+    """Writes stacks for flame graphs, with their number of records or the nanoseconds of a call graph."""
+
+    needs_stacks = True
+
+    def close(self) -> None:
+        symbols = self.symbols()
+        comms = self.comms()
+        found: Counter[str] = Counter()
+        for pid, names, weight in _weighted(self.records(), symbols):
+            comm = comms.get(pid, str(pid)).replace(";", ":")
+            found[";".join((comm, *names))] += weight
+        for stack, weight in found.items():
+            self.output.write(f"{stack} {weight}\n")
+        self.is_empty = not found
+        super().close()
+
+
+def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tuple[int, list[str], int]]:
+    """Yield pid, stack from the root on, and weight of each stack record and of each graph exit."""
+    graph: dict[int, list[_OpenCall]] = defaultdict(list)
+    for record in found:
+        name = record.event.name
+        if name == "kernel_stack":
+            yield record.pid, [symbols.name(address) for address in reversed(_stack(record))], 1
+        elif name == "funcgraph_entry":
+            graph[record.pid].append(_OpenCall(symbols.name(_function(record)), record.time))
+        elif name == "funcgraph_exit" and graph[record.pid]:
+            names = [call.name for call in graph[record.pid]]
+            call = graph[record.pid].pop()
+            duration = record.time - call.start
+            if graph[record.pid]:
+                graph[record.pid][-1].children += duration
+            yield record.pid, names, duration - call.children
+
+
+@dataclass
+class _OpenCall:
+    name: str
+    start: int
+    """Time of the entry in nanoseconds."""
+    children: int = 0
+    """Nanoseconds in the calls of this call."""
+
+
+def _function(record: RawRecord) -> int:
+    value = record.values["func"]
+    assert isinstance(value, int)
+    return value
+
+
+def _stack(record: RawRecord) -> list[int]:
+    """Return the addresses of a stack record, from the innermost on."""
+    callers = record.event.field("caller")
+    word = callers.size // (callers.count or 1)
+    number = record.event.field("size").value(record.data)
+    assert isinstance(number, int)
+    end = min(len(record.data), callers.offset + word * number)
+    found = [
+        int.from_bytes(record.data[at : at + word], "little")
+        for at in range(callers.offset, end - word + 1, word)
+    ]
+    return [address for address in found if address and address not in LAST_STACK_WORD]
+
+
+class ChromeOutput(RawOutput):
+    """Writes Chrome trace events: calls of functions are slices, other records marks, and tasks tracks."""
+
+    needs_entries = True
+
+    def close(self) -> None:
+        symbols = self.symbols()
+        comms = self.comms()
+        events = list(_trace_events(self.records(), symbols, self.files))
+        tasks = dict.fromkeys(int(str(event["tid"])) for event in events)
+        named = [
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": pid,
+                "tid": pid,
+                "args": {"name": comms.get(pid, str(pid))},
+            }
+            for pid in tasks
+        ]
+        self.is_empty = not events
+        # The order of entries is that in which a stack of slices opens.
+        events.sort(key=lambda event: (event["ts"], -float(str(event.get("dur", 0)))))
+        json.dump({"traceEvents": [*named, *events], "displayTimeUnit": "ns"}, self.output)
+        self.output.write("\n")
+        super().close()
+
+
+def _trace_events(
+    found: Iterator[RawRecord], symbols: SymbolNames, files: TraceFiles
+) -> Iterator[dict[str, object]]:
+    entries: dict[tuple[int, str], list[int]] = defaultdict(list)
+    graph: dict[int, list[_OpenCall]] = defaultdict(list)
+    closed: dict[tuple[int, str], int] = {}
+    last: dict[int, dict[str, object]] = {}
+    for record in found:
+        name = record.event.name
+        if name == "kernel_stack":
+            if event := last.get(record.cpu):
+                event["args"] = {
+                    **_arguments(event),
+                    "stack": [symbols.name(address) for address in _stack(record)],
+                }
+            continue
+        if event := last.pop(record.cpu, None):
+            yield event
+        place = (record.pid, files.returns.get(name, name))
+        if name == "funcgraph_entry":
+            graph[record.pid].append(_OpenCall(symbols.name(_function(record)), record.time))
+        elif name == "funcgraph_exit":
+            if graph[record.pid]:
+                call = graph[record.pid].pop()
+                yield _slice(record, call.name, call.start, {})
+        elif name not in files.hidden:
+            start = closed.pop(place, None) if name in files.returns else None
+            last[record.cpu] = _mark(record) if start is None else _slice(record, name, start, record.values)
+        elif name not in files.returns:
+            entries[place].append(record.time)
+        elif entries[place]:
+            # This return is recorded without a filter, so that each entry has one.
+            closed[place] = entries[place].pop()
+    yield from last.values()
+
+
+def _arguments(event: Mapping[str, object]) -> dict[str, object]:
+    found = event["args"]
+    assert isinstance(found, dict)
+    return found
+
+
+def _slice(record: RawRecord, name: str, start: int, values: Mapping[str, object]) -> dict[str, object]:
+    return {**_event("X", name, start, record.pid, values), "dur": (record.time - start) / 1000}
+
+
+def _mark(record: RawRecord) -> dict[str, object]:
+    found = _event("i", record.event.name, record.time, record.pid, record.values)
+    return {**found, "s": "t"}
+
+
+def _event(phase: str, name: str, time: int, pid: int, values: Mapping[str, object]) -> dict[str, object]:
+    shown = {key: value for key, value in values.items() if not key.startswith("__probe_")}
+    return {"ph": phase, "name": name, "pid": pid, "tid": pid, "ts": time / 1000, "args": shown}
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file, or "" if the mount has no such file."""
+    with suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def _lines(pipe: int) -> Iterator[str]:
+    """Yield the lines that can be read now. A read of trace_pipe returns whole lines."""
+    with suppress(BlockingIOError):
+        while data := os.read(pipe, READ_SIZE):
+            # Not splitlines(): a name may contain its other line separators.
+            yield from data.decode("utf-8", "surrogateescape").removesuffix("\n").split("\n")
+
+
+def output_of(path: str | None, *, as_json: bool) -> type[TraceOutput]:
+    """Return the kind of output that a file's name selects. `as_json`: option --json."""
+    if as_json:
+        return JsonLinesOutput
+    endings: Sequence[tuple[str, type[TraceOutput]]] = (
+        (".trace.json", ChromeOutput),
+        (".json", JsonOutput),
+        (".folded", FoldedOutput),
+        (".dat", DatOutput),
+    )
+    return next((kind for ending, kind in endings if (path or "").endswith(ending)), TextOutput)

@@ -1,0 +1,89 @@
+"""The probes of a `kprobefs trace` command line, in the short syntax or in that of kprobe_events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+
+EVENT = re.compile(r"t:(?P<group>\w+)[:/](?P<event>\w+)$")
+DEFINITION = re.compile(
+    r"(?P<kind>[pr]\d*|f\d*)(?::(?:(?P<group>\w+)/)?(?P<event>\w+))?\s+"
+    r"(?P<place>(?:[A-Za-z_]|0x)[\w.$:*?]*(?:\+\w+)?(?:%return)?)(?P<arguments>(?:\s.*)?)$"
+)
+"""A line of kprobe_events. Its second word is a place, and no argument."""
+SHORT = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
+USAGE = (
+    "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], a line of kprobe_events (p:EVENT PLACE ...), or t:GROUP:EVENT"
+)
+"""Forms of a probe on the command line."""
+MOST_NAME = 40
+"""Maximum length of a name that is made of a place."""
+
+
+@dataclass(frozen=True)
+class AskedProbe:
+    """One probe of the command line."""
+
+    typed: str
+    """The user's own text."""
+    event: str
+    """The event, as group/name."""
+    definition: str = ""
+    """The line that defines the event, or "" if the kernel has the event already."""
+    place: str = ""
+    """The probed place, or "" if the kernel has the event already."""
+    is_return: bool = False
+    understood: str = ""
+    """How the text was understood, for messages about errors; "" if it has one meaning only."""
+
+
+def parse_probes(texts: Sequence[str], group: str) -> list[AskedProbe]:
+    """Return the probes of the command line. `group`: group of the events that they define.
+
+    Raises: CliError (a text is no probe).
+    """
+    found: list[AskedProbe] = []
+    for text in texts:
+        found.append(_parse(text.strip(), group, {probe.event for probe in found}))
+    return found
+
+
+def _parse(text: str, group: str, taken: set[str]) -> AskedProbe:
+    if event := EVENT.match(text):
+        return AskedProbe(text, f"{event['group']}/{event['event']}")
+    probe = DEFINITION.match(text)
+    if probe is not None:
+        name = probe["event"]
+        if name is None:
+            name = free_name(probe["place"], group, taken)
+            understood = f"a line of kprobe_events: a probe at {probe['place']}"
+        else:
+            understood = (
+                f"a line of kprobe_events: the event {name} at {probe['place']}; "
+                f"a probe at {name} is {probe['kind']}:{name} with arguments as NAME=ARGUMENT"
+            )
+    else:
+        probe = SHORT.match(text)
+        if probe is None:
+            raise CliError(f"{escape_for_terminal(text)!r} is not a probe; use {USAGE}", ExitStatus.USAGE)
+        name = free_name(probe["place"], group, taken)
+        understood = (
+            f"{probe['kind']}:PLACE: a probe at {probe['place']}; "
+            f"an event of that name is {probe['kind']}:{probe['place']} PLACE"
+        )
+    place = probe["place"]
+    definition = f"{probe['kind']}:{group}/{name} {place}{probe['arguments']}"
+    is_return = probe["kind"][0] == "r" or place.endswith("%return")
+    return AskedProbe(text, f"{group}/{name}", definition, place, is_return, understood)
+
+
+def free_name(place: str, group: str, taken: set[str]) -> str:
+    """Return a name for an event at a place that is not `taken` in its group."""
+    base = re.sub(r"\W", "_", place.rpartition(":")[2])[:MOST_NAME]
+    name = base
+    while f"{group}/{name}" in taken:
+        name = f"{base}_{len(taken)}"
+    return name

@@ -1,0 +1,179 @@
+"""Packages with distributions' kernels: fetches them with apt, and finds those that are at hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from kprobefs.common.errors import CliError, ExitStatus
+
+NAME = re.compile(r"debian:(?P<suite>[a-z][a-z0-9-]*)(?:/(?P<flavour>[a-z0-9]+))?$")
+"""Name of a kernel that can be fetched: DISTRIBUTION:SUITE[/FLAVOUR]."""
+USAGE = "debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud"
+FLAVOURS = {"amd64": "linux-image-amd64", "cloud": "linux-image-cloud-amd64", "rt": "linux-image-rt-amd64"}
+"""Flavour -> Debian's package that depends on the present kernel of this flavour."""
+ARCHIVE = "http://deb.debian.org/debian"
+"""Archive of Debian's packages for hosts whose own apt uses none."""
+KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+SOURCES = ("sources.list", "sources.list.d/*.list", "sources.list.d/*.sources")
+PACKAGE = re.compile(
+    r"linux-(?:image|binary)-(?P<release>\d[^_]*)-(?P<flavour>[a-z0-9]+)_[^_]*_(?P<arch>\w+)\.deb$"
+)
+MINIMUM_SIZE = 1 << 20
+"""Packages that are smaller, in bytes, contain no kernel, but depend on the package that does."""
+KERNELS = "KPROBEFS_KERNELS"
+"""Environment variable with further files and directories of kernels, separated by colons."""
+
+
+def directory() -> Path:
+    """Return the directory of fetched packages, in the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "fetched"
+
+
+def fetch(name: str) -> Path:
+    """Fetch a kernel with apt, and return the path of its package. Raises: CliError.
+
+    `name`: DISTRIBUTION:SUITE[/FLAVOUR]. A package that was fetched before is only looked up.
+    """
+    found = NAME.match(name)
+    if found is None:
+        raise CliError(f"{name}: not a kernel's name; use {USAGE}", ExitStatus.USAGE)
+    flavour = found["flavour"] or "amd64"
+    if flavour not in FLAVOURS:
+        raise CliError(f"{name}: no such flavour; use {', '.join(FLAVOURS)}", ExitStatus.USAGE)
+    if shutil.which("apt-get") is None:
+        raise CliError(f"{name}: no apt-get on this host; download the package and use --image FILE")
+    directory().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory()) as work:
+        apt = _Apt(Path(work), found["suite"], name)
+        place = directory() / found["suite"]
+        place.mkdir(exist_ok=True)
+        package = apt.dependency(FLAVOURS[flavour], "linux-image-")
+        # Since 6.19 the kernel and its modules have packages of their own.
+        with suppress(CliError):
+            package = apt.dependency(package, "linux-binary-")
+            apt.download(package.replace("linux-binary-", "linux-modules-"), place)
+        return apt.download(package, place)
+
+
+class _Apt:
+    """Runs apt with lists of its own for one suite, which need no rights."""
+
+    def __init__(self, work: Path, suite: str, name: str) -> None:
+        """Fetch the list of the suite's packages. Raises: CliError."""
+        self._name = name
+        self._work = work
+        lists = work / "lists"
+        (lists / "partial").mkdir(parents=True)
+        sources = work / "sources.list"
+        keys = f"[signed-by={KEYS}] " if KEYS.exists() else ""
+        sources.write_text(f"deb {keys}{_archive()} {suite} main\n")
+        settings = {
+            "Dir::Etc::sourcelist": sources,
+            "Dir::Etc::sourceparts": "/nonexistent",
+            "Dir::State::lists": lists,
+            "Dir::Cache": work,
+            "APT::Architecture": "amd64",
+            "Debug::NoLocking": "1",
+        }
+        self._options = [f"-o{option}={value}" for option, value in settings.items()]
+        self._run("apt-get", "update", "-qq", "--error-on=any")
+
+    def dependency(self, package: str, begin: str) -> str:
+        """Return the first package on which `package` depends and whose name starts with `begin`."""
+        lines = self._run("apt-cache", "depends", package).splitlines()
+        words = [line.split() for line in lines if line.strip().startswith("Depends:")]
+        found = next((each[1] for each in words if each[1].startswith(begin)), None)
+        if found is None:
+            raise CliError(f"{self._name}: {package} depends on no {begin}*")
+        return found
+
+    def download(self, package: str, place: Path) -> Path:
+        """Download a package, unless it is in the directory `place`, and return its path."""
+        known = self._run("apt-get", "download", "--print-uris", package).split()
+        file = known[1] if known[1:] else ""
+        if file and (place / file).exists():
+            return place / file
+        self._run("apt-get", "download", package)
+        files = [*self._work.glob(f"{package}_*.deb")]
+        if not files:
+            raise CliError(f"{self._name}: apt-get download {package} left no package")
+        kept = place / files[0].name
+        files[0].rename(kept)
+        return kept
+
+    def _run(self, program: str, *words: str) -> str:
+        done = subprocess.run(
+            [program, *self._options, *words], cwd=self._work, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["failed"]
+            raise CliError(f"{self._name}: {program} {words[0]}: {last[0].removeprefix('E: ')}")
+        return done.stdout
+
+
+def _archive() -> str:
+    """Return the archive of Debian's packages that the host's apt uses, or Debian's own."""
+    for pattern in SOURCES:
+        for file in sorted(Path("/etc/apt").glob(pattern)):
+            with suppress(OSError):
+                for word in file.read_text(errors="replace").split():
+                    if word.startswith("http") and word.rstrip("/").endswith("/debian"):
+                        return word
+    return ARCHIVE
+
+
+def find(version: str, arch: str = "x86_64") -> Path | None:
+    """Return the file of a kernel whose release begins with `version`, or None if none is at hand.
+
+    The newest of the files in KERNELS is taken, then of the fetched packages, then of the kernels that were
+    booted, then of the host's.
+    """
+    if arch != "x86_64":
+        return None
+    for files in (
+        _named(),
+        directory().glob("*/*.deb"),
+        _booted(),
+        Path("/boot").glob("vmlinuz-*"),
+    ):
+        found = [(key, path) for path in files if (key := _release(path)) and _is_of(key, version)]
+        if found:
+            return max(found, key=lambda each: [int(part) for part in re.findall(r"\d+", each[0])])[1]
+    return None
+
+
+def _is_of(release: str, version: str) -> bool:
+    return re.match(rf"{re.escape(version)}(?!\d)", release) is not None
+
+
+def _named() -> Iterator[Path]:
+    for word in filter(None, os.environ.get(KERNELS, "").split(":")):
+        path = Path(word)
+        yield from path.iterdir() if path.is_dir() else (path,)
+
+
+def _booted() -> Iterator[Path]:
+    """Yield the files of the kernels that were booted and cached."""
+    from emulated_kernel.guests.linux.boot import snapshot
+
+    for kernel in snapshot.cached():
+        if kernel.source and os.path.isfile(kernel.source):
+            yield Path(kernel.source)
+
+
+def _release(path: Path) -> str:
+    """Return the kernel's release as the file's name has it, or "" if the file has no kernel for x86_64."""
+    if path.name.startswith("vmlinuz-"):
+        return path.name.removeprefix("vmlinuz-") if os.access(path, os.R_OK) else ""
+    found = PACKAGE.match(path.name)
+    if found is None or found["arch"] != "amd64" or path.stat().st_size < MINIMUM_SIZE:
+        return ""
+    return f"{found['release']}-{found['flavour']}"

@@ -1,0 +1,119 @@
+"""One hand-made function for each rule of the extended strategy on x86."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayout
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.tactic import Tactic
+from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
+from emulated_kernel.arch.x86.extended import region
+from emulated_kernel.arch.x86.insn_attributes import DecodeCache
+
+ADDR = 0xFFFF_FFFF_8100_1000
+THUNKS = range(ADDR + 0x8000, ADDR + 0x8100)
+RETURN_THUNK = THUNKS.start + 0x20
+LAYOUT = TextLayout(thunks=THUNKS, return_thunks=frozenset((RETURN_THUNK,)))
+MOV, NOP3, RET = "4889e5", "0f1f00", "c3"
+CALL, JMP, JMP8, JE8 = "e800100000", "e900100000", "eb40", "7440"
+
+
+def jump(at: int, target: int) -> str:
+    """Return the code of a jmp at an offset of the function."""
+    return "e9" + (target - (ADDR + at + 5)).to_bytes(4, "little", signed=True).hex()
+
+
+def found(code: str, offset: int = 0, **fields: Any) -> Region | Rejection:
+    """Return what the strategy makes of a place in a function with this code."""
+    data = bytes.fromhex(code.replace(" ", ""))
+    function = Function("foo", ADDR, fields.pop("size", len(data)), data, **fields)
+    return region(X86FunctionAnalysis(function, DecodeCache(64), LAYOUT), ADDR + offset)
+
+
+def tactics(code: str, offset: int = 0, **fields: Any) -> set[Tactic]:
+    allowed = found(code, offset, **fields)
+    assert isinstance(allowed, Region), allowed
+    return set(allowed.tactics)
+
+
+def reason(code: str, offset: int = 0, **fields: Any) -> tuple[RejectReason, int]:
+    refused = found(code, offset, **fields)
+    assert isinstance(refused, Rejection)
+    return refused.reason, refused.addr - ADDR
+
+
+@pytest.mark.parametrize(
+    ("code", "needed"),
+    [
+        (MOV * 2 + JMP + "cc", set()),
+        (MOV + CALL + RET, {Tactic.RELOCATED_BRANCH}),
+        (MOV + JE8 + MOV * 2 + RET, {Tactic.RELOCATED_BRANCH}),
+        (MOV + "ffd0" + RET, {Tactic.RELOCATED_BRANCH}),
+        (MOV + "e2f0" + RET * 4, {Tactic.RELOCATED_BRANCH}),
+        (MOV + JMP8 + "cccc", {Tactic.RELOCATED_BRANCH}),
+        (JMP8 + "cccccc", {Tactic.RELOCATED_BRANCH, Tactic.PADDING}),
+        (RET + "cccccccc", {Tactic.PADDING}),
+        (RET + "90660f1f840000000000", {Tactic.PADDING}),
+        (MOV + "f7d8" + RET, {Tactic.OPCODE}),
+        (MOV + "f0ff00" + RET, {Tactic.OPCODE}),
+        (MOV * 2 + "ffe0", {Tactic.INDIRECT_JUMP}),
+        (MOV * 2 + jump(6, THUNKS.start), {Tactic.INDIRECT_JUMP}),
+        (MOV * 2 + jump(6, RETURN_THUNK), {Tactic.RETURN_THUNK}),
+        ("bf01000000" + "ebfe", {Tactic.NEXT_BYTE}),
+    ],
+)
+def test_tactics(code: str, needed: set[Tactic]) -> None:
+    assert tactics(code) == needed
+
+
+def test_an_exception_table_forbids_its_own_instructions_only() -> None:
+    code = MOV * 2 + "8b00" + MOV * 2 + RET
+    entries = {"exception_entries": frozenset((ADDR + 6,))}
+    assert tactics(code, **entries) == {Tactic.EXACT_TABLES}
+    assert tactics(code, 8, **entries) == {Tactic.EXACT_TABLES}
+    assert reason(code, 3, **entries) == (RejectReason.EXCEPTION_ENTRY, 6)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (JE8 + "ebfd" + MOV, (RejectReason.JUMP_INTO_RANGE, 2)),
+        ("ffd0" + MOV + RET, (RejectReason.CALL_BEFORE_END, 0)),
+        ("ff10" + NOP3 + RET, (RejectReason.CALL_BEFORE_END, 0)),
+        (MOV + "ebfb" + RET, (RejectReason.JUMP_TO_START, 3)),
+        (JMP8 + MOV + RET, (RejectReason.CODE_AFTER_JUMP, 2)),
+        (RET + "f3909090", (RejectReason.CODE_AFTER_JUMP, 1)),
+        (MOV + "f4" + MOV, (RejectReason.NOT_BOOSTABLE, 3)),
+        (MOV + "0f0b" + MOV, (RejectReason.NOT_BOOSTABLE, 3)),
+        (MOV + "0f30" + MOV, (RejectReason.NOT_BOOSTABLE, 3)),
+        (MOV + "0f05" + MOV, (RejectReason.NOT_BOOSTABLE, 3)),
+        (MOV + "48cf" + MOV, (RejectReason.NOT_BOOSTABLE, 3)),
+        (MOV + "ff542408" + MOV, (RejectReason.NOT_BOOSTABLE, 3)),
+        (MOV + "66e90000" + MOV, (RejectReason.NOT_BOOSTABLE, 3)),
+        (MOV + "90fb" + "f4" + MOV, (RejectReason.DELAYS_INTERRUPTS, 4)),
+        (MOV + RET, (RejectReason.REGION_TOO_SHORT, 0)),
+    ],
+)
+def test_refusals(code: str, expected: tuple[RejectReason, int]) -> None:
+    assert reason(code) == expected
+
+
+def test_a_function_that_is_not_decodable_to_its_end() -> None:
+    assert reason(MOV * 2, size=8) == (RejectReason.UNDECODABLE, 6)
+
+
+@pytest.mark.parametrize("sites", ["fentry_sites", "jump_labels", "static_calls"])
+def test_text_that_the_kernel_rewrites(sites: str) -> None:
+    refused = found(MOV + CALL + RET, **{sites: (PatchSite(ADDR + 3, 5),)})
+    assert isinstance(refused, Rejection)
+    assert refused.addr == ADDR + 3
+
+
+def test_padding_is_not_copied() -> None:
+    allowed = found(RET + "cccccccc")
+    assert isinstance(allowed, Region)
+    assert (allowed.length, allowed.padding) == (5, 4)

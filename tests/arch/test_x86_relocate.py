@@ -1,0 +1,80 @@
+"""Relocated instructions have the effect of the originals, on the processor: registers, flags and stack."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Mapping
+
+import pytest
+import unicorn
+from unicorn import x86_const as const
+
+from emulated_kernel.arch.x86.relocate import relocate
+from emulated_kernel.util.errors import KernelError
+from tests.arch import engines
+
+BASE = 0x100_0000
+MODES = {64: unicorn.UC_MODE_64, 32: unicorn.UC_MODE_32}
+SIZE = 0x10_0000
+DATA, DETOUR = 0x8000, 0x9_0000
+"""Offsets of data that branches read, and of the copy."""
+MOST_STEPS = 3
+NAMES = ("AX", "CX", "DX", "BX", "BP", "SI", "DI")
+
+
+def run(code: bytes, at: int, bits: int, values: Mapping[str, int], flags: int) -> tuple[object, ...]:
+    """Run code until it is left, and return where it goes, the registers, the flags and the memory."""
+    prefix = "R" if bits == 64 else "E"
+    with engines.lent(unicorn.UC_ARCH_X86, MODES[bits]) as uc:
+        uc.mem_map(BASE, SIZE)
+        for where in range(BASE + DATA, BASE + DATA + 64, bits // 8):
+            uc.mem_write(where, (BASE + 0x4321).to_bytes(bits // 8, "little"))
+        uc.mem_write(at, code)
+        numbers = {name: getattr(const, f"UC_X86_REG_{prefix}{name}") for name in (*NAMES, "SP")}
+        for name, number in numbers.items():
+            uc.reg_write(number, {"SP": BASE + SIZE // 2, **values}[name])
+        uc.reg_write(const.UC_X86_REG_EFLAGS, flags)
+        ip = at
+        for _ in range(MOST_STEPS):
+            uc.emu_start(ip, 0, count=1)
+            ip = uc.reg_read(const.UC_X86_REG_RIP if bits == 64 else const.UC_X86_REG_EIP)
+            if not at <= ip < at + len(code):
+                break
+        registers = {name: uc.reg_read(number) for name, number in numbers.items()}
+        stack = bytes(uc.mem_read(BASE + SIZE // 2 - 64, 128))
+        # The copy is left at its end where the original goes on behind itself.
+        leads_to = "behind" if ip == at + len(code) else ip
+        return leads_to, registers, uc.reg_read(const.UC_X86_REG_EFLAGS), stack
+
+
+@pytest.mark.parametrize(
+    ("code", "bits"),
+    [
+        *((code, bits) for bits in (64, 32) for code in (
+            "e810000000", "e8f0ffffff", "2ee810000000", "e910000000", "eb70", "ebf0", "7405", "0f8f00010000",
+            "e2f0", "e0f0", "e1f0", "e310", "67e310", "ffd0", "ffe6", "ff10", "ff5308", "89e5", "f7d8",
+        )),
+        ("41ffd0", 64),
+        ("ff15f27f0000", 64),
+        ("488d0510000000", 64),
+        ("ff148d00800001", 32),
+    ],
+)  # fmt: skip
+def test_as_the_original(code: str, bits: int) -> None:
+    dice = random.Random(code)
+    insn = bytes.fromhex(code)
+    at, to = BASE + 0x2000, BASE + DETOUR
+    copy, length = relocate(insn + bytes(15), at, to, bits)
+    assert length == len(insn)
+    for _ in range(20):
+        values = {name: dice.choice((0, 1, dice.randrange(1 << 16))) for name in NAMES}
+        values |= {"AX": BASE + DATA, "BX": BASE + DATA + 8, "SI": BASE + DATA + 16}
+        flags = dice.getrandbits(12) & 0x8D5 | 2
+        assert run(copy, to, bits, values, flags) == run(insn, at, bits, values, flags)
+
+
+def test_an_address_that_cannot_be_pushed() -> None:
+    with pytest.raises(KernelError) as caught:
+        relocate(bytes.fromhex("e810000000"), 1 << 32, (1 << 32) + 99, 64)
+    assert caught.value.errno == errno.ERANGE

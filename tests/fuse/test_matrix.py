@@ -1,0 +1,139 @@
+"""`kprobefs matrix`: a command on several kernels, with a table, a report and logs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from kprobefs.cli import matrix
+from kprobefs.cli.main import main
+from kprobefs.common.errors import ExitStatus
+from tests.fuse.harness import REAL_PROGRAM, needs_fuse
+
+SCRIPT = """\
+#!/bin/sh
+set -e
+cd "$KPROBEFS"
+echo 'p:reads vfs_read' > kprobe_events
+echo 1 > tracing/events/kprobes/reads/enable
+cat dev/null
+test -e tracing/touched_functions || { echo 'two words' >&2; echo "error: \x01 no file" >&2; exit 4; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"x86_64": ("--arch", "x86_64")}),
+        ({"archs": ["i386"]}, {"i386": ("--arch", "i386")}),
+        (
+            {
+                "images": ["/d/linux-image-6.1.0-9-amd64_6.1.2-1_amd64.deb", "/boot/vmlinuz-6.12.1"],
+                "clock": "real",
+            },
+            {
+                "6.1.0-9-amd64": (
+                    "--image",
+                    "/d/linux-image-6.1.0-9-amd64_6.1.2-1_amd64.deb",
+                    "--clock",
+                    "real",
+                ),
+                "6.12.1": ("--image", "/boot/vmlinuz-6.12.1", "--clock", "real"),
+            },
+        ),
+        (
+            {"images": ["/a/bzImage", "/b/bzImage"], "kprobes": ["kernel"]},
+            {
+                "bzImage kernel": ("--image", "/a/bzImage", "--kprobes", "kernel"),
+                "bzImage kernel #2": ("--image", "/b/bzImage", "--kprobes", "kernel"),
+            },
+        ),
+        (
+            {"images": ["host"], "profiles": ["linux-6.1", "kprobes-2010"]},
+            {
+                "host": ("--image", "host"),
+                "x86_64 linux-6.1": ("--arch", "x86_64", "--profile", "linux-6.1"),
+                "x86_64 kprobes-2010": ("--arch", "x86_64", "--profile", "kprobes-2010"),
+            },
+        ),
+    ],
+)
+def test_the_kernels_of_a_matrix(options: dict[str, object], expected: dict[str, tuple[str, ...]]) -> None:
+    given: dict[str, object] = {
+        "images": [],
+        "archs": [],
+        "profiles": [],
+        "kprobes": [],
+        "clock": None,
+        **options,
+    }
+    found = matrix.cases(**given)  # type: ignore[arg-type]
+    assert {case.name: case.options for case in found} == expected
+    assert len({case.log_name for case in found}) == len(found)
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_script_passes_on_some(tmp_path: Path) -> None:
+    """It finds a file that only later versions of Linux have; what it says is in the log and the reports."""
+    (tmp_path / "script").write_text(SCRIPT)
+    command = ("matrix", "--arch", "x86_64", "--jobs", "2", "--junit", "report.xml", "--json")
+    kernels = ("--profile", "linux-6.1", "--profile", "linux-7.2", "--image", "/nosuch.deb")
+    done = subprocess.run(
+        [*REAL_PROGRAM, *command, *kernels, "--", "sh", "script"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == ExitStatus.FAILURE, done.stderr
+    found = {each["kernel"]: each for each in json.loads(done.stdout)}
+    assert {name: (each["result"], each["status"]) for name, each in found.items()} == {
+        "nosuch.deb": ("error", 125),
+        "x86_64 linux-6.1": ("failed", 4),
+        "x86_64 linux-7.2": ("passed", 0),
+    }
+    assert found["x86_64 linux-6.1"]["line"] == "error: \x01 no file"
+    assert "/nosuch.deb: No such file" in found["nosuch.deb"]["line"]
+    assert "two words" in (tmp_path / found["x86_64 linux-6.1"]["log"]).read_text()
+    assert done.stderr.count("\n") == 3
+    suite = ElementTree.parse(tmp_path / "report.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "1", "1")
+    cases = {case.get("name"): case for case in suite.iter("testcase")}
+    failure = cases["x86_64 linux-6.1"].find("failure")
+    assert failure is not None
+    assert failure.get("message") == "error: \ufffd no file"
+    assert cases["x86_64 linux-7.2"].find("failure") is None
+    assert cases["nosuch.deb"].find("error") is not None
+
+
+def test_a_table_shows_what_failed() -> None:
+    case = matrix.Case("6.1", ())
+    results = [
+        matrix.Result(case, 0, 1.25, Path("log"), ""),
+        matrix.Result(matrix.Case("a longer name", ()), 3, 12, Path("log"), "x" * 99),
+        matrix.Result(case, 125, 0.5, Path("log"), "no kernel"),
+    ]
+    assert list(matrix.table(results)) == [
+        "kernel         result   seconds  first line of what failed",
+        "6.1            passed       1.2",
+        f"a longer name  failed      12.0  {'x' * 57}...",
+        "6.1            error        0.5  no kernel",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "no command given; add -- CMD..."),
+        (("--kprobes", "kernel", "--", "true"), "no distribution's kernel given; add --image"),
+    ],
+)
+def test_a_matrix_that_is_none(words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrix", *words]) == ExitStatus.USAGE
+    assert why in capsys.readouterr().err

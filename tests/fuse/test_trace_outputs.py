@@ -1,0 +1,262 @@
+"""The files that `kprobefs trace -o` writes, read by those that they are for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kprobefs.cli.raw_records import PageLayout, parse_format, records
+from kprobefs.cli.trace_records import RecordParser
+from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
+
+SPEEDSCOPE = "@elg/speedscope@1.9.0-c46bbab"
+RETURN_AND_ENTRY = ("r:got vfs_read got=$retval", "p:reads vfs_read count=$arg3", "--stack")
+GRAPH = ("--graph", "vfs_read", "p:filled filemap_read")
+HEADER_PAGE = """\
+\tfield: u64 timestamp;\toffset:0;\tsize:8;\tsigned:0;
+\tfield: local_t commit;\toffset:8;\tsize:8;\tsigned:1;
+\tfield: int overwrite;\toffset:8;\tsize:1;\tsigned:1;
+\tfield: char data;\toffset:16;\tsize:4080;\tsigned:1;
+"""
+FORMAT = """\
+name: ev
+ID: 7
+format:
+\tfield:unsigned short common_type;\toffset:0;\tsize:2;\tsigned:0;
+\tfield:int common_pid;\toffset:4;\tsize:4;\tsigned:1;
+
+\tfield:__data_loc char[] name;\toffset:8;\tsize:4;\tsigned:0;
+\tfield:s16 n[2];\toffset:12;\tsize:4;\tsigned:1;
+\tfield:char text[8];\toffset:16;\tsize:8;\tsigned:1;
+"""
+
+
+def word(value: int, size: int = 4) -> bytes:
+    return value.to_bytes(size, "little")
+
+
+def page(time: int, *events: bytes) -> bytes:
+    data = b"".join(events)
+    return (word(time, 8) + word(len(data), 8) + data).ljust(4096, b"\0")
+
+
+def event(delta: int, data: bytes) -> bytes:
+    return word(len(data) // 4 | delta << 5) + data
+
+
+DATA = word(7, 4) + word(77) + word(24 | 4 << 16) + b"\xff\xff\x02\0" + b"a\0bcdefg" + b"abc\0"
+
+
+def test_pages_are_decoded() -> None:
+    """Time extensions, absolute times, padding and large events, as the ring buffer writes them."""
+    extension = word(30 | 5 << 5) + word(1)
+    absolute = word(31 | 9 << 5) + word(2)
+    padding = word(29 | 3 << 5) + word(12) + bytes(8)
+    large = word(0 | 1 << 5) + word(len(DATA) + 4) + DATA
+    pages = {
+        0: [page(100, event(1, DATA), extension, event(2, DATA), padding, large)],
+        1: [page(50, absolute, event(0, DATA), word(29))],
+    }
+    found = list(records(pages, PageLayout(HEADER_PAGE), [parse_format(FORMAT)]))
+    start = 101
+    second = start + (5 | 1 << 27) + 2
+    assert [(each.cpu, each.time) for each in found] == [
+        (0, start),
+        (0, second),
+        (0, second + 3 + 1),
+        (1, 9 | 2 << 27),
+    ]
+    assert found[0].pid == 77
+    assert found[0].values == {"name": "abc", "n": [-1, 2], "text": "a"}
+
+
+def test_a_stack_belongs_to_the_record_of_its_cpu() -> None:
+    parser = RecordParser()
+    head = "             cat-7     [00{}] .....     0.00100{}: "
+    lines = [
+        f"{head.format(0, 1)}one: (f+0x0/0x8)",
+        f"{head.format(1, 2)}two: (f+0x0/0x8)",
+        f"{head.format(0, 3)}<stack trace>",
+        " => f",
+        " => g",
+        f"{head.format(0, 4)}three: (f+0x0/0x8)",
+    ]
+    found = [each for line in lines for each in parser.feed(line)] + list(parser.rest())
+    stacks = {each["event"]: each.get("stack") for each in found}
+    assert stacks == {"one": ["f", "g"], "two": None, "three": None}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("traced")
+    (directory / "f").write_text("hello\n")
+    return directory
+
+
+def traced(work: Path, name: str, *words: str) -> Path:
+    """The file of this name that a trace of `cat f` has written."""
+    done = subprocess.run(
+        [*REAL_PROGRAM, "trace", "-o", name, *words, "--", "cat", "f"],
+        cwd=work,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
+    return work / name
+
+
+@pytest.fixture(scope="module")
+def chrome(work: Path) -> Path:
+    return traced(work, "calls.trace.json", *RETURN_AND_ENTRY)
+
+
+@pytest.fixture(scope="module")
+def graph(work: Path) -> Path:
+    return traced(work, "graph.trace.json", *GRAPH)
+
+
+def slices(file: Path) -> list[dict[str, Any]]:
+    return [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_probed_return_is_a_slice(chrome: Path) -> None:
+    events = json.loads(chrome.read_text())["traceEvents"]
+    assert [(each["name"], each["args"]["got"]) for each in slices(chrome)] == [("got", 6), ("got", 0)]
+    marks = [each for each in events if each["ph"] == "i"]
+    assert [(each["name"], each["args"]["count"]) for each in marks] == [("reads", 131072)] * 2
+    # The entry is recorded first, and its own mark is on the same call.
+    for mark, each in zip(marks, slices(chrome), strict=True):
+        assert each["dur"] > 0
+        assert abs(mark["ts"] - each["ts"]) < each["dur"]
+    assert marks[0]["args"]["stack"][:2] == ["vfs_read", "ksys_read"]
+    names = {each["args"]["name"]: each["tid"] for each in events if each["ph"] == "M"}
+    assert names == {"cat": marks[0]["tid"]}
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_filter_leaves_the_right_slices(work: Path) -> None:
+    found = slices(traced(work, "filtered.trace.json", "r:vfs_read got=$retval", "-f", "got == 0"))
+    whole = slices(traced(work, "whole.trace.json", "r:vfs_read got=$retval"))
+    assert [each["args"] for each in found] == [{"got": 0}]
+    assert found[0]["dur"] == whole[1]["dur"]
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_call_graph_is_nested_slices(graph: Path) -> None:
+    found = slices(graph)
+    roots = [each for each in found if each["name"] == "vfs_read"]
+    assert len(roots) == 2
+    for each in found:
+        around = [root for root in roots if root["ts"] <= each["ts"] < root["ts"] + root["dur"]]
+        assert [round(each["ts"] + each["dur"] - root["ts"] - root["dur"], 3) <= 0 for root in around] == [
+            True
+        ]
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_call_graph_in_each_kind_of_file(work: Path, graph: Path) -> None:
+    """The same calls, with the same durations, by three ways through the mount."""
+    found = json.loads(traced(work, "graph.json", *GRAPH).read_text())
+    exits = [each["fields"] for each in found if each["event"] == "funcgraph_exit"]
+    expected = sorted((each["name"], each["dur"]) for each in slices(graph))
+    assert sorted((each["func"], each["us"]) for each in exits) == expected
+    assert [each["event"] for each in found].count("filled") == 2
+    entries = [each["fields"] for each in found if each["event"] == "funcgraph_entry"]
+    assert entries[0] == {"func": "vfs_read", "depth": 0}
+    folded = traced(work, "graph.folded", *GRAPH).read_text().splitlines()
+    total = sum(int(line.rpartition(" ")[2]) for line in folded)
+    assert total == round(1000 * sum(dur for name, dur in expected if name == "vfs_read"))
+    assert all(line.startswith("cat;vfs_read") for line in folded)
+
+
+@pytest.fixture(scope="module")
+def stacks(work: Path) -> Path:
+    return traced(work, "stacks.folded", "p:vfs_read")
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_stacks_are_folded(stacks: Path) -> None:
+    folded = stacks.read_text()
+    assert folded.rstrip("\n").rpartition(" ")[2] == "2"
+    assert folded.count("\n") == 1
+    assert ";ksys_read;vfs_read 2" in folded
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.skipif(shutil.which("trace-cmd") is None, reason="no trace-cmd: apt-get install trace-cmd")
+def test_trace_cmd_reads_its_file(work: Path) -> None:
+    for name, words in (("calls.dat", RETURN_AND_ENTRY), ("graph.dat", GRAPH)):
+        file = traced(work, name, *words)
+        report = subprocess.run(
+            ["trace-cmd", "report", "-i", file], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert report.stderr == ""
+        assert report.stdout.startswith("cpus=1\n")
+        if words is GRAPH:
+            assert report.stdout.count("vfs_read() {") == 2
+            assert report.stdout.count(" filled: ") == 2
+        else:
+            assert report.stdout.count("got=0x") == 2
+            assert report.stdout.count("count=0x20000") == 2
+            assert report.stdout.count("=> ksys_read") == 4
+
+
+@pytest.fixture(scope="module")
+def speedscope() -> Path:
+    """The directory of Speedscope's release, from npm."""
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("no npm and node, which install and run Speedscope's parser")
+    place = Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kprobefs", "tests", "speedscope"
+    )
+    release = place / "node_modules" / "@elg" / "speedscope" / "dist" / "release"
+    if not release.is_dir():
+        place.mkdir(parents=True, exist_ok=True)
+        command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(place), SPEEDSCOPE]
+        try:
+            subprocess.run(command, capture_output=True, timeout=60, check=True)
+        except (subprocess.SubprocessError, OSError) as error:
+            pytest.skip(f"npm can't install {SPEEDSCOPE}: {error}")
+    return release
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_speedscope_reads_its_files(stacks: Path, graph: Path, chrome: Path, speedscope: Path) -> None:
+    def parsed(file: Path) -> list[dict[str, Any]]:
+        command = ["node", str(Path(__file__).with_name("speedscope.js")), str(speedscope), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        found: list[dict[str, Any]] = json.loads(done.stdout)
+        return found
+
+    [track] = parsed(graph)
+    assert track["name"].startswith("cat ")
+    opened = [name.partition(" ")[0] for kind, name, _ in track["calls"] if kind == "open"]
+    assert sorted(opened) == sorted(each["name"] for each in slices(graph))
+    assert opened[0] == "vfs_read"
+    [track] = parsed(chrome)
+    assert [kind for kind, name, _ in track["calls"]] == ["open", "close"] * 2
+    [track] = parsed(stacks)
+    assert [name for kind, name, _ in track["calls"] if kind == "open"][-2:] == ["ksys_read", "vfs_read"]
+
+
+def test_a_call_graph_needs_a_mount_of_its_own() -> None:
+    done = kprobefs("trace", "--graph", "vfs_read", "-m", "/nowhere", "--", "true")
+    assert done.returncode == 2
+    assert "trace --graph: the function graph tracer is one for all users of a mount" in done.stderr

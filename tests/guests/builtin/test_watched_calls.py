@@ -1,0 +1,263 @@
+"""Calls that no probe can notice are not made: hits and records are those of a guest that makes all calls."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.image import call_graph
+from emulated_kernel.image.builtin_image import load_image
+from emulated_kernel.image.call_graph import Calls, FunctionCalls
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.mount import Mount
+from tests.guests.builtin.conftest import FIRST_PID, ScriptedWatch
+
+CLIENT = Client(FIRST_PID, 0, 0)
+OTHER = Client(FIRST_PID + 1, 1000, 1000)
+TIME = re.compile(r" +\d+\.\d{6}: ")
+PROBED = ("vfs_read", "hostfs_read", "__fdget_pos", "vfs_write", "vfs_open", "filp_close", "kmem_cache_alloc")
+
+
+# The call graph
+
+
+@pytest.mark.parametrize("arch", call_graph.ARCHITECTURES)
+def test_the_file_is_that_of_the_image(arch: str) -> None:
+    image = load_image(arch=arch)
+    assert image.path.with_name(call_graph.FILE_NAME).read_text() == call_graph.file_text(image)
+
+
+@pytest.mark.parametrize("arch", call_graph.ARCHITECTURES)
+def test_calls_execute_only_what_the_graph_says(arch: str) -> None:
+    with Kernel(MachineConfig(arch=arch)) as kernel, kernel.lock:
+        seen: set[int] = set()
+        engine = kernel.machine.hooks.engine
+        engine.add_hook(HOOK_CODE, CODE_CALLBACK(lambda _engine, address, _size, _data: seen.add(address)))
+        engine.flush_code()
+        functions = FunctionCalls(kernel.image)
+        calls = kernel.guest.syscalls
+        processes = kernel.guest.processes
+        task = processes.init
+        text = [(start, end) for start, end in ((r.start, r.stop) for r in ranges_of(kernel))]
+
+        def made(kind: int, call: Callable[[], object]) -> None:
+            seen.clear()
+            with suppress(KernelError):
+                call()
+            own = {address for address in seen if any(start <= address < end for start, end in text)}
+            assert own, "no text was executed"
+            unknown = {address for address in own if not functions.of(address) & kind}
+            assert {str(kernel.sprint_symbol(address)) for address in unknown} == set()
+
+        at = 0xFFFFFF9C
+        for path, mode in (("/scratch/file", 0o644), ("/kprobes/none", 0o600)):
+            made(Calls.NAMES, lambda p=path, m=mode: calls.open(task, p, os.O_RDWR | os.O_CREAT, m))
+        fd = calls.open(task, "/scratch/file", os.O_RDWR)
+        made(Calls.WRITES, lambda: calls.write(task, fd, bytes(20_000)))
+        made(Calls.WRITES, lambda: calls.write(task, fd, b"x", 30_000))
+        made(Calls.READS, lambda: calls.read(task, fd, 20_000, 0))
+        made(Calls.READS, lambda: calls.read(task, fd, 20_000))
+        made(Calls.READS, lambda: calls.read(task, 999, 1))
+        for name, args in (("mkdir", (0o755,)), ("chmod", (0o700,)), ("lchown", (1, 1)), ("rmdir", ())):
+            made(Calls.NAMES, lambda n=name, a=args: calls.with_path(task, n, "/scratch/directory", *a))
+        for name in ("link", "rename", "symlink"):
+            made(Calls.NAMES, lambda n=name: calls.with_paths(task, n, "/scratch/file", f"/scratch/{n}"))
+        made(Calls.NAMES, lambda: calls.with_path(task, "newlstat", "/scratch/rename", 0))
+        made(Calls.NAMES, lambda: calls.fstat(task, fd))
+        made(Calls.NAMES, lambda: calls.seek(task, fd, 7))
+        made(Calls.NAMES, lambda: calls.ftruncate(task, fd, 3))
+        made(Calls.NAMES, lambda: calls.truncate(task, "/scratch/rename", 9))
+        made(Calls.NAMES, lambda: calls.utimens(task, "/scratch/rename", 5, None))
+        made(Calls.NAMES, lambda: calls.call(task, "close", fd))
+        made(Calls.NAMES, lambda: calls.call(task, "faccessat", at, 0, 4))
+        made(Calls.NAMES, lambda: processes.task_of(FIRST_PID, 0, 0))
+        made(Calls.NAMES, lambda: processes.exit(FIRST_PID))
+        made(Calls.NAMES, lambda: calls.with_path(task, "unlink", "/scratch/rename"))
+
+
+def ranges_of(kernel: Kernel) -> list[range]:
+    return [range(start, end) for start, end in kernel.image.text_ranges]
+
+
+# Requests
+
+
+class Machine:
+    """A kernel with a mount, whose clients do the same as those of another one."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.mount: Mount = kernel.mount()
+        self.found: list[object] = []
+
+    def write(self, path: str, text: str, flags: int = os.O_APPEND, client: Client = CLIENT) -> None:
+        handle = self.mount.open(client, path, os.O_WRONLY | flags)
+        self.mount.write(client, handle, text.encode(), 0)
+        self.mount.release(handle)
+
+    def read(self, path: str, client: Client = CLIENT) -> None:
+        handle = self.mount.open(client, path, os.O_RDONLY)
+        offset = 0
+        while data := self.mount.read(client, handle, 4096, offset):
+            offset += len(data)
+        self.mount.release(handle)
+
+    def waits(self, handle: int) -> bool:
+        """Return True if a read has nothing to read."""
+        try:
+            self.mount.read(CLIENT, handle, 65536, 0)
+        except WouldBlock:
+            return True
+        return False
+
+    def use(self) -> None:
+        """Let two clients read and write control files and files of scratch/, and one of them wait."""
+        mount = self.mount
+        for client in (CLIENT, OTHER, CLIENT):
+            self.read("/kprobes/list", client)
+            mount.getattr("/kprobes", lambda c=client: c)  # type: ignore[misc]
+            mount.release(mount.opendir(client, "/tracing"))
+        self.write("/tracing/trace_marker", "mark")
+        self.write("/tracing/buffer_size_kb", "64", 0)
+        handle = mount.create(CLIENT, "/scratch/file", 0o644, os.O_RDWR)
+        mount.write(CLIENT, handle, b"data", 0)
+        self.found.append(mount.read(CLIENT, handle, 100, 0))
+        # A hit in the read would be a record to read.
+        self.write("/tracing/tracing_on", "0", 0)
+        waiting = mount.open(CLIENT, "/tracing/trace_pipe", os.O_RDONLY)
+        self.found.append([self.waits(waiting) for _ in range(4)])
+        self.read("/kprobes/list")
+        self.write("/kprobes/enabled", "1", 0, client=OTHER)
+        self.found.append([self.waits(waiting) for _ in range(2)])
+        mount.give_up(CLIENT, waiting, errno.EINTR)
+        self.found.append(self.waits(waiting))
+        self.write("/tracing/tracing_on", "1", 0)
+        mount.release(waiting)
+        mount.release(handle)
+        mount.unlink(CLIENT, "/scratch/file")
+
+    def records(self) -> list[str]:
+        """Return the trace without times."""
+        handle = self.mount.open(CLIENT, "/tracing/trace", os.O_RDONLY)
+        data = b""
+        while more := self.mount.read(CLIENT, handle, 65536, len(data)):
+            data += more
+        self.mount.release(handle)
+        return [TIME.sub(": ", line) for line in data.decode().splitlines() if not line.startswith("#")]
+
+
+def outcome(actions: Callable[[Machine], None]) -> tuple[list[object], list[str], dict[str, str]]:
+    """Return what clients found, the records without times, and the hits of all events."""
+    watch = ScriptedWatch(comms={FIRST_PID: "client", FIRST_PID + 1: "other"})
+    with Kernel(MachineConfig(), watch) as kernel:
+        machine = Machine(kernel)
+        actions(machine)
+        hits = {}
+        for line in kernel.read_file("tracing/kprobe_profile").splitlines():
+            name, *counts = line.split()
+            hits[name] = " ".join(counts)
+        records = machine.records()
+        machine.mount.close()
+    return machine.found, records, hits
+
+
+def same(actions: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Check that `actions` have the same outcome if all calls are made; return the hits."""
+    found = outcome(actions)
+    monkeypatch.setattr(FunctionCalls, "of", lambda _self, _address: Calls.ALL)
+    assert outcome(actions) == found
+    return found[2]
+
+
+@pytest.mark.parametrize("function", PROBED)
+@pytest.mark.parametrize("argument", ["", " $arg3"], ids=["hits only", "with an argument"])
+def test_hits_are_those_of_a_guest_that_makes_all_calls(
+    function: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def actions(machine: Machine) -> None:
+        machine.write("/kprobe_events", f"p:seen {function}{argument}\n")
+        machine.write("/tracing/events/kprobes/seen/enable", "1")
+        machine.use()
+        machine.write("/tracing/events/kprobes/seen/enable", "0")
+
+    assert same(actions, monkeypatch)["seen"].split()[0] != "0"
+
+
+@pytest.mark.parametrize("first", ["vfs_read", "vfs_read $arg1", "vfs_write"])
+@pytest.mark.parametrize("second", ["vfs_open", "filp_close", "vfs_read+5", "vfs_write"])
+def test_files_stay_open_when_more_calls_are_watched(
+    first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was opened unnoticed is read, written and closed by calls that a later probe notices."""
+
+    def actions(machine: Machine) -> None:
+        mount = machine.mount
+        before = mount.open(CLIENT, "/kprobes/list", os.O_RDONLY)
+        machine.write("/kprobe_events", f"p:first {first}\np:second {second}\n")
+        machine.write("/tracing/events/kprobes/first/enable", "1")
+        handles = [
+            mount.open(client, path, flags)
+            for client in (CLIENT, OTHER)
+            for path, flags in (("/kprobes/list", os.O_RDONLY), ("/tracing/buffer_size_kb", os.O_RDWR))
+        ]
+        for handle in [before, *handles]:
+            machine.found.append(mount.read(CLIENT, handle, 20, 0))
+        machine.write("/tracing/events/kprobes/second/enable", "1")
+        for handle in [before, *handles]:
+            machine.found.append(mount.read(CLIENT, handle, 4096, 20))
+        mount.write(OTHER, handles[-1], b"64", 0)
+        for handle in [before, *handles]:
+            mount.release(handle)
+        machine.use()
+        machine.write("/tracing/events/kprobes/second/enable", "0")
+        machine.use()
+        machine.write("/tracing/events/kprobes/first/enable", "0")
+
+    hits = same(actions, monkeypatch)
+    assert "0" not in (hits["first"].split()[0], hits["second"].split()[0])
+
+
+def opens(kernel: Kernel) -> bool:
+    """Return True if an open(2) of a control file is a call of the guest."""
+    mount = kernel.mount()
+    before = kernel.machine.clock.now_ns()
+    mount.release(mount.open(CLIENT, "/kprobes/list", os.O_RDONLY))
+    mount.close()
+    return kernel.machine.clock.now_ns() > before
+
+
+def test_all_calls_are_watched_with_a_module() -> None:
+    """Its code may be called from anywhere in the kernel."""
+    with Kernel(MachineConfig(), ScriptedWatch(comms={FIRST_PID: "client"})) as kernel:
+        machine = Machine(kernel)
+        machine.write("/kprobe_events", "p:seen vfs_read\n")
+        machine.write("/tracing/events/kprobes/seen/enable", "1")
+        opens(kernel)
+        assert not opens(kernel)
+        kernel.load_module("counter")
+        assert opens(kernel)
+        kernel.unload_module("counter")
+        assert not opens(kernel)
+        machine.mount.close()
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", '{"checksum": 1, "masks": ""}', "\0"])
+def test_without_the_file_of_the_image_all_calls_are_watched(text: str | None, tmp_path: Path) -> None:
+    image = load_image()
+    copy = tmp_path / "vmlinux"
+    copy.write_bytes(image.path.read_bytes())
+    if text is not None:
+        copy.with_name(call_graph.FILE_NAME).write_text(text)
+    functions = FunctionCalls(load_image(copy))
+    assert functions.of(image.kallsyms.by_name("vfs_read")[0].address) == Calls.ALL
+    assert FunctionCalls(image).of(image.kallsyms.by_name("vfs_read")[0].address) == Calls.READS

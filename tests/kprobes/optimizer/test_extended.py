@@ -1,0 +1,142 @@
+"""The extended strategy in the kernel: jumps where Linux's rule refuses them, and nobody notices."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from emulated_kernel.arch.analysis.tactic import Tactic
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.core.client import Client
+from tests.kprobes.optimizer.conftest import Probed
+from tests.kprobes.optimizer.regions import Bench, instructions, is_optimizable
+from tests.kprobes.optimizer.test_in_kernel import Files
+from tests.kprobes.optimizer.test_transparency import compare
+from tests.ledger import ledger_mismatches
+from tests.sample import fewer
+
+ARCHS = ("x86_64", "i386")
+ROUNDS = fewer(2000, 200)
+"""Number of places of each tactic whose runs are compared."""
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def extended(request: pytest.FixtureRequest) -> Iterator[Probed]:
+    with Kernel(MachineConfig(arch=request.param, strategy="extended")) as kernel:
+        yield Probed(kernel)
+        assert ledger_mismatches(kernel.machine.text) == []
+
+
+def places(probed: Probed) -> Iterator[tuple[tuple[str, int, int], set[Tactic]]]:
+    """Places that only the strategy optimizes, and their tactics, spread over the image."""
+    known = list(instructions(probed))
+    step = 97
+    for place in (place for first in range(step) for place in known[first::step]):
+        if is_optimizable(probed, place) and probed.region(place[2]).tactics:
+            yield place, set(probed.region(place[2]).tactics)
+
+
+def test_transparent_with_each_tactic(extended: Probed) -> None:
+    """Our images have no return thunks; Debian's kernel has them."""
+    bench = Bench(extended)
+    left = dict.fromkeys(set(Tactic) - {Tactic.RETURN_THUNK}, ROUNDS)
+    wrong = []
+    for place, tactics in places(extended):
+        if any(left.get(tactic) for tactic in tactics):
+            for tactic in tactics:
+                left[tactic] = max(left[tactic] - 1, 0)
+            wrong += compare(extended, bench, place)
+        if not any(left.values()):
+            break
+    assert wrong == []
+    assert [tactic for tactic, number in left.items() if number == ROUNDS] == []
+    assert extended.kernel.machine.text.ledger == {}
+
+
+def relocated_calls(probed: Probed, function: str) -> list[int]:
+    """Offsets of the places whose detours end in a relocated call."""
+    start = probed.address(function)
+    found = []
+    for symbol, offset, address in instructions(probed):
+        if symbol == function and is_optimizable(probed, (symbol, offset, address)):
+            region = probed.region(address)
+            ends = {target for target, _ in called(probed, region.addr, region.length)}
+            if region.end in ends:
+                found.append(address - start)
+    return found
+
+
+def called(probed: Probed, address: int, size: int) -> Iterator[tuple[int, int]]:
+    """Return address and address of each direct call there."""
+    code = probed.kernel.machine.text.original(address, size)
+    arch = probed.kernel.arch
+    inner = [*arch.instruction_boundaries(code, address), address + size]
+    for at, end in pairwise(inner):
+        if code[at - address] == 0xE8:
+            yield end, at
+
+
+def test_a_task_asleep_in_a_relocated_call(extended: Probed) -> None:
+    """Its detour goes at once: nothing on the stack is in it, and the call returns where it belongs."""
+    kernel = extended.kernel
+    mount = kernel.mount()
+    clients = [Client(900 + number, 0, 0) for number in range(3)]
+    pipe = mount.open(clients[0], "/tracing/trace_pipe", os.O_RDONLY)
+    probes = [
+        extended.probe(function, offset)
+        for function in ("vfs_read", "ksys_read")
+        for offset in relocated_calls(extended, function)
+    ]
+    extended.settle()
+    detours = [kernel.kprobes.detour(probe) for probe in probes if kernel.kprobes.mode(probe) == "optimized"]
+    extended.hits.clear()
+    for client in clients:
+        with pytest.raises(WouldBlock):
+            mount.read(client, pipe, 100, 0)
+    hits = list(extended.hits)
+    assert len(hits) >= len(clients)
+    spans = [(detour.address, detour.address + detour.size) for detour in detours if detour is not None]
+    assert kernel.kprobes.garbage._scheduler.is_quiescent(spans)
+    for probe in probes:
+        kernel.unregister_kprobe(probe)
+    extended.settle()
+    assert kernel.machine.text.ledger == {}
+    filler = kernel.machine.model.filler
+    assert all(kernel.machine.text.current(start, 1) == filler for start, _ in spans)
+    for client in clients:
+        mount.give_up(client, pipe, errno.EINTR)
+    assert extended.hits == hits
+    assert "Oops" not in Files(kernel).read("/machine/dmesg")
+
+
+def test_the_files_name_the_tactics(extended: Probed) -> None:
+    files = Files(extended.kernel)
+    offset = relocated_calls(extended, "vfs_read")[0]
+    files.write("/kprobe_events", f"p:far vfs_read+{offset}")
+    files.write("/tracing/events/kprobes/far/enable", "1")
+    extended.settle()
+    assert f"vfs_read+{offset:#x}    [OPTIMIZED]" in files.read("/kprobes/list")
+    reason = files.read("/kprobes/stats/kprobes/far/reason")
+    assert Tactic.RELOCATED_BRANCH.value in reason
+    assert "(Linux: 0x" in reason
+    detour = files.read("/kprobes/stats/kprobes/far/detour")
+    assert "copied instructions:" in detour
+    assert "push" in detour.split("copied instructions:")[1].split("jump back:")[0]
+    files.write("/tracing/events/kprobes/far/enable", "0")
+    files.write("/kprobe_events", "-:far")
+    extended.settle()
+
+
+@pytest.mark.parametrize(
+    "config", [{"strategy": "none"}, {"strategy": "extended", "profile": "djprobe-2007"}]
+)
+def test_what_has_no_such_strategy(config: dict[str, str]) -> None:
+    with pytest.raises(KernelError) as caught:
+        Kernel(MachineConfig(**config))  # type: ignore[arg-type]
+    assert caught.value.errno == errno.EINVAL

@@ -1,0 +1,62 @@
+"""A few of Linux 6.12's and 7.2's own ftrace selftests, unmodified, over the profile of their version.
+
+`tests/conformance/ftracetest.sh --profile NAME` runs all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from tests.fuse.harness import ROOT, needs_fuse
+
+pytestmark = [
+    pytest.mark.mounted,
+    needs_fuse,
+    pytest.mark.skipif(os.geteuid() != 0, reason="the selftests run as root alone"),
+]
+
+SCRIPT = ROOT / "tests/conformance/ftracetest.sh"
+FETCH_SECONDS = 60
+SECONDS = 240
+"""Far more than the tests take, and than each of them may take."""
+
+
+@cache
+def sources(version: str) -> str:
+    """The directory of a version's selftests, or why there is none."""
+    try:
+        done = subprocess.run(
+            [SCRIPT, "--fetch", version], capture_output=True, text=True, timeout=FETCH_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("version", "tests"),
+    [
+        ("6.12", ("dynevent/add_remove_tprobe.tc", "kprobe/kprobe_args_char.tc")),
+        ("7.2", ("00basic/trace_marker.tc", "dynevent/enable_disable_tprobe.tc")),
+    ],
+)
+def test_selftests_pass(version: str, tests: tuple[str, ...]) -> None:
+    directory = sources(version)
+    if not os.path.isfile(f"{directory}/ftracetest"):
+        pytest.skip(f"no selftests of Linux {version}: {directory}")
+    done = subprocess.run(
+        [SCRIPT, "--profile", f"linux-{version}", *tests],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env={**os.environ, "PYTHON": sys.executable},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" PASS")}
+    assert passed == {*tests}
