@@ -78,7 +78,7 @@ def coverage(subject: Subject, profile_name: str | None, strategy: str | None = 
         judge = Judge(subject, with_strategy(profile_named(name), strategy))
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error
-    found = Coverage(subject, name if strategy is None else f"{name}, strategy {strategy}")
+    found = Coverage(subject, judge.profile.title)
     counts_pairs = bool(judge.strategy and judge.strategy.pairs)
     pairs = 0
     started = time.process_time()

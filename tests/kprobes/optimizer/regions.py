@@ -336,6 +336,11 @@ def optimizable(probed: Probed) -> Iterator[tuple[str, int, int]]:
     return (place for place in instructions(probed) if is_optimizable(probed, place))
 
 
+def refused_by_linux(probed: Probed) -> Iterator[tuple[str, int, int]]:
+    """Those that a jump needs tactics for."""
+    return (place for place in optimizable(probed) if probed.region(place[2]).linux is not None)
+
+
 def is_optimizable(probed: Probed, place: tuple[str, int, int]) -> bool:
     """Whether a jump may stand there."""
     address = place[2]

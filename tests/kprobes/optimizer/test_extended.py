@@ -113,6 +113,7 @@ def test_a_task_asleep_in_a_relocated_call(extended: Probed) -> None:
 
 def test_the_files_name_the_tactics(extended: Probed) -> None:
     files = Files(extended.kernel)
+    assert files.read("/machine/version").splitlines()[1] == "profile linux-6.1, strategy extended"
     offset = relocated_calls(extended, "vfs_read")[0]
     files.write("/kprobe_events", f"p:far vfs_read+{offset}")
     files.write("/tracing/events/kprobes/far/enable", "1")
