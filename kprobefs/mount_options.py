@@ -127,6 +127,7 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"
         raise CliError(f"--vmcore: {why}", ExitStatus.USAGE)
+    _check_strategy(options)
     if options.modules and machine.image is None:
         why = "no distribution's kernel given; add --image, or leave it out"
         raise CliError(f"--modules: {why}", ExitStatus.USAGE)
@@ -159,9 +160,10 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if machine.profile not in LINUX_PROFILES:
         known = " or ".join(LINUX_PROFILES)
         raise CliError(f"--profile: not possible with a distribution's kernel; use {known}", ExitStatus.USAGE)
-    if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
-        why = "not possible with kprobefs's kprobes over a distribution's kernel; leave these out"
-        raise CliError(f"--clock real, --return-hook, --save-regs: {why}", ExitStatus.USAGE)
+    for option, value in (("--return-hook", machine.return_hook), ("--save-regs", machine.save_regs)):
+        if value is not None:
+            why = "not possible with kprobefs's kprobes over a distribution's kernel; leave it out"
+            raise CliError(f"{option}: {why}", ExitStatus.USAGE)
 
 
 def chosen_cpu(name: str) -> ProductionCpu:
@@ -176,6 +178,19 @@ def chosen_cpu(name: str) -> ProductionCpu:
     except OSError as error:
         known = f"give {HOST}, the archive of a CPU, or one of {', '.join(MODELS)}"
         raise CliError(f"--cpu {name}: {error.strerror or error}; {known}", ExitStatus.USAGE) from error
+
+
+def _check_strategy(options: MountOptions) -> None:
+    machine = options.machine
+    if machine.strategy is None:
+        return
+    if options.kprobes == KERNEL_KPROBES or options.vmcore is not None:
+        why = "not possible with --kprobes kernel or --vmcore; leave it out"
+        raise CliError(f"--strategy: {why}", ExitStatus.USAGE)
+    try:
+        profile.with_strategy(profile.profile_named(machine.profile), machine.strategy)
+    except KernelError as error:
+        raise CliError(f"--strategy: {error.strerror}", ExitStatus.USAGE) from error
 
 
 def runs_linux(options: MountOptions) -> bool:

@@ -89,7 +89,8 @@ def coverage(
     """Count the instructions of all functions of subjects, with a profile and an optimization policy.
 
     The subjects of a group have the same functions; code that does not differ is examined once.
-    `jobs`: number of processes. Raises: CliError (the profile is unknown, or has no optimizer; a process has ended).
+    `jobs`: number of processes.
+    Raises: CliError (the profile is unknown, or has no optimizer; a process has ended).
     """
     first = group[0]
     name = profile_name or default_profile(first.arch)
@@ -98,8 +99,7 @@ def coverage(
         judges = [Judge(subject, profile) for subject in group]
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error
-    title = name if strategy is None else f"{name}, strategy {strategy}"
-    found = [Coverage(judge, title) for judge in judges]
+    found = [Coverage(judge, judge.profile.title) for judge in judges]
     # Other functions may decide too, if the policy looks at references to a function.
     counter = FunctionCounter(judges, is_local=strategy is None)
     with Progress(first.title, sum(symbol.size for symbol in first.symbols)) as progress:
