@@ -147,7 +147,7 @@ class InterfaceRule(LinuxRule):
         f"{_FILTER}:parse_pred",
     )
     TRIGGER_FILTER_LOGGED = (
-        "6.12",
+        "6.8",
         "a wrong filter of a trigger is in error_log",
         "kernel/trace/trace_events_trigger.c:set_trigger_filter",
     )
@@ -183,6 +183,11 @@ class InterfaceRule(LinuxRule):
         "6.12",
         "lines of `enabled_functions` have the flags `O` and `M` (was modified before), too",
         "kernel/trace/ftrace.c:t_show",
+    )
+    FUNCTION_SUBOPS = (
+        "7.2",
+        "`enabled_functions` shows the functions for entries and returns that the function graph calls",
+        "kernel/trace/ftrace.c:print_subops",
     )
     EVENT_LISTS = (
         "7.2",

@@ -366,8 +366,18 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
         metavar="P",
         help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
     )
+    _add_cpu(command)
     _add_strategy(command)
     command.add_argument("--json", action="store_true", help="print all counts as JSON, also by function")
+
+
+def _add_cpu(command: argparse._ActionsContainer) -> None:
+    command.add_argument(
+        "--cpu",
+        metavar="C",
+        help="CPU of the machine with the distribution's kernel: a model (milan, ice-lake-sp, ...), host, or "
+        "an archive of the machine's files",
+    )
 
 
 def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
@@ -393,6 +403,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_cpu(command)
     _add_strategy(command)
     command.add_argument(
         "--function", action="store_true", help="list all instructions of the function, not only those nearby"
@@ -429,6 +440,7 @@ def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_cpu(command)
     _add_strategy(command)
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array")
@@ -504,6 +516,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="mount the kernel captured in this ELF vmcore "
         "(QEMU dump-guest-memory, virsh dump --memory-only)",
     )
+    _add_cpu(group)
     group.add_argument(
         "--kprobes",
         choices=KPROBES,

@@ -78,7 +78,7 @@ def coverage(subject: Subject, profile_name: str | None, strategy: str | None = 
         judge = Judge(subject, with_strategy(profile_named(name), strategy))
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error
-    found = Coverage(subject, name if strategy is None else f"{name}, strategy {strategy}")
+    found = Coverage(subject, judge.profile.title)
     counts_pairs = bool(judge.strategy and judge.strategy.pairs)
     pairs = 0
     started = time.process_time()
@@ -110,10 +110,17 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def subjects(arch: str | None, image: str | None, functions: str | None) -> Iterator[Subject]:
+def subjects(
+    arch: str | None, image: str | None, functions: str | None, cpu: str | None = None
+) -> Iterator[Subject]:
     """Yield the subjects that the command's options name. Raises: CliError."""
+    if cpu is not None and image is None:
+        why = "only possible with a distribution's kernel; add --image, or leave it out"
+        raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     try:
-        if image is not None:
+        if image is not None and cpu is not None:
+            yield coverage_subject.booted_image(image, cpu)
+        elif image is not None:
             yield from coverage_subject.linux_image(image)
         elif functions is not None:
             yield coverage_subject.recorded_functions(Path(functions))
@@ -132,10 +139,11 @@ def run(
     profile: str | None,
     strategy: str | None,
     *,
+    cpu: str | None = None,
     as_json: bool,
 ) -> None:
     """Run `kprobefs coverage`: print tables, or all counts as JSON. Raises: CliError."""
-    found = [coverage(subject, profile, strategy) for subject in subjects(arch, image, functions)]
+    found = [coverage(subject, profile, strategy) for subject in subjects(arch, image, functions, cpu)]
     if as_json:
         print(json.dumps([_as_dict(each) for each in found]))
     else:
@@ -151,6 +159,7 @@ def _as_dict(found: Coverage) -> dict[str, Any]:
         "subject": found.subject.title,
         "arch": found.subject.arch,
         "profile": found.profile,
+        "remarks": list(found.subject.remarks),
         "functions": len(found.symbols),
         "verdicts": _by_verdict(total),
         "reasons": [
@@ -196,6 +205,8 @@ def _tables(found: Coverage) -> Iterator[str]:
     arch = found.subject.arch
     yield f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {found.profile}"
     yield f"{counted:,} instructions of {len(found.symbols):,} functions; {rate:,.0f} a second of CPU time"
+    for remark in found.subject.remarks:
+        yield wrap(remark, sys.stdout, "  ")
     yield ""
     verdicts = _by_verdict(total)
     registered = counted - verdicts[ProbeOutcome.REFUSED.value]

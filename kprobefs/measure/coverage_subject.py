@@ -14,7 +14,7 @@ from typing import Any
 
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
-from emulated_kernel.image.linux.linux_kernel import open_kernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.text_tables import (
     BlacklistEntry,
     ExTableEntry,
@@ -26,6 +26,13 @@ from emulated_kernel.image.text_tables import (
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import read_named
+from kprobefs.common.progress import Progress
+from kprobefs.mount_options import chosen_cpu
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.guests.linux.guest.cpu_report import CpuReport
 
 _RECORDED_LIMIT = 256 << 20
 """Maximum size in bytes of a file of recorded functions, unpacked."""
@@ -48,6 +55,8 @@ class Subject:
     tables: ProbedTables
     recorded: tuple[Symbol, ...] | None = None
     """The functions, if the subject does not have all functions of a kernel; otherwise None."""
+    remarks: tuple[str, ...] = ()
+    """Sentences, for the output, that limit for which CPUs the counts hold."""
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:
@@ -102,6 +111,39 @@ def linux_image(source: str) -> Iterator[Subject]:
         yield Subject(f"Linux {kernel.release}, {returns.value}", "x86_64", kernel.booted(returns))
     if not kernel.returns:
         yield Subject(f"Linux {kernel.release}", "x86_64", kernel)
+
+
+def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:
+    """Return a distribution's kernel as boot on the CPU that option --cpu names leaves it, and its report.
+
+    If the cache has no such kernel, boot it and show the progress. Raises: CliError, KernelError, OSError.
+    """
+    from emulated_kernel.guests.linux.boot_cache import kernel_as_booted
+    from emulated_kernel.util.config import DEFAULT_SEED
+
+    bar: Progress | None = None
+    shown = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar, shown
+        bar = bar or Progress("booting", total)
+        bar.add(done - shown)
+        shown = done
+
+    found = kernel_as_booted(source, DEFAULT_SEED, chosen_cpu(cpu), progress)
+    if bar is not None:
+        bar.end()
+    return found
+
+
+def booted_image(source: str, cpu: str) -> Subject:
+    """Return a distribution's kernel as boot on the CPU that option --cpu names leaves it, as a subject.
+
+    Raises: CliError, KernelError, OSError.
+    """
+    kernel, report = booted_kernel(source, cpu)
+    title = f"Linux {kernel.release}, {report.cpu_description}"
+    return Subject(title, "x86_64", kernel, remarks=tuple(report.remarks))
 
 
 def recorded_functions(path: Path) -> Subject:
