@@ -73,7 +73,7 @@ class ModuleNotifier:
         self._arrays.module_added(module.name)
 
     def _settle(self, name: str) -> None:
-        """Forget symbols, functions and probes of the init memory: a module's init function has returned."""
+        """Forget a module's symbols, functions and probes in its init memory, which is about to be freed."""
         module = self._live.find(name)
         if module is None:
             return

@@ -31,7 +31,7 @@ class ProbedKernel:
     image: ProbedTables
     """Symbols and text tables of the kernel without modules."""
     abi: Mapping[str, int]
-    """Offsets in the kernel's structures and per-CPU areas."""
+    """Name -> offset in a structure or per-CPU area. The names are those of kprobefs's own image."""
     arch: Arch
     grace_period: GracePeriod
     log: Callable[[str], None]

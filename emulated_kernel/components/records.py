@@ -1,4 +1,7 @@
-"""Records of the components of a probed kernel of either make; the trees of files get them."""
+"""Records of the components of a probed kernel, from which the file trees are built.
+
+The kernel is kprobefs's own or a distribution's.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class TracingComponents:
     functions: KernelFunctions
     function_graph: GraphTracer | None
     function_profiler: FunctionProfiler | None
-    """The function profiler. It and function_graph are None if calls cannot be followed to their returns."""
+    """The function profiler, or None (like function_graph) if calls cannot be followed to their returns."""
     stack_tracer: StackTracer
     printk_formats: Callable[[], Iterable[str]]
     """Returns the lines of the file printk_formats."""
@@ -61,7 +64,7 @@ class TracingComponents:
     dynamic_events: DynamicEvents
     kprobe_events: KprobeEvents
     fprobe_events: FprobeEvents | None
-    """None if the profile's kernel has no fprobe events."""
+    """The registry of fprobe events, or None if the profile's kernel has none."""
     synthetic_events: SyntheticEvents
     uprobe_events: UprobeEvents
 

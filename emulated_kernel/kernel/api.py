@@ -594,7 +594,7 @@ class Kernel:
             return self.machine.clock.read_ns()
 
     def regs_return_value(self, regs: Regs) -> int:
-        """Return a function's result, an unsigned word, from the registers that a handler gets at its return.
+        """Return a function's result, an unsigned word, from the registers at the function's return.
 
         Mirrors: arch/x86/include/asm/ptrace.h:regs_return_value (v6.1).
         """
@@ -611,7 +611,7 @@ class Kernel:
 
         Raises: KernelError ENOENT (no such symbol), EINVAL (no function, too few arguments, a string with
         NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped; see messages()), EIO (the
-        guest was dead before). If handlers of probes raised exceptions, the first of them.
+        guest was dead before). If handlers of probes raised exceptions, the first of these is raised.
         """
         with self._request():
             return self.kprobes.hits.failures.reraise_failures(
@@ -677,7 +677,7 @@ class Kernel:
 
     @cached_property
     def _control_files(self) -> NodeTree:
-        """The tree that read_file and write_file use."""
+        """The tree of control files that read_file() and write_file() use."""
         return self.filesystem()
 
     @contextmanager
@@ -779,11 +779,10 @@ class Kernel:
         """Take over time and records of `old`, a kernel with the same lock and configuration, in steps.
 
         Each step of the result does a step of `define`. Between two steps, `old` works, and the caller may
-        release the lock. After the last step, `old` is unusable.
+        release the lock. After the last step, `old` is unusable. If a step fails, `old` stays usable.
 
-        `old` is unusable afterwards, unless this fails. The lock must be held. Events that `define` registers
-        get the ids that events of the same names had, so that the old records can still be printed. A mark
-        follows the old records.
+        The lock must be held. Events that `define` registers get the ids that events of the same names had.
+        So the old records can still be printed. The marker REBOOT_MARK follows the old records.
 
         Raises: KernelError ENOMEM, as `define`.
         """

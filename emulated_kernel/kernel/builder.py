@@ -123,7 +123,7 @@ def _build_on_machine(
 
 
 def _ranges(symbols: Kallsyms, *names: str) -> list[range]:
-    """Return the address ranges of functions, if they exist."""
+    """Return the address ranges of the functions `names`; unknown names are left out."""
     found = [symbol for name in names for symbol in symbols.by_name(name)]
     return [range(each.address, each.address + each.size) for each in found]
 

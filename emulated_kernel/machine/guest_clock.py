@@ -47,7 +47,7 @@ class GuestClock(ABC):
 
     @abstractmethod
     def read_ns(self) -> int:
-        """Read the time like the guest: the reading advances it, unless `holding` holds it."""
+        """Read the time as the guest does. The reading advances the time, unless holding() stops it."""
 
     def holding(self, call: Callable[[Any], object]) -> Callable[[Any], None]:
         """Return a wrapper of `call` during which readings don't advance the time."""

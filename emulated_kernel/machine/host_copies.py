@@ -23,7 +23,7 @@ class HostCopies:
     """Executes repeated copies by the routine `copy`, which ends in the state that the guest would reach.
 
     Unicorn takes 2.6 ns for each word, the routine 0.1 ns. The guest copies by itself if the instruction is
-    patched, if the CPU has its trap flag set, and if a part of the memory is not mapped or not writable.
+    patched, if the CPU has its trap flag set, or if a part of the memory is not mapped or not writable.
     """
 
     def __init__(self, regs: Regs, cpu: CpuModel, memory: Memory, ram: int) -> None:
@@ -33,7 +33,7 @@ class HostCopies:
         self._memory = memory
         self._ram = ram
         self.all: list[CopyWords] = []
-        """The words of each instruction that the host executes."""
+        """One CopyWords for each copy instruction that the host executes."""
         self._map: ctypes.Array[CopyRange] | None = None
 
     @property
@@ -42,10 +42,10 @@ class HostCopies:
         return sum(int(words.copies) for words in self.all)
 
     def take_over(self, engine: Engine, fixups: Iterable[int]) -> None:
-        """Let the host execute the repeated copies at the addresses `fixups`.
+        """Execute the guest's repeated copies at the addresses `fixups` by the host from now on.
 
-        These are the addresses of the kernel's exception table. Do nothing without the routine or fast
-        registers. Call this method before the guest runs.
+        `fixups` are the addresses in the kernel's exception table. If the host has no routine or no fast
+        registers, do nothing. Call this method before the guest runs.
         """
         code = self._cpu.repeated_copy
         routine = routine_address("copy") if code else None

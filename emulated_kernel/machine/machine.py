@@ -312,7 +312,7 @@ class Machine(ProbedMachine):
         return values
 
     def answer(self, value: int, *args: int) -> None:
-        """Answer the hypercall at which the guest stopped. USER: a system call's number and arguments."""
+        """Answer the hypercall at which the guest stopped. For USER: a system call's number and arguments."""
         regs = self.regs
         setattr(regs, self.model.hypercall_register, value)
         for name, argument in zip(self.model.syscall_arguments, args, strict=False):

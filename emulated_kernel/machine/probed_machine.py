@@ -67,7 +67,7 @@ class ProbedMachine(ABC):
     def alloc_pages(self, size: int, /) -> int:
         """Allocate zeroed host pages that the guest can read and write; return their direct map address.
 
-        Raises: HardwareError (none left).
+        Raises: HardwareError (no page is left).
         """
 
     @abstractmethod
@@ -80,12 +80,12 @@ class ProbedMachine(ABC):
 
     @property
     def breakpoints(self) -> TrapHandlers:
-        """Address of an int3 -> handler. It is called during the run, with regs.ip after the int3."""
+        """Address of an int3 -> handler, which is called during the run, with regs.ip after the int3."""
         return self.hooks.breakpoints
 
     @property
     def debug_traps(self) -> TrapHandlers:
-        """Address at which a single step ends -> handler. It is called during the run, with regs.ip there."""
+        """Address at which a single step ends -> handler, which is called during the run, with this regs.ip."""
         return self.hooks.debug_traps
 
     def raise_fault(self, fault: MemoryFault) -> None:

@@ -40,7 +40,7 @@ class Runner:
         `budget` is the run's budget in seconds; None takes the machine's budget.
 
         Raises: HardwareError (called from within a run; the emulator failed), KeyboardInterrupt (by a second
-        SIGINT), Exception (what a Python hook raised).
+        SIGINT), Exception (raised by a Python hook).
         """
         self.check_stopped()
         if tick:
@@ -61,7 +61,7 @@ class Runner:
     def run_within(self) -> Trap:
         """Run the guest from a deferred handler; the time is charged to the enclosing run.
 
-        Raises: HardwareError (the emulator failed), Exception (what a Python hook raised).
+        Raises: HardwareError (the emulator failed), Exception (raised by a Python hook).
         """
         return self._why_stopped(self.hooks.run(self.regs.ip), self.watchdog.has_expired)
 

@@ -1,4 +1,4 @@
-"""Engine: a ctypes binding of libunicorn. Unicorn's own takes 2 us per register and 40 ms to import."""
+"""Engine: a ctypes binding of libunicorn. Unicorn's binding takes 2 us per register, 40 ms to import."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _LIBRARIES = {"darwin": "libunicorn.2.dylib"}
 
 
 def _library_path() -> str:
-    """Return the path of libunicorn in Unicorn's Python package, without an import; else the plain name."""
+    """Return the path of libunicorn in Unicorn's package, without importing it, or the library's name."""
     name = _LIBRARIES.get(sys.platform, "libunicorn.so.2")
     spec = importlib.util.find_spec("unicorn")
     places = [os.environ.get("LIBUNICORN_PATH", "")]

@@ -38,7 +38,7 @@ class Hypercall(IntEnum):
     USER = 2
     """The current task is in user mode and asks for its next system call; first argument: last result."""
     HOSTFS = 3
-    """A file that the host implements is used; arguments: HostfsOp, host file id, user buffer, count."""
+    """A task uses a file that the host implements; arguments: HostfsOp, host file id, user buffer, count."""
     PANIC = 4
     """The kernel panicked; first argument: address of the message."""
     BOOTED = 5

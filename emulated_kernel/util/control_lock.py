@@ -108,7 +108,7 @@ class ControlLock:
             self._waiters.discard(wait)
 
     def yield_lock(self) -> None:
-        """Let the threads that are waiting for the lock take it first; wait at most MAX_YIELD_SECONDS.
+        """Wait until the threads that wait for the lock have taken it, for at most MAX_YIELD_SECONDS.
 
         The caller has just released the lock and will take it again.
         """

@@ -1,8 +1,8 @@
 """dataclass(), which creates a class in a tenth of the standard library's time, for a faster start-up.
 
-The standard library's module, which imports inspect and ast, is only imported for its own functions. They
-accept these classes, too. ADDRESS is for fields whose values a repr shows in hexadecimal, and immutable() for
-public value objects.
+The standard library's module imports inspect and ast. So it is imported only when one of its functions is
+called. These functions accept the classes made here, too. ADDRESS is for fields whose values a repr shows in
+hexadecimal, and immutable() for public value objects.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ else:
         return next(each for each in outer.co_consts if hasattr(each, "co_code"))
 
     class _LibraryAttribute:
-        """An attribute of a class for the standard library's functions, which is made when they first ask."""
+        """A class attribute that the standard library's functions read; it is made at the first read."""
 
         def __init__(self, name):
             self._name = name

@@ -110,7 +110,7 @@ class Limits:
         self.open_files = 0
         """Number of open files and directories of all mounts, which the mounts keep up to date."""
         self._by_user: Counter[int] = Counter()
-        """Uid of a user other than root -> number of open files; without users that have none."""
+        """Uid of a user other than root -> number of the user's open files, if there are any."""
 
     def __getitem__(self, limit: Limit) -> int | None:
         return self._values[limit]
@@ -120,7 +120,7 @@ class Limits:
 
     @property
     def user_open_files(self) -> int:
-        """Number of open files of the user other than root who has most."""
+        """Largest number of open files that one user other than root has."""
         return max(self._by_user.values(), default=0)
 
     def count_user(self, uid: int, change: int) -> None:
@@ -140,7 +140,7 @@ class Limits:
             yield limit_line(limit, self._values[limit], count)
 
     def check(self, limit: Limit, in_use: int) -> None:
-        """Check that one more of a resource may be allocated; `in_use` are allocated already.
+        """Check that one more of a resource may be allocated. `in_use` is the number in use already.
 
         Raises: KernelError ENOSPC, ENFILE, ENOMEM.
         """
@@ -169,7 +169,7 @@ class MemoryBudget:
 
     @property
     def max_by_user(self) -> int:
-        """Number of bytes in use by the user who uses most; 0 if only root and the owner use any."""
+        """Largest number of bytes that one user has in use; 0 if only root and the owner use any."""
         return max(self._by_user.values(), default=0)
 
     def take(self, size: int, user: int) -> bool:
@@ -199,7 +199,7 @@ class MemoryBudget:
 
     @contextmanager
     def exchanged(self, freed: Sequence[tuple[int, int]], size: int, user: int) -> Iterator[None]:
-        """Charge `size` bytes to a user in place of the charges `freed`, which have a size and a user each.
+        """Charge `size` bytes to a user in place of the charges `freed`, which are pairs (size, user).
 
         An exception in the `with` block restores the former charges.
         Raises: KernelError ENOMEM (a limit would be exceeded).

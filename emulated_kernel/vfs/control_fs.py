@@ -1,4 +1,4 @@
-"""ControlFs: the file system of control files, and GuestCalls: the guest's part in it.
+"""ControlFs: the file system of control files, and GuestCalls: repetition of clients' calls in the guest.
 
 The host serves clients' system calls on control files. If a probe could notice a call, the client's task in
 the guest *repeats* the call. Each kind of guest implements this in a subclass of GuestCalls.
@@ -29,11 +29,11 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDire
 ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
 """Names of the system calls for which the host's kernel requests the attributes of an open file."""
 _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
-"""Prefixes of the paths that can be opened beyond the limit of open files, as they set the limits."""
+"""Prefixes of the paths that can be opened beyond the limit of open files, because they set the limits."""
 
 
 class _Gated(Exception):
-    """Exception for a change that must wait for `gate` without the lock: another kernel replaces this one."""
+    """Raised if a change must wait for `gate` without the lock, while another kernel replaces this one."""
 
     def __init__(self, gate: Event) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ def _settled(watcher: ChangeWatcher) -> Iterator[None]:
 
 
 class GuestCalls:
-    """The guest's part in clients' use of control files. In this base class, the guest has no part.
+    """Repeats clients' system calls on control files in the guest. This base class repeats none.
 
     All methods need the control lock, which ControlFs takes. Control files work even if the guest refuses a
     call or cannot make it. The methods raise only WouldBlock and YieldLock, in addition to the errors of the
@@ -453,7 +453,10 @@ class GuestCalls:
             return write.by_piece()
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """Let the guest's call in which the client's task waits for the file fail with the errno `error`."""
+        """End the system call of the guest in which the client's task waits for `file`.
+
+        The call fails with the errno `error`.
+        """
 
     def release(self, file: ControlFile | ControlDirectory) -> None:
         """Close the guest's descriptor `file.fd` of a file or directory."""
@@ -481,18 +484,18 @@ class GuestCalls:
 
 
 class ControlFs(FileSystem):
-    """The file system of control files, which are a tree of nodes. `calls` is the guest's part."""
+    """The file system of control files, a tree of nodes. `calls` repeats clients' calls in the guest."""
 
     def __init__(
         self, tree: NodeTree, lock: ControlLock | None = None, calls: GuestCalls | None = None
     ) -> None:
-        """Create a file system that shows `tree`. `calls` is the guest's part; by default there is none."""
+        """Create a file system that shows `tree`. `calls` repeats clients' calls in the guest."""
         super().__init__(lock)
         self._show(tree, calls or GuestCalls())
         self.watcher: ChangeWatcher | None = None
 
     def _show(self, tree: NodeTree, calls: GuestCalls) -> None:
-        """Show a tree of control files, with `calls` as the guest's part."""
+        """Show a tree of control files. `calls` repeats clients' calls in the guest."""
         self.tree = tree
         self.calls = calls
         calls.fs = self
@@ -504,7 +507,7 @@ class ControlFs(FileSystem):
             self.on_names_end(removed)
 
     def note_user(self, client: Client) -> None:
-        """Let the client's user answer for what the change allocates; see ControlLock.user. Lock: needs."""
+        """Note the client's user, whose limits apply to the change; see ControlLock.user. Lock: needs."""
         self.lock.user = client.uid if client.uid != self.tree.owner.uid else 0
 
     def check_gate(self) -> None:
@@ -537,7 +540,7 @@ class ControlFs(FileSystem):
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         """Implement FileSystem.getattr by the tree, and let the guest repeat the client's call.
 
-        What has to be read of the client depends on the result of the lookup.
+        The result of the lookup decides which facts about the client are read.
         """
         found = None
         try:

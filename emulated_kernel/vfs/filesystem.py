@@ -239,11 +239,11 @@ class FileSystem(ABC):
     def open_in_guest(self, *, names_end: bool = True) -> None:
         """Open the open files in the guest too, because probes could notice the guest's calls from now on.
 
-        `names_end`: these include lookups, so that no name lasts any more.
+        `names_end`: those calls include lookups, so that no name lasts any more.
         """
 
     def become(self, new: FileSystem) -> None:
-        """Show the files of another kernel, which `new`, a file system of the same class, shows.
+        """Show the files of another kernel from now on. `new` is a file system of this class that shows them.
 
         The descriptions in `opened` remain valid. If a file cannot be opened again by its path, the `error`
         of its description becomes ESTALE.

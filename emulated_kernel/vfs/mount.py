@@ -111,7 +111,7 @@ class Mount:
         return self.filesystem_at(path).name_lasts(path)
 
     def exists(self, path: str) -> bool:
-        """Return True if there is a file at `path`. No client asks for it, so that the guest sees nothing."""
+        """Return True if there is a file at `path`. The guest does not notice the lookup."""
         try:
             self.getattr(path)
         except KernelError:
@@ -121,8 +121,8 @@ class Mount:
     def at_names_end(self, action: Callable[[Collection[str | None]], object]) -> None:
         """Call `action` whenever names for which name_lasts() was True no longer last.
 
-        Its argument has an item for each call of FileSystem.on_names_end. The thread that ends the names
-        calls it before its request ends, after it has released the lock.
+        The argument of `action` is a list with the argument of each call of FileSystem.on_names_end. The
+        thread that ends the names calls `action` before its request ends, after it has released the lock.
         """
         lock = self.lock
         ends: list[str | None] = []

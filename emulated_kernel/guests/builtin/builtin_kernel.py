@@ -275,7 +275,7 @@ class BuiltinKernel(TaskStacks):
         self._memory.write_word(variable, unlimited if most is None else min(most, unlimited))
 
     def thaw(self) -> None:
-        """Let frozen tasks leave the refrigerator; even a task that nothing wakes does so within a second."""
+        """Let frozen tasks leave the refrigerator. A task that nothing wakes leaves it within a second."""
         self._memory.write_u32(address_of(self.image.kallsyms, "pm_freezing"), 0)
 
     def modules(self) -> list[ModuleInfo]:

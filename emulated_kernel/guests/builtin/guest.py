@@ -53,7 +53,10 @@ class Guest:
         """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self.sight: Callable[[], Sight] = lambda: Sight.MEMORY
-        """Function that returns what the armed probes can see; the kernel's builder sets it. Lock: needs."""
+        """Function that returns the most data that any armed probe can read at a hit. Lock: needs.
+
+        The kernel's builder sets the function.
+        """
         self.watched = WatchedCalls(machine.text, image)
         """The kinds of system calls that a probe or tracer could notice."""
 
@@ -141,7 +144,7 @@ class Guest:
         return check(self.runner.run(task, request), self._memory.word_size)
 
     def give_up(self, task: GuestTask, error: int) -> None:
-        """Let the system call in which a task sleeps fail with the errno `error`.
+        """End the system call in which a task sleeps: the call fails with the errno `error`.
 
         If the task sleeps in no system call, do nothing.
         The task's host process waits for the call no longer. Without this, the task would sleep until the
@@ -166,7 +169,7 @@ class Guest:
         )
 
     def close_file(self, fd: int, number: int | None = None) -> None:
-        """Let the task that ran last close the descriptor `fd`.
+        """Close the descriptor `fd` by the task that ran last.
 
         Usually it is the task of the process that closes the file; FUSE does not report that process.
         `number` is the number of the descriptor in the process.

@@ -25,7 +25,7 @@ MAX_SIZE = 4 << 20
 """Maximum size of a module's file in bytes."""
 
 Notify = Callable[[ModuleState, int], None]
-"""Called with the new state of a module and the address of its struct module.
+"""Function that is called with a module's new state and the address of its struct module.
 
 Raises: KernelError (the module is refused).
 """

@@ -35,7 +35,7 @@ class WatchedCalls:
         text.before_change = self._before_change
 
     def include(self, kind: int) -> bool:
-        """Return True if a call of a kind may be noticed."""
+        """Return True if a probe or tracer could notice a system call of this kind."""
         if not self._words:
             return False
         return self._text.count != self._kernels_count or self.execute_patches(kind)
@@ -65,7 +65,7 @@ class WatchedCalls:
         self._is_stale = True
 
     def open_files(self) -> None:
-        """Let the guest open all open files of mounts, before it may be too late. Lock: needs."""
+        """Open the open files of all mounts in the guest too, before more text is patched. Lock: needs."""
         self._tell(names_end=False)
 
     def _tell(self, *, names_end: bool) -> None:

@@ -52,7 +52,7 @@ class WallTime:
             self._wall = self._wall[::2]
 
     def to_wall(self, guest_ns: int) -> int:
-        """Convert a guest's file time to nanoseconds since the epoch."""
+        """Convert a timestamp of a guest's file to nanoseconds since the epoch."""
         if guest_ns >= EXPLICIT_NS // 2:
             return guest_ns - EXPLICIT_NS
         at = max(bisect_right(self._guest, guest_ns) - 1, 0)
@@ -60,7 +60,9 @@ class WallTime:
 
     @staticmethod
     def to_guest(wall_ns: int) -> int:
-        """Return the guest's file time for a time that a process sets, limited to times the guest can store.
+        """Return the timestamp that the guest stores for a time that a process sets on a file.
+
+        Times that the guest cannot store are replaced by the nearest time that it can store.
 
         Mirrors: fs/inode.c:timestamp_truncate (v6.1)
         """

@@ -72,10 +72,10 @@ class WorkloadHost(Protocol):
         """Return a workload whose task gets `pid`, which no host process has."""
 
     def slice_begins(self) -> None:
-        """Do what a request of a client does before it runs the guest."""
+        """Prepare the guest for the calls of a slice, as for a client's request."""
 
     def slice_ends(self) -> None:
-        """Do what a request of a client does after it has run the guest."""
+        """Finish a slice, as a client's request is finished."""
 
 
 @dataclass(frozen=True)

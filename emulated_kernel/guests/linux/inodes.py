@@ -101,5 +101,8 @@ def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[i
 
 
 def shown_ino(ino: int, device: int) -> int:
-    """Return one inode number for the inode and device numbers, because a mount is one file system."""
+    """Return the mount's inode number: the guest's, combined with the low 8 bits of the device number.
+
+    A mount is one file system, but its files may be on several devices of the guest.
+    """
     return ino << 8 | device & 0xFF

@@ -17,14 +17,14 @@ from emulated_kernel.util.safe_read import is_word
 RESCHEDULE = "resched_curr"
 """Symbol of the function that asks the running task of a run queue to reschedule."""
 THREAD_FLAGS = "task_struct.thread_info.flags"
-"""Path of a task's flags."""
+"""Path of the member of task_struct with a task's thread flags."""
 _SYMBOLS = (
     "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",
     "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "page_offset_base", RESCHEDULE,
     "wake_up_new_task", "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
 )  # fmt: skip
 SYSCALL_WORK = "task_struct.thread_info.syscall_work"
-"""Path of the flags of system calls since v5.11; before, they are in thread_info.flags."""
+"""Path of the member with the flags for system calls since v5.11; before, thread_info.flags has them."""
 TRACE_SYSCALLS = "syscall_regfunc", "syscall_unregfunc"
 """Symbols of the functions that set and clear the flag of traced system calls in all tasks.
 
@@ -229,7 +229,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
 
 def _of_free_pages(btf: Btf) -> dict[str, int]:
-    """Return offsets and sizes of the page allocator's structures; empty if the kernel has other ones."""
+    """Return name -> offset or size in the page allocator's structures; {} if the kernel has others."""
     try:
         found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
         return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}

@@ -46,7 +46,7 @@ C_EBREAK = bytes.fromhex("0290")
 
 
 def vector_of(cause: int) -> Vector:
-    """Return the Vector (x86's number) of an exception with the given scause, a trap's error code."""
+    """Return the Vector (x86's number) of an exception; `cause` is the value of scause."""
     if cause in _PAGE_FAULTS:
         return Vector.PAGE_FAULT
     if cause == CAUSE_BREAKPOINT:

@@ -1,4 +1,4 @@
-"""Access to Unicorn's hidden exception state: error code, and mark "in flight", which Unicorn leaves set."""
+"""Access to Unicorn's hidden exception state: error code, and in-flight mark, which Unicorn leaves set."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class NoExceptionState:
 
 
 class LiveExceptionState:
-    """Accesses error code and mark directly in Unicorn's CPU structure."""
+    """Accesses the error code and the in-flight mark directly in Unicorn's CPU structure."""
 
     def __init__(self, error_code_address: int, in_flight_address: int) -> None:
         self._error = memoryview(ctypes.c_int32.from_address(error_code_address)).cast("B").cast("i")
         self._in_flight = memoryview(ctypes.c_int32.from_address(in_flight_address)).cast("B").cast("i")
 
     def take(self) -> int:
-        """Return the error code, and clear the mark in Unicorn's CPU structure."""
+        """Return the error code, and clear the in-flight mark in Unicorn's CPU structure."""
         self._in_flight[0] = NONE_IN_FLIGHT
         return self._error[0] & 0xFFFFFFFF
 
 
 class ContextExceptionState:
-    """Accesses error code and mark in a context that it saves, patches and restores: 1 us, only API calls."""
+    """Accesses error code and in-flight mark by API calls: saves, patches and restores a context in 1 us."""
 
     def __init__(self, engine: Engine, error_code_offset: int, in_flight_offset: int) -> None:
         self._engine = engine
@@ -51,7 +51,7 @@ class ContextExceptionState:
         self._in_flight = ctypes.c_int32.from_address(context.value + in_flight_offset)
 
     def take(self) -> int:
-        """Return the error code, and clear the mark by restoring the patched context."""
+        """Return the error code, and clear the in-flight mark by restoring the patched context."""
         self._engine.context_save(self._context)
         self._in_flight.value = NONE_IN_FLIGHT
         self._engine.context_restore(self._context)
@@ -59,7 +59,7 @@ class ContextExceptionState:
 
 
 class CleanContextExceptionState:
-    """Restores a context without an exception, for a Unicorn in which error code and mark were not found.
+    """Restores a context without an exception, for a Unicorn whose error code and mark were not found.
 
     The registers are kept, but error codes are 0, and SSE state is lost at a fault.
     """
@@ -71,7 +71,10 @@ class CleanContextExceptionState:
         engine.context_save(self._clean)
 
     def take(self) -> int:
-        """Return 0, and clear the mark by restoring a context without an exception."""
+        """Restore a clean context, which clears Unicorn's mark of an exception in flight.
+
+        Return 0, because the error code is not known.
+        """
         values = self._regs.snapshot()
         self._engine.context_restore(self._clean)
         self._regs.restore(values)

@@ -30,8 +30,9 @@ class TrapHooks:
 
     All other exceptions are passed as a Trap to `fault_hooks`, then to `dispatch`.
 
-    If the host can run the routine of `machine.native`, Unicorn calls it instead of the Python callback. The
-    routine follows Redirects while Python does not have the CPU. It calls the callback for all other traps.
+    If the host can run the routine of `machine.native`, Unicorn calls the routine instead of the Python
+    callback. The routine follows Redirects, except while the guest runs within a hit that Python handles. For
+    all other traps, the routine calls the Python callback.
 
     ctypes would only print a Python exception raised in a callback, and the guest would continue. Therefore
     the exception is stored, and `check` raises it after the run.
@@ -80,7 +81,10 @@ class TrapHooks:
         self.engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
 
     def _hook_natively(self, kind: int, callback: Any) -> None:
-        """Let Unicorn call the host's routine, which calls the callback; without a routine, the callback."""
+        """Make Unicorn call the host's routine, which calls the Python callback for the traps that it leaves.
+
+        If the host has no routine, Unicorn calls the Python callback itself.
+        """
         regs = self.regs
         engine = self.engine
         routine = routine_address(self.family) if isinstance(regs, FastRegs) else None

@@ -43,7 +43,7 @@ class TrapHandlers(MutableMapping[int, TrapHandler]):
         self._native: TrapTable | None = None
 
     def use(self, native: TrapTable) -> None:
-        """Keep a native table up to date from now on."""
+        """Keep `native`, the table of the host's routine, up to date from now on."""
         self._native = native
         for address, handler in self._handlers.items():
             self._follow(native, address, handler)

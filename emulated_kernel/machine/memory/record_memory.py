@@ -80,7 +80,7 @@ class RecordMemory:
     def alloc_percpu(self, size: int) -> int:
         """Allocate `size` zeroed bytes on each CPU; return their offset.
 
-        Raises: HardwareError (none left).
+        Raises: HardwareError (not enough is left).
         """
         offset = self._cells.alloc(size)
         for view in self.cells(offset, size):

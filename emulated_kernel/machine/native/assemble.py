@@ -43,7 +43,7 @@ def constants() -> dict[str, int]:
         return ((name, getattr(of, name).offset) for name, *_ in of._fields_)
 
     def whole(name: str, value: int) -> dict[str, int]:
-        """Return name -> value for a 64-bit constant, and for its four parts of 16 bits."""
+        """Return name -> value for a 64-bit constant, and for its 16-bit parts, NAME_0 (lowest) to NAME_3."""
         return {name: value} | {f"{name}_{part}": value >> 16 * part & 0xFFFF for part in range(4)}
 
     return {

@@ -18,8 +18,9 @@ PYTHON_TRAPS = "KPROBEFS_PYTHON_TRAPS"
 
 
 def routine_address(name: str) -> int | None:
-    """Return the address of a routine: a family of guests for its traps, "rdtsc" or "copy".
+    """Return the address of the host's routine `name`.
 
+    `name` is "rdtsc", "copy", or a family of guests for the routine that handles its traps.
     Return None if the host cannot run a routine, or if PYTHON_TRAPS is set.
     """
     if sys.platform != "linux" or os.environ.get(PYTHON_TRAPS):

@@ -86,7 +86,7 @@ class TrapTable:
         return ((address, self._entries[2 * index + 1]) for address, index in self._indices.items())
 
     def put(self, address: int, target: int) -> None:
-        """Let the guest continue at `target` after a trap at `address`. An older target is replaced."""
+        """Make the guest continue at `target` after a trap at `address`; replace an older target."""
         assert address, "0 is the address of an empty entry"
         index = self._indices.get(address)
         if index is not None:

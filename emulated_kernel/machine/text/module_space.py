@@ -37,7 +37,7 @@ class ModuleSpace:
     def alloc(self, size: int, *, is_text: bool) -> int:
         """Allocate `size` bytes: executable and filled with breakpoints, or writable and filled with zeros.
 
-        Raises: HardwareError (none left).
+        Raises: HardwareError (no module memory is left).
         """
         pages = page_up(size)
         va = self._pool.alloc(pages + PAGE_SIZE)

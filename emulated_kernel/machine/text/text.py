@@ -259,7 +259,7 @@ class Text:
     def alloc_text(self, size: int) -> int:
         """Allocate executable host memory, 16-byte aligned and filled with breakpoints; `poke` writes it.
 
-        Raises: HardwareError (none left).
+        Raises: HardwareError (no memory for text is left).
         """
         return self._slots.alloc(size)
 

@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 PERMISSION_BITS = 0o7777
 """Mask of the mode's bits that chmod(2) changes."""
 _MIN_LIMIT = 64
-"""Number of members from which on a DynamicDirectory looks for members whose objects were removed."""
+"""Minimum number of members at which a DynamicDirectory searches for members of removed objects."""
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ class Directory(Node):
         return 2 + self._subdirectories
 
     def get(self, name: str) -> Node | None:
-        """Return the child called `name`, or None. This is fast, however many children there are."""
+        """Return the child called `name`, or None, as fast for many children as for few."""
         return self._children.get(name)
 
     def names(self) -> list[str]:

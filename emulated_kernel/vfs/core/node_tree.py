@@ -238,7 +238,7 @@ class NodeTree:
 
 
 def _ignore(_path: str) -> None:
-    """Do nothing: no front end keeps names."""
+    """Do nothing: default of `on_removal`, used until a front end caches names."""
 
 
 def _is_too_long(name: str) -> bool:

@@ -65,7 +65,7 @@ class File(Node):
     opened_as: ClassVar[type[OpenFile]]
     """Class of the file's open files. Its constructor raises the errno of the file's open on Linux."""
     has_position: ClassVar[bool] = True
-    """Whether lseek(2) works. Linux: false for a file whose file_operations have no llseek, or no_llseek."""
+    """Whether lseek(2) works. As in Linux, it fails if the file_operations have no llseek, or no_llseek."""
     __slots__ = ("moves",)
 
     def __init__(self, mode: int, moves: Moves = Moves.BY_BYTES) -> None:
@@ -159,7 +159,7 @@ class OpenFile:
 
     @property
     def acts_on_close(self) -> bool:
-        """Whether release() has an effect that other files show: by default, if it is implemented."""
+        """Whether release() has an effect that other files show. By default, an override of it has one."""
         return type(self).release is not OpenFile.release
 
     @property

@@ -94,7 +94,7 @@ def each_line(
 
 
 def listing(records: Callable[[], Iterable[str]]) -> Records:
-    """Return a Records function for a function that returns all records of a file."""
+    """Return a Records function that takes the records of a file from the iterable that `records` returns."""
     return lambda index: islice(records(), index, None)
 
 
@@ -136,7 +136,7 @@ class WrittenList(Protocol):
     """Interface of a list that a file shows, to which a write adds entries, and which O_TRUNC clears."""
 
     def records(self) -> Iterable[str]:
-        """Return a line with its newline for each entry of the list."""
+        """Return the lines that the file shows: one for each entry of the list, with its newline."""
 
     def write(self, data: bytes) -> int:
         """Execute one write, and return the number of bytes taken. Raises: KernelError."""
@@ -169,7 +169,7 @@ class EditedList(Protocol):
     """Interface of a list that clients change through Edit objects."""
 
     def records_from(self, index: int) -> Iterable[str]:
-        """Return a line with its newline for each entry of the list, from `index` on."""
+        """Return the lines that the file shows: one for each entry from `index` on, with its newline."""
 
     def edit(self, *, truncate: bool) -> Edit:
         """Return an Edit for a file that is opened for writing, with O_TRUNC if `truncate`."""
@@ -428,7 +428,7 @@ class RawMarkerFile(MarkerFile):
 
 
 class _OpenLines(OpenCommand):
-    """An open LinesFile. If the front end splits a write(2), it keeps the unfinished line for the next part.
+    """An open LinesFile, which keeps an unfinished line if the front end splits a write(2).
 
     Linux: a write(2) is never split. Deviates: if a later part fails, the earlier parts have been executed.
     """
@@ -612,7 +612,7 @@ class AttributeFile(File):
 
 
 class UnseekableAttribute(AttributeFile):
-    """An AttributeFile without an llseek in Linux."""
+    """An AttributeFile whose file_operations in Linux have no llseek."""
 
     has_position = False
     __slots__ = ()

@@ -46,7 +46,7 @@ def events_directory(tracing: Tracing) -> Directory:
 
 
 def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent]) -> Directory:
-    """Return the directory of a group. Linux: the directory of the group ftrace has no files."""
+    """Return the directory of a group. As in Linux, the directory of the group ftrace has no files."""
 
     def switchable() -> list[TraceEvent]:
         return [*tracing.events.switchable(members.values())]

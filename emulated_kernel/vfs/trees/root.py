@@ -60,7 +60,7 @@ class _Removals(EventWatcher):
         self._tree = tree
 
     def event_added(self, event: TraceEvent) -> None:
-        """Do nothing, because no front end keeps the absence of a name."""
+        """Do nothing, because no front end caches that a name does not exist."""
 
     def event_removed(self, event: TraceEvent) -> None:
         self._tree.removed(f"{event.group}/{event.name}")

@@ -45,10 +45,10 @@ class BuiltinCalls(GuestCalls):
         self._stand_in: int | None = None
         """The guest's descriptor of the control file from which tasks read others; None before it is open."""
         self._sight = Sight.MEMORY
-        """What the armed probes could see when `_sight_turn` was the turn of the control lock."""
+        """Result of Guest.sight() when `_sight_turn` was the turn of the control lock."""
         self._sight_turn = -2
         self._asleep: WeakKeyDictionary[GuestTask, ControlFile] = WeakKeyDictionary()
-        """Task -> file for which it has made its last read of the stand-in that slept or failed."""
+        """Task -> control file that the task wanted when its last read of the stand-in slept or failed."""
 
     @property
     def is_dead(self) -> bool:
@@ -245,7 +245,7 @@ class BuiltinCalls(GuestCalls):
         return data
 
     def _open_unnoticed(self, task: GuestTask, file: ControlFile) -> None:
-        """Let a task open a file that the host has opened, by a call in which no probe can be hit."""
+        """Open a file in the guest, after the host has, by a task's call in which no probe can be hit."""
         writer = file.inner.node.writer
         flags = file.flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
         file.fd = self._guest.syscalls.open(
@@ -255,7 +255,7 @@ class BuiltinCalls(GuestCalls):
     def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
         """Read a page from `file.inner`; see GuestCalls.
 
-        Linux: splice(2) does not call vfs_read, so the guest has no part in this read.
+        On Linux, splice(2) does not call vfs_read. So the guest makes no call for this read.
         """
         del client
         return file.inner.read_page(size)

@@ -63,7 +63,7 @@ class ScratchFile(FileDescription):
     def informed(self, client: Client) -> Client:
         """Return the client with the facts that a read or write needs; see FileDescription.
 
-        Its offset can also show an lseek(2), which is among the calls on names.
+        The offset of a read or write can also reveal an earlier lseek(2), a call of the kind Calls.NAMES.
         """
         return self.fs.calls.informed(client, Calls.ALL)
 

@@ -140,7 +140,7 @@ class ProcessTracker(TaskObserver):
         task.cpu = cpu
 
     def known(self, pid: int) -> GuestTask:
-        """Return the task that made the last request of a process; it is init's if the process has none."""
+        """Return the task that made the last request of a process, or init's task if the process has none."""
         return self._by_pid.get(self._watch.number(pid), self.init) if pid > INIT_PID else self.init
 
     def _adopt_or_stand_in(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
@@ -331,7 +331,7 @@ class ProcessTracker(TaskObserver):
         task.has_executed = False
 
     def exit(self, pid: int) -> None:
-        """Let the task `pid`, whose host process has ended, call exit_group(2)."""
+        """Make the task `pid` call exit_group(2), because its host process has ended."""
         task = self._by_pid.get(pid)
         if task is None or task is self.init:
             return

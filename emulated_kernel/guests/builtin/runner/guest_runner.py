@@ -190,7 +190,7 @@ class GuestRunner:
         return self._finish(task)
 
     def resume(self, task: GuestTask) -> int:
-        """Let a task that sleeps in a control file repeat its request to the file; return the call's result.
+        """Make a task repeat its request to the control file in which it sleeps; return the call's result.
 
         Raises: as `syscall`.
         """
@@ -217,7 +217,7 @@ class GuestRunner:
             raise KernelError(errno.EDEADLK, "guest: it is running; call again when the handler has returned")
 
     def exit(self, task: GuestTask, nr: int) -> None:
-        """Let a task make its last system call, `nr`, which does not return. Raises: KernelError EIO."""
+        """Make a task's last system call, number `nr`, which does not return. Raises: KernelError EIO."""
         request = Request(nr, (0,), None)
         try:
             self.run(task, request)
@@ -226,7 +226,7 @@ class GuestRunner:
                 raise
 
     def interrupt(self, task: GuestTask, error: int = errno.EINTR) -> None:
-        """Let the system call in which a task sleeps fail with the errno `error`.
+        """End the system call in which a task sleeps: the call fails with the errno `error`.
 
         EINTR means that the task's process makes another request.
         Raises: KernelError (`error`, or EIO as `syscall`).

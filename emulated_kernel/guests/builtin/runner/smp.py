@@ -108,7 +108,7 @@ class SmpGuestRunner(GuestRunner):
             self._machine.answer(self._serve(hypercall))
 
     def sync_core(self) -> None:
-        """Let all other CPUs execute a serialising instruction.
+        """Make all other CPUs execute a serialising instruction.
 
         A CPU takes no interrupt in the middle of a hit, so all hits on other CPUs have ended afterwards. If
         the caller is in a hit itself, no interrupt is sent: the other CPUs do not run during the hit, and

@@ -89,7 +89,10 @@ class HostLookup(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GuestStat:
-    """A result of stat(2) in the guest; sizes in bytes, times in nanoseconds of the guest's file time."""
+    """Result of stat(2) in the guest. Sizes are in bytes.
+
+    The times are nanoseconds of the guest's clock; WallTime.to_wall() converts them.
+    """
 
     ino: int
     nlink: int
@@ -435,7 +438,7 @@ class Syscalls:
     def utimens(self, task: GuestTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set a file's times by utimensat(2), which does not follow a symbolic link.
 
-        Times are in nanoseconds of the guest's file time; None leaves a time unchanged.
+        Times are in nanoseconds of the guest's clock; None leaves a time unchanged.
         """
         times = struct.pack("<4q", *_timespec(atime_ns), *_timespec(mtime_ns))
         with self._buffers.borrowed() as buffer:

@@ -259,7 +259,7 @@ class SnapshotContents(NamedTuple):
 
 
 class ShownCpu(NamedTuple):
-    """A production CPU that a guest sees, and what the guest says about the CPU."""
+    """A production CPU that a guest sees, and the guest's report about the CPU."""
 
     cpu: ProductionCpu
     rdmsr_sites: Sequence[int]

@@ -1,4 +1,4 @@
-"""CpuidAnswers: what the instructions cpuid and rdmsr return to a guest that runs on a ProductionCpu."""
+"""CpuidAnswers: results of the instructions cpuid and rdmsr in a guest that runs on a ProductionCpu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from emulated_kernel.guests.linux.cpu.cpuid_bits import AX, BITS, BX, CLAIMED, K
 from emulated_kernel.guests.linux.cpu.production_cpu import INTEL, ProductionCpu
 
 Leaf = tuple[int, int, int, int]
-"""Values of eax, ebx, ecx and edx."""
+"""Result of cpuid: the values of eax, ebx, ecx and edx."""
 MICROCODE = 0x8B
 FEATURE_CONTROL = 0x3A
 ARCH_CAPABILITIES = 0x10A

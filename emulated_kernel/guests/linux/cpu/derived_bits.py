@@ -58,9 +58,10 @@ class Derived(NamedTuple):
 def derived_bits(
     vendor: str, family: int, model: int, flags: Collection[str], vulnerabilities: Mapping[str, str]
 ) -> Derived:
-    """Return what a CPU must have if its kernel says this about it.
+    """Derive a CPU's hidden features and capability bits from the texts of its kernel.
 
-    A file of vulnerabilities that the kernel does not have says nothing.
+    `vulnerabilities`: file of /sys/devices/system/cpu/vulnerabilities -> its text. Nothing follows from a
+    file that the kernel does not have.
     """
     if vendor == INTEL:
         hidden = _intel_features(flags, vulnerabilities)
@@ -94,7 +95,7 @@ def _capabilities(flags: Collection[str], said: Mapping[str, str]) -> int:
 
 
 def decided_bits(said: Mapping[str, str]) -> int:
-    """Return the bits of IA32_ARCH_CAPABILITIES about which files of vulnerabilities say something."""
+    """Return the bits of IA32_ARCH_CAPABILITIES whose values follow from a kernel's vulnerability files."""
     spectre = said.get("spectre_v2", "")
     found = _IBRS_ALL
     for file in said:

@@ -17,7 +17,7 @@ HYPERVISOR = "hypervisor"
 
 @dataclass(frozen=True)
 class ProductionCpu:
-    """A CPU, the command line that it boots with, and what its kernel says about it.
+    """A CPU, the command line with which it boots, and its kernel's report about it.
 
     `flags` and `hidden` are names of features: those that /proc/cpuinfo shows, and those that it does not.
     """
@@ -79,7 +79,7 @@ class ProductionCpu:
 
 
 def from_text(text: str) -> ProductionCpu:
-    """Return the CPU that as_text() wrote. Raises: ValueError, TypeError, KeyError (it did not)."""
+    """Return the CPU that as_text() wrote. Raises: ValueError, TypeError, KeyError (not such a text)."""
     fields: dict[str, Any] = json.loads(text)
     for name in ("flags", "hidden", "parameters", "notes"):
         fields[name] = tuple(fields[name])

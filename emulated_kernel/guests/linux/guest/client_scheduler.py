@@ -153,7 +153,7 @@ class ClientScheduler:
         return False
 
     def _timer_until(self, end: int) -> bool:
-        """Let time pass to the next timer interrupt; return False if none comes until the TSC is `end`."""
+        """Advance the time to the next timer interrupt; return False if none comes until the TSC is `end`."""
         pc = self._machine.pc
         if pc.timer_vector is None or pc.due is None or max(pc.due, pc.tsc) > end:
             return False
@@ -164,7 +164,7 @@ class ClientScheduler:
         return self._machine.pc.tsc + microseconds * TSC_KHZ // 1000
 
     def take_interrupts(self) -> None:
-        """Let the task at its stub take the timer interrupts that are due."""
+        """Deliver the timer interrupts that are due to the task at its stub."""
         while self.current is not None and self._machine.pc.is_due:
             self._machine.timer()
             self.run()
@@ -204,7 +204,7 @@ class ClientScheduler:
         cx: int = 0,
         kept: tuple[int, int] = (0, 0),
     ) -> None:
-        """Let the task continue at `ip` in the next run, with values for the registers.
+        """Make the task continue at `ip` in the next run, with the given values of the registers.
 
         `kept`: rbx and rbp, which calls preserve.
         """
@@ -304,7 +304,7 @@ class ClientScheduler:
         return True
 
     def _leave_call(self) -> None:
-        """Let the task that waits in a call fall asleep there in the next run."""
+        """Put the task that waits in a call to sleep there, in the next run."""
         task = self._in_call
         self._in_call = None
         if task is not None:
@@ -340,20 +340,20 @@ class ClientScheduler:
     # Time for the guest itself
 
     def idle(self, microseconds: int) -> None:
-        """Let guest time pass in which the guest does its own work, such as timers and kernel threads."""
+        """Advance guest time, and run the guest's own work, such as timers and kernel threads, meanwhile."""
         end = self._tsc_in(microseconds)
         self.work(microseconds)
         self._machine.pc.tsc = max(self._machine.pc.tsc, end)
 
     def work(self, microseconds: int) -> None:
-        """Let the guest do its own work until it is idle with no timer due within `microseconds`."""
+        """Run the guest's own work until the guest is idle and no timer is due within `microseconds`."""
         end = self._tsc_in(microseconds)
         if self.current is not None:
             self.switch(None)
         self.run_until(lambda: False, on_idle=partial(self._timer_until, end))
 
     def do_work(self, callback: int, is_done: Callable[[], bool], microseconds: int) -> None:
-        """Let an interrupt call the guest code at `callback`; run until `is_done()` or the time is over."""
+        """Call the guest code at `callback` in an interrupt; run until `is_done()` or the time is over."""
         self._machine.check_alive()
         if self.current is not None:
             self.take_interrupts()

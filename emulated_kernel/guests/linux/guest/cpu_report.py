@@ -1,4 +1,4 @@
-"""CpuReport: what a booted guest says about its CPU: vulnerabilities and features."""
+"""CpuReport: the vulnerabilities and features of its CPU that a booted guest reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BEFORE_INIT = "free_initmem"
 
 @dataclass(frozen=True)
 class CpuReport:
-    """The CPU that a guest was booted with, and what the guest says about it."""
+    """The CPU that a guest was booted with, and the guest's report about it."""
 
     cpu: ProductionCpu
     release: str
@@ -111,7 +111,7 @@ def rdmsr_sites(kernel: LinuxKernel) -> Sequence[int]:
 
 
 def show_threads(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu) -> None:
-    """Let the kernel find as many threads in a core as the production CPU has, although the guest has one.
+    """Make the kernel find as many threads in a core as the production CPU has; the guest's core has one.
 
     Since v6.6 it counts threads by the CPUs that the firmware has listed. If more than one thread of a core
     is online in production, let the kernel act before it starts init as if a second thread had come online.

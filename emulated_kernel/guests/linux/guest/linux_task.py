@@ -11,7 +11,7 @@ THREAD_SIZE = 16 << 10
 TASK_INTERRUPTIBLE = 1
 
 Service = Callable[[], Callable[[], None]]
-"""Function that does the host's part of a system call.
+"""Function that does the host's work in a system call.
 
 It returns a function that puts the result into the registers. It raises only WouldBlock. The task then
 continues to sleep, and its client repeats the request.
@@ -50,7 +50,7 @@ class LinuxTask:
     """Return value of its latest system call."""
     alive: bool = True
     service: Service | None = None
-    """The host's part of the task's system call, or None if there is none."""
+    """Function that does the host's work in the task's system call (see Service), or None."""
     waits: bool = False
     """True if the task's system call waits for `service`.
 

@@ -122,7 +122,7 @@ class PassingTime:
         return False
 
     def take_turn(self) -> None:
-        """Let the guest take the timer's interrupt, and work until it is idle or the turn's time is over."""
+        """Deliver the timer's interrupt, and run the guest until it is idle or the turn's time is over."""
         self._requests = 0
         pc = self._pc
         if pc.due is not None:

@@ -30,4 +30,4 @@ class RunningLinux(ABC):
 
     @abstractmethod
     def idle(self, microseconds: int) -> None:
-        """Let guest time pass in which the guest does its own work."""
+        """Advance guest time, and run the guest's own work, such as timers, meanwhile."""

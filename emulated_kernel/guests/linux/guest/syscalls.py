@@ -148,7 +148,7 @@ class LinuxSyscalls:
     ) -> int:
         """Open a file by openat(2) and return the descriptor, which all tasks share.
 
-        `closed`: a descriptor that the task closes first. `service`: the host's part of the call, as
+        `closed`: a descriptor that the task closes first. `service`: the host's work in the call, as
         in write().
         """
         try:

@@ -81,7 +81,9 @@ class TaskMemory:
             yield found[0] + first - page, first - va, last - first
 
     def _touch(self, task: LinuxTask, page: int, first_byte: int) -> tuple[int, int, int]:
-        """Let the task store the first byte of a missing or shared page, whose fault gives the task a page.
+        """Give the task its own page in place of a missing or shared page.
+
+        The task stores the page's first byte, and the kernel's handling of the fault provides the page.
 
         Return the result of LinuxMemory.walk() for the page.
         """

@@ -26,8 +26,8 @@ class TaskTable:
     ) -> None:
         """Find the running task; it must be in user mode.
 
-        `current_cell`: virtual address of the CPU's `current_task`; `stack_top_cell`: of the word with the
-        end of the task's struct pt_regs. Raises: GuestFault (the stack is none).
+        `current_cell`: virtual address of the CPU's `current_task`. `stack_top_cell`: virtual address of the
+        word with the end of the task's struct pt_regs. Raises: GuestFault (that end is in no kernel stack).
         """
         self._words = memory.words
         self._structs = structs

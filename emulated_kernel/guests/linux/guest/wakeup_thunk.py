@@ -82,13 +82,13 @@ class WakeupThunk:
         self._machine.engine.flush_tlb()
 
     def wake(self, task: int) -> None:
-        """Let the next run begin with the interrupt, which wakes the task at address `task`; 0: wake none."""
+        """Begin the next run with the interrupt that wakes the task at address `task`, or none if it is 0."""
         self._words[self._task >> 3] = task
         self._machine.cpu.interrupt(_PLATFORM_IPI)
 
     @contextmanager
     def replaced_by(self, callback: int) -> Iterator[None]:
-        """Let the interrupt call the function at `callback` during the block, instead of waking a task."""
+        """During the block, make the interrupt call the function at `callback` instead of waking a task."""
         self._structs.store("<Q", self._callback, callback)
         yield
         # If the guest dies in the block, the callback is not restored.

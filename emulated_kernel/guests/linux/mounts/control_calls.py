@@ -130,7 +130,7 @@ class LinuxControlCalls(GuestCalls):
         is_tracefs: bool,
         is_refused: bool = False,
     ) -> None:
-        """Create the guest's part in the use of control files.
+        """Prepare the repetition of clients' calls in the guest.
 
         `is_tracefs`: the root of the control files is the guest's mount point of tracefs. `is_refused`: make
         no calls.
@@ -323,7 +323,7 @@ class LinuxControlCalls(GuestCalls):
             self.guest.control_closes.defer(file)
 
     def close(self) -> None:
-        """End the guest's part of the mount; see GuestCalls."""
+        """Release the guest's resources, because the mount ends; see GuestCalls."""
         self.guest.close()
 
     def _can_call(self, task: LinuxTask) -> bool:
@@ -335,12 +335,12 @@ class LinuxControlCalls(GuestCalls):
         except (KernelError, GuestFault, MemoryFault, Blocked):
             return None
 
-    # The host's part in the middle of a call
+    # The host's work in the middle of a guest's call
 
     def _service(
         self, task: LinuxTask, once: RunOnce[Any], answer: Callable[[LinuxTask, Any], None]
     ) -> Service:
-        """Return the host's part of a call, which runs `once`; `answer` puts the result into the registers.
+        """Return the Service of a call: it runs `once`, and `answer` puts the result into the registers.
 
         If `once` raises, the call ends with an errno.
         """

@@ -127,7 +127,7 @@ class Running:
 class Request:
     """Context for a client's system call: holds the control lock and yields the task that makes the call.
 
-    It is a class, because a generator would cost each request more time than the lock.
+    This context manager is a class, because a generator would cost each request more time than the lock.
     """
 
     __slots__ = ("_client", "_guest", "_opens")
@@ -191,7 +191,7 @@ class LinuxWorkloads:
         return LinuxWorkload(guest.tasks, guest.syscalls, guest.clients.execute, kind, pid)
 
     def slice_begins(self) -> None:
-        """Let the guest make the deferred closes, as at a request; see WorkloadHost. Raises: KernelError."""
+        """Make the deferred closes in the guest, as at a request; see WorkloadHost. Raises: KernelError."""
         guest = self._guest
         guest.check_open()
         try:
@@ -277,7 +277,7 @@ class LinuxGuest:
     # Requests. Invariant: keep the order of the steps, because traces depend on it.
 
     def begin(self, client: Client, opens: bool) -> LinuxTask:
-        """Let the guest make the deferred closes, and return the client's task. Lock: needs.
+        """Make the deferred closes in the guest, and return the client's task. Lock: needs.
 
         `opens`: see Request. If it is True, one file may remain in `closes.taken`.
         """

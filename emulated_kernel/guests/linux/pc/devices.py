@@ -160,14 +160,14 @@ class Pc:
         return self._wall is not None
 
     def follow_wall(self, wall: Callable[[], int] = monotonic_ns) -> None:
-        """Let each rdtsc advance the time to the host's time. `wall` returns that in nanoseconds."""
+        """Make each rdtsc advance the time to the host's. `wall` returns the host's time in nanoseconds."""
         self._wall = wall
         self._wall_base = wall() - self.tsc * _MILLION // TSC_KHZ
         # The host's routine for rdtsc does not know the host's time.
         self.words.followed = 1
 
     def behind(self) -> int:
-        """Return by how many nanoseconds the time is behind the host's; less than 0 if it is ahead."""
+        """Return the host's time minus this time, in nanoseconds; it is negative if this time is ahead."""
         assert self._wall is not None
         return self._wall() - self._wall_base - self.tsc * _MILLION // TSC_KHZ
 

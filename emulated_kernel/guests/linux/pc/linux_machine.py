@@ -163,7 +163,7 @@ class LinuxMachine:
         self._hook_rdtsc(INSN_CALLBACK(rdtsc))
 
     def _hook_rdtsc(self, callback: Any) -> None:
-        """Let Unicorn call the host's routine for rdtsc, or the callback on a host without a routine."""
+        """Make Unicorn call the host's routine for rdtsc, or the Python callback if there is no routine."""
         routine = routine_address("rdtsc")
         if routine is None:
             self.engine.add_hook(HOOK_INSN, callback, instruction=_RDTSC)
@@ -182,7 +182,7 @@ class LinuxMachine:
         )
 
     def call_at(self, address: int, function: Callable[[], object]) -> None:
-        """Let `function` be called whenever the guest reaches an address.
+        """Call `function` from now on whenever the guest reaches an address.
 
         The function may change memory and registers, but not the instruction pointer. If it raises
         MemoryFault, the guest continues, because the guest's own data are damaged.
@@ -198,7 +198,7 @@ class LinuxMachine:
             self.engine.flush_code()
 
     def show_cpu(self, cpu: ProductionCpu, rdmsr_sites: Sequence[int]) -> None:
-        """Let the guest see a production CPU in place of the emulated one.
+        """Show the guest a production CPU in place of the emulated CPU.
 
         `rdmsr_sites`: addresses of the kernel's rdmsr instructions, because Unicorn has no hook for them.
         """
@@ -324,7 +324,7 @@ class LinuxMachine:
         self.engine.stop()
 
     def deliver_breakpoints(self, stub: range, cells: int) -> None:
-        """Let breakpoints of kernel mode continue at `stub`, which delivers them.
+        """Make the guest continue at `stub` after a breakpoint of kernel mode; the stub delivers it.
 
         `cells`: physical address of the words that the stub pushes.
         """
@@ -337,7 +337,7 @@ class LinuxMachine:
         words.stub = stub.start
 
     def take_breakpoints(self) -> None:
-        """Let the host look at each breakpoint first, since it probes the guest from now on."""
+        """Pass each breakpoint to the host first, because the host probes the guest from now on."""
         self.hooks.words.stub = 0
 
     @property

@@ -38,7 +38,10 @@ class LinuxMemory:
         self.words = memoryview(ram).cast("Q")
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
-        """Return the physical address, the last entry and the page's size, or None if it is not mapped."""
+        """Return the physical address of `va`, its last page table entry and its page's size in bytes.
+
+        Return None if `va` is not mapped.
+        """
         if _HALF <= va < _CANONICAL or not 0 <= va < _WORD:
             return None
         table = root & FRAME

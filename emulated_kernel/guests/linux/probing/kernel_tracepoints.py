@@ -122,9 +122,10 @@ class EventBatch:
         return count
 
     def add(self, switch: Callable[[int, bool], None], stub: str, switch_stub: SwitchStub) -> Tracepoint:
-        """Return a new tracepoint, whose switching calls `switch` with its index and the new state.
+        """Return a new tracepoint. Switching it calls `switch` with its index and the new state.
 
-        `stub` is the name of its stub, or "". Letting the tracepoint call it calls `switch_stub`.
+        `stub` is the name of the tracepoint's stub, or "". `switch_stub` is called if the tracepoint shall
+        start or stop calling the stub.
         """
         number = len(self.points)
         called = TracepointStub(stub, 1, 0, partial(switch_stub, self, number)) if stub else None
@@ -383,7 +384,10 @@ class KernelTracepoints:
             self._memory.write(funcs, bytes(_WORD))
 
     def _switch_stub(self, batch: EventBatch, number: int, on: bool) -> None:
-        """Let a tracepoint that is on call its stub, too, or not. The entry after the stub's stays zero."""
+        """Add the stub to the functions of a tracepoint that is on, or remove it if `on` is False.
+
+        The entry after the stub's stays zero.
+        """
         entry = bytes(_WORD)
         if on:
             entry = pack("<Q", self._kernel.required(batch.stub(number)))

@@ -38,7 +38,9 @@ def linux_need_resched(kernel: LinuxKernel, task_flag: int) -> NeedResched:
 
 
 def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
-    """Return the kernel's offsets under the names of the ABI table of kprobefs's own kernel.
+    """Return the kernel's struct offsets, per-CPU offsets, sizes and masks, for the probe engine.
+
+    Their names are those of the ABI table of kprobefs's own kernel.
 
     Raises: KernelError ENOEXEC, ENOENT, ENODATA.
     """

@@ -40,7 +40,7 @@ class ModuleWatch:
         self._kernel = kernel
         self.loaded = LoadedModules(kernel, machine.memory, machine.damage)
         self.name = self.loaded.name
-        """LoadedModules.name: return the name of a struct module at an address."""
+        """Function that returns the name of the module whose struct module is at an address."""
         self._adopted: set[int] = set()
         self._labels: list[JumpLabel] = []
         self._keys: StaticKeys | None = None

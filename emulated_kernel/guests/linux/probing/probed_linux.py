@@ -31,10 +31,10 @@ _OTHER_TEXT = 0xFFFFFFFF81000000
 
 
 class LinuxCpuModel(X86_64Cpu):
-    """An x86-64 CPU. The host maps its code and records at addresses that Linux leaves unused.
+    """CPU and memory layout of an x86-64 Linux: where the host maps its own code and its pages of records.
 
-    Code is mapped between the kernel and its modules. From there, an instruction reaches the text and the
-    per-CPU variables, whatever their offsets are.
+    Linux leaves these addresses unused. The host's code is between the kernel and its modules. From there,
+    32-bit displacements reach the kernel's text and per-CPU variables, whatever the variables' offsets are.
     """
 
     layout = replace(X86_64Cpu.layout, record_pages=_RECORDS, record_pages_size=_RECORDS_SIZE)

@@ -197,7 +197,7 @@ class VmcoreCalls:
         return EIO, "what was asked for takes too long"
 
     def _go_on(self) -> None:
-        """Let __schedule() return at once, because there is no other task to run."""
+        """Make __schedule() return at once, because there is no other task to run."""
         guest = self._guest
         memory = self._machine.memory
         regs = self._guest.machine.regs

@@ -139,7 +139,7 @@ def _tables(kernel: RunningKernel) -> dict[str, bytes | memoryview]:
 
 @contextmanager
 def _read_as_dump(prefix: str = "") -> Iterator[None]:
-    """Let errors of a kernel's tables name the dump; `prefix` begins the reason."""
+    """Make errors of a kernel's tables name the dump. `prefix` is put before the error's reason."""
     try:
         yield
     except KernelError as error:

@@ -27,7 +27,10 @@ _ITERATOR = struct.Struct("<QQQ")
 
 
 class VmcoreControlCalls(GuestCalls):
-    """Implements GuestCalls for a dump, which has no tasks; control files may run the kernel's functions."""
+    """GuestCalls for a mounted vmcore, which has no tasks.
+
+    The guest makes no system calls. It runs only the kernel's functions that control files call.
+    """
 
     sees_lookups = False
 
@@ -50,7 +53,7 @@ class VmcoreControlCalls(GuestCalls):
     def look_up(self, client: Client | None) -> AbstractContextManager[None]:
         """Return the context in which the guest runs for a lookup, which does not count as a request.
 
-        Otherwise it is that of request().
+        In all other respects, the context is that of request().
         """
         return self._running(client, self.engine.call_begins)
 
@@ -87,7 +90,7 @@ class VmcoreControlCalls(GuestCalls):
         return memory.read(text, min(length, size))
 
     def close(self) -> None:
-        """End the guest's part of the mount; see GuestCalls."""
+        """Release the guest's resources, because the mount ends; see GuestCalls."""
         if not self._is_closed:
             self._is_closed = True
             self.calls.close()
