@@ -1,6 +1,8 @@
 """Check kernels of distributions, with both engines: python -m stress.kernels [--write FILE] IMAGE...
 
 Each check uses the mount like a client. The result is a table: which checks pass, and how long starts take.
+With --inside N, N random definitions, N places of probes, N / 2 filters, 3 N / 10 histograms and the records
+of a workload are compared, too: of the kernel's own probing and of kprobefs over it.
 An IMAGE is a file for `--image`; further packages with its modules may be next to it.
 """
 
@@ -22,11 +24,13 @@ from pathlib import Path
 from time import perf_counter
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
+from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import ensure_cached, started_with_kernel
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -34,6 +38,16 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
+from tests.oracle.inside import (
+    Tally,
+    compare_definitions,
+    compare_filters,
+    compare_histograms,
+    compare_places,
+    compare_records,
+    kernel_places,
+    recorded_definitions,
+)
 
 SEED = 1
 CLIENT = Client(4001, 0, 0)
@@ -47,8 +61,11 @@ MODULES = ("dummy", "nls_cp437", "nls_utf8")
 REQUESTS = 400
 """Maximum number of requests until a probe must have become a jump."""
 TROUBLE = re.compile(r"\b(?:BUG|Oops|WARNING|Call Trace|general protection fault)\b")
-HEAD = "| kernel | way of probing | checks | failed | not possible | first boot | start |"
-RULE = "| --- | --- | --- | --- | --- | --- | --- |"
+HEAD = (
+    "| kernel | way of probing | checks | failed | not possible | differences | first boot | start | date |"
+)
+RULE = "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+DATE = datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 class NotBuilt(Exception):
@@ -401,6 +418,8 @@ class Result:
     boot: float
     start: float
     failed: dict[str, str] = field(default_factory=dict)
+    differences: str = ""
+    """Number of differences from the kernel's own probing and number of questions; "" if none were asked."""
     missing: list[str] = field(default_factory=list)
     """Checks of what the kernel was built without, or of modules that are not on this machine."""
 
@@ -410,7 +429,8 @@ class Result:
         passed = possible - len(self.failed)
         return (
             f"| {self.release} | `{self.engine}` | {passed} of {possible} | {', '.join(self.failed)} "
-            f"| {', '.join(self.missing)} | {self.boot:.1f} s | {self.start:.2f} s |"
+            f"| {', '.join(self.missing)} | {self.differences} "
+            f"| {self.boot:.1f} s | {self.start:.2f} s | {DATE} |"
         )
 
 
@@ -438,7 +458,34 @@ def check(image: Path, engine: str, boot: float) -> Result:
     return result
 
 
-def results(images: list[Path], engines: Sequence[str]) -> Iterator[Result | str]:
+def inside(image: Path, count: int) -> Tally:
+    """Return how the answers of kprobefs over a kernel differ from the kernel's own answers."""
+    tasks, kernel = started_with_kernel(str(image), SEED)
+    owner = Owner(0, 0)
+    linux = native_mount(tasks, ProcessWatch(), owner, is_tracefs=False)
+    profile = profile_of(kernel)
+    engine = LinuxEngine(*started_with_kernel(str(image), SEED), profile)
+    ours = probed_mount(engine, ProcessWatch(), owner, is_tracefs=False)
+    interface = detect_interface(kernel)
+    tallies = (
+        compare_definitions(linux, ours, count, SEED, interface),
+        compare_filters(linux, ours, count // 2, SEED),
+        compare_histograms(linux, ours, count * 3 // 10, SEED),
+        compare_records(linux, ours, recorded_definitions(engine, interface)),
+        compare_places(
+            linux, kernel, kernel_places(kernel, count, SEED), probe_rules_named(profile.probe_rules)
+        ),
+    )
+    linux.close()
+    ours.close()
+    return Tally(
+        sum(tally.compared for tally in tallies),
+        sum(tally.refused for tally in tallies),
+        [difference for tally in tallies for difference in tally.differences],
+    )
+
+
+def results(images: list[Path], engines: Sequence[str], questions: int) -> Iterator[Result | str]:
     """Yield the result for each kernel and engine, or a line that says why the kernel cannot be used."""
     for image in images:
         began = perf_counter()
@@ -446,7 +493,13 @@ def results(images: list[Path], engines: Sequence[str]) -> Iterator[Result | str
             ensure_cached(str(image), SEED, lambda _done, _total: None)
             boot = perf_counter() - began
             for engine in engines:
-                yield check(image, engine, boot)
+                result = check(image, engine, boot)
+                if questions and engine == ENGINES[-1]:
+                    tally = inside(image, questions)
+                    result.differences = f"{len(tally.differences)} of {tally.compared}"
+                    if tally.differences:
+                        result.failed["inside"] = "\n".join(tally.differences[:5])
+                yield result
         except KernelError as error:
             yield f"{image.name}: {error.strerror}"
 
@@ -454,7 +507,12 @@ def results(images: list[Path], engines: Sequence[str]) -> Iterator[Result | str
 def main() -> int:
     """Print a row for each kernel and engine; return 1 if a check failed."""
     parser = argparse.ArgumentParser(prog="python -m stress.kernels", description=__doc__)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="also write the table to this file")
+    parser.add_argument(
+        "--write", metavar="FILE", type=Path, help="put the rows into the table in this file, too"
+    )
+    parser.add_argument(
+        "--inside", metavar="N", type=int, default=0, help="compare N answers with the kernel's own probing"
+    )
     parser.add_argument("--cache", metavar="DIR", help="directory of booted kernels (default: a new one)")
     parser.add_argument("--kprobes", choices=ENGINES, action="append", help="only this way (default: both)")
     parser.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
@@ -463,7 +521,7 @@ def main() -> int:
         os.environ["XDG_CACHE_HOME"] = options.cache or new
         rows, is_good = [], True
         print(HEAD, RULE, sep="\n")
-        for result in results(options.images, options.kprobes or ENGINES):
+        for result in results(options.images, options.kprobes or ENGINES, options.inside):
             if isinstance(result, str):
                 is_good = False
                 print(result, flush=True)
@@ -474,20 +532,36 @@ def main() -> int:
                 is_good = False
                 print(f"    {name}: {why}", flush=True)
     if options.write:
-        options.write.write_text(page(rows), encoding="utf-8")
+        before = options.write.read_text(encoding="utf-8") if options.write.exists() else ""
+        options.write.write_text(page(merged(before, rows)), encoding="utf-8")
     return 0 if is_good else 1
 
 
-def page(rows: list[str]) -> str:
-    """Return the page with the table, its date and the machine."""
-    date = datetime.now(UTC).strftime("%d %B %Y")
+def merged(text: str, rows: Sequence[str]) -> list[str]:
+    """Return the rows of the table in `text` and new rows, by version.
+
+    A new row replaces that of the same kernel and way of probing.
+    """
+    former = text.partition(f"{RULE}\n")[2].splitlines()
+    found = {tuple(row.split("|")[1:3]): row for row in (*former, *rows)}
+    return [found[key] for key in sorted(found, key=lambda key: (_numbers(key[0]), key))]
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", release)]
+
+
+def page(rows: Sequence[str]) -> str:
+    """Return the page with the table."""
     names = ", ".join(f"`{each.__name__}`" for each in OWN_CHECKS)
     about = (
-        f"`python -m stress.kernels --write FILE IMAGE...` made this table on {date}, with Python "
-        f"{platform.python_version()} on {os.cpu_count()} CPUs of {platform.machine()} (load average "
-        f"{os.getloadavg()[1]:.0f}). The way of probing is the value of `--kprobes`. A check is not possible "
-        "if the kernel was built without its subject, or if the package with modules was not at hand. The "
-        f"checks are {names}."
+        "`python -m stress.kernels --inside 1000 --write FILE IMAGE...` makes the rows of this table. A way "
+        "of probing is a value of `--kprobes`. A check is not possible if the kernel was built without its "
+        "subject, or if the package with modules was not at hand. Differences are those between the "
+        "kernel's own answers to definitions, filters, histograms and places of probes, and its own "
+        "records, and those of kprobefs over it. They were not counted where the column is empty. Times "
+        f"depend on the load of the machine, which had {os.cpu_count()} CPUs of {platform.machine()} and "
+        f"other work. The checks are {names}."
     )
     paragraph = textwrap.fill(about, 140, break_on_hyphens=False)
     return "\n".join(("# Kernels that `--image` runs", "", paragraph, "", HEAD, RULE, *rows, ""))

@@ -8,7 +8,7 @@ from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.call_graph import Calls, FunctionCalls
 from emulated_kernel.machine.text.text import Text
 
-_MOST_WORDS = 64
+_MAX_WORDS = 64
 """Maximum number of patched words that are looked up. With more of them, all calls are watched."""
 
 
@@ -50,7 +50,7 @@ class WatchedCalls:
     def _find(self) -> int:
         # A copy: another thread may change the text meanwhile.
         words = list(self._words)
-        if len(words) > _MOST_WORDS:
+        if len(words) > _MAX_WORDS:
             return Calls.ALL
         found = 0
         for word in words:

@@ -81,6 +81,11 @@ _EVENTS = _TablePlace("__start_ftrace_events", "__stop_ftrace_events", "_ftrace_
 _EVAL_MAPS = _TablePlace("__start_ftrace_eval_maps", "__stop_ftrace_eval_maps", "_ftrace_eval_map")
 _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata", "__syscalls_metadata")
 
+_OPTIONS = {"__per_cpu_offset": "CONFIG_SMP", "page_offset_base": "CONFIG_RANDOMIZE_MEMORY"}
+"""Symbol -> build option without which a kernel does not have the symbol."""
+_DATA_TYPES = frozenset("bBdD")
+"""Types of symbols of variables."""
+
 
 class LinuxKernel:
     """The contents of a kernel's file. A table is decoded on first use; it is empty if the kernel has none.
@@ -96,7 +101,9 @@ class LinuxKernel:
             Symbol(name, address, letter) for address, letter, name in vmlinux.symtab
         ]
         if not symbols:
-            raise unusable("it has no symbols (neither kallsyms nor a symbol table)")
+            raise unusable(
+                "it has no symbols (neither kallsyms nor a symbol table); a kernel needs CONFIG_KALLSYMS"
+            )
         self._set_symbols(Kallsyms(symbols))
 
     def _set_symbols(self, symbols: Kallsyms) -> None:
@@ -217,8 +224,16 @@ class LinuxKernel:
         """Return a symbol's address. Raises: KernelError ENOEXEC (there is no such symbol)."""
         address = self.kallsyms.lookup_name(name)
         if address is None:
-            raise unusable(f"its symbols lack {name}")
+            option = self._missing_option(name)
+            remedy = f"; a kernel needs {option}" if option else ""
+            raise unusable(f"its symbols lack {name}{remedy}")
         return address
+
+    def _missing_option(self, name: str) -> str | None:
+        """Return the build option without which a kernel's symbols lack `name`; None if it is unknown."""
+        if _DATA_TYPES.isdisjoint(map(chr, self.kallsyms.table.types)):
+            return "CONFIG_KALLSYMS_ALL"
+        return _OPTIONS.get(name)
 
     @property
     def is_preemptible(self) -> bool:

@@ -164,6 +164,26 @@ def test_symbols_that_it_can_not_be_without(lost: str) -> None:
     assert caught.value.errno == ENOEXEC
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("__per_cpu_offset", "CONFIG_SMP"), ("page_offset_base", "CONFIG_RANDOMIZE_MEMORY")],
+)
+def test_a_build_option_that_a_kernel_needs_is_named(name: str, option: str) -> None:
+    with pytest.raises(KernelError, match=f"its symbols lack {name}; a kernel needs {option}$") as caught:
+        read(built()[0]).required(name)
+    assert caught.value.errno == ENOEXEC
+
+
+def test_a_kernel_with_symbols_of_functions_alone_needs_those_of_variables() -> None:
+    kernel = made.Kernel()
+    kernel.symbols = [symbol for symbol in kernel.symbols if symbol[1] in "Tt"]
+    for number in range(300):
+        kernel.function(f"func_{number}", b"\xc3")
+    kernel.mark("_etext")
+    with pytest.raises(KernelError, match="its symbols lack _end; a kernel needs CONFIG_KALLSYMS_ALL$"):
+        LinuxKernel(Vmlinux(io.BytesIO(kernel.elf(ends=False))))
+
+
 def test_text_that_is_not_there() -> None:
     source = made.Kernel()
     source.mark("_etext", made.TEXT)
