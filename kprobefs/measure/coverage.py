@@ -143,6 +143,9 @@ def run(
     as_json: bool,
 ) -> None:
     """Run `kprobefs coverage`: print tables, or all counts as JSON. Raises: CliError."""
+    if strategy is not None and functions is not None:
+        why = "a recording lacks the kernel's data, which may lead into replaced bytes; leave it out"
+        raise CliError(f"--strategy: {why}", ExitStatus.USAGE)
     found = [coverage(subject, profile, strategy) for subject in subjects(arch, image, functions, cpu)]
     if as_json:
         print(json.dumps([_as_dict(each) for each in found]))
