@@ -160,9 +160,10 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if machine.profile not in LINUX_PROFILES:
         known = " or ".join(LINUX_PROFILES)
         raise CliError(f"--profile: not possible with a distribution's kernel; use {known}", ExitStatus.USAGE)
-    if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
-        why = "not possible with kprobefs's kprobes over a distribution's kernel; leave these out"
-        raise CliError(f"--clock real, --return-hook, --save-regs: {why}", ExitStatus.USAGE)
+    for option, value in (("--return-hook", machine.return_hook), ("--save-regs", machine.save_regs)):
+        if value is not None:
+            why = "not possible with kprobefs's kprobes over a distribution's kernel; leave it out"
+            raise CliError(f"{option}: {why}", ExitStatus.USAGE)
 
 
 def chosen_cpu(name: str) -> ProductionCpu:

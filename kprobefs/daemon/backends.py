@@ -130,6 +130,7 @@ def _probed_mount(options: MountOptions) -> Mount:
     """Return the mount of a distribution's kernel whose text kprobefs's own engine probes."""
     from emulated_kernel.guests.common.host_processes import HostProcesses
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
+    from emulated_kernel.guests.linux.guest.passing_time import RealTime
     from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
     from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
     from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -138,9 +139,13 @@ def _probed_mount(options: MountOptions) -> Mount:
     image = str(options.machine.image)
     with explained(image):
         tasks, kernel = started_with_kernel(image, options.machine.seed, _cpu(options))
+        # The engine asks whether the guest's time is real.
+        time = RealTime(tasks) if options.machine.clock != CLOCKS[0] else None
         engine = LinuxEngine(tasks, kernel, _linux_profile(options, kernel))
         modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
-    served = probed_mount(engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
+    served = probed_mount(
+        engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs", time=time
+    )
     served.has_native_traps = engine.machine.hooks.is_native
     # Most pages of the kernel's file are read only at the start.
     kernel.release_pages()

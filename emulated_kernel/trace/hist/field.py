@@ -253,8 +253,8 @@ class Histogram:
 
     def variable(self, name: str) -> HistField | None:
         """Return the variable with this name, or None. Mirrors: find_var_field (v6.1)."""
-        # The name first: operators of Flag are slow, and an event may have thousands of histograms.
         for each in self.fields:
+            # The name is compared first: thousands of histograms may be asked, and flags take longer.
             if each.variable == name and each.flags & Flag.VAR:
                 return each
         return None
