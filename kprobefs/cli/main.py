@@ -477,16 +477,22 @@ def _check_bench(parsed: argparse.Namespace) -> None:
 
 
 def _coverage(parsed: argparse.Namespace) -> int:
-    from kprobefs.measure import coverage
+    from kprobefs.plan import coverage_command
 
-    coverage.run(
-        parsed.arch,
-        parsed.image,
-        parsed.functions,
-        parsed.profile,
-        parsed.strategy,
+    coverage_command.run(
+        arch=parsed.arch,
+        images=parsed.image,
+        functions=parsed.functions,
+        vmcore=parsed.vmcore,
+        profile=parsed.profile,
+        strategy=parsed.strategy,
         cpu=parsed.cpu,
+        pattern=parsed.function,
+        jobs=parsed.jobs,
+        compare=parsed.compare,
         as_json=parsed.json,
+        html=parsed.html,
+        plot=parsed.plot,
     )
     return ExitStatus.OK
 

@@ -358,9 +358,14 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
         "--arch", metavar="A", help="the built-in kernel of this architecture (default: x86_64)"
     )
     what.add_argument(
-        "--image", metavar="F", help="a vmlinuz, a vmlinux, a Debian package, or host (the running kernel)"
+        "--image",
+        metavar="F",
+        action="append",
+        default=[],
+        help="a vmlinuz, a vmlinux, a Debian package, or host (the running kernel); may be repeated",
     )
     what.add_argument("--functions", metavar="FILE", help="recorded functions with their tables, in JSON")
+    what.add_argument("--vmcore", metavar="F", help="the kernel in this ELF vmcore, as it was running")
     command.add_argument(
         "--profile",
         metavar="P",
@@ -368,7 +373,22 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
     )
     _add_cpu(command)
     _add_strategy(command)
+    command.add_argument(
+        "--function", metavar="PATTERN", help="count only functions with such names, as tcp_*"
+    )
+    command.add_argument(
+        "--jobs", type=_count, metavar="N", help="number of processes (default: one for each CPU)"
+    )
     command.add_argument("--json", action="store_true", help="print all counts as JSON, also by function")
+    command.add_argument(
+        "--compare",
+        action="store_true",
+        help="print one table for all kernels, with the functions that differ",
+    )
+    command.add_argument(
+        "--html", metavar="DIR", help="write pages to DIR: an index, and a listing for each function"
+    )
+    command.add_argument("--plot", metavar="FILE", help="write the shares as a picture (SVG) to FILE")
 
 
 def _add_cpu(command: argparse._ActionsContainer) -> None:

@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from errno import EINVAL
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from emulated_kernel.image.text_tables import (
     StaticCall,
 )
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 from emulated_kernel.util.safe_read import read_named
 from kprobefs.common.progress import Progress
 from kprobefs.mount_options import chosen_cpu
@@ -55,12 +56,17 @@ class Subject:
     tables: ProbedTables
     recorded: tuple[Symbol, ...] | None = None
     """The functions, if the subject does not have all functions of a kernel; otherwise None."""
+    pattern: str = ""
+    """Pattern of the names of functions to analyse; "" for all functions."""
     remarks: tuple[str, ...] = ()
     """Sentences, for the output, that limit for which CPUs the counts hold."""
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:
         """The functions, each as the first symbol of its address."""
+        if self.pattern:
+            every = replace(self, pattern="").symbols
+            return tuple(symbol for symbol in every if fnmatchcase(symbol.name, self.pattern))
         if self.recorded is not None:
             return self.recorded
         text = [range(*span) for span in self.tables.text_ranges]
@@ -69,6 +75,10 @@ class Subject:
             if symbol.size and any(symbol.address in part for part in text):
                 firsts.setdefault(symbol.address, symbol)
         return tuple(firsts.values())
+
+    def of_functions(self, pattern: str) -> Subject:
+        """Return the subject with only those functions whose names match a pattern of a shell."""
+        return replace(self, title=f"{self.title}, {pattern}", pattern=pattern)
 
     @property
     def complete(self) -> bool:
@@ -134,6 +144,17 @@ def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:
     if bar is not None:
         bar.end()
     return found
+
+
+def dumped_kernel(vmcore: str) -> Subject:
+    """Return the kernel in a dump, with the text of the dumped machine, as a subject.
+
+    Raises: KernelError, OSError.
+    """
+    from emulated_kernel.guests.linux.vmcore.vmcore_guest import kernel_in_core
+
+    kernel = kernel_in_core(vmcore)
+    return Subject(f"Linux {kernel.release}, a dump", "x86_64", kernel)
 
 
 def booted_image(source: str, cpu: str) -> Subject:
