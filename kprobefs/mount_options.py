@@ -20,6 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
     from emulated_kernel.util.config import MachineConfig
     from emulated_kernel.vfs.mount import Mount
 
@@ -62,6 +63,8 @@ class MountOptions:
     """Paths of packages and directories with more modules of the distribution's kernel."""
     vmcore: str | None = None
     """Path of the ELF vmcore whose kernel is mounted, or None."""
+    cpu: str | None = None
+    """Production CPU that a distribution's kernel sees: a model, `host` or an archive's path; or None."""
     follows_version: bool = False
     """Whether a distribution's kernel has the interface of its own version instead of that of the profile."""
 
@@ -124,12 +127,16 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"
         raise CliError(f"--vmcore: {why}", ExitStatus.USAGE)
+    _check_strategy(options)
     if options.modules and machine.image is None:
         why = "no distribution's kernel given; add --image, or leave it out"
         raise CliError(f"--modules: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES and machine.image is None:
         why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
         raise CliError(f"--kprobes kernel: {why}", ExitStatus.USAGE)
+    if options.cpu is not None and (options.vmcore is not None or not runs_linux(options)):
+        why = "only possible with a distribution's kernel; add --image, or leave it out"
+        raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     for path in options.modules:
         if not os.path.exists(path):
             raise CliError(f"--modules: {path}: {os.strerror(ENOENT)}", ExitStatus.USAGE)
@@ -153,9 +160,37 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if machine.profile not in LINUX_PROFILES:
         known = " or ".join(LINUX_PROFILES)
         raise CliError(f"--profile: not possible with a distribution's kernel; use {known}", ExitStatus.USAGE)
-    if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.save_regs is not None:
-        why = "not possible with kprobefs's kprobes over a distribution's kernel; leave these out"
-        raise CliError(f"--clock real, --return-hook, --save-regs: {why}", ExitStatus.USAGE)
+    for option, value in (("--return-hook", machine.return_hook), ("--save-regs", machine.save_regs)):
+        if value is not None:
+            why = "not possible with kprobefs's kprobes over a distribution's kernel; leave it out"
+            raise CliError(f"{option}: {why}", ExitStatus.USAGE)
+
+
+def chosen_cpu(name: str) -> ProductionCpu:
+    """Return the CPU that option --cpu names. Raises: CliError."""
+    from emulated_kernel.guests.linux.cpu.cpu_archive import production_cpu
+    from emulated_kernel.guests.linux.cpu.cpu_models import MODELS
+
+    try:
+        return production_cpu(name)
+    except KernelError as error:
+        raise CliError(f"--cpu {name}: {error.strerror}", ExitStatus.USAGE) from error
+    except OSError as error:
+        known = f"give {HOST}, the archive of a CPU, or one of {', '.join(MODELS)}"
+        raise CliError(f"--cpu {name}: {error.strerror or error}; {known}", ExitStatus.USAGE) from error
+
+
+def _check_strategy(options: MountOptions) -> None:
+    machine = options.machine
+    if machine.strategy is None:
+        return
+    if options.kprobes == KERNEL_KPROBES or options.vmcore is not None:
+        why = "not possible with --kprobes kernel or --vmcore; leave it out"
+        raise CliError(f"--strategy: {why}", ExitStatus.USAGE)
+    try:
+        profile.with_strategy(profile.profile_named(machine.profile), machine.strategy)
+    except KernelError as error:
+        raise CliError(f"--strategy: {error.strerror}", ExitStatus.USAGE) from error
 
 
 def runs_linux(options: MountOptions) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -167,6 +168,8 @@ def _mounted(options: list[str]) -> Iterator[Path]:
     finally:
         process.stdin.close()
         process.wait(END_TIMEOUT)
+        if process.stderr is not None and (hint := process.stderr.read().strip()):
+            warnings.warn(hint, stacklevel=1)
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()

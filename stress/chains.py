@@ -40,7 +40,10 @@ class Code(Enum):
     HANDLER = "compiled detours and stubs"
     """Guest code with handlers, before and after the copy of the probed instruction."""
     LEFT_OUT = "not compared"
-    """Guest code with handlers of calls and returns; nothing interrupts it, so it is never unwound."""
+    """Code that nothing interrupts, so that it is never unwound.
+
+    It is guest code with handlers of calls and returns, and on RISC-V the second instruction of a jump.
+    """
 
 
 class Chains:
@@ -177,7 +180,7 @@ class Chains:
         if self._lookup(address) is not None:
             return None
         found = self._kernel.kprobes.resolve_probed_address(address)
-        if found is None or not found.pushed:
+        if found is None or not found.is_calling:
             return None
         code = self._kernel.machine.text.original(found.address, _MAX_INSN_SIZE)
         return found.address + insn_length(self._arch, code)
@@ -225,12 +228,19 @@ class Chains:
             self.examples.append(f"{where}\n  {self._names(expected)}\n  {self._names(found)}")
 
     def _kind_of_code(self, address: int) -> Code:
+        if self._is_within_jump(address):
+            return Code.LEFT_OUT
         if not self._is_handler(address):
             return Code.TEXT if self._lookup(address) is not None else Code.COPY
         heads = (head for head in self._kernel.kprobes.table if not head.is_ftrace)
         codes = (code for head in heads for code in (head.compiled, head.stub))
         jumped_to = any(code is not None and code.contains(address) for code in codes)
         return Code.HANDLER if jumped_to else Code.LEFT_OUT
+
+    def _is_within_jump(self, address: int) -> bool:
+        table = self._kernel.kprobes.table
+        before = (table.get(address - distance) for distance in range(1, self._arch.call_size))
+        return any(head is not None and head.is_patched for head in before)
 
     def _names(self, addresses: list[int]) -> str:
         return " ".join(map(self._name, addresses))

@@ -109,10 +109,10 @@ def lists(clients: Clients) -> None:
 def formats(clients: Clients) -> None:
     """Check that trace-cmd shows the format of each event of a group."""
     shown, there = clients.answers("trace-cmd list -e '^sched:' -F", f"cat {TRACING}/events/sched/*/format")
-    _same(
-        *({line.strip() for line in text.splitlines() if "field:" in line} for text in (shown, there)),
-        "fields",
+    found, wanted = (
+        {line.strip() for line in text.splitlines() if "field:" in line} for text in (shown, there)
     )
+    _same(found, wanted, "fields")
 
 
 def _definitions(clients: Clients) -> tuple[str, ...]:

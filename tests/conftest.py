@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 from emulated_kernel.image import builtin_image, trace_events
 from emulated_kernel.machine.native.host_code import PYTHON_TRAPS
+from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.control_lock import ControlLock
 from tests import own_thread
 from tests.sample import WHOLE, fewer
@@ -38,6 +39,8 @@ The number is high, because most objects of a boot and of the tables of a kernel
 """
 FEW_DESCRIPTORS = 256
 """Open descriptors of a worker; if there are more, uncollected garbage holds them."""
+MUCH_MEMORY = 300 << 20
+"""Bytes by which a worker may grow until garbage is collected; the RAM of a kernel may be garbage."""
 
 # Variables of the user's terminal, CI or journal would change the output of programs under test.
 _FROM_OUTSIDE = ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIFY_SOCKET", "NO_COLOR", "TERM")
@@ -157,17 +160,46 @@ def _null_device() -> tuple[int, ...]:
 NULL_DEVICE = _null_device()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """Check that the test has not changed /dev/null, and collect garbage if many descriptors are open.
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE_SIZE
 
-    An uncollected kernel keeps its pipes open, and select(2) does not support descriptors above 1,023.
-    """
+
+class _Collector:
+    """Collects garbage after a test that has left many descriptors or much memory."""
+
+    def __init__(self) -> None:
+        self._limit = 0
+
+    def collect_if_needed(self) -> None:
+        """Collect garbage if the process has too many descriptors, or has grown by MUCH_MEMORY.
+
+        An uncollected kernel keeps its pipes open, and select(2) does not support descriptors above 1,023.
+        """
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        if free > FEW_DESCRIPTORS or _resident_bytes() > self._limit:
+            gc.collect()
+            self._limit = _resident_bytes() + MUCH_MEMORY
+
+
+_collector = _Collector()
+
+
+def _forget_frames(item: pytest.Item) -> None:
+    """Drop the tracebacks of exceptions that are parameters: their frames hold the memory of the test."""
+    callspec = getattr(item, "callspec", None)
+    for value in callspec.params.values() if callspec is not None else ():
+        if isinstance(value, BaseException):
+            value.__traceback__ = None
+            value.__context__ = None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Check that the test has not changed /dev/null, and collect garbage if it holds much."""
     assert _null_device() == NULL_DEVICE, "/dev/null: changed by the test"
-    free = os.open(os.devnull, os.O_RDONLY)
-    os.close(free)
-    if free > FEW_DESCRIPTORS:
-        gc.collect()
+    _forget_frames(item)
+    _collector.collect_if_needed()
 
 
 def _sendable(value: object) -> object:

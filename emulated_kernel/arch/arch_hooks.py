@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler, unnamed
@@ -83,6 +83,16 @@ class Detour:
     """Offset of the breakpoint at which the handler is called; sp points at a struct pt_regs there."""
     copied: int
     """Offset of the copied instructions, which are followed by a jump back."""
+
+
+class OriginalPlace(NamedTuple):
+    """The instruction in probed code to which an address in relocated instructions belongs."""
+
+    address: int
+    pushed: int = 0
+    """Number of bytes that the relocated instruction has pushed so far."""
+    is_calling: bool = False
+    """Whether the next instruction is the jump at the end of a relocated call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,13 +420,12 @@ class Arch(ABC):
         Raises: KernelError EINVAL, ERANGE.
         """
 
-    def original_place(self, region: Region, copied: int, address: int) -> tuple[int, int]:
+    @abstractmethod
+    def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:
         """Map an address in relocated instructions to the original instruction.
 
-        `copied` is the address of the relocated instructions. The second item of the result is the number of
-        bytes that the relocated instruction has pushed so far.
+        `copied` is the address of the relocated instructions.
         """
-        return region.addr + min(address - copied, region.length), 0
 
     @abstractmethod
     def probe_checker(

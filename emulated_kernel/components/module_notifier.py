@@ -70,7 +70,7 @@ class ModuleNotifier:
         self._functions.module_added(module.name, module.mcount)
         self._events.module_coming(module.name)
         self._add_events(module)
-        self._arrays.module_came(module.name)
+        self._arrays.module_added(module.name)
 
     def _settle(self, name: str) -> None:
         """Forget symbols, functions and probes of the init memory: a module's init function has returned."""

@@ -68,18 +68,6 @@ class HitCost:
         return f"hits {hits} median {round(median(self.latest))} ns of the last {len(self.latest)}"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Member:
-    """The engine's data about one registered probe, in addition to the user's record."""
-
-    kind: str
-    """KPROBE, KRETPROBE or JPROBE."""
-    takes_flags: bool
-    """Whether the post_handler has a third argument."""
-    place: str
-    """Beginning of the probe's line in kprobes/list; empty in a module, because modules may be unloaded."""
-
-
 @dataclass(eq=False, slots=True)
 class AggrKprobe(AssemblyOwner):
     """The entry of one probed address in the table of probes.
@@ -94,18 +82,20 @@ class AggrKprobe(AssemblyOwner):
     report: FailureReport = field(repr=False)
     flags: KprobeFlag
     """The flags of the address, which may differ from the members' flags."""
-    members: dict[Kprobe, Member] = field(default_factory=dict, init=False)
+    members: tuple[Kprobe, ...] | dict[Kprobe, None] = field(default=(), init=False)
     """The members, in the reverse order of their handlers' runs.
 
-    A dict allows to remove one of thousands of members quickly.
+    Several members are in a dict, because one of thousands of members must be removed quickly. Most addresses
+    have one member, which is in a tuple, because a tuple takes less memory.
     """
     is_aggregated: bool = field(default=False, init=False)
     """Whether Linux has an aggregator: a second probe was registered at the address, or there is a detour."""
     enabled_members: int = field(default=0, init=False, repr=False)
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
     """The out-of-line form of the probed instruction; None at an fentry site, and after it was freed."""
-    cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
-    """Host time for the handling of the latest hits."""
+    _cost: HitCost | None = field(default=None, init=False, repr=False)
+    list_text: str = field(default="", init=False, repr=False)
+    """Symbol and offset, cached when kprobes/list is read; empty in modules, which may be unloaded."""
     rejection: Rejection | str = field(default="", init=False, repr=False)
     """Reason why the probes cannot be optimized: address and rule; empty if the probes can be optimized."""
     stub: CompiledCode | None = field(default=None, init=False, repr=False)
@@ -155,6 +145,13 @@ class AggrKprobe(AssemblyOwner):
     """Post_handlers of enabled members."""
 
     # State
+
+    @property
+    def cost(self) -> HitCost:
+        """Host time for the handling of the latest hits."""
+        if self._cost is None:
+            self._cost = HitCost()
+        return self._cost
 
     @property
     def is_disabled(self) -> bool:
@@ -216,21 +213,28 @@ class AggrKprobe(AssemblyOwner):
         """The members, newest first, as their handlers run; a jprobe is last."""
         return reversed(self.members)
 
-    def add(self, kprobe: Kprobe, member: Member) -> None:
+    def add(self, kprobe: Kprobe) -> None:
         """Add a member, whose handlers run first.
 
         A jprobe runs last, because it does not return to the handlers of other members.
         """
-        if is_jprobe(kprobe, member):
-            self.members = {kprobe: member, **self.members}
+        if is_jprobe(kprobe):
+            self.members = dict.fromkeys((kprobe, *self.members))
             self.jprobe = kprobe
+        elif not self.members:
+            self.members = (kprobe,)
         else:
-            self.members[kprobe] = member
+            if isinstance(self.members, tuple):
+                self.members = dict.fromkeys(self.members)
+            self.members[kprobe] = None
         self._count(kprobe, 1)
 
     def remove(self, kprobe: Kprobe) -> None:
         """Remove a member, whose handlers do not run any more."""
-        del self.members[kprobe]
+        if isinstance(self.members, tuple):
+            self.members = ()
+        else:
+            del self.members[kprobe]
         if kprobe is self.jprobe:
             self.jprobe = None
         self._count(kprobe, -1)
@@ -270,7 +274,7 @@ class AggrKprobe(AssemblyOwner):
             ]
             self._pre_handlers = pre_handlers
             self._post_handlers = [
-                (_post_call(kprobe.post_handler, self.members[kprobe].takes_flags), kprobe)
+                (_post_call(kprobe.post_handler, kprobe._takes_flags), kprobe)
                 for kprobe in enabled
                 if kprobe.post_handler is not None
             ]
@@ -369,12 +373,12 @@ class AggrKprobe(AssemblyOwner):
                 kprobe.nmissed += 1
 
 
-def is_jprobe(kprobe: Kprobe, member: Member) -> bool:
+def is_jprobe(kprobe: Kprobe) -> bool:
     """Return True if a probe continues elsewhere after its breakpoint, like a jprobe.
 
     An address has at most one such probe.
     """
-    return member.kind == JPROBE or kprobe.break_handler is not None
+    return kprobe._kind == JPROBE or kprobe.break_handler is not None
 
 
 def has_post_handler(kprobe: Kprobe) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
 from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.kprobe import KprobeFlag
@@ -21,6 +22,7 @@ class Arming:
     """
 
     _table: ProbeTable
+    _routes: BreakpointDispatch
     _breakpoints: Breakpoints
     _sites: FtraceSites | None
     _optimizer: Optimizer | None
@@ -32,6 +34,7 @@ class Arming:
         if self._sites is not None and head.is_ftrace:
             self._sites.arm([head])
             return
+        self._routes.install(head)
         self._uncover(head)
         # Linux: a jump that is queued for removal is overwritten with a breakpoint for good, and counts as
         # optimized.
@@ -68,6 +71,8 @@ class Arming:
             return
         self._table.all_disarmed = False
         called, trapping = self._enabled()
+        for head in trapping:
+            self._routes.install(head)
         # Nothing is optimized while all probes are disarmed, so no breakpoint is written into a jump.
         self._breakpoints.set(*trapping)
         if self._sites is not None:

@@ -128,6 +128,10 @@ class Kprobe(FailureCount, Generic[RegsT]):
     flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
     """State of the probe. Registration sets it."""
     _missed: int = field(default=0, init=False, repr=False)
+    _kind: str = field(default="", init=False, repr=False)
+    """Letter of a registered probe in kprobes/list: KPROBE, KRETPROBE or JPROBE."""
+    _takes_flags: bool = field(default=False, init=False, repr=False)
+    """Whether the post_handler of a registered probe has a third argument."""
     _cells: PerCpuVars | None = field(default=None, init=False, repr=False)
     _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
     """The assembled handlers of a registered probe, which count the hits whose code faulted."""

@@ -88,6 +88,12 @@ class Profile:
     compiled: bool = True
     """Whether handlers of events are compiled to guest code. Otherwise Python handles each hit."""
 
+    @property
+    def title(self) -> str:
+        """Name of the preset, and of the strategy that replaces the preset's."""
+        strategy, *_ = self.strategies
+        return f"{self.name}, strategy {strategy}" if strategy in STRATEGIES else self.name
+
 
 DEFAULT = "linux-6.1"
 KERNEL_INTERFACE = "kernel"

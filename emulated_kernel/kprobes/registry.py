@@ -14,7 +14,6 @@ from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.aggr_kprobe import (
     KPROBE,
     AggrKprobe,
-    Member,
     has_post_handler,
     is_jprobe,
     takes_flags,
@@ -56,6 +55,8 @@ class ProbedPlace(NamedTuple):
     """Entry and addresses of the detour or stub, if the address is before its copied instructions."""
     pushed: int = 0
     """Number of bytes that the copy of the instruction has pushed so far."""
+    is_calling: bool = False
+    """Whether the next instruction is the jump at the end of a relocated call."""
 
 
 class Kprobes:
@@ -122,7 +123,7 @@ class Kprobes:
             self.optimizer = (Djprobes if strategy.by_commit else Optimizer)(
                 table, verdict, arch, text, poker, routes, breakpoints, copies, garbage, scheduler, profile
             )
-        self._arming = Arming(table, breakpoints, self.sites, self.optimizer, copies, log)
+        self._arming = Arming(table, routes, breakpoints, self.sites, self.optimizer, copies, log)
 
     def tables_changed(self) -> None:
         """Read the image's tables again, after a module was loaded or unloaded."""
@@ -163,12 +164,9 @@ class Kprobes:
             raise KernelError(errno.EINVAL, "the probe is registered already")
         self.places.check(where, addr)
         self._check_handlers(kprobe)
-        member = Member(
-            kind=kind,
-            takes_flags=kprobe.post_handler is not None and takes_flags(kprobe.post_handler),
-            place="" if where.module else report.line_head(addr, kind, where, self._bits),
-        )
         given = kprobe.addr
+        kprobe._kind = kind
+        kprobe._takes_flags = kprobe.post_handler is not None and takes_flags(kprobe.post_handler)
         kprobe.addr = addr
         kprobe.nmissed = 0
         kprobe.raised = 0
@@ -183,7 +181,7 @@ class Kprobes:
                 assembled = self.assemble(texts, kprobe.cells)
                 kprobe._assembled = assembled
                 on_assembled(assembled)
-            self._insert(kprobe, member)
+            self._insert(kprobe)
         except KernelError:
             kprobe.addr = given
             self._forget_assembly(kprobe)
@@ -216,16 +214,16 @@ class Kprobes:
         if kprobe.length and profile.djprobe is None:
             raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no djprobes")
 
-    def _insert(self, kprobe: Kprobe, member: Member) -> None:
+    def _insert(self, kprobe: Kprobe) -> None:
         rejection = self.optimizer.settle_length(kprobe) if isinstance(self.optimizer, Djprobes) else ""
         address = kprobe.address
         old = self.table.get(address)
         if old is not None:
-            self._register_aggregate(old, kprobe, member)
+            self._register_aggregate(old, kprobe)
             return
         head = AggrKprobe(address, self._report, kprobe.flags)
         head.rejection = rejection
-        head.add(kprobe, member)
+        head.add(kprobe)
         head.refresh_handlers()
         if head.is_ftrace:
             self._copies.check_unpatched(address, self.probe_checker.fentry_size)
@@ -289,14 +287,14 @@ class Kprobes:
         else:
             self._copies.release(head)
 
-    def _register_aggregate(self, head: AggrKprobe, kprobe: Kprobe, member: Member) -> None:
+    def _register_aggregate(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         """Add a probe at an address that is probed already.
 
         Mirrors: kernel/kprobes.c:register_aggr_kprobe (v6.1).
         """
         if not head.is_aggregated:
             self._aggregate(head)
-        goes_elsewhere = is_jprobe(kprobe, member)
+        goes_elsewhere = is_jprobe(kprobe)
         if goes_elsewhere and head.jprobe is not None:
             raise KernelError(errno.EEXIST, f"{head.address:#x} has a jprobe already")
         if head.is_unused and self.optimizer is not None:
@@ -308,7 +306,7 @@ class Kprobes:
             self._arming.revive(head)
         if self.optimizer is not None and (goes_elsewhere or has_post_handler(kprobe)):
             self.optimizer.unoptimize(head, force=True)
-        head.add(kprobe, member)
+        head.add(kprobe)
         self._refresh(head)
         if head.is_disabled and not kprobe.is_disabled:
             head.flags &= ~KprobeFlag.DISABLED
@@ -333,7 +331,7 @@ class Kprobes:
         head.refresh_handlers()
         self.routes.drop_code(head)
         self._copies.boost_or_step(head)
-        self.routes.install(head)
+        self.routes.update(head)
 
     def handler_changed(self, kprobe: Kprobe) -> None:
         """Drop the guest code of a probe, because its `program` emits other code, or no code, from now on."""
@@ -341,7 +339,7 @@ class Kprobes:
         head = self.table.valid(kprobe)
         if head is not None:
             self.routes.drop_code(head)
-            self.routes.install(head)
+            self.routes.update(head)
 
     def commit_kprobes(self) -> None:
         """Write the jumps of registered djprobes.
@@ -426,8 +424,8 @@ class Kprobes:
                     return ProbedPlace(head.address, (entry, range(code.address, code.address + code.size)))
                 if region is None:
                     return ProbedPlace(head.address)
-                original, pushed = self._arch.original_place(region, code.copied, address)
-                return ProbedPlace(original, pushed=pushed)
+                original = self._arch.original_place(region, code.copied, address)
+                return ProbedPlace(original.address, pushed=original.pushed, is_calling=original.is_calling)
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:

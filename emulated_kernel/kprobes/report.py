@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
-from emulated_kernel.image.kallsyms import Kallsyms, Location
+from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
@@ -106,31 +106,31 @@ _LINE_ENDS = tuple(_line_end(flags) for flags in range(2 * max(flag.value for fl
 """Value of KprobeFlag -> end of a line in kprobes/list."""
 
 
-def line_head(addr: int, kind: str, where: Location | None, bits: int) -> str:
-    """Return the beginning of a probe's line in kprobes/list.
-
-    `where` is the symbol and offset of the address; None if its module was unloaded.
-    """
-    text = (
-        f"0x{addr:x} " if where is None else f"{where.symbol.name}+0x{where.offset:x}  {where.module or ' '} "
-    )
-    return f"{addr:0{bits // 4}x}  {kind}  {text}"
-
-
 def bucket_text(heads: Iterable[AggrKprobe], symbols: Kallsyms, bits: int = 64) -> str:
     """Return the lines in kprobes/list for the probes of one hash bucket.
 
     Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1).
     """
     lines = []
+    spec = f"0{bits // 4}x"
     for head in heads:
         ways = head.flags._value_ & _WAYS
-        address = head.address
+        address = format(head.address, spec)
+        text = head.list_text or _list_text(head, symbols)
         for kprobe in head.by_run:
-            member = head.members[kprobe]
-            where = member.place or line_head(address, member.kind, symbols.lookup(address), bits)
-            lines.append(where + _LINE_ENDS[kprobe.flags._value_ & _OWN | ways])
+            lines.append(f"{address}  {kprobe._kind}  {text}{_LINE_ENDS[kprobe.flags._value_ & _OWN | ways]}")
     return "".join(lines)
+
+
+def _list_text(head: AggrKprobe, symbols: Kallsyms) -> str:
+    """Return symbol and offset of an address as kprobes/list shows them, or the address without a symbol."""
+    where = symbols.lookup(head.address)
+    if where is None:
+        return f"0x{head.address:x} "
+    text = f"{where.symbol.name}+0x{where.offset:x}  {where.module or ' '} "
+    if not where.module:
+        head.list_text = text
+    return text
 
 
 def blacklist_lines(

@@ -184,6 +184,11 @@ class InterfaceRule(LinuxRule):
         "lines of `enabled_functions` have the flags `O` and `M` (was modified before), too",
         "kernel/trace/ftrace.c:t_show",
     )
+    FUNCTION_SUBOPS = (
+        "7.2",
+        "`enabled_functions` shows the functions for entries and returns that the function graph calls",
+        "kernel/trace/ftrace.c:print_subops",
+    )
     EVENT_LISTS = (
         "7.2",
         "the files `show_event_filters` and `show_event_triggers`",

@@ -107,10 +107,10 @@ class TraceArrays(TaskObserver):
         yield self.top
         yield from self._instances.values()
 
-    def module_came(self, module: str) -> None:
+    def module_added(self, module: str) -> None:
         """Enable the events that trace arrays await of a module, which have been registered."""
         for tracing in self:
-            tracing.events.module_came(module)
+            tracing.events.module_added(module)
 
     def names(self) -> Collection[str]:
         """Return the names of the instances."""

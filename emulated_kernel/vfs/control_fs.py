@@ -705,10 +705,11 @@ class ControlFs(FileSystem):
 
     # For the daemon
 
-    def open_in_guest(self) -> None:
+    def open_in_guest(self, *, names_end: bool = True) -> None:
         """Implement FileSystem.open_in_guest, by GuestCalls.open_unseen()."""
         self.lock.assert_held()
-        self._end_names(None)
+        if names_end:
+            self._end_names(None)
         self.calls.open_unseen(self.files())
 
     def become(self, new: FileSystem) -> None:

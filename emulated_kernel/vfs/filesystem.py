@@ -236,8 +236,11 @@ class FileSystem(ABC):
 
     # For the daemon. Lock: needs, except for is_dead and close, which take it.
 
-    def open_in_guest(self) -> None:
-        """Open the open files in the guest too, because probes could notice the guest's calls from now on."""
+    def open_in_guest(self, *, names_end: bool = True) -> None:
+        """Open the open files in the guest too, because probes could notice the guest's calls from now on.
+
+        `names_end`: these include lookups, so that no name lasts any more.
+        """
 
     def become(self, new: FileSystem) -> None:
         """Show the files of another kernel, which `new`, a file system of the same class, shows.

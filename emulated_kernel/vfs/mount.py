@@ -459,10 +459,13 @@ class Mount:
         self.lock.assert_held()
         return any(fs.is_between_parts() for fs in self._file_systems)
 
-    def open_in_guest(self) -> None:
-        """Open the open files in the guest too, before its text is patched and probes can see its calls."""
+    def open_in_guest(self, *, names_end: bool = True) -> None:
+        """Open the open files in the guest too, before probes can see its calls.
+
+        `names_end`: see FileSystem.open_in_guest.
+        """
         for fs in self._file_systems:
-            fs.open_in_guest()
+            fs.open_in_guest(names_end=names_end)
 
     @contextmanager
     def holding_changes(self) -> Iterator[None]:

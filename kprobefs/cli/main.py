@@ -477,15 +477,22 @@ def _check_bench(parsed: argparse.Namespace) -> None:
 
 
 def _coverage(parsed: argparse.Namespace) -> int:
-    from kprobefs.measure import coverage
+    from kprobefs.plan import coverage_command
 
-    coverage.run(
-        parsed.arch,
-        parsed.image,
-        parsed.functions,
-        parsed.profile,
-        parsed.strategy,
+    coverage_command.run(
+        arch=parsed.arch,
+        images=parsed.image,
+        functions=parsed.functions,
+        vmcore=parsed.vmcore,
+        profile=parsed.profile,
+        strategy=parsed.strategy,
+        cpu=parsed.cpu,
+        pattern=parsed.function,
+        jobs=parsed.jobs,
+        compare=parsed.compare,
         as_json=parsed.json,
+        html=parsed.html,
+        plot=parsed.plot,
     )
     return ExitStatus.OK
 
@@ -499,6 +506,7 @@ def _explain(parsed: argparse.Namespace) -> int:
         image=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        cpu=parsed.cpu,
         strategy=parsed.strategy,
         whole=parsed.function,
         as_json=parsed.json,
@@ -518,6 +526,7 @@ def _check(parsed: argparse.Namespace) -> int:
         images=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
+        cpu=parsed.cpu,
         strategy=parsed.strategy,
         form=form,
     )
@@ -581,10 +590,21 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         kprobes=parsed.kprobes,
         modules=tuple(os.path.abspath(path) for path in parsed.modules),
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),
+        cpu=_cpu(parsed.cpu),
         follows_version=parsed.profile is None,
     )
     check_kprobes(options, is_limited=bool(parsed.limit))
     return options
+
+
+def _cpu(name: str | None) -> str | None:
+    """Return the name of a CPU for the daemon, whose working directory may differ: paths are absolute."""
+    if name is None or not os.path.exists(name):
+        return name
+    from emulated_kernel.guests.linux.cpu.cpu_models import model_named
+    from emulated_kernel.util.config import HOST
+
+    return name if name == HOST or model_named(name) else os.path.abspath(name)
 
 
 def _builder(options: MountOptions) -> Builder:
@@ -620,12 +640,12 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "top": _top,
     "reboot": _reboot,
     "run": _run,
+    "matrix": _matrix,
     "images": _images,
     "apply": _apply,
     "save": _save,
     "install-service": _install_service,
     "completion": _completion,
-    "matrix": _matrix,
     "djprobe-analyze": _djprobe_analyze,
     "bench": _bench,
     "coverage": _coverage,

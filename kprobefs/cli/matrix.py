@@ -20,7 +20,7 @@ from kprobefs.common.errors import ExitStatus, escape_for_terminal
 
 BLAMED = re.compile(r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert", re.IGNORECASE)
 """Pattern of a line in a log that probably says why the command failed."""
-MOST_SHOWN = 60
+MAX_SHOWN = 60
 """Maximum length in characters of the line that the table shows for a failure."""
 LOG_BYTES = 1 << 20
 """Number of bytes at the end of a log that are searched and put into the JUnit report."""
@@ -154,7 +154,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     yield f"{'kernel':<{width}}  result   seconds  first line of what failed"
     for result in results:
         line = escape_for_terminal(result.line)
-        shown = line if len(line) <= MOST_SHOWN else f"{line[: MOST_SHOWN - 3]}..."
+        shown = line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN - 3]}..."
         name = escape_for_terminal(result.case.name)
         yield f"{name:<{width}}  {result.verdict:<7}{result.seconds:>9.1f}  {shown}".rstrip()
 

@@ -358,16 +358,46 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
         "--arch", metavar="A", help="the built-in kernel of this architecture (default: x86_64)"
     )
     what.add_argument(
-        "--image", metavar="F", help="a vmlinuz, a vmlinux, a Debian package, or host (the running kernel)"
+        "--image",
+        metavar="F",
+        action="append",
+        default=[],
+        help="a vmlinuz, a vmlinux, a Debian package, or host (the running kernel); may be repeated",
     )
     what.add_argument("--functions", metavar="FILE", help="recorded functions with their tables, in JSON")
+    what.add_argument("--vmcore", metavar="F", help="the kernel in this ELF vmcore, as it was running")
     command.add_argument(
         "--profile",
         metavar="P",
         help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
     )
+    _add_cpu(command)
     _add_strategy(command)
+    command.add_argument(
+        "--function", metavar="PATTERN", help="count only functions with such names, as tcp_*"
+    )
+    command.add_argument(
+        "--jobs", type=_count, metavar="N", help="number of processes (default: one for each CPU)"
+    )
     command.add_argument("--json", action="store_true", help="print all counts as JSON, also by function")
+    command.add_argument(
+        "--compare",
+        action="store_true",
+        help="print one table for all kernels, with the functions that differ",
+    )
+    command.add_argument(
+        "--html", metavar="DIR", help="write pages to DIR: an index, and a listing for each function"
+    )
+    command.add_argument("--plot", metavar="FILE", help="write the shares as a picture (SVG) to FILE")
+
+
+def _add_cpu(command: argparse._ActionsContainer) -> None:
+    command.add_argument(
+        "--cpu",
+        metavar="C",
+        help="CPU of the machine with the distribution's kernel: a model (milan, ice-lake-sp, ...), host, or "
+        "an archive of the machine's files",
+    )
 
 
 def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
@@ -393,6 +423,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_cpu(command)
     _add_strategy(command)
     command.add_argument(
         "--function", action="store_true", help="list all instructions of the function, not only those nearby"
@@ -429,6 +460,7 @@ def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
+    _add_cpu(command)
     _add_strategy(command)
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array")
@@ -504,6 +536,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="mount the kernel captured in this ELF vmcore "
         "(QEMU dump-guest-memory, virsh dump --memory-only)",
     )
+    _add_cpu(group)
     group.add_argument(
         "--kprobes",
         choices=KPROBES,

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,11 @@ from typing import TYPE_CHECKING
 from emulated_kernel.guests.common.process_memory import ProcessMemory
 from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.common import mountpoints
-from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.daemon import daemon
 from kprobefs.daemon.service import SIGNALS
 from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
-from kprobefs.mount_options import Builder, MountOptions
+from kprobefs.mount_options import CLOCKS, Builder, MountOptions
 
 END_TIMEOUT = 5.0
 """Maximum seconds that the daemon may take to end before it is killed."""
@@ -70,6 +71,11 @@ def run(
                 runner.system = as_system_places.System(directory, base, real_root=real_root)
             with closing(runner.system) if runner.system is not None else nullcontext():
                 status = runner.run(directory, tracing)
+            if tracing is None and options.machine.clock == CLOCKS[0]:
+                from kprobefs.cli.duration_hint import virtual_durations
+
+                if hint := virtual_durations(directory):
+                    print(f"kprobefs: {escape_for_terminal(hint)}", file=sys.stderr)
             if tracing is not None:
                 from kprobefs.cli.scratch_copies import report_results
 

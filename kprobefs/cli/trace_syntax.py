@@ -19,7 +19,7 @@ USAGE = (
     "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], a line of kprobe_events (p:EVENT PLACE ...), or t:GROUP:EVENT"
 )
 """Forms of a probe on the command line."""
-MOST_NAME = 40
+MAX_NAME = 40
 """Maximum length of a name that is made of a place."""
 
 
@@ -82,7 +82,7 @@ def _parse(text: str, group: str, taken: set[str]) -> AskedProbe:
 
 def free_name(place: str, group: str, taken: set[str]) -> str:
     """Return a name for an event at a place that is not `taken` in its group."""
-    base = re.sub(r"\W", "_", place.rpartition(":")[2])[:MOST_NAME]
+    base = re.sub(r"\W", "_", place.rpartition(":")[2])[:MAX_NAME]
     name = base
     while f"{group}/{name}" in taken:
         name = f"{base}_{len(taken)}"

@@ -12,9 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kprobefs.common.errors import CliError, ExitStatus, explained, resource_hint
-from kprobefs.mount_options import CLOCKS, KERNEL_KPROBES, MountOptions, check_image, runs_linux
+from kprobefs.mount_options import (
+    CLOCKS,
+    KERNEL_KPROBES,
+    MountOptions,
+    check_image,
+    chosen_cpu,
+    runs_linux,
+)
 
 if TYPE_CHECKING:
+    from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
     from emulated_kernel.image.linux.linux_kernel import LinuxKernel
     from emulated_kernel.kprobes.profile import Profile
     from emulated_kernel.vfs.core.node import Owner
@@ -89,7 +97,7 @@ def _boot_linux(options: MountOptions) -> None:
         shown = done
 
     with explained(image):
-        ensure_cached(image, options.machine.seed, progress)
+        ensure_cached(image, options.machine.seed, progress, _cpu(options))
     if bar is not None:
         bar.end()
 
@@ -104,7 +112,7 @@ def _native_mount(options: MountOptions) -> Mount:
 
     image = str(options.machine.image)
     with explained(image):
-        tasks = started(image, options.machine.seed)
+        tasks = started(image, options.machine.seed, _cpu(options))
         modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
     served = native_mount(
         tasks,
@@ -122,6 +130,7 @@ def _probed_mount(options: MountOptions) -> Mount:
     """Return the mount of a distribution's kernel whose text kprobefs's own engine probes."""
     from emulated_kernel.guests.common.host_processes import HostProcesses
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
+    from emulated_kernel.guests.linux.guest.passing_time import RealTime
     from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
     from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
     from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -129,14 +138,22 @@ def _probed_mount(options: MountOptions) -> Mount:
 
     image = str(options.machine.image)
     with explained(image):
-        tasks, kernel = started_with_kernel(image, options.machine.seed)
+        tasks, kernel = started_with_kernel(image, options.machine.seed, _cpu(options))
+        # The engine asks whether the guest's time is real.
+        time = RealTime(tasks) if options.machine.clock != CLOCKS[0] else None
         engine = LinuxEngine(tasks, kernel, _linux_profile(options, kernel))
         modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
-    served = probed_mount(engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs")
+    served = probed_mount(
+        engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs", time=time
+    )
     served.has_native_traps = engine.machine.hooks.is_native
     # Most pages of the kernel's file are read only at the start.
     kernel.release_pages()
     return served
+
+
+def _cpu(options: MountOptions) -> ProductionCpu | None:
+    return None if options.cpu is None else chosen_cpu(options.cpu)
 
 
 def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:

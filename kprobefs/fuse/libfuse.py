@@ -264,7 +264,7 @@ def guarded(operations: Any, func: Callable[..., T], *args: object) -> T | int:
     sends a garbage reply then, and passes on any errno.
     Needed for: EIO for internal faults (test_session_loop.py:test_reads_and_closes), clients that hang after
     an errno above MAX_ERRNO (test_an_errno_of_the_kernels_own_is_an_answer), and ENOMEM where the host has
-    no memory (test_adapter.py:test_no_memory_is_an_answer_and_no_fault).
+    no memory (test_operations.py:test_no_memory_is_an_answer_and_no_fault).
     """
     try:
         try:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactic, Tactics
@@ -19,13 +18,15 @@ from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kprobes.profile import profile_named, with_strategy
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
-from kprobefs.common.errors import CliError, ExitStatus
+from kprobefs.common.errors import CliError, ExitStatus, explained
 from kprobefs.common.progress import Progress
 from kprobefs.common.terminal import wrap
 from kprobefs.measure import coverage_subject
 from kprobefs.measure.coverage_subject import Subject
 from kprobefs.measure.verdicts import Judge, ProbeOutcome, default_profile, outcome_of
 
+_PIECE = 1 << 16
+"""Size in bytes of the functions that a process examines at a time."""
 Reasons = Counter[RejectReason | Tactics | None]
 """Reason why a probe is not optimized, tactics of a jump, or None for Linux's rule -> number of instructions.
 
@@ -37,7 +38,7 @@ None counts the jumps that Linux's rule allows.
 class Coverage:
     """Result of `coverage` for one subject."""
 
-    subject: Subject
+    judge: Judge
     profile: str
     symbols: list[tuple[Symbol, Reasons]] = field(default_factory=list)
     """Functions of the subject, with their counts of instructions by reason."""
@@ -45,6 +46,11 @@ class Coverage:
     """Number of instructions that the authors of a policy count as optimizable; None except on RISC-V."""
     seconds: float = 0.0
     """CPU time of the analysis in seconds."""
+
+    @property
+    def subject(self) -> Subject:
+        """The kernel whose functions were counted."""
+        return self.judge.subject
 
     @property
     def total(self) -> Reasons:
@@ -68,31 +74,132 @@ class Coverage:
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
 
-def coverage(subject: Subject, profile_name: str | None, strategy: str | None = None) -> Coverage:
-    """Count the instructions of all functions of a subject, with a profile and an optimization policy.
+class Counting(NamedTuple):
+    """The counts of one function of one subject."""
 
-    Raises: CliError (the profile is unknown, or has no optimizer).
+    reasons: Reasons
+    pairs: int
+    seconds: float
+    """CPU time; 0 if the function has the same code in a previous subject."""
+
+
+def coverage(
+    group: Sequence[Subject], profile_name: str | None, strategy: str | None = None, jobs: int = 1
+) -> list[Coverage]:
+    """Count the instructions of all functions of subjects, with a profile and an optimization policy.
+
+    The subjects of a group have the same functions; code that does not differ is examined once.
+    `jobs`: number of processes.
+    Raises: CliError (the profile is unknown, or has no optimizer; a process has ended).
     """
-    name = profile_name or default_profile(subject.arch)
+    first = group[0]
+    name = profile_name or default_profile(first.arch)
     try:
-        judge = Judge(subject, with_strategy(profile_named(name), strategy))
+        profile = with_strategy(profile_named(name), strategy)
+        judges = [Judge(subject, profile) for subject in group]
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error
-    found = Coverage(subject, name if strategy is None else f"{name}, strategy {strategy}")
-    counts_pairs = bool(judge.strategy and judge.strategy.pairs)
-    pairs = 0
-    started = time.process_time()
-    progress = Progress(subject.title, sum(symbol.size for symbol in subject.symbols))
-    with _without_garbage_collection():
-        for symbol in subject.symbols:
-            found.symbols.append((symbol, Counter(judge.reasons(symbol))))
-            if counts_pairs:
-                pairs += judge.checker.pairs(symbol) or 0
-            progress.add(symbol.size)
-    progress.end()
-    found.seconds = time.process_time() - started
-    found.pairs = pairs if counts_pairs else None
+    found = [Coverage(judge, judge.profile.title) for judge in judges]
+    # Other functions may decide too, if the policy looks at references to a function.
+    counter = FunctionCounter(judges, is_local=strategy is None)
+    with Progress(first.title, sum(symbol.size for symbol in first.symbols)) as progress:
+        for symbol, counted in zip(first.symbols, counter.count(first.symbols, jobs, progress), strict=True):
+            for coverage_of, one in zip(found, counted, strict=True):
+                coverage_of.symbols.append((symbol, one.reasons))
+                coverage_of.seconds += one.seconds
+                if counter.counts_pairs:
+                    coverage_of.pairs = (coverage_of.pairs or 0) + one.pairs
     return found
+
+
+class FunctionCounter:
+    """Counts the instructions of functions in several kernels that have the same functions."""
+
+    def __init__(self, judges: Sequence[Judge], *, is_local: bool) -> None:
+        """Keep the judges. `is_local`: a verdict depends on the function's own code and tables only."""
+        self._judges = judges
+        self._is_local = is_local
+        strategy = judges[0].strategy
+        self.counts_pairs = bool(strategy and strategy.pairs)
+
+    def counting(self, symbol: Symbol) -> list[Counting]:
+        """Return the counts of a function in each kernel."""
+        seen: dict[bytes, Counting] = {}
+        found = []
+        for judge in self._judges:
+            code = judge.subject.tables.read(symbol.address, symbol.size) if self._is_local else b""
+            known = seen.get(code) if self._is_local else None
+            if known is not None:
+                found.append(known._replace(seconds=0.0))
+                continue
+            started = time.process_time()
+            reasons: Reasons = Counter(judge.reasons(symbol))
+            pairs = (judge.checker.pairs(symbol) or 0) if self.counts_pairs else 0
+            one = Counting(reasons, pairs, time.process_time() - started)
+            seen[code] = one
+            found.append(one)
+        return found
+
+    def count(
+        self, symbols: Sequence[Symbol], jobs: int, progress: Progress | None = None
+    ) -> Iterator[list[Counting]]:
+        """Yield the counts of functions, in their order. Raises: CliError (a process has ended)."""
+        pieces = list(_pieces(symbols))
+        with _without_garbage_collection():
+            if jobs < 2 or len(pieces) < 2:
+                counted: Iterable[list[list[Counting]]] = map(self._count_piece, pieces)
+            else:
+                # What is decoded before the fork is shared by the processes.
+                self.counting(symbols[0])
+                counted = self._count_in_processes(pieces, jobs)
+            for piece, found in zip(pieces, counted, strict=True):
+                yield from found
+                if progress is not None:
+                    progress.add(sum(symbol.size for symbol in piece))
+
+    def _count_piece(self, symbols: Sequence[Symbol]) -> list[list[Counting]]:
+        return [self.counting(symbol) for symbol in symbols]
+
+    def _count_in_processes(
+        self, pieces: Sequence[Sequence[Symbol]], jobs: int
+    ) -> Iterator[list[list[Counting]]]:
+        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures.process import BrokenProcessPool
+        from multiprocessing import get_context
+
+        global _forked
+        _forked = self, pieces
+        try:
+            with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
+                yield from pool.map(_count_number, range(len(pieces)))
+        except BrokenProcessPool as error:
+            raise CliError(
+                "coverage: a process was ended from outside; run it again with --jobs 1"
+            ) from error
+        finally:
+            _forked = None
+
+
+_forked: tuple[FunctionCounter, Sequence[Sequence[Symbol]]] | None = None
+"""What the processes of FunctionCounter.count() inherit: kernels are too large to send."""
+
+
+def _count_number(number: int) -> list[list[Counting]]:
+    assert _forked is not None
+    counter, pieces = _forked
+    return counter._count_piece(pieces[number])
+
+
+def _pieces(symbols: Sequence[Symbol]) -> Iterator[Sequence[Symbol]]:
+    """Yield successive functions in pieces of about _PIECE bytes."""
+    start = 0
+    size = 0
+    for number, symbol in enumerate(symbols, 1):
+        size += symbol.size
+        if size >= _PIECE or number == len(symbols):
+            yield symbols[start:number]
+            start = number
+            size = 0
 
 
 @contextmanager
@@ -110,61 +217,67 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def subjects(arch: str | None, image: str | None, functions: str | None) -> Iterator[Subject]:
-    """Yield the subjects that the command's options name. Raises: CliError."""
-    try:
-        if image is not None:
-            yield from coverage_subject.linux_image(image)
-        elif functions is not None:
-            yield coverage_subject.recorded_functions(Path(functions))
-        else:
-            yield coverage_subject.own_image(arch or "x86_64")
-    except OSError as error:
-        raise CliError(
-            f"{image or functions or arch}: {error.strerror or error}", ExitStatus.USAGE
-        ) from error
-
-
-def run(
+def subjects(
     arch: str | None,
-    image: str | None,
+    images: Sequence[str],
     functions: str | None,
-    profile: str | None,
-    strategy: str | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Run `kprobefs coverage`: print tables, or all counts as JSON. Raises: CliError."""
-    found = [coverage(subject, profile, strategy) for subject in subjects(arch, image, functions)]
-    if as_json:
-        print(json.dumps([_as_dict(each) for each in found]))
-    else:
-        print("\n\n".join("\n".join(_tables(each)) for each in found))
+    vmcore: str | None = None,
+    cpu: str | None = None,
+    pattern: str | None = None,
+) -> Iterator[list[Subject]]:
+    """Yield the subjects that the command's options name; those of a group have the same functions.
+
+    `pattern`: count only functions with such names, as in a shell. Raises: CliError.
+    """
+    if cpu is not None and not images:
+        why = "only possible with a distribution's kernel; add --image, or leave it out"
+        raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
+    for image in images or (None,):
+        with explained(image or functions or vmcore or arch or ""):
+            if image is not None and cpu is not None:
+                group = [coverage_subject.booted_image(image, cpu)]
+            elif image is not None:
+                group = list(coverage_subject.linux_image(image))
+            elif functions is not None:
+                group = [coverage_subject.recorded_functions(Path(functions))]
+            elif vmcore is not None:
+                group = [coverage_subject.dumped_kernel(vmcore)]
+            else:
+                group = [coverage_subject.own_image(arch or "x86_64")]
+        if pattern is not None:
+            group = [subject.of_functions(pattern) for subject in group]
+            if not group[0].symbols:
+                raise CliError(
+                    f"--function {pattern}: no such function in {group[0].title}", ExitStatus.USAGE
+                )
+        yield group
 
 
 # JSON
 
 
-def _as_dict(found: Coverage) -> dict[str, Any]:
+def as_dict(found: Coverage) -> dict[str, Any]:
+    """Return all counts of a subject for JSON."""
     total = found.total
     return {
         "subject": found.subject.title,
         "arch": found.subject.arch,
         "profile": found.profile,
+        "remarks": list(found.subject.remarks),
         "functions": len(found.symbols),
-        "verdicts": _by_verdict(total),
+        "verdicts": by_verdict(total),
         "reasons": [
             {"verdict": outcome_of(reason).value, "reason": reason.value, "instructions": number}
             for reason, number in total.most_common()
             if isinstance(reason, RejectReason)
         ],
         "tactics": {tactic.name.lower(): number for tactic, number in found.tactics.most_common()},
-        "sections": {name: _by_verdict(reasons) for name, reasons in found.sections.items()},
+        "sections": {name: by_verdict(reasons) for name, reasons in found.sections.items()},
         "symbols": [
             {
                 "name": symbol.name,
                 "address": f"{symbol.address:#x}",
-                "verdicts": _by_verdict(reasons),
+                "verdicts": by_verdict(reasons),
                 "reasons": {
                     reason.value: number
                     for reason, number in reasons.most_common()
@@ -178,7 +291,8 @@ def _as_dict(found: Coverage) -> dict[str, Any]:
     }
 
 
-def _by_verdict(reasons: Reasons) -> dict[str, int]:
+def by_verdict(reasons: Reasons) -> dict[str, int]:
+    """Return name of an outcome -> number of instructions, with their sum as `instructions`."""
     found = dict.fromkeys((verdict.value for verdict in ProbeOutcome), 0)
     for reason, number in reasons.items():
         found[outcome_of(reason).value] += number
@@ -188,7 +302,8 @@ def _by_verdict(reasons: Reasons) -> dict[str, int]:
 # Text
 
 
-def _tables(found: Coverage) -> Iterator[str]:
+def tables(found: Coverage) -> Iterator[str]:
+    """Yield the lines of the tables for one subject."""
     total = found.total
     counted = total.total()
     rate = counted / found.seconds if found.seconds else 0
@@ -196,21 +311,23 @@ def _tables(found: Coverage) -> Iterator[str]:
     arch = found.subject.arch
     yield f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {found.profile}"
     yield f"{counted:,} instructions of {len(found.symbols):,} functions; {rate:,.0f} a second of CPU time"
+    for remark in found.subject.remarks:
+        yield wrap(remark, sys.stdout, "  ")
     yield ""
-    verdicts = _by_verdict(total)
+    verdicts = by_verdict(total)
     registered = counted - verdicts[ProbeOutcome.REFUSED.value]
     yield f"{'verdict':<12}{'instructions':>13}{'of all':>9}{'of what registers':>19}"
     for verdict in ProbeOutcome:
         number = verdicts[verdict.value]
-        of_registered = _share(number, registered) if verdict is not ProbeOutcome.REFUSED else ""
-        yield f"{verdict.value:<12}{number:>13,}{_share(number, counted):>9}{of_registered:>19}"
+        of_registered = share(number, registered) if verdict is not ProbeOutcome.REFUSED else ""
+        yield f"{verdict.value:<12}{number:>13,}{share(number, counted):>9}{of_registered:>19}"
     if found.pairs is not None:
-        yield f"{'pairs':<12}{found.pairs:>13,}{_share(found.pairs, counted):>9}"
+        yield f"{'pairs':<12}{found.pairs:>13,}{share(found.pairs, counted):>9}"
     yield ""
     yield f"{'verdict':<12}{'instructions':>13}{'of all':>9}  reason"
     for reason, number in total.most_common():
         if isinstance(reason, RejectReason):
-            head = f"{outcome_of(reason).value:<12}{number:>13,}{_share(number, counted):>9}  "
+            head = f"{outcome_of(reason).value:<12}{number:>13,}{share(number, counted):>9}  "
             yield wrap(f"{head}{reason.value}", sys.stdout, " " * len(head))
     if found.tactics:
         yield ""
@@ -224,14 +341,15 @@ def _tables(found: Coverage) -> Iterator[str]:
         f"{verdict.value:>12}" for verdict in ProbeOutcome
     )
     for name, reasons in found.sections.items():
-        parts = _by_verdict(reasons)
+        parts = by_verdict(reasons)
         shares = "".join(
-            f"{_share(parts[verdict.value], parts['instructions']):>12}" for verdict in ProbeOutcome
+            f"{share(parts[verdict.value], parts['instructions']):>12}" for verdict in ProbeOutcome
         )
         yield f"{name:<{width}}{parts['instructions']:>14,}{shares}"
 
 
-def _share(number: int, of: int) -> str:
+def share(number: int, of: int) -> str:
+    """Return a share in per cent; "-" of nothing."""
     return f"{100 * number / of:.1f} %" if of else "-"
 
 

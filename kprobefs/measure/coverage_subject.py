@@ -8,13 +8,14 @@ import json
 import zlib
 from collections.abc import Iterator
 from errno import EINVAL
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
-from emulated_kernel.image.linux.linux_kernel import open_kernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.text_tables import (
     BlacklistEntry,
     ExTableEntry,
@@ -24,8 +25,15 @@ from emulated_kernel.image.text_tables import (
     StaticCall,
 )
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 from emulated_kernel.util.safe_read import read_named
+from kprobefs.common.progress import Progress
+from kprobefs.mount_options import chosen_cpu
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.guests.linux.guest.cpu_report import CpuReport
 
 _RECORDED_LIMIT = 256 << 20
 """Maximum size in bytes of a file of recorded functions, unpacked."""
@@ -48,10 +56,17 @@ class Subject:
     tables: ProbedTables
     recorded: tuple[Symbol, ...] | None = None
     """The functions, if the subject does not have all functions of a kernel; otherwise None."""
+    pattern: str = ""
+    """Pattern of the names of functions to analyse; "" for all functions."""
+    remarks: tuple[str, ...] = ()
+    """Sentences, for the output, that limit for which CPUs the counts hold."""
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:
         """The functions, each as the first symbol of its address."""
+        if self.pattern:
+            every = replace(self, pattern="").symbols
+            return tuple(symbol for symbol in every if fnmatchcase(symbol.name, self.pattern))
         if self.recorded is not None:
             return self.recorded
         text = [range(*span) for span in self.tables.text_ranges]
@@ -60,6 +75,10 @@ class Subject:
             if symbol.size and any(symbol.address in part for part in text):
                 firsts.setdefault(symbol.address, symbol)
         return tuple(firsts.values())
+
+    def of_functions(self, pattern: str) -> Subject:
+        """Return the subject with only those functions whose names match a pattern of a shell."""
+        return replace(self, title=f"{self.title}, {pattern}", pattern=pattern)
 
     @property
     def complete(self) -> bool:
@@ -102,6 +121,50 @@ def linux_image(source: str) -> Iterator[Subject]:
         yield Subject(f"Linux {kernel.release}, {returns.value}", "x86_64", kernel.booted(returns))
     if not kernel.returns:
         yield Subject(f"Linux {kernel.release}", "x86_64", kernel)
+
+
+def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:
+    """Return a distribution's kernel as boot on the CPU that option --cpu names leaves it, and its report.
+
+    If the cache has no such kernel, boot it and show the progress. Raises: CliError, KernelError, OSError.
+    """
+    from emulated_kernel.guests.linux.boot_cache import kernel_as_booted
+    from emulated_kernel.util.config import DEFAULT_SEED
+
+    bar: Progress | None = None
+    shown = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar, shown
+        bar = bar or Progress("booting", total)
+        bar.add(done - shown)
+        shown = done
+
+    found = kernel_as_booted(source, DEFAULT_SEED, chosen_cpu(cpu), progress)
+    if bar is not None:
+        bar.end()
+    return found
+
+
+def dumped_kernel(vmcore: str) -> Subject:
+    """Return the kernel in a dump, with the text of the dumped machine, as a subject.
+
+    Raises: KernelError, OSError.
+    """
+    from emulated_kernel.guests.linux.vmcore.vmcore_guest import kernel_in_core
+
+    kernel = kernel_in_core(vmcore)
+    return Subject(f"Linux {kernel.release}, a dump", "x86_64", kernel)
+
+
+def booted_image(source: str, cpu: str) -> Subject:
+    """Return a distribution's kernel as boot on the CPU that option --cpu names leaves it, as a subject.
+
+    Raises: CliError, KernelError, OSError.
+    """
+    kernel, report = booted_kernel(source, cpu)
+    title = f"Linux {kernel.release}, {report.cpu_description}"
+    return Subject(title, "x86_64", kernel, remarks=tuple(report.remarks))
 
 
 def recorded_functions(path: Path) -> Subject:

@@ -40,6 +40,7 @@ def run(
     images: Sequence[str],
     vmcore: str | None,
     profile: str | None,
+    cpu: str | None,
     strategy: str | None,
     form: str,
 ) -> bool:
@@ -49,7 +50,7 @@ def run(
 
     Raises: CliError (a file can't be read; no such kernel or profile).
     """
-    kernels = [planned_kernel(arch, image, vmcore, profile, strategy) for image in images or (None,)]
+    kernels = [planned_kernel(arch, image, vmcore, profile, strategy, cpu) for image in images or (None,)]
     texts = {path: _read(path) for path in paths}
     found = []
     for path, text in texts.items():
@@ -112,6 +113,10 @@ def _text(checked: CheckedFile) -> Iterator[str]:
             _WIDTH,
             subsequent_indent="   ",
         )
+        for remark in kernel.remarks:
+            yield from wrap(
+                escape_for_terminal(remark), _WIDTH, initial_indent="   ", subsequent_indent="   "
+            )
     yield ""
     columns = "".join(f"{number:<{_OUTCOME_WIDTH}}" for number in range(1, len(kernels) + 1))
     yield f"{'line':<6}{columns}definition".rstrip()
@@ -175,6 +180,7 @@ def _as_dict(checked: CheckedFile) -> dict[str, Any]:
             {
                 "kernel": kernel.title,
                 "cpu": kernel.cpu_description,
+                "remarks": list(kernel.remarks),
                 "profile": kernel.profile.name,
                 "btf": kernel.btf is not None,
                 "lines": [_line_as_dict(checked.text, answer) for answer in answers],

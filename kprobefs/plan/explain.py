@@ -21,6 +21,7 @@ def run(
     image: str | None,
     vmcore: str | None,
     profile: str | None,
+    cpu: str | None,
     strategy: str | None,
     whole: bool,
     as_json: bool,
@@ -32,7 +33,7 @@ def run(
     `whole` shows whole functions. `as_json` prints JSON instead of text. `svg` and `html` are paths of files
     to write. Raises: CliError (no such place or kernel, a file that can't be written).
     """
-    kernel = planned_kernel(arch, image, vmcore, profile, strategy)
+    kernel = planned_kernel(arch, image, vmcore, profile, strategy, cpu)
     found = list(_explanations(kernel, places))
     if svg is not None:
         from kprobefs.plan.picture import picture
@@ -82,6 +83,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
         "arch": kernel.arch,
         "profile": kernel.profile.name,
         "cpu": kernel.cpu_description,
+        "remarks": list(kernel.remarks),
         "prototype": None if prototype is None else prototype.text,
         "size": explained.size,
         "section": explained.section,

@@ -26,7 +26,7 @@ from emulated_kernel.trace.interface import Interface, interface_named
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
-from kprobefs.measure.coverage_subject import Subject
+from kprobefs.measure.coverage_subject import Subject, booted_kernel
 from kprobefs.measure.verdicts import Judge, default_profile
 
 _ALLOWED = "kprobes_allow_optimization"
@@ -61,8 +61,12 @@ class PlannedKernel:
         """Loaded modules, in the order of loading."""
         self.cpu_description = cpu_description
         """Description, for the output, of the CPUs for which the answers hold."""
+        self.remarks: tuple[str, ...] = ()
+        """Sentences, for the output, that limit for which CPUs the answers hold."""
         self.is_dump = False
         """Whether the text and data are those of a running kernel."""
+        self.is_booted = False
+        """Whether the text is as boot has left it, as in a dump or with a chosen CPU."""
 
     @cached_property
     def interface(self) -> Interface:
@@ -79,7 +83,13 @@ class PlannedKernel:
         return self._with_modules(self.core, None)
 
     def _with_modules(self, core: LinuxKernel | KernelImage, returns: ReturnThunks | None) -> ProbedTables:
-        """Return the tables of `core` and the modules, whose returns are rewritten as `returns` says."""
+        """Return the tables of `core` and the modules, whose returns are rewritten as `returns` says.
+
+        `returns` is None if the text of `core` stays as it is. A booted kernel has rewritten its modules'
+        returns as its own.
+        """
+        if returns is None and self.is_booted and isinstance(core, LinuxKernel):
+            returns = core.booted_returns
         if not self.modules:
             return core
         live: LiveImage[Any] = LiveImage(core)
@@ -103,6 +113,8 @@ class PlannedKernel:
             files = ModuleFiles(kernel_file(self.image), core.release).read(name)
             found = PlannedKernel(self.title, self.arch, core, self.profile, self.cpu_description)
             found.image = self.image
+            found.remarks = self.remarks
+            found.is_booted = self.is_booted
             found.strategy = self.strategy
             found.modules = tuple(link_modules(core, files))
             return found
@@ -145,8 +157,7 @@ class PlannedKernel:
 
     @property
     def _returns(self) -> Sequence[ReturnThunks]:
-        # A dump's text is as boot has left it.
-        return self.core.returns if isinstance(self.core, LinuxKernel) and not self.is_dump else ()
+        return self.core.returns if isinstance(self.core, LinuxKernel) and not self.is_booted else ()
 
     def _as_booted(self, symbol: Symbol, returns: ReturnThunks | None) -> Variant:
         core = self.core
@@ -206,12 +217,18 @@ def planned_kernel(
     vmcore: str | None,
     profile_name: str | None,
     strategy: str | None = None,
+    cpu: str | None = None,
 ) -> PlannedKernel:
-    """Return the kernel that --arch, --image, --vmcore, --profile and --strategy name; None: not given.
+    """Return the kernel that --arch, --image, --vmcore, --profile, --strategy and --cpu name.
 
-    Raises: CliError (no such kernel, image, dump or profile; the profile has no optimizer).
+    None stands for an option that is not given.
+
+    Raises: CliError (no such kernel, image, dump, profile or CPU; the profile has no optimizer).
     """
-    made = _planned(arch, image, vmcore, profile_name)
+    if cpu is not None and image is None:
+        why = "only possible with a distribution's kernel; add --image, or leave it out"
+        raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
+    made = _planned(arch, image, vmcore, profile_name, cpu)
     made.strategy = strategy
     try:
         with_strategy(made.profile, strategy)
@@ -221,12 +238,14 @@ def planned_kernel(
 
 
 def _planned(
-    arch: str | None, image: str | None, vmcore: str | None, profile_name: str | None
+    arch: str | None, image: str | None, vmcore: str | None, profile_name: str | None, cpu: str | None
 ) -> PlannedKernel:
     with explained(image or vmcore or arch or ""):
         if vmcore is not None:
             return _dumped(vmcore, profile_name)
         if image is not None:
+            if cpu is not None:
+                return _booted(image, profile_name, cpu)
             return _distributed(image, profile_name)
         name = arch or "x86_64"
         profile = _profile(profile_name, name)
@@ -252,6 +271,18 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
     return made
 
 
+def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
+    """Return the kernel of an image as boot on a production CPU leaves it."""
+    kernel, report = booted_kernel(image, cpu)
+    title = f"Linux {kernel.release}"
+    profile = _linux_profile(profile_name, kernel)
+    made = PlannedKernel(title, "x86_64", kernel, profile, report.cpu_description)
+    made.image = image
+    made.remarks = tuple(report.remarks)
+    made.is_booted = True
+    return made
+
+
 def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import kernel_in_core
 
@@ -264,6 +295,7 @@ def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
         "",
     )
     made.is_dump = True
+    made.is_booted = True
     made.cpu_description = f"the CPU of the dump: {_cpu_model(kernel)}"
     return made
 

@@ -108,6 +108,7 @@ def _verdict(explained: Explanation) -> Iterator[str]:
         because += f", inside {inside.text} at +{inside.offset:#x}"
     yield f"{explained.verdict.outcome.value}{because}"
     yield f"for {explained.kernel.cpu_description}"
+    yield from explained.kernel.remarks
     answered: dict[tuple[ProbeOutcome, str], list[str]] = {}
     for other in explained.others:
         answered.setdefault((other.outcome, other.reason), []).append(other.returns)

@@ -21,7 +21,7 @@ from stress.exhaustion.compiled import CompiledProof
 from stress.exhaustion.proof import Proof
 from stress.exhaustion.sites import SiteProof, fentry_sites
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import optimizable
+from tests.kprobes.optimizer.regions import optimizable, refused_by_linux
 from tests.progress import show_progress
 
 Where = tuple[str, int, int]
@@ -40,7 +40,8 @@ class Prover:
         )
         kernel = Kernel(config)
         kind = SiteProof if options.sites else CompiledProof if is_compiled else Proof
-        self._find = fentry_sites if options.sites else optimizable
+        only_tactics = options.strategy is not None
+        self._find = fentry_sites if options.sites else refused_by_linux if only_tactics else optimizable
         self._proof = kind(Probed(kernel), options.states)
 
     def places(self) -> list[Where]:
@@ -76,7 +77,11 @@ def main() -> int:
     """Check every optimizable address of the image; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", choices=PROFILES, default=DEFAULT)
-    parser.add_argument("--strategy", choices=STRATEGIES, help="optimization policy (default: the profile's)")
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="prove the places that this optimization policy adds to those of the profile",
+    )
     parser.add_argument("--arch", choices=ARCHITECTURES, default="x86_64")
     parser.add_argument(
         "--save-regs", choices=["live", "all"], help="compile the handlers, and save these registers"

@@ -138,7 +138,7 @@ class OtherCpu:
         while first <= state.ip < min(first + WINDOW, self.end):
             self._put(standing)
             text.poke(first, window)
-            end = self.bench.step(state, targets)
+            end = self.bench.step(state, (*targets, *self.exits))
             text.poke(first, now)
             memory = self.bench.changed()
             self.bench.restore()

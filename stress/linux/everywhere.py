@@ -120,10 +120,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stress.linux.everywhere", description=__doc__)
     parser.add_argument("--functions", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=tuple(MODES))
     options = parser.parse_args(argv)
     starts, expected = functions(options.functions, options.seed), unprobed()
     counts: dict[int, int] = {}
-    for mode in MODES:
+    for mode in options.modes:
         try:
             armed = arm(mode, starts, expected)
             compare(counts, armed)

@@ -37,7 +37,7 @@ from tests.guests.linux.rewind import PAGE, Rewind
 from tests.guests.linux.traced import TRACED, Traced, time_stands
 from tests.kprobes.optimizer.regions import undefined_flags
 
-PROBED = ("stepped", "boosted", "optimized")
+PROBED = ("stepped", "boosted", "optimized", "extended")
 BATCH = 50
 """Number of functions that are armed together."""
 RETURN = 0xFFFFFFFF70400000

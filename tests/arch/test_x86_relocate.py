@@ -19,7 +19,7 @@ MODES = {64: unicorn.UC_MODE_64, 32: unicorn.UC_MODE_32}
 SIZE = 0x10_0000
 DATA, DETOUR = 0x8000, 0x9_0000
 """Offsets of data that branches read, and of the copy."""
-MOST_STEPS = 3
+MAX_STEPS = 3
 NAMES = ("AX", "CX", "DX", "BX", "BP", "SI", "DI")
 
 
@@ -36,7 +36,7 @@ def run(code: bytes, at: int, bits: int, values: Mapping[str, int], flags: int) 
             uc.reg_write(number, {"SP": BASE + SIZE // 2, **values}[name])
         uc.reg_write(const.UC_X86_REG_EFLAGS, flags)
         ip = at
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             uc.emu_start(ip, 0, count=1)
             ip = uc.reg_read(const.UC_X86_REG_RIP if bits == 64 else const.UC_X86_REG_EIP)
             if not at <= ip < at + len(code):

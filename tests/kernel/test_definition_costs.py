@@ -80,12 +80,15 @@ def test_a_definition_between_two_settings_reads_the_definitions_once() -> None:
 
 
 class CountedWrites(CountedFiles):
-    """Files of a kernel that also count the writes of triggers."""
+    """Files of a kernel that also count their writes."""
 
-    triggers = 0
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        self.writes: Counter[str] = Counter()
+        """Last component of a file's name -> number of writes."""
 
     def write(self, name: str, text: str) -> None:
-        self.triggers += name.endswith("/trigger")
+        self.writes[name.rpartition("/")[2]] += 1
         super().write(name, text)
 
 
@@ -102,4 +105,35 @@ def test_triggers_that_need_each_others_variables_take_two_passes(stride: int) -
     with Kernel() as kernel, kernel.lock:
         files = CountedWrites(kernel)
         assert apply(files, *events, *lines) == []
-        assert files.triggers < 2 * number
+        assert files.writes["trigger"] < 2 * number
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("set_event_pid", [*map(str, range(1, 2001))]),
+        ("set_ftrace_notrace_pid", ["7", "9"]),
+        ("set_ftrace_filter", ["gcd", "int_sqrt", "vfs_read:traceoff:5", "vfs_write:traceoff"]),
+        ("set_graph_notrace", ["gcd", "int_sqrt"]),
+    ],
+)
+def test_the_missing_words_of_a_list_are_one_write(name: str, words: list[str]) -> None:
+    with Kernel() as kernel, kernel.lock:
+        files = CountedWrites(kernel)
+        assert apply(files, f"{name} = {words[0]}") == []
+        assert apply(files, f"{name} = {' '.join(words)}") == []
+        assert files.writes[name] == 2
+        settings = [line.partition(" = ")[::2] for line in saved(files)]
+        listed = [value for path, value in settings if path.rpartition("/")[2] == name]
+        assert sorted(" ".join(listed).split()) == sorted(words)
+
+
+@pytest.mark.parametrize("name", ["set_ftrace_filter", "set_event_pid"])
+def test_the_word_of_a_list_that_fails_is_shown(name: str) -> None:
+    """The words before it are in force, as after a write of each."""
+    first, wrong = ("gcd", "nosuch") if name == "set_ftrace_filter" else ("77", "x")
+    with Kernel() as kernel, kernel.lock:
+        files = CountedFiles(kernel)
+        [failed] = apply(files, f"{name} = {first} {wrong}")
+        assert "Invalid argument" in failed
+        assert files.read(f"tracing/{name}") == f"{first}\n"

@@ -317,7 +317,7 @@ def test_a_jprobe_with_a_handler_in_guest_code() -> None:
         [probe] = kernel.kprobes
         head = kernel.kprobes.table.valid(probe)
         assert head is not None
-        assert (kernel.kprobes.mode(probe), head.members[probe].kind) in [("boosted", "j"), ("int3", "j")]
+        assert (kernel.kprobes.mode(probe), probe._kind) in [("boosted", "j"), ("int3", "j")]
         stub = head.stub
         assert stub is not None
         kernel.call(bench.FUNCTION, 9)

@@ -16,7 +16,7 @@ from tests.guests.linux import debian_kernel
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
-EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY = (
+EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS = (
     README.parent / "docs/guide" / name
     for name in (
         "examples.md",
@@ -26,6 +26,7 @@ EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY = (
         "real-linux.md",
         "testing.md",
         "library.md",
+        "durations.md",
     )
 )
 SESSIONS = [
@@ -56,6 +57,13 @@ def test_console_blocks_show_what_a_mount_shows(session: list[Step]) -> None:
 def test_the_page_of_distributions_kernels_shows_what_debians_shows() -> None:
     session = [step for body in blocks("console image", REAL) for step in steps(body)]
     _compare_session([Step('cd "$KPROBEFS"', ""), *session], "--image", str(debian_kernel.image()))
+
+
+@pytest.mark.mounted
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
+def test_the_page_of_durations_shows_what_the_real_clock_shows() -> None:
+    session = [step for body in blocks("console real", DURATIONS) for step in steps(body)]
+    _compare_session(session, "--clock", "real")
 
 
 def _compare_session(session: list[Step], *options: str) -> None:

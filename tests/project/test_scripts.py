@@ -30,7 +30,7 @@ PACKAGES = {"busybox": "busybox-static", "cc": "gcc", "perf": "linux-perf", "rpm
 """Of programs that have another name."""
 SYSTEMS_OWN = {
     *("apt-cache", "apt-get", "dpkg-deb", "findmnt", "nsenter", "systemd-analyze", "true", "unshare"),
-    *("go", "npm"),
+    *("go", "node", "npm"),
 }
 """Programs that are part of the system, or too large to install for one test."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from functools import partial
 
@@ -374,3 +375,29 @@ def test_formats_of_system_calls_name_their_memory(kernel: Kernel, old: Kernel) 
     assert "__filename_val;\toffset:48;" in kernel.read_file(path.format("openat"))
     assert "_val" not in kernel.read_file(path.format("read"))
     assert "_val" not in old.read_file(path.format("write"))
+
+
+def test_enabled_functions_names_the_function_graph_and_its_users(kernel: Kernel) -> None:
+    kernel.write_file("tracing/dynamic_events", "f:a gcd\nf:b int_sqrt%return")
+    for name in ("a", "b"):
+        kernel.write_file(f"tracing/events/fprobes/{name}/enable", "1")
+    shown = [re.sub("0x[0-9a-f]+", "X", line) for line in enabled(kernel)]
+    assert sorted(shown) == [
+        f"gcd (1){' ' * 11}\ttramp: X (fprobe_ftrace_entry) ->fprobe_ftrace_entry",
+        f"int_sqrt (1){' ' * 11}\ttramp: X (ftrace_graph_func) ->ftrace_graph_func"
+        "\tsubops: {ent:fprobe_fgraph_entry ret:fprobe_return}",
+    ]
+    for name in ("a", "b"):
+        kernel.write_file(f"tracing/events/fprobes/{name}/enable", "0")
+    kernel.write_file("tracing/dynamic_events", "-:a\n-:b")
+    kernel.write_file("tracing/set_ftrace_filter", "gcd")
+    kernel.write_file("tracing/current_tracer", "function_graph")
+    (line,) = enabled(kernel)
+    assert line.endswith("\tsubops: {ent:trace_graph_entry ret:trace_graph_return}")
+    kernel.write_file("tracing/current_tracer", "nop")
+    kernel.write_file("tracing/set_ftrace_filter", "!gcd")
+    assert enabled(kernel) == []
+
+
+def enabled(kernel: Kernel) -> list[str]:
+    return kernel.read_file("tracing/enabled_functions").splitlines()

@@ -74,13 +74,18 @@ def test_names_of_the_kernel_last_and_those_of_clients_do_not(mount: Mount) -> N
     assert not mount.is_control("/scratch/file")
 
 
-def test_no_name_lasts_while_the_guest_sees_lookups(mount: Mount) -> None:
-    write(mount, "/kprobe_events", "p:reads vfs_read\n")
+@pytest.mark.parametrize(
+    ("probed", "sees_lookups"),
+    [("vfs_read", False), ("vfs_write", False), ("vfs_open", True), ("filp_close", True)],
+)
+def test_no_name_lasts_while_the_guest_sees_lookups(mount: Mount, probed: str, sees_lookups: bool) -> None:
+    """A lookup cannot execute vfs_read."""
+    write(mount, "/kprobe_events", f"p:reads {probed}\n")
     ends = Ends(mount)
     for _ in range(2):
         write(mount, f"{EVENT}/enable", "1")
-        assert ends.take() == [None]
-        assert not mount.name_lasts(f"{EVENT}/enable")
+        assert ends.take() == [None] * sees_lookups
+        assert mount.name_lasts(f"{EVENT}/enable") is not sees_lookups
         write(mount, f"{EVENT}/enable", "0")
         assert ends.take() == []
         assert mount.name_lasts(f"{EVENT}/enable")

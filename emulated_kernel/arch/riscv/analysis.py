@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterator, KeysView, Set
 from functools import cached_property, lru_cache, reduce
 from itertools import compress
 from operator import attrgetter, or_
@@ -29,10 +29,12 @@ from emulated_kernel.arch.riscv.insn import (
     T6,
     TP,
     Handling,
+    RiscvInsn,
     RiscvInsnAttributes,
     RiscvOpcode,
     attributes_of_all,
     decode_all,
+    decode_insn,
 )
 
 _MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
@@ -53,8 +55,11 @@ TEMPORARIES: int = sum(1 << number for number in (T0, T1, T2, *range(T3, T6 + 1)
 class RiscvFunctionAnalysis:
     """A function decoded once, with the branches and the data flow that probe checks need."""
 
-    def __init__(self, function: Function, *, compressed: bool) -> None:
+    def __init__(self, function: Function, *, compressed: bool, fentry: Set[int] = frozenset()) -> None:
+        """Decode a function. `fentry`: addresses of the kernel's fentry sites."""
         self.function = function
+        self.fentry = fentry
+        self._compressed = compressed
         code = function.code[: function.size]
         self.insns: dict[int, RiscvInsnAttributes] = attributes_of_all(
             code, function.addr, compressed=compressed
@@ -72,8 +77,10 @@ class RiscvFunctionAnalysis:
                 self._sources.setdefault(addr + insn.relative_target, []).append(addr)
             else:
                 self._look_at_indirect(addr, insn)
-        hazards = [*self._hazards()]
-        self.hazard = min(hazards, key=attrgetter("addr")) if hazards else None
+        hazards = sorted(self._hazards(), key=attrgetter("addr"))
+        self.hazards = {hazard.reason: hazard.addr for hazard in reversed(hazards)}
+        """Each reason that forbids optimization in the whole function -> the lowest address with it."""
+        self.hazard = hazards[0] if hazards else None
         """Hazard with the lowest address that forbids optimization in the whole function, or None."""
 
     @cached_property
@@ -86,6 +93,11 @@ class RiscvFunctionAnalysis:
                 first = Rejection(RejectReason.NOT_BOOSTABLE, addr)
             found[addr] = first
         return found
+
+    def insn_at(self, addr: int) -> RiscvInsn:
+        """Return the instruction at an address, with its immediates."""
+        at = addr - self.function.addr
+        return decode_insn(self.function.code[at : at + RVI_SIZE], compressed=self._compressed)
 
     def jump_into(self, inside: range) -> int | None:
         """Return the address of the first jump or branch whose target is in `inside`, or None."""

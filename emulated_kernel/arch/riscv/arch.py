@@ -10,7 +10,7 @@ from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import Frame, FrameInsn
-from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
+from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.arch.riscv import copy_insn as out_of_line
@@ -112,6 +112,9 @@ class Riscv(Arch):
 
     def relocated(self, region: Region, to: int) -> bytes:
         return detours.relocated(region, to, compressed=self.compressed)
+
+    def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:
+        return detours.original_place(region, copied, address, compressed=self.compressed)
 
     def probe_checker(
         self,

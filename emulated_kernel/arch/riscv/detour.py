@@ -6,10 +6,10 @@ the handler. After that, it loads the registers from the struct pt_regs, which t
 
 from __future__ import annotations
 
-from errno import EINVAL
+from collections.abc import Iterator
 
 from emulated_kernel.arch.analysis.detour_region import Region, ScratchRegisters
-from emulated_kernel.arch.arch_hooks import HandlerStub
+from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace
 from emulated_kernel.arch.riscv.encoder import (
     C_NOP,
     LONG_JUMP_SIZE,
@@ -24,13 +24,25 @@ from emulated_kernel.arch.riscv.encoder import (
     set_to_address,
     store,
 )
-from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, T1, ZERO, Handling, decode_all
+from emulated_kernel.arch.riscv.insn import (
+    RA,
+    REGISTER_NAMES,
+    RVI_SIZE,
+    SP,
+    T0,
+    T1,
+    ZERO,
+    RiscvInsn,
+    decode_all,
+)
 from emulated_kernel.arch.riscv.pt_regs import OFFSETS, SIZE, WORD, complete, load_general, save_general
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.arch.riscv.relocate import RELOCATED_CALLS, relocate, relocation_of
 
 MAX_REGION = 10
 """Maximum size in bytes of a region: three compressed instructions and one of 4 bytes."""
-MAX_COPIED = MAX_REGION + LONG_JUMP_SIZE
+_MAX_GROWTH = 4 * 10
+"""Upper limit of the bytes by which relocation makes a region longer: four branches of 2 bytes become 12."""
+MAX_COPIED = MAX_REGION + _MAX_GROWTH + LONG_JUMP_SIZE
 MAX_DETOUR = 384
 RETURN_ROOM = SIZE + 2 * WORD
 """Size in bytes of a return trampoline's stack frame: pt_regs and the return address, 16-byte aligned."""
@@ -49,16 +61,35 @@ def detour_jump(region: Region, target: int) -> bytes:
 
 
 def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
-    """Implement Arch.relocated: copy the instructions, and append an auipc and jalr to the region's end.
+    """Implement Arch.relocated: relocate the instructions, and append an auipc and jalr to the region's end.
 
     Linux: the detour loads the address of the region's end from a word next to the code.
     Deviates: an auipc computes the address.
     """
-    insns = decode_all(region.code, region.addr, compressed=compressed)
-    if any(insn.handling is not Handling.COPIED for _, insn in insns):
-        raise KernelError(EINVAL, "an instruction that needs its address")
-    back = long_jump(ZERO, _NUMBERS[_scratch(region).exit], to + region.length, region.end)
-    return region.code + back
+    code = b"".join(code for _, _, code in _relocated_insns(region, to, compressed=compressed))
+    return code + long_jump(ZERO, _NUMBERS[_scratch(region).exit], to + len(code), region.end)
+
+
+def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn, bytes]]:
+    """Iterate over a region's instructions except padding: address, instruction, and code for a copy."""
+    scratch = _NUMBERS[_scratch(region).exit]
+    copied = region.code[: region.length - region.padding]
+    for at, insn in decode_all(copied, region.addr, compressed=compressed):
+        original = region.code[at - region.addr : at - region.addr + insn.length]
+        code = relocate(insn, original, at, to, scratch)
+        yield at, insn, code
+        to += len(code)
+
+
+def original_place(region: Region, copied: int, address: int, *, compressed: bool) -> OriginalPlace:
+    """Implement Arch.original_place."""
+    at = copied
+    for original, insn, code in _relocated_insns(region, copied, compressed=compressed):
+        if address < at + len(code):
+            is_last = address == at + len(code) - RVI_SIZE
+            return OriginalPlace(original, is_calling=is_last and relocation_of(insn) in RELOCATED_CALLS)
+        at += len(code)
+    return OriginalPlace(region.end)
 
 
 def _scratch(region: Region) -> ScratchRegisters:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from functools import cache, lru_cache
+from functools import cache
 from itertools import compress, islice
 from operator import and_
 
@@ -16,34 +16,27 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, reserved_range
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPolicy, ProbeChecker
+from emulated_kernel.arch.riscv import extended
 from emulated_kernel.arch.riscv.analysis import ALL_LIVE, RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.encoder import JUMP_SIZE, LONG_JUMP_SIZE
+from emulated_kernel.arch.riscv.free_registers import REGISTER_PREFERENCE, preferred_register
 from emulated_kernel.arch.riscv.insn import (
-    A0,
-    A7,
     ALL_REGISTERS,
     LENGTH,
-    RA,
     REGISTER_NAMES,
     REJECTED,
     RVC_SIZE,
     RVI_SIZE,
-    S0,
-    S1,
     SIMULATED,
-    T0,
-    T1,
-    T2,
-    T3,
-    T6,
     Handling,
+    RiscvInsn,
     RiscvOpcode,
+    decode_all,
+    insn_of,
     relative_target,
 )
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
-
-_PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
 
 
 def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
@@ -105,9 +98,9 @@ def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> 
     """
     before = ALL_REGISTERS & ~analysis.live_mask(addr)
     behind = ALL_REGISTERS & ~analysis.live_mask(addr + length)
-    both = _preferred(before & behind)
-    entry = both or _preferred(before)
-    back = both or _preferred(behind)
+    both = preferred_register(before & behind)
+    entry = both or preferred_register(before)
+    back = both or preferred_register(behind)
     if not entry:
         return Rejection(RejectReason.NO_FREE_REGISTER, addr)
     if not back:
@@ -132,11 +125,6 @@ def _scratch(entry: int, back: int) -> ScratchRegisters:
     return ScratchRegisters(REGISTER_NAMES[entry], REGISTER_NAMES[back])
 
 
-@lru_cache(4096)
-def _preferred(mask: int) -> int:
-    return next((number for number in _PREFERENCE if mask >> number & 1), 0)
-
-
 class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     """Probe checks of an image with or without compressed instructions."""
 
@@ -158,7 +146,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         super().__init__(image, strategy, disassembler, ftrace=ftrace)
 
     def analyse(self, function: Function) -> RiscvFunctionAnalysis:
-        return RiscvFunctionAnalysis(function, compressed=self._compressed)
+        return RiscvFunctionAnalysis(function, compressed=self._compressed, fentry=self.mcount)
 
     def insns(self, analysis: RiscvFunctionAnalysis) -> Collection[int]:
         return analysis.insns
@@ -254,7 +242,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def register_text(self, addr: int) -> str:
         """Return text with the register that a jump prefers, and the instruction that may need its value."""
         analysis = self._analysis(addr)
-        register = _PREFERENCE[0]
+        register = REGISTER_PREFERENCE[0]
         at = analysis.first_need(addr, register)
         by = "" if at is None else f" by {at:#x}: {self.insn_text(at)}"
         return f"{REGISTER_NAMES[register]} may be needed{by}"
@@ -273,9 +261,22 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
             if target is not None:
                 yield addr + at + target, addr + at
 
-    def possible_addresses(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:  # noqa: ARG002
-        """Implement ProbeChecker.possible_addresses: no policy of RISC-V asks for addresses in code."""
-        return iter(())
+    def possible_addresses(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+        """Implement ProbeChecker.possible_addresses: an auipc, and an addi or jalr soon after it."""
+        step = RVC_SIZE if self._compressed else RVI_SIZE
+        for match in _AUIPC.finditer(code):
+            at = match.start()
+            if at % step:
+                continue
+            upper = insn_of(int.from_bytes(code[at : at + RVI_SIZE], "little"))
+            for insn in self._insns_after(code[at + RVI_SIZE : at + _PAIR_REACH]):
+                if insn.opcode in _PAIR_OPCODES and insn.rs1 == upper.rd and not insn.funct3:
+                    yield addr + at + upper.upper_immediate + insn.immediate, addr + at
+                if insn.writes >> upper.rd & 1:
+                    break
+
+    def _insns_after(self, code: bytes) -> Iterator[RiscvInsn]:
+        return (insn for _, insn in decode_all(code, 0, compressed=self._compressed))
 
     def label_size(self, code: bytes) -> int:  # noqa: ARG002 - all labels have the same size
         return JUMP_SIZE
@@ -310,15 +311,25 @@ def pairs(analysis: RiscvFunctionAnalysis) -> int:
     return sum(1 for second in seconds if second not in entered)
 
 
+def _interior(region: Region) -> range:
+    return range(region.addr + 1, region.end)
+
+
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         OptimizationPolicy(
             "optprobe-riscv",
             detoured_region,
-            lambda region: range(region.addr + 1, region.end),
+            _interior,
             reasons=RiscvProbeChecker.reasons_at_once,
             pairs=pairs,
+        ),
+        OptimizationPolicy(
+            "extended",
+            detoured_region,
+            _interior,
+            beyond=OptimizationPolicy("tactics", extended.region, _interior, by_data=True, by_code=True),
         ),
     )
 }
@@ -357,6 +368,10 @@ _MOVABLE = bytes(not kind & (SIMULATED | REJECTED) for kind in range(256))
 _NOTHING = bytes(3)
 """Padding after the kinds of a function's instructions, for rows of four kinds."""
 
+_AUIPC = re.compile(b"(?s)(?=[\x17\x97]...)")
+_PAIR_OPCODES = (RiscvOpcode.OP_IMM, RiscvOpcode.JALR)
+_PAIR_REACH = 32
+"""Maximum distance in bytes from an auipc to the instruction that adds the lower bits of the address."""
 _BRANCH = re.compile(
     b"(?s)(?=[%s].|[%s][\xa0-\xff])"
     % (

@@ -10,7 +10,7 @@ from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import Frame, FrameInsn
-from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
+from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.arch.x86 import copy_insn as out_of_line
@@ -102,7 +102,7 @@ class X86(Arch):
     def relocated(self, region: Region, to: int) -> bytes:
         return detours.relocated(region, to, self.bits)
 
-    def original_place(self, region: Region, copied: int, address: int) -> tuple[int, int]:
+    def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:
         return detours.original_place(region, copied, address, self.bits)
 
     def repetition(self, at: int, entry: int, turns: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from errno import EINVAL, ENOSPC, EOPNOTSUPP, ERANGE
+from functools import lru_cache
 
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.arch_hooks import ArchSpecificInsn
@@ -129,12 +130,16 @@ def prepare(
     if insn.length + INT3_SIZE > MAX_INSN_SIZE:
         raise KernelError(ENOSPC, "no room for the breakpoint after the copy")
     room = MAX_INSN_SIZE - insn.length >= JMP32_SIZE
-    return ArchSpecificInsn(
-        length=insn.length,
-        slot_bytes=copied + INT3,
-        boostable=room and can_boost(insn, rules, may_fault=may_fault),
-        emulate=emulation,
-    )
+    boostable = room and can_boost(insn, rules, may_fault=may_fault)
+    if insn.rip_relative or emulation is not None:
+        return ArchSpecificInsn(insn.length, copied + INT3, boostable, emulation)
+    return _shared(copied, boostable)
+
+
+@lru_cache(1024)
+def _shared(copied: bytes, boostable: bool) -> ArchSpecificInsn:
+    """Return the prepared form of an instruction that works at any address; equal instructions share it."""
+    return ArchSpecificInsn(len(copied), copied + INT3, boostable, None)
 
 
 def prepare_emulation(insn: X86Insn, addr: int, bits: int = 64) -> X86Emulation | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emulated_kernel.arch.analysis.detour_region import Region
-from emulated_kernel.arch.arch_hooks import HandlerStub
+from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace
 from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, JMP32_SIZE, relative_jump
 from emulated_kernel.arch.x86.encoder import AX, CX, INT3, SP
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
@@ -89,15 +89,15 @@ def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, 
         to += len(code)
 
 
-def original_place(region: Region, copied: int, address: int, bits: int) -> tuple[int, int]:
+def original_place(region: Region, copied: int, address: int, bits: int) -> OriginalPlace:
     """Implement Arch.original_place. After the push of a relocated call, the CPU is still at the call."""
     at = copied
     for original, code in _relocated_insns(region, copied, bits):
         if address < at + len(code):
             has_pushed = address > at and is_relocated_call(region.code[original - region.addr :], bits)
-            return original, bits // 8 if has_pushed else 0
+            return OriginalPlace(original, bits // 8 if has_pushed else 0, is_calling=has_pushed)
         at += len(code)
-    return region.end, 0
+    return OriginalPlace(region.end)
 
 
 def relative_call(source: int, target: int) -> bytes:

@@ -8,7 +8,7 @@ from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.call_graph import Calls, FunctionCalls
 from emulated_kernel.machine.text.text import Text
 
-_MOST_WORDS = 64
+_MAX_WORDS = 64
 """Maximum number of patched words that are looked up. With more of them, all calls are watched."""
 
 
@@ -27,10 +27,10 @@ class WatchedCalls:
         self._patched = 0
         self._is_stale = False
         """Whether the text may have changed since `_patched` was found."""
-        self.before_more: list[Callable[[], object]] = []
+        self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text is in more kinds of calls; they may run the guest.
 
-        They open the open files of mounts in the guest.
+        They open the open files of mounts in the guest. The argument says whether the kinds include NAMES.
         """
         text.before_change = self._before_change
 
@@ -50,7 +50,7 @@ class WatchedCalls:
     def _find(self) -> int:
         # A copy: another thread may change the text meanwhile.
         words = list(self._words)
-        if len(words) > _MOST_WORDS:
+        if len(words) > _MAX_WORDS:
             return Calls.ALL
         found = 0
         for word in words:
@@ -59,11 +59,15 @@ class WatchedCalls:
 
     def _before_change(self, address: int) -> None:
         self.execute_patches(Calls.ALL)
-        if self._functions.of(address) & ~self._patched:
-            self.open_files()
+        more = self._functions.of(address) & ~self._patched
+        if more:
+            self._tell(names_end=bool(more & Calls.NAMES))
         self._is_stale = True
 
     def open_files(self) -> None:
-        """Open all open files of mounts in the guest, before it may be too late. Lock: needs."""
+        """Let the guest open all open files of mounts, before it may be too late. Lock: needs."""
+        self._tell(names_end=False)
+
+    def _tell(self, *, names_end: bool) -> None:
         for call in self.before_more:
-            call()
+            call(names_end)

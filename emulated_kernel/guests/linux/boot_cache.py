@@ -12,14 +12,26 @@ from pathlib import Path
 
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
+from emulated_kernel.guests.linux.boot.snapshot import ShownCpu
+from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
+from emulated_kernel.guests.linux.guest.cpu_report import (
+    CpuReport,
+    guest_features,
+    guest_vulnerabilities,
+    rdmsr_sites,
+    show_threads,
+)
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.guest.thread_flags import with_thread_flags
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, kernel_offsets
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
+from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.table_cache import kernel_from_file
 from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
+from emulated_kernel.image.linux.cpu_features import with_features
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
@@ -28,42 +40,53 @@ from emulated_kernel.util.errors import KernelError
 _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc", PROC))
 log = logging.getLogger("kprobefs.linux")
 
+_PRODUCTION_PARAMETERS = ("noreplace-smp", "random.trust_bootloader=on")
+"""Kernel parameters: keep the lock prefixes, as on a machine with several CPUs, and use the random seed."""
+_RANDOM_SEED = bytes(range(32))
 _SETTLING = 3_000_000
 """Microseconds of guest time for which a booted kernel idles before it is saved."""
 _BOOT_BUDGET = 120.0
 """Maximum seconds that one run during a boot may take."""
 
 
-def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) -> None:
+def ensure_cached(
+    source: str, seed: int, progress: Callable[[int, int], None], cpu: ProductionCpu | None = None
+) -> None:
     """Boot a kernel and save its snapshot, unless the snapshot exists.
 
-    `source`: the kernel's file, or `host` for the host's running kernel.
+    `source`: the kernel's file, or `host` for the host's running kernel. `cpu`: the CPU that the kernel sees
+    in place of the emulated one.
 
     `progress` is called with the number of completed steps and the number of all steps.
     Raises: KernelError ENOEXEC (the kernel cannot be run), EIO (the emulator cannot run it), OSError.
     """
     path = kernel_file(source)
-    place = snapshot.place(path, seed)
+    place = snapshot.place(path, seed, cpu)
     if not place.exists():
-        tasks, _ = _boot_and_save(path, place, seed, progress)
+        tasks, _ = _boot_and_save(path, place, seed, progress, cpu)
         tasks.machine.close()
 
 
-def started(source: str, seed: int) -> LinuxTasks:
-    """Start a kernel from its snapshot, or boot it, and return its tasks. Raises: as ensure_cached()."""
-    path = kernel_file(source)
-    place = snapshot.place(path, seed)
-    found = _cached(place, with_parts=False)
-    return found[0] if found else _boot_and_save(path, place, seed, _unseen)[0]
+def started(source: str, seed: int, cpu: ProductionCpu | None = None) -> LinuxTasks:
+    """Start a kernel from its snapshot, or boot it, and return its tasks.
 
-
-def started_with_kernel(source: str, seed: int) -> tuple[LinuxTasks, LinuxKernel]:
-    """Start a kernel, and return its tasks and tables. The tables have the text of the booted kernel.
-
-    Raises: as ensure_cached().
+    The parameters are those of ensure_cached(). Raises: as ensure_cached().
     """
     path = kernel_file(source)
-    place = snapshot.place(path, seed)
+    place = snapshot.place(path, seed, cpu)
+    found = _cached(place, with_parts=False)
+    return found[0] if found else _boot_and_save(path, place, seed, _unseen, cpu)[0]
+
+
+def started_with_kernel(
+    source: str, seed: int, cpu: ProductionCpu | None = None
+) -> tuple[LinuxTasks, LinuxKernel]:
+    """Start a kernel, and return its tasks and tables. The tables have the text of the booted kernel.
+
+    The parameters are those of ensure_cached(). Raises: as ensure_cached().
+    """
+    path = kernel_file(source)
+    place = snapshot.place(path, seed, cpu)
     found = _cached(place, with_parts=True)
     if found:
         tasks, parts = found
@@ -72,13 +95,41 @@ def started_with_kernel(source: str, seed: int) -> tuple[LinuxTasks, LinuxKernel
         except (KernelError, KeyError, TypeError, ValueError) as error:
             log.warning("%s: not usable: %s", place, error)
             tasks.machine.close()
-    return _boot_and_save(path, place, seed, _unseen)
+    return _boot_and_save(path, place, seed, _unseen, cpu)
+
+
+def kernel_as_booted(
+    source: str, seed: int, cpu: ProductionCpu, progress: Callable[[int, int], None]
+) -> tuple[LinuxKernel, CpuReport]:
+    """Return a kernel's tables with the text that boot on a production CPU leaves, and the kernel's report.
+
+    The text has the alternatives of all features of the CPU, also of those that the emulator lacks. The other
+    parameters are those of ensure_cached(). Raises: as ensure_cached().
+    """
+    path = kernel_file(source)
+    place = snapshot.place(path, seed, cpu)
+    found = snapshot.load_tables(place)
+    if found is None or found[1] is None:
+        tasks, kernel = _boot_and_save(path, place, seed, progress, cpu)
+        shown = tasks.shown_cpu
+        tasks.machine.close()
+    else:
+        parts, shown = found
+        kernel = CachedKernelTables(parts)
+    assert shown is not None
+    named = shown.cpu.flags
+    booted = with_features(kernel, kernel_from_file(str(path)), shown.features, named)
+    return booted, CpuReport(shown.cpu, booted.release, shown.vulnerabilities)
 
 
 def _cached(place: Path, *, with_parts: bool) -> tuple[LinuxTasks, dict[str, memoryview]] | None:
     try:
         found = snapshot.load(place, with_parts=with_parts)
-        return None if found is None else (LinuxTasks(found.machine, found.facts), found.parts)
+        if found is None:
+            return None
+        tasks = LinuxTasks(found.machine, found.facts)
+        tasks.shown_cpu = found.shown
+        return tasks, found.parts
     except (HardwareError, GuestFault, MemoryFault, KeyError) as error:
         log.warning("%s: not usable: %s", place, error)
         return None
@@ -89,18 +140,23 @@ def _unseen(_done: int, _total: int) -> None:
 
 
 def _boot_and_save(
-    path: Path, place: Path, seed: int, progress: Callable[[int, int], None]
+    path: Path,
+    place: Path,
+    seed: int,
+    progress: Callable[[int, int], None],
+    cpu: ProductionCpu | None,
 ) -> tuple[LinuxTasks, LinuxKernel]:
     kernel = open_kernel(str(path))
     try:
         cells = find_exception_cells()
-        machine, facts = _booted(kernel, seed, cells, progress)
+        machine, facts, shown = _booted(kernel, seed, cells, progress, cpu)
     except HardwareError as error:
         raise KernelError(EIO, f"the emulator can't run it: {error}") from error
     tasks = LinuxTasks(machine, facts)
+    tasks.shown_cpu = shown
     running = as_running(kernel, tasks)
     try:
-        snapshot.save(place, machine, facts, cells, str(path), cached_parts(running))
+        snapshot.save(place, machine, facts, cells, str(path), cached_parts(running), shown)
     except OSError as error:
         log.warning("%s: can't keep the booted kernel there: %s", place.parent, error.strerror)
     return tasks, running
@@ -117,24 +173,43 @@ def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
 
 
 def _booted(
-    kernel: LinuxKernel, seed: int, cells: tuple[int, int], progress: Callable[[int, int], None]
-) -> tuple[LinuxMachine, KernelOffsets]:
+    kernel: LinuxKernel,
+    seed: int,
+    cells: tuple[int, int],
+    progress: Callable[[int, int], None],
+    cpu: ProductionCpu | None,
+) -> tuple[LinuxMachine, KernelOffsets, ShownCpu | None]:
     facts = kernel_offsets(kernel)
     ram = mmap.mmap(-1, RAM_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    machine = LinuxMachine(ram, seed, cells, _BOOT_BUDGET)
+    model = CPU_MODEL if cpu is None else PRODUCTION_MODEL
+    machine = LinuxMachine(ram, seed, cells, _BOOT_BUDGET, model)
+    shown = None
     try:
         machine.watch_text(facts.symbols["do_sync_core"])
-        load(machine, kernel.vmlinux)
+        sites = () if cpu is None else tuple(rdmsr_sites(kernel))
+        if cpu is not None:
+            machine.show_cpu(cpu, sites)
+            show_threads(machine, kernel, cpu)
+        if cpu is None:
+            load(machine, kernel.vmlinux)
+        else:
+            # The seed takes the place of rdrand, which the guest lacks.
+            random_seed = _RANDOM_SEED if "rdrand" in cpu.flags else b""
+            load(machine, kernel.vmlinux, (*_PRODUCTION_PARAMETERS, *cpu.parameters), random_seed)
         boot(machine, kernel, progress)
         facts = with_thread_flags(machine, facts)
-        _prepare(LinuxTasks(machine, facts))
+        tasks = LinuxTasks(machine, facts)
+        if cpu is not None:
+            said = guest_vulnerabilities(LinuxSyscalls(tasks))
+            shown = ShownCpu(cpu, sites, said, guest_features(machine, kernel))
+        _prepare(tasks)
     except GuestFault as fault:
         machine.close()
         raise KernelError(ENOEXEC, f"{kernel.release} doesn't boot: {fault}") from fault
     except BaseException:
         machine.close()
         raise
-    return machine, facts
+    return machine, facts, shown
 
 
 def _prepare(tasks: LinuxTasks) -> None:

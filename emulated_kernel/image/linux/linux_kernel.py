@@ -36,6 +36,8 @@ from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.util.errors import KernelError
 
 _BANNER_LIMIT = 512
+_JUMP = 0xE9
+"""Opcode of a jump with a displacement of 32 bits."""
 _SECOND_HALF = 0x20
 """Bit of an address that is set in the second half of a 64-byte cache line."""
 
@@ -175,6 +177,18 @@ class LinuxKernel:
             kind
             for kind in ReturnThunks
             if kind is not ReturnThunks.ITS or self.kallsyms.lookup_name("its_return_thunk") is not None
+        )
+
+    @property
+    def booted_returns(self) -> ReturnThunks | None:
+        """The way in which boot has rewritten the returns of this kernel's text; None if it has no sites."""
+        sites = self.return_sites.between(*self.text)
+        code = self.read(self.text.start, self.text.end - self.text.start)
+        thunks = {site: code[site - self.text.start] == _JUMP for site in sites}
+        if not thunks:
+            return None
+        return max(
+            ReturnThunks, key=lambda kind: sum(kind.has_thunk(at) == thunk for at, thunk in thunks.items())
         )
 
     @cached_property

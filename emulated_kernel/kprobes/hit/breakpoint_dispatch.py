@@ -54,10 +54,16 @@ class BreakpointDispatch:
         self._on_step_end = hits.on_step_end
         self._on_debug_trap = hits.on_debug_trap
 
-    def install(self, head: AggrKprobe) -> None:
-        """Route all traps of the probe according to the probe's current state.
+    def update(self, head: AggrKprobe) -> None:
+        """Update the routes of the probe's traps after a change of its state, if the probe was ever armed."""
+        if head.insn is None or head.address in self.breakpoints:
+            self.install(head)
 
-        Call this after each change of that state.
+    def install(self, head: AggrKprobe) -> None:
+        """Route all traps of the probe according to the probe's current state, before the probe is armed.
+
+        Routes take memory, and many events are never enabled. The routes of a probe therefore exist from the
+        time when it is first armed.
         """
         insn = head.insn
         if insn is None:

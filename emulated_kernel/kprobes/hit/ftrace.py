@@ -38,6 +38,11 @@ class FtraceOps:
     """Whether the user needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
     modifies_ip: bool = False
     """Whether the user may change the call's return address. Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1)."""
+    sub_symbols: tuple[str, str] | None = None
+    """Names of Linux's functions for entries and returns, if `symbol` serves several such pairs.
+
+    Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
+    """
     codes: Mapping[int, int] = field(default_factory=dict)
     """Site -> address of guest code with the effect of `func`; a site calls it if it has no other user."""
     assembly: AssemblyOwner | None = field(default=None, init=False)

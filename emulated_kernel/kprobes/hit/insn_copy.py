@@ -115,7 +115,6 @@ class InsnCopier:
             self._text.poke(slot, prepared.slot_bytes)
             head.insn = OutOfLine(prepared, slot, self._lead)
         self.boost_or_step(head)
-        self._routes.install(head)
 
     def check_unpatched(self, addr: int, size: int) -> None:
         """Refuse text that another debugger has patched: disarming would restore that debugger's bytes.

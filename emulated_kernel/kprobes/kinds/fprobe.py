@@ -99,6 +99,8 @@ class Fprobe(FailureCount, Generic[RegsT]):
     """A handler in assembly for exits, which shares `cells` with `code`."""
     is_disabled: bool = False
     """Whether the fprobe is disabled, so that its handlers are not called; see Kernel.disable_fprobe."""
+    is_over_fgraph: bool = False
+    """Whether enabled_functions shows the functions of Linux 7.2, which uses the function graph."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
     """The variables of `code` and `return_code` by name: the sum over all CPUs of 64-bit numbers."""
     _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
@@ -358,7 +360,7 @@ class Fprobes:
             if not is_settled and kprobes.split_jumps.may_patch() and kprobes.compiler.may_make():
                 self._compile(fp, registered)
 
-        registered = _FprobeOps(fp, FtraceOps(enter, lambda: "fprobe_handler", saves_regs=True))
+        registered = _FprobeOps(fp, _ftrace_ops(fp, enter))
         return registered
 
     def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
@@ -461,3 +463,15 @@ def _exits(fp: Fprobe, builder: ProgramBuilder, way: EntryKind) -> bool:
     assert fp.exit_program is not None
     builder.emit(Move(CALLED, SLOT))
     return fp.exit_program(builder, way)
+
+
+def _ftrace_ops(fp: Fprobe[Any], enter: Called) -> FtraceOps:
+    """Return the user of fentry sites for an fprobe.
+
+    Mirrors: kernel/trace/fprobe.c:fprobe_ftrace_ops, fprobe_graph_ops (v7.2).
+    """
+    if not fp.is_over_fgraph:
+        return FtraceOps(enter, lambda: "fprobe_handler", saves_regs=True)
+    if fp.exit_handler is None:
+        return FtraceOps(enter, lambda: "fprobe_ftrace_entry")
+    return FtraceOps(enter, lambda: "ftrace_graph_func", sub_symbols=("fprobe_fgraph_entry", "fprobe_return"))

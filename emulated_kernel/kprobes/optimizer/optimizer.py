@@ -390,4 +390,4 @@ class Optimizer:
             head.has_used_detour = True
         else:
             head.flags &= ~KprobeFlag.OPTIMIZED
-        self._routes.install(head)
+        self._routes.update(head)

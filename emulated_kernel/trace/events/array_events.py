@@ -227,7 +227,7 @@ class ArrayEvents:
             raise KernelError(errno.EINVAL, "no such event")
         self._awaited = left
 
-    def module_came(self, module: str) -> None:
+    def module_added(self, module: str) -> None:
         """Enable the events that were awaited of a module, which are registered now.
 
         Errors of events are ignored. Mirrors: kernel/trace/trace_events.c:update_mod_cache (v7.2).

@@ -253,8 +253,11 @@ class Histogram:
 
     def variable(self, name: str) -> HistField | None:
         """Return the variable with this name, or None. Mirrors: find_var_field (v6.1)."""
-        found = (each for each in self.fields if each.flags & Flag.VAR and each.variable == name)
-        return next(found, None)
+        for each in self.fields:
+            # The name is compared first: thousands of histograms may be asked, and flags take longer.
+            if each.variable == name and each.flags & Flag.VAR:
+                return each
+        return None
 
     def timestamp(self, time: int) -> int:
         """Convert a time from the clock's unit to the unit of the histogram."""

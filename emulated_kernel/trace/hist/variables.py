@@ -18,8 +18,11 @@ def find_file_variable(file: EventFile, name: str) -> HistField | None:
 
     Mirrors: find_file_var (v6.1).
     """
-    found = (data.variable(name) for data in hists_of(file))
-    return next((field for field in found if field is not None), None)
+    for data in hists_of(file):
+        field = data.variable(name)
+        if field is not None:
+            return field
+    return None
 
 
 class Variables:

@@ -90,7 +90,8 @@ class DynEventList:
 
     def __init__(self) -> None:
         self._all: dict[DynEvent, None] = {}
-        self._named: dict[str, tuple[DynEvent, ...]] = {}
+        self._named: dict[str, DynEvent | tuple[DynEvent, ...]] = {}
+        """Name -> the event, or a tuple of the events if several have the name."""
 
     def __iter__(self) -> Iterator[DynEvent]:
         return iter(self._all)
@@ -102,20 +103,29 @@ class DynEventList:
         """Append a new event to the list."""
         name = entry.name
         self._all[entry] = None
-        self._named[name] = (*self._named.get(name, ()), entry)
+        others = self._events(name)
+        self._named[name] = (*others, entry) if others else entry
 
     def remove(self, entry: DynEvent) -> None:
         """Remove an event from the list."""
         del self._all[entry]
-        if left := tuple(other for other in self._named.pop(entry.name) if other is not entry):
-            self._named[entry.name] = left
+        name = entry.name
+        left = tuple(other for other in self._events(name) if other is not entry)
+        del self._named[name]
+        if left:
+            self._named[name] = left
 
     def named(self, event: str) -> Iterable[DynEvent]:
         """Return the events with a name, or all events if the name is empty.
 
         `event` is the name as written in a command, with one character per byte.
         """
-        return self._named.get(to_text(event), ()) if event else self._all
+        return self._events(to_text(event)) if event else self._all
+
+    def _events(self, name: str) -> tuple[DynEvent, ...]:
+        """Return the events with a name."""
+        found = self._named.get(name, ())
+        return found if isinstance(found, tuple) else (found,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,6 +58,7 @@ class TraceFprobe(TraceKprobe):
             exit_program=program if is_return else None,
             nr_maxactive=self.maxactive,
             entry_data_size=len(self.captured) * engine.arch.word_size,
+            is_over_fgraph=InterfaceRule.FPROBE_RETURNS_BY_FGRAPH in kind.interface,
         )
         self._stays = InterfaceRule.FPROBES_STAY in kind.interface
         self._is_hooked = False

@@ -271,9 +271,9 @@ class TraceKprobe(TraceProbe):
         # Linux: address 0 is a null pointer and means no address.
         address = address or None
         if not self.place.is_return:
-            kprobe = EventKprobe(
-                addr=address, pre_handler=_kprobe_hit, program=self.emit, user=self, disabled=disabled
-            )
+            kprobe = EventKprobe(addr=address, pre_handler=_kprobe_hit, user=self, disabled=disabled)
+            if not disabled:
+                kprobe.program = self.emit
             engine.kprobes.register_kprobe(kprobe, JPROBE if self.place.is_jprobe else KPROBE)
             self.handle = kprobe
             self.address = kprobe.address
@@ -336,6 +336,9 @@ class TraceKprobe(TraceProbe):
     def enable(self) -> None:
         """Enable the probe in the engine, unless it is gone. Raises: KernelError, as enable_kprobe()."""
         if self.handle is not None and not self.handle.is_gone:
+            if isinstance(self.handle, EventKprobe):
+                # Not set before, because a bound method takes memory, and many events are never enabled.
+                self.handle.program = self.emit
             self.engine.kprobes.enable_kprobe(self.handle)
 
     def disable(self) -> None:

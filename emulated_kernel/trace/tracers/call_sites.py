@@ -43,6 +43,7 @@ class KernelFunctions:
         self._sites = sites
         self._is_entry = verdict.is_entry_site
         self._has_trampolines = arch.has_ops_trampolines
+        self._has_subops = InterfaceRule.FUNCTION_SUBOPS in interface
         self._has_flags = InterfaceRule.FUNCTION_FLAGS in interface
         self._word_size = arch.word_size
         self._hit = hit
@@ -186,7 +187,9 @@ class KernelFunctions:
         if len(users) > 1:
             return f" ->{OPS_LIST_FUNC}"
         symbol = users[0].symbol()
-        return f"\ttramp: {target:#x} ({symbol}) ->{symbol}"
+        subops = users[0].sub_symbols if self._has_subops else None
+        end = f"\tsubops: {{ent:{subops[0]} ret:{subops[1]}}}" if subops else ""
+        return f"\ttramp: {target:#x} ({symbol}) ->{symbol}{end}"
 
 
 @dataclass(slots=True)

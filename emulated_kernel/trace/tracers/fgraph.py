@@ -32,6 +32,8 @@ class GraphUser(ABC):
     Mirrors: struct fgraph_ops (v6.1).
     """
 
+    symbols: tuple[str, str]
+    """Names of Linux's functions with the purpose of entered() and returned()."""
     data_size: int
     """Size in bytes of the user's data for each call. A u64 at offset CALLED is the call's time in ns."""
 
@@ -117,7 +119,9 @@ class FunctionGraph:
         hooks = self._choose_hooks()
         hook = hooks.add(user.returned, nodes=0, data_size=user.data_size, program=self._emit_return)
         hook.follows_convention = True
-        running = _Running(user, hooks, hook, FtraceOps(self._entered, lambda: "ftrace_graph_func"))
+        running = _Running(
+            user, hooks, hook, FtraceOps(self._entered, lambda: "ftrace_graph_func", sub_symbols=user.symbols)
+        )
         self._running = running
         running.stack.clear_overruns()
         self._sleeps.start(self._slept)

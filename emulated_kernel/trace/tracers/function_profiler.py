@@ -49,6 +49,7 @@ class FunctionProfiler(GraphUser):
     Mirrors: kernel/trace/ftrace.c, CONFIG_FUNCTION_PROFILER with CONFIG_FUNCTION_GRAPH_TRACER (v6.1).
     """
 
+    symbols = ("profile_graph_entry", "profile_graph_return")
     data_size = _CALL.size
 
     def __init__(

@@ -36,6 +36,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     If compiled() allows it, guest code (trace/compiled/graph.py) handles all calls after the first one.
     """
 
+    symbols = ("trace_graph_entry", "trace_graph_return")
     data_size = FRAME.size
 
     def __init__(

@@ -125,7 +125,7 @@ def test_a_compiled_handler_in_the_detour(arch: Riscv, region: bytes) -> None:
 def test_what_cant_be_moved_or_reached() -> None:
     arch, scratch = ARCHS[0], ScratchRegisters("t1", "t1")
     with pytest.raises(KernelError) as caught:
-        arch.detour(Region(CODE, asm.auipc(10, 0) + asm.NOP, scratch), BUFFER)
+        arch.detour(Region(CODE, asm.jal(5, CODE, CODE + 64) + asm.NOP, scratch), BUFFER)
     assert caught.value.errno == EINVAL
     region = Region(1 << 33, asm.NOP * 2, scratch)
     for far in (1 << 31, -(1 << 31) - 0x801):

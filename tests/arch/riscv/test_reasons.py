@@ -14,7 +14,7 @@ from emulated_kernel.arch.riscv.insn import Handling
 from emulated_kernel.arch.riscv.probe_checks import copied_length
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Symbol
-from tests.arch.riscv.test_verdict import analysis
+from tests.arch.riscv.test_probe_checks import analysis
 
 
 @pytest.mark.parametrize("ftrace", [False, True])

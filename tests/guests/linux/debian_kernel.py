@@ -6,8 +6,12 @@ KPROBEFS_DEBIAN=META[/SUITE] has tests and commands use another one, as linux-im
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import ensure_cached, started, started_with_kernel
@@ -29,19 +33,40 @@ def _ensure(path: Path) -> Path:
     return path
 
 
+@contextmanager
+def _own_cache(meta: str, suite: str) -> Iterator[None]:
+    """Use another directory for the snapshots of other kernels than the usual one.
+
+    The snapshots of all kernels together exceed the limit of a cache, so each run would boot them again.
+    """
+    if (meta, suite) == (META, SUITE):
+        yield
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(Path(home, "kprobefs", "tests", f"{meta}-{suite}")))
+        yield
+
+
 def image(meta: str = META, suite: str = SUITE) -> Path:
     """Its package; it has booted."""
-    return _ensure(package(meta, suite))
+    path = package(meta, suite)
+    with _own_cache(meta, suite):
+        return _ensure(path)
 
 
 def tasks(meta: str = META, suite: str = SUITE) -> LinuxTasks:
     """A kernel of its own, just booted."""
-    return started(str(image(meta, suite)), SEED)
+    path = image(meta, suite)
+    with _own_cache(meta, suite):
+        return started(str(path), SEED)
 
 
 def with_kernel(meta: str = META, suite: str = SUITE) -> tuple[LinuxTasks, LinuxKernel]:
     """The same, with what its file tells."""
-    return started_with_kernel(str(image(meta, suite)), SEED)
+    path = image(meta, suite)
+    with _own_cache(meta, suite):
+        return started_with_kernel(str(path), SEED)
 
 
 @cache

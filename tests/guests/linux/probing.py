@@ -17,7 +17,7 @@ from emulated_kernel.guests.linux.guest.tasks import LinuxTask
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, STRATEGIES, Profile
 from tests.guests.linux import debian_kernel
 
 GUEST_RAM = 128 << 20
@@ -28,6 +28,7 @@ MODES = {
     "stepped": PLAIN,
     "boosted": replace(PLAIN, preemption=False),
     "optimized": replace(PLAIN, optimizer=True),
+    "extended": replace(PLAIN, optimizer=True, strategies=STRATEGIES),
     "ftrace": PROFILES[DEFAULT],
 }
 

@@ -17,7 +17,7 @@ from tests.sample import fewer
 @pytest.mark.parametrize("kprobes", KPROBES)
 def test_nothing_grows_and_the_kernel_does_not_complain(kprobes: str) -> None:
     session = Session(kprobes)
-    first, *_, last = churn(session, 0, warm_up=fewer(40, 10))
+    first, *_, last = churn(session, 0, warm_up=fewer(40, 20))
     session.mount.close()
     assert grown(first, last) == []
     assert last.counts["complaints"] == 0

@@ -191,7 +191,7 @@ def test_instances_and_directories(shell: Files) -> None:
         mount.getattr("/tracing/instances/mine")
     top = {entry.name for entry in mount.readdir("/")}
     assert top >= {"kprobes", "tracing", "scratch", "machine", "kprobe_events", "kprobe_profile"}
-    files = {"dmesg", "kallsyms", "limits", "load", "meminfo", "modules", "version"}
+    files = {"cpu", "dmesg", "kallsyms", "limits", "load", "meminfo", "modules", "version"}
     assert {entry.name for entry in mount.readdir("/machine")} == {".", "..", *files}
 
 

@@ -14,6 +14,7 @@ from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.guest.passing_time import RealTime
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -224,7 +225,8 @@ def test_with_the_real_clock_pauses_pass_in_the_guest() -> None:
     shell.mount.close()
 
 
-def test_with_the_real_clock_the_guest_works_in_pauses_of_which_a_second_counts(shell: Shell) -> None:
+def test_with_the_real_clock_the_guest_works_in_pauses_of_which_a_second_counts() -> None:
+    shell = Shell()
     now = 0
     worked = shell.calls_of("vmstat_shepherd")
     real = RealTime(shell.tasks, lambda: now)
@@ -235,3 +237,24 @@ def test_with_the_real_clock_the_guest_works_in_pauses_of_which_a_second_counts(
             real.request_begins()
         assert shell.milliseconds - began == pytest.approx(passes, abs=1)
     assert worked
+    shell.mount.close()
+
+
+def test_the_real_clock_of_probes_is_that_of_the_host() -> None:
+    """Each reading is at the host's time, so that durations within one run of the guest are real, too."""
+    tasks, kernel = debian_kernel.with_kernel()
+    now = 5_000_000
+    tasks.machine.pc.follow_wall(lambda: now)
+    engine = LinuxEngine(tasks, kernel)
+    clock = engine.machine.clock
+    assert not clock.is_virtual
+    # Handlers in guest code could not read this time.
+    assert not engine.components.tracing.guest_records.can_tell_time
+    began = clock.read_ns()
+    for passed in (3_000_000, 1_000, 250_000_000):
+        before = clock.read_ns()
+        now += passed
+        assert clock.read_ns() - before == pytest.approx(passed, abs=200)
+    # Each reading advances it, even where the host's does not.
+    first = clock.read_ns()
+    assert clock.read_ns() > first > began

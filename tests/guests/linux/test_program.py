@@ -34,8 +34,7 @@ def refusal(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) 
     ("options", "said"),
     [
         (("--profile", "kprobes-2010"), "use linux-6.1 or linux-6.1-nopreempt"),
-        (("--clock", "real"), "--clock real, "),
-        (("--return-hook", "fgraph"), "--return-hook, "),
+        (("--return-hook", "fgraph"), "--return-hook: not possible"),
         (("--save-regs", "all"), "--save-regs: not possible"),
         (("--cpus", "2"), "on one CPU"),
         (("--arch", "i386"), "of x86_64"),

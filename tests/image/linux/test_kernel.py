@@ -180,7 +180,7 @@ def test_a_kernel_with_symbols_of_functions_alone_needs_those_of_variables() -> 
     for number in range(300):
         kernel.function(f"func_{number}", b"\xc3")
     kernel.mark("_etext")
-    with pytest.raises(KernelError, match="its symbols lack _end; a kernel needs CONFIG_KALLSYMS_ALL$"):
+    with pytest.raises(KernelError, match=r"its symbols lack _end; a kernel needs CONFIG_KALLSYMS_ALL$"):
         LinuxKernel(Vmlinux(io.BytesIO(kernel.elf(ends=False))))
 
 

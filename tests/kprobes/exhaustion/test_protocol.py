@@ -76,8 +76,13 @@ def test_every_cpu_goes_on_well(boot: Boot, arch: str, profile: str) -> None:
     assert proof.probed.kernel.machine.text.ledger == {}
 
 
-@pytest.mark.parametrize("save_regs", [None, "live"])
-@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+@pytest.mark.parametrize(
+    ("arch", "save_regs"),
+    [
+        *(("x86_64", None), ("x86_64", "live"), ("i386", None), ("i386", "all")),
+        *(("riscv64", None), ("riscv64", "live"), ("riscv64i", "all")),
+    ],
+)
 def test_where_linux_refuses(arch: str, save_regs: str | None) -> None:
     """The extended strategy: a sample of the places that need tactics."""
     with Kernel(MachineConfig(arch=arch, strategy="extended", save_regs=save_regs)) as kernel:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from iced_x86 import RflagsBits
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
+from emulated_kernel.arch.riscv.insn import RiscvOpcode, decode_all
 from emulated_kernel.arch.x86.insn import iced_decoder
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.memory.memory import Memory
@@ -115,11 +116,23 @@ def exits(probed: Probed, address: int, size: int) -> tuple[int, ...]:
     """Where the instructions there may lead to: behind them, and the targets of their direct branches."""
     arch = probed.kernel.arch
     end = address + size
-    if arch.name.startswith("riscv"):
-        return (end,)
     code = probed.kernel.machine.text.original(address, size)
-    targets = {insn.near_branch_target for insn in iced_decoder(code, address, arch.bits)}
-    return end, *sorted(targets - {0, end})
+    if arch.registers.link is not None:
+        targets = set(_riscv_targets(code, address, compressed=arch.name == "riscv64"))
+    else:
+        targets = {insn.near_branch_target for insn in iced_decoder(code, address, arch.bits)} - {0}
+    return end, *sorted(targets - {end})
+
+
+def _riscv_targets(code: bytes, address: int, *, compressed: bool) -> Iterator[int]:
+    upper: dict[int, int] = {}
+    for at, insn in decode_all(code, address, compressed=compressed):
+        if insn.relative_target is not None:
+            yield at + insn.relative_target
+        elif insn.opcode == RiscvOpcode.AUIPC:
+            upper[insn.rd] = at + insn.upper_immediate
+        elif insn.opcode == RiscvOpcode.JALR and insn.rs1 in upper:
+            yield upper[insn.rs1] + insn.immediate
 
 
 @cache
@@ -321,6 +334,11 @@ class Bench:
 def optimizable(probed: Probed) -> Iterator[tuple[str, int, int]]:
     """(symbol, offset, address) of every probe point of the image that can be optimized."""
     return (place for place in instructions(probed) if is_optimizable(probed, place))
+
+
+def refused_by_linux(probed: Probed) -> Iterator[tuple[str, int, int]]:
+    """Those that a jump needs tactics for."""
+    return (place for place in optimizable(probed) if probed.region(place[2]).linux is not None)
 
 
 def is_optimizable(probed: Probed, place: tuple[str, int, int]) -> bool:

@@ -25,6 +25,7 @@ TRAP_FLAG = 0x100
 def test_presets() -> None:
     assert profile_named(DEFAULT).preemption
     assert {name for name, profile in PROFILES.items() if profile.stepper is Stepper.TRAP_FLAG} == {
+        "linux-5.10",
         "kprobes-2010",
         "optprobes-2009",
         "djprobe-2007",

@@ -58,6 +58,10 @@ def read_a_file(kernel: Kernel) -> None:
             "t:my/x kfree $arg2 $arg1",
             "t:my/x kfree ptr=ptr call_site=call_site",
         ),
+        (
+            "t sched_wakeup p->se.group_node.next->prev",
+            "t:tracepoints/sched_wakeup sched_wakeup arg1=p->se.group_node.next->prev",
+        ),
         ("t:x kfree $arg*", "t:tracepoints/x kfree call_site=call_site ptr=ptr"),
         ("t no_such_tracepoint a=$arg1", "t:tracepoints/no_such_tracepoint no_such_tracepoint a=$arg1"),
         ("t 9lives", "t:tracepoints/_9lives 9lives"),

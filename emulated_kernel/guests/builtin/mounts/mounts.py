@@ -59,7 +59,7 @@ class Mounts:
         mount.replace(mount_table(files, self._guest, self._lock))
         self._mounts[mount] = None
 
-    def _open_in_guest(self) -> None:
+    def _open_in_guest(self, names_end: bool) -> None:
         """Let the guest open the open files of all mounts, before a probe can notice more calls."""
         for mount in self._mounts:
-            mount.open_in_guest()
+            mount.open_in_guest(names_end=names_end)

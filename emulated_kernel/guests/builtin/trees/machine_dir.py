@@ -50,7 +50,7 @@ def machine_tree(
     version = image.version.rstrip()
     if not profile.preemption:
         version = version.replace(" PREEMPT", "")
-    banner = f"{version}\nprofile {profile.name}\n"
+    banner = f"{version}\nprofile {profile.title}\n"
 
     def addressed(show: Callable[[bool], Iterable[str]]) -> Callable[[Client], Records]:
         """Return a function that lists records for a client; `show(True)` shows addresses as 0."""

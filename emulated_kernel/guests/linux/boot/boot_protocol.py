@@ -6,7 +6,7 @@ Source: Documentation/x86/boot.rst and zero-page.rst, the 64-bit boot protocol.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from emulated_kernel.guests.linux.initramfs import initramfs
@@ -28,9 +28,14 @@ COMMAND_LINE = (
 
 jent_mod_init measures the jitter of a real CPU's time. Random stack offsets would slow down each call.
 """
+_LONGEST_LINE = 2048
+"""Size in bytes of the kernel's buffer for the command line. Mirrors: COMMAND_LINE_SIZE (v6.1)."""
 _STACK = 0x60000
 _PARAMETERS = 0x10000
 _COMMAND_LINE = 0x20000
+_SETUP_DATA = 0x30000
+_SETUP_RNG_SEED = 9
+"""Type of setup data. Mirrors: arch/x86/include/uapi/asm/bootparam.h:SETUP_RNG_SEED (v6.1)."""
 _TABLES = 0x70000
 _GDT = 0x73000
 _LARGE_PAGE = 2 << 20
@@ -44,9 +49,13 @@ _LOADED_HIGH = 1
 _PROTOCOL = 0x20F
 
 
-def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
+def load(
+    machine: LinuxMachine, vmlinux: LinkedMemory, parameters: Sequence[str] = (), random_seed: bytes = b""
+) -> None:
     """Load the kernel, the initramfs and the boot parameters, and point the CPU to the kernel's entry.
 
+    `parameters`: further parameters for the command line. `random_seed`: bytes with which the kernel begins
+    its random numbers; it needs 32 to trust them.
     Raises: KernelError ENOEXEC (a segment does not fit into RAM).
     """
     ram = machine.memory.ram
@@ -60,9 +69,14 @@ def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
             )
         ram[segment.pa : segment.pa + len(segment.data)] = segment.data
     ram[initrd : initrd + len(files)] = files
-    line = COMMAND_LINE.encode() + b"\0"
+    line = " ".join((COMMAND_LINE, *parameters)).encode()[: _LONGEST_LINE - 1] + b"\0"
     ram[_COMMAND_LINE : _COMMAND_LINE + len(line)] = line
-    ram[_PARAMETERS : _PARAMETERS + 4096] = _boot_parameters(top, initrd, len(files))
+    page = _boot_parameters(top, initrd, len(files))
+    if random_seed:
+        data = struct.pack("<QII", 0, _SETUP_RNG_SEED, len(random_seed)) + random_seed
+        ram[_SETUP_DATA : _SETUP_DATA + len(data)] = data
+        struct.pack_into("<Q", page, 0x250, _SETUP_DATA)
+    ram[_PARAMETERS : _PARAMETERS + 4096] = bytes(page)
     struct.pack_into("<Q", ram, _TABLES, _TABLES + 0x1000 | 3)
     struct.pack_into("<Q", ram, _TABLES + 0x1000, _TABLES + 0x2000 | 3)
     pages = (_LARGE_PAGE * number | 0x83 for number in range(512))
@@ -72,7 +86,7 @@ def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
     machine.regs.si = _PARAMETERS
 
 
-def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytes:
+def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytearray:
     page = bytearray(4096)
     memory = (
         (0, _LOW_RAM, _RAM),
@@ -88,7 +102,7 @@ def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytes:
     page[0x211] = _LOADED_HIGH
     struct.pack_into("<II", page, 0x218, initrd, initrd_size)
     struct.pack_into("<I", page, 0x228, _COMMAND_LINE)
-    return bytes(page)
+    return page
 
 
 def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, int], None]) -> None:

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -28,17 +28,19 @@ from emulated_kernel.guests.linux.boot.digest_cache import (
     notes,
     remember,
 )
+from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu, from_text
 from emulated_kernel.guests.linux.initramfs import initramfs
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, checked_offsets
 from emulated_kernel.guests.linux.pc.exception_cells import STATE_SIZE
+from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import library_release
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
-from emulated_kernel.util.safe_read import identity, open_regular, replace_file
+from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
 
-_MAGIC = b"kprobefs booted kernel 22\n"
+_MAGIC = b"kprobefs booted kernel 25\n"
 HEADER = 256 << 10
 """Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10
@@ -81,10 +83,11 @@ def directory() -> Path:
     return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"
 
 
-def place(source: Path, seed: int) -> Path:
-    """Return the path of the snapshot for the kernel in the file `source`.
+def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
+    """Return the path of the snapshot for the kernel in the file `source`, booted on a production CPU.
 
-    The path depends on the hash of the file, the seed, the boot parameters and the library's version.
+    The path depends on the hash of the file, the seed, the boot parameters, the CPU and the library's
+    version.
     Raises: OSError.
     """
     reading, whole = _digest(source, *identity(source))
@@ -93,6 +96,8 @@ def place(source: Path, seed: int) -> Path:
         repr((_MAGIC, seed, library_release(), boot_protocol.RAM_SIZE, boot_protocol.COMMAND_LINE)).encode()
     )
     digest.update(initramfs())
+    if cpu is not None:
+        digest.update(cpu.as_text().encode())
     found = _named(digest.hexdigest())
     # The whole file was read, although it has a snapshot: remember the digest. (A file that never boots has
     # none.)
@@ -149,12 +154,15 @@ def save(
     cells: tuple[int, int],
     source: str,
     parts: Mapping[str, bytes | memoryview],
+    shown: ShownCpu | None = None,
 ) -> None:
     """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
-    `source`: the kernel's file. `parts`: name -> further data to keep.
+    `source`: the kernel's file. `parts`: name -> further data to keep. `shown`: None if
+    the guest sees the emulated CPU.
     """
     about = {
+        "shown": None if shown is None else (shown.cpu.as_text(), *shown[1:]),
         "source": source,
         "facts": asdict(facts),
         "cells": cells,
@@ -168,6 +176,14 @@ def save(
         finish(file, about, len(ram), parts)
 
     keep(target, write)
+
+
+def load_tables(source: Path) -> tuple[dict[str, memoryview], ShownCpu | None] | None:
+    """Return the parts of a saved machine and its production CPU, without the machine.
+
+    If the file is missing or damaged, return None; a damaged file is removed.
+    """
+    return load_as(source, lambda kept: (kept.parts, _shown(kept.about)), with_parts=True)
 
 
 def save_tables(target: Path, release: str, source: str, parts: Mapping[str, bytes | memoryview]) -> None:
@@ -242,6 +258,18 @@ class SnapshotContents(NamedTuple):
     """Empty unless the caller asked for the parts."""
 
 
+class ShownCpu(NamedTuple):
+    """A production CPU that a guest sees, and what the guest says about the CPU."""
+
+    cpu: ProductionCpu
+    rdmsr_sites: Sequence[int]
+    """Addresses of the kernel's rdmsr instructions."""
+    vulnerabilities: Mapping[str, str]
+    """File of /sys/devices/system/cpu/vulnerabilities -> its text in the guest."""
+    features: Sequence[int]
+    """Numbers of the CPU features that the guest has found."""
+
+
 class SavedMachine(NamedTuple):
     """A machine as it was saved, with the parts of its snapshot."""
 
@@ -249,13 +277,15 @@ class SavedMachine(NamedTuple):
     facts: KernelOffsets
     parts: dict[str, memoryview]
     """Empty unless the caller asked for the parts."""
+    shown: ShownCpu | None
+    """The production CPU that the guest sees; None if it sees the emulated one."""
 
 
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
     """Load a saved machine; return None if its file is missing or damaged. Remove a damaged file."""
 
     def machine(kept: SnapshotContents) -> SavedMachine:
-        return SavedMachine(*_machine(kept.ram, kept.about), kept.parts)
+        return SavedMachine(*_machine(kept.ram, kept.about), kept.parts, _shown(kept.about))
 
     return load_as(source, machine, with_parts=with_parts)
 
@@ -331,8 +361,12 @@ def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotCon
 
 
 def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, KernelOffsets]:
-    machine = LinuxMachine(ram, 0, checked_cells(about), BUDGET)
+    shown = _shown(about)
+    model = CPU_MODEL if shown is None else PRODUCTION_MODEL
+    machine = LinuxMachine(ram, 0, checked_cells(about), BUDGET, model)
     try:
+        if shown is not None:
+            machine.show_cpu(shown.cpu, shown.rdmsr_sites)
         machine.engine.restore_context(zlib.decompress(bytes.fromhex(about["cpu"])))
         machine.pc.restore(about["pc"])
         facts = KernelOffsets(**checked_offsets(about["facts"]))
@@ -341,6 +375,15 @@ def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, Kerne
         machine.close()
         raise
     return machine, facts
+
+
+def _shown(about: Mapping[str, Any]) -> ShownCpu | None:
+    if about["shown"] is None:
+        return None
+    cpu, sites, vulnerabilities, features = about["shown"]
+    if not all(is_word(value) for value in (*sites, *features)):
+        raise ValueError("not all values are words")
+    return ShownCpu(from_text(cpu), tuple(sites), dict(vulnerabilities), tuple(features))
 
 
 def checked_cells(about: Mapping[str, Any]) -> tuple[int, int]:

@@ -148,18 +148,16 @@ class RealTime:
         """Tie the guest's current time to the present. `wall` returns the real time in nanoseconds."""
         self._tasks = tasks
         self._pc = tasks.machine.pc
-        self._wall = wall
-        self._base = wall() - self._pc.tsc * _MILLION // TSC_KHZ
-        """Real time at which the guest's clock was at 0."""
+        self._pc.follow_wall(wall)
 
     def request_begins(self) -> None:
         """Advance the guest's time to the real time. If it passes more than a tick, the guest does its work.
 
         Lock: needs. Raises: GuestFault.
         """
-        behind = self._wall() - self._base - self._pc.tsc * _MILLION // TSC_KHZ
+        behind = self._pc.behind()
         if behind > _LONGEST_PAUSE:
-            self._base += behind - _LONGEST_PAUSE
+            self._pc.skip(behind - _LONGEST_PAUSE)
             behind = _LONGEST_PAUSE
         if behind >= _USUAL_TICK:
             self._tasks.idle(behind // 1000)

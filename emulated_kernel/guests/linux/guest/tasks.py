@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from emulated_kernel.guests.linux.boot.snapshot import ShownCpu
 from emulated_kernel.guests.linux.guest import breakpoint_stub
 from emulated_kernel.guests.linux.guest.client_scheduler import ClientScheduler
 from emulated_kernel.guests.linux.guest.dcache import DcacheReader
@@ -42,6 +43,8 @@ class LinuxTasks(RunningLinux):
         self.facts = facts
         structs = KernelStructs(machine, facts.offsets)
         self._structs = structs
+        self.shown_cpu: ShownCpu | None = None
+        """The production CPU that the guest sees; None if it sees the emulated one."""
         self.per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
         self.current_cell = self.per_cpu + facts.per_cpu[CURRENT_TASK]
         self.need_resched = facts.need_resched

@@ -9,6 +9,7 @@ LINKED = ("/kprobe_events", "/kprobe_profile")
 LASTING = ("kprobes", "machine", "scratch", "tracing")
 """Directories of the mount's root that exist as long as the mount."""
 MACHINE = "/machine"
+CPU = "/machine/cpu"
 DMESG = "/machine/dmesg"
 LIMITS = "/machine/limits"
 LOAD = "/machine/load"

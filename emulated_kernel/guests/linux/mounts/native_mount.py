@@ -9,11 +9,13 @@ import stat
 from collections.abc import Callable
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.guest.cpu_report import cpu_text
 from emulated_kernel.guests.linux.guest.passing_time import PassingTime, RealTime
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, TRACEFS
 from emulated_kernel.guests.linux.mounts.guest_fs import GuestFs
 from emulated_kernel.guests.linux.mounts.guest_paths import (
+    CPU,
     DMESG,
     FORWARDED,
     LASTING,
@@ -128,7 +130,7 @@ class _LoadFile(FileDescription):
 
 
 class MachineFs(FileSystem):
-    """File system of machine/ with dmesg, the kernel log, limits, and load, which starts workloads.
+    """File system of machine/ with dmesg, the kernel log, cpu, limits, and load, which starts workloads.
 
     Other files are mounted there from the guest's /proc.
     """
@@ -140,6 +142,7 @@ class MachineFs(FileSystem):
         self.guest = guest
         self._texts: dict[str, Callable[[], bytes]] = {
             DMESG: self._log,
+            CPU: lambda: cpu_text(guest.tasks.shown_cpu, guest.tasks.release).encode(),
             LIMITS: lambda: "".join(limits.open_file_lines()).encode(),
             LOAD: lambda: "".join(guest.loads.text()).encode(),
         }

@@ -8,6 +8,8 @@ from functools import partial
 
 from emulated_kernel.components.guest_directories import MAKES, GuestDirectories
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.guest.cpu_report import cpu_text
+from emulated_kernel.guests.linux.guest.passing_time import RealTime
 from emulated_kernel.guests.linux.initramfs import DEVICES, PROC, TMPFS
 from emulated_kernel.guests.linux.mounts.control_calls import LinuxControlCalls
 from emulated_kernel.guests.linux.mounts.guest_fs import GuestFs
@@ -55,6 +57,7 @@ def probed_mount(
     *,
     is_tracefs: bool,
     keeps_tracefs: bool = False,
+    time: RealTime | None = None,
 ) -> Mount:
     """Return a mount of kprobefs's control files and of the guest's own scratch/ and dev/.
 
@@ -62,14 +65,22 @@ def probed_mount(
     `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
     `keeps_tracefs`: the guest's own tracefs stays mounted in the guest, for other users. Then the guest makes
     no calls on control files, so probes can't see them.
+    `time`: lets the real time between requests pass in the guest; created before `engine`. None: its time is
+    virtual.
     """
+
+    def request_begins() -> None:
+        if time is not None:
+            time.request_begins()
+        engine.request_begins()
+
     guest = LinuxGuest(
         engine.tasks,
         watch,
         owner,
         modules,
         lock=engine.lock,
-        begins=engine.request_begins,
+        begins=request_begins if time is not None else engine.request_begins,
         ended=engine.guest.events.call_ended,
     )
 
@@ -79,6 +90,7 @@ def probed_mount(
 
     calls = Calls(call_function, engine.machine.memory.word_size)
     machine = {
+        "cpu": SeqFile(0o444, single(lambda: cpu_text(engine.tasks.shown_cpu, engine.tasks.release))),
         "call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute),
         "load": GuestSteppedFile(
             0o644, listing(guest.loads.text), each_line(guest.say, "load", guest.loads.parsed)

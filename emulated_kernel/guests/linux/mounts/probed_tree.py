@@ -30,7 +30,7 @@ def engine_tree(
     `further`: additional nodes of the root.
     `is_tracefs`: tracefs is the root, and listings show nothing else.
     """
-    banner = f"{engine.kernel.version}\nprofile {engine.kprobes.profile.name}\n"
+    banner = f"{engine.kernel.version}\nprofile {engine.kprobes.profile.title}\n"
 
     def shown_log() -> Iterator[str]:
         yield log().decode("utf-8", "surrogateescape")

@@ -6,6 +6,8 @@ Sources: data sheets of the 8259A, 8254, 16550 and MC146818.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from time import monotonic_ns
 from typing import Any, Protocol
 
 from emulated_kernel.machine.native.tsc_words import (
@@ -41,6 +43,7 @@ A boot must not depend on the date.
 """
 _LOG_LIMIT = 1 << 16
 _MASK = (1 << 64) - 1
+_MILLION = 10**6
 _TSC = TscWords.tsc.offset // 8
 _STEPS = TscWords.steps.offset // 8
 
@@ -66,6 +69,10 @@ class Pc:
         self.words = TscWords(tsc=10**9, steps=seed)
         """The time and the state of its steps, which the host's routine for rdtsc advances, too."""
         self._cells = memoryview(self.words).cast("B").cast("Q")
+        self._wall: Callable[[], int] | None = None
+        """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
+        self._wall_base = 0
+        """Host's time at which the TSC was 0."""
         self.due: int | None = None
         """TSC value of the timer's next interrupt; None if the timer is off."""
         self.period = 0
@@ -147,6 +154,27 @@ class Pc:
         if self._follower is not None:
             self._follower.show(cycles)
 
+    @property
+    def is_real(self) -> bool:
+        """Whether the time follows the host's."""
+        return self._wall is not None
+
+    def follow_wall(self, wall: Callable[[], int] = monotonic_ns) -> None:
+        """Let each rdtsc advance the time to the host's time. `wall` returns that in nanoseconds."""
+        self._wall = wall
+        self._wall_base = wall() - self.tsc * _MILLION // TSC_KHZ
+        # The host's routine for rdtsc does not know the host's time.
+        self.words.followed = 1
+
+    def behind(self) -> int:
+        """Return by how many nanoseconds the time is behind the host's; less than 0 if it is ahead."""
+        assert self._wall is not None
+        return self._wall() - self._wall_base - self.tsc * _MILLION // TSC_KHZ
+
+    def skip(self, nanoseconds: int) -> None:
+        """Leave out a part of the host's time, which then never passes in the guest."""
+        self._wall_base += nanoseconds
+
     def pass_time(self, cycles: int) -> None:
         """Advance the time by `cycles` and by the cycles that guest code has used."""
         before = self._cells[_TSC]
@@ -157,11 +185,15 @@ class Pc:
     def read_tsc(self) -> int:
         """Advance the time by a random step and return it, as the result of rdtsc.
 
-        The step varies, because some code waits until it has read two different values.
+        The step varies, because some code waits until it has read two different values. If the time follows
+        the host's and is behind it by more than the step, advance it to the host's.
         """
         state = (self._cells[_STEPS] * STEP_FACTOR + STEP_ADDEND) & _MASK
         self._cells[_STEPS] = state
-        self.pass_time(SHORTEST_STEP + (state >> STEP_SHIFT))
+        step = SHORTEST_STEP + (state >> STEP_SHIFT)
+        if self._wall is not None:
+            step = max(step, self.behind() * TSC_KHZ // _MILLION)
+        self.pass_time(step)
         return self._cells[_TSC]
 
     @property

@@ -27,7 +27,6 @@ class LinuxClock(GuestClock):
     Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel lacks the symbols or types of this clock).
     """
 
-    is_virtual = True
     step_ns = 40
     """Nanoseconds by which a reading by guest code advances the cell."""
 
@@ -41,6 +40,7 @@ class LinuxClock(GuestClock):
         self._now = memory.view(cell, 8).cast("Q")
         self._shown = 0
         self._pc = pc
+        self.is_virtual = not pc.is_real
         start = kernel.per_cpu("cyc2ns")
         if start is None:
             raise unusable("its symbols lack cyc2ns")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from emulated_kernel.guests.linux.pc.ram import LinuxMemory
+from emulated_kernel.guests.linux.pc.ram import FRAME, LinuxMemory
 from emulated_kernel.machine.cpu import x86
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.native.trap_words import TrapWords
@@ -32,6 +32,11 @@ CPU_MODEL = 0
 
 The kernel uses no page table isolation on it, so kernel entries are short.
 """
+PRODUCTION_MODEL = 37
+"""Unicorn's id of the CPU model EPYC-Rome, on which guests with a ProductionCpu run.
+
+It has the most features of server CPUs: SMAP, popcnt, rdtscp.
+"""
 _CS = 1
 _SS = 2
 _LONG_CODE = 0xAF9B00
@@ -39,6 +44,8 @@ _LONG_CODE = 0xAF9B00
 _DATA = 0xCF9300
 """Attributes of a data segment, in the emulator's form."""
 _ALL = 0xFFFFFFFF
+_ISOLATED = 1 << 12
+"""Bit of CR3 that selects the page tables of user mode, if page table isolation is on."""
 _CPL = 3
 _CS32 = 1 << 4
 """Bit of the emulator's hflags: the code segment has at least 32 bits."""
@@ -153,6 +160,8 @@ class LinuxCpu:
 
         A kernel sets both MSRs before its first process.
         """
+        self._isolates: bool | None = None
+        """Whether page table isolation is on; None until CR3 has had the bit _ISOLATED."""
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -184,8 +193,18 @@ class LinuxCpu:
 
     @property
     def root(self) -> int:
-        """CR3: physical address of the page tables in use."""
-        return int(self._state.cr[3])
+        """Physical address of the kernel's page tables, with the user memory of the running task.
+
+        With page table isolation, user mode uses other tables, in the page after the kernel's. These lack
+        most of the kernel's memory, so the host never reads by them.
+        Mirrors: arch/x86/entry/calling.h:PTI_USER_PGTABLE_MASK (v6.1).
+        """
+        root = int(self._state.cr[3]) & FRAME
+        if not root & _ISOLATED:
+            return root
+        if self._isolates is None:
+            self._isolates = not self._memory.maps_kernel_data(root)
+        return root ^ _ISOLATED if self._isolates else root
 
     @contextmanager
     def as_kernel(self) -> Iterator[None]:

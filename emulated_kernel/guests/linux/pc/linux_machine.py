@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
 from emulated_kernel.guests.common.proc import is_dying
+from emulated_kernel.guests.linux.cpu.cpuid_answers import CpuidAnswers
+from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
 from emulated_kernel.guests.linux.initramfs import STUB
 from emulated_kernel.guests.linux.pc.devices import Pc
+from emulated_kernel.guests.linux.pc.emulated_cpuid import emulated_cpuid
 from emulated_kernel.guests.linux.pc.exception_cells import cpu_state
-from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, SYSCALL_SIZE, LinuxCpu
+from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL, SYSCALL_SIZE, LinuxCpu
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.machine.cpu import x86
 from emulated_kernel.machine.cpu.registers import FastRegs, Regs, fast_regs
@@ -37,6 +40,10 @@ from emulated_kernel.machine.unicorn_engine import (
 )
 from emulated_kernel.util.abi import Vector
 
+_CPUID = 113
+"""Unicorn's instruction id of `cpuid` (x86.h)."""
+_RDMSR_SIZE = 2
+_EAX = 0xFFFFFFFF
 _IN = 218
 """Unicorn's instruction id of `in` (x86.h)."""
 _OUT = 500
@@ -189,6 +196,53 @@ class LinuxMachine:
         # Code that is already translated does not contain the call.
         if not self.is_running:
             self.engine.flush_code()
+
+    def show_cpu(self, cpu: ProductionCpu, rdmsr_sites: Sequence[int]) -> None:
+        """Let the guest see a production CPU in place of the emulated one.
+
+        `rdmsr_sites`: addresses of the kernel's rdmsr instructions, because Unicorn has no hook for them.
+        """
+        answers = CpuidAnswers(cpu)
+        regs = self.regs
+
+        def cpuid(_engine: int, _data: int) -> int:
+            leaf = regs.ax & _EAX
+            subleaf = regs.cx & _EAX
+            found = answers.cpuid(leaf, subleaf, emulated_cpuid(PRODUCTION_MODEL, leaf, subleaf))
+            regs.ax, regs.bx, regs.cx, regs.dx = found
+            return 1
+
+        self.engine.add_hook(HOOK_INSN, INSN_CALLBACK(cpuid), instruction=_CPUID)
+        registers = answers.registers
+
+        def rdmsr(*_arguments: int) -> None:
+            value = registers.get(regs.cx & _EAX)
+            if value is not None:
+                regs.ax = value & _EAX
+                regs.dx = value >> 32
+
+        for site in rdmsr_sites:
+            self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(rdmsr), at=site + _RDMSR_SIZE)
+
+    def call_first(self, address: int, calls: Sequence[tuple[int, int]]) -> None:
+        """When the guest first reaches a function at `address`, let it call other functions before.
+
+        `calls`: address of each function, and its argument. The functions run as if the caller of the
+        function at `address` had called them, and may sleep.
+        """
+        pending = list(calls)
+
+        def arrive() -> None:
+            if pending:
+                function, argument = pending.pop(0)
+                regs = self.regs
+                regs.sp -= 8
+                self.memory.write(self.cpu.root, regs.sp, address.to_bytes(8, "little"))
+                regs.di = argument
+                # A write by the API leaves the current block, unlike one to the registers in memory.
+                self.engine.reg_write(self.model.registers["ip"], function)
+
+        self.call_at(address, arrive)
 
     def stop_at(self, address: int, function: Callable[[], object]) -> None:
         """Call `function` and end the run when the guest reaches an address, before the instruction there."""

@@ -17,6 +17,12 @@ _HALF = 1 << 47
 _WORD = 1 << 64
 _CANONICAL = _WORD - _HALF
 """Lowest address of the kernel's half of the address space; addresses below are not canonical."""
+_KERNEL_DATA = slice(273, 508)
+"""Slots of the root table that map the kernel's data: the direct map, vmalloc's memory, and struct pages.
+
+Page tables of user mode have only the direct map's slot, for the per-CPU TSS.
+Mirrors: Documentation/x86/x86_64/mm.rst, arch/x86/mm/pti.c:pti_clone_user_shared (v6.1)
+"""
 
 
 class LinuxMemory:
@@ -47,6 +53,10 @@ class LinuxMemory:
                 return (pa, entry, inside + 1) if pa < len(self.ram) else None
             table = entry & FRAME
         return None
+
+    def maps_kernel_data(self, root: int) -> bool:
+        """Return True if the page tables at `root` map the kernel's data."""
+        return sum(map(bool, self.words[root >> 3 :][_KERNEL_DATA])) > 1
 
     def last(self, root: int, va: int) -> tuple[int, int]:
         """Return the index in `words` of the last entry of a walk, and the size that the entry maps."""

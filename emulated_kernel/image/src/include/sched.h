@@ -82,6 +82,11 @@ struct files_struct;
 struct fs_struct;
 struct pt_regs;
 
+/* A task in a run queue. */
+struct sched_entity {
+	struct list_head group_node;
+};
+
 struct task_struct {
 	struct thread_struct thread; /* first: arch code knows its offset */
 	void *stack;
@@ -117,7 +122,7 @@ struct task_struct {
 	struct list_head children;
 	struct list_head sibling;
 	struct list_head tasks;
-	struct list_head run_list;
+	struct sched_entity se;
 	struct pid *thread_pid;
 	u64 start_time;
 	u64 utime, stime;

@@ -31,7 +31,7 @@ struct task_struct init_task __aligned(64) = {
 	.children = LIST_HEAD_INIT(init_task.children),
 	.sibling = LIST_HEAD_INIT(init_task.sibling),
 	.tasks = LIST_HEAD_INIT(init_task.tasks),
-	.run_list = LIST_HEAD_INIT(init_task.run_list),
+	.se.group_node = LIST_HEAD_INIT(init_task.se.group_node),
 };
 
 static noinline unsigned long *alloc_thread_stack_node(struct task_struct *tsk)

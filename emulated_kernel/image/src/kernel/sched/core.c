@@ -46,7 +46,7 @@ static noinline void enqueue_task(struct rq *rq, struct task_struct *p,
 {
 	update_rq_clock(rq);
 	update_stats_enqueue(rq, p);
-	list_add_tail(&p->run_list, &rq->queue);
+	list_add_tail(&p->se.group_node, &rq->queue);
 	rq->nr_running++;
 }
 
@@ -54,7 +54,7 @@ static noinline void dequeue_task(struct rq *rq, struct task_struct *p, int flag
 {
 	if (flags & DEQUEUE_SLEEP)
 		update_stats_dequeue(rq, p);
-	list_del_init(&p->run_list);
+	list_del_init(&p->se.group_node);
 	rq->nr_running--;
 }
 
@@ -166,7 +166,7 @@ void sched_fork(unsigned long clone_flags __attribute__((unused)), struct task_s
 	p->time_slice = TIME_SLICE;
 	p->utime = p->stime = p->nvcsw = p->nivcsw = 0;
 	p->wait_start = p->sleep_start = p->block_start = 0;
-	INIT_LIST_HEAD(&p->run_list);
+	INIT_LIST_HEAD(&p->se.group_node);
 }
 
 void wake_up_new_task(struct task_struct *p)
@@ -202,7 +202,7 @@ noinstr void host_enqueue_task(struct task_struct *p)
 	p->cpu = rq->cpu;
 	p->cpus_mask = CPU_MASK_ALL;
 	p->wait_start = host_clock.now_ns;
-	list_add_tail(&p->run_list, &rq->queue);
+	list_add_tail(&p->se.group_node, &rq->queue);
 	rq->nr_running++;
 	this_cpu_write(__need_resched, 1);
 	host_unlock(&rq->__lock);
@@ -212,10 +212,10 @@ noinstr void host_enqueue_task(struct task_struct *p)
 static noinline struct task_struct *pick_next_task(struct rq *rq, struct task_struct *prev)
 {
 	if (prev != rq->idle && prev->on_rq == TASK_ON_RQ_QUEUED)
-		list_move_tail(&prev->run_list, &rq->queue);
+		list_move_tail(&prev->se.group_node, &rq->queue);
 	if (list_empty(&rq->queue) && (nr_cpu_ids == 1 || !newidle_balance(rq)))
 		return rq->idle;
-	return list_first_entry(&rq->queue, struct task_struct, run_list);
+	return list_first_entry(&rq->queue, struct task_struct, se.group_node);
 }
 
 static noinline void finish_task_switch(struct task_struct *prev)

@@ -85,7 +85,7 @@ static noinline struct task_struct *detach_one_task(struct rq *busiest, int this
 {
 	struct task_struct *p;
 
-	list_for_each_entry(p, &busiest->queue, run_list) {
+	list_for_each_entry(p, &busiest->queue, se.group_node) {
 		if (p != busiest->curr && !p->on_cpu && is_cpu_allowed(p, this_cpu)) {
 			deactivate_task(busiest, p, 0);
 			return p;

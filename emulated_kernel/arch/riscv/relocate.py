@@ -1,0 +1,96 @@
+"""Relocation of RISC-V instructions into a detour, with branches and calls, which optprobes do not move."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from errno import EINVAL
+from functools import lru_cache
+
+from emulated_kernel.arch.riscv.encoder import (
+    BranchFunct3,
+    addi,
+    branch,
+    jalr,
+    jump_register,
+    long_jump,
+    set_to_address,
+)
+from emulated_kernel.arch.riscv.insn import RA, RVI_SIZE, ZERO, Handling, RiscvInsn, RiscvOpcode
+from emulated_kernel.util.errors import KernelError
+
+_INVERT = 1
+"""Bit of funct3 that inverts the condition of a branch."""
+_CSR = 3
+"""Bits of funct3 that are 0 only in system instructions other than accesses to control registers."""
+_LONG_BRANCH = 12
+"""Size in bytes of an inverted branch and the long jump that it skips."""
+
+
+class Relocation(Enum):
+    """What the extended strategy does with an instruction in a detour."""
+
+    COPY = auto()
+    BEYOND_TABLE = auto()
+    """A fence or an access to a control register, which Linux refuses by its opcode."""
+    ADDRESS = auto()
+    """An auipc, whose value is computed from the detour's address."""
+    BRANCH = auto()
+    """A conditional branch."""
+    JUMP = auto()
+    LEAVE = auto()
+    """A return or an indirect jump, which is copied."""
+    CALL = auto()
+    """A jal that links to ra."""
+    REGISTER_CALL = auto()
+    """A jalr that links to ra."""
+    REFUSED = auto()
+
+
+RELOCATED_CALLS = (Relocation.CALL, Relocation.REGISTER_CALL)
+
+
+@lru_cache(4096)
+def relocation_of(insn: RiscvInsn) -> Relocation:
+    """Return what the extended strategy does with an instruction."""
+    if insn.opcode == RiscvOpcode.JAL:
+        return {ZERO: Relocation.JUMP, RA: Relocation.CALL}.get(insn.rd, Relocation.REFUSED)
+    if insn.opcode == RiscvOpcode.JALR:
+        return {ZERO: Relocation.LEAVE, RA: Relocation.REGISTER_CALL}.get(insn.rd, Relocation.REFUSED)
+    if insn.handling is Handling.COPIED:
+        return Relocation.COPY
+    is_csr = insn.opcode == RiscvOpcode.SYSTEM and insn.funct3 & _CSR
+    if is_csr or insn.opcode == RiscvOpcode.MISC_MEM:
+        return Relocation.BEYOND_TABLE
+    if insn.opcode == RiscvOpcode.AUIPC:
+        return Relocation.ADDRESS
+    return Relocation.BRANCH if insn.opcode == RiscvOpcode.BRANCH else Relocation.REFUSED
+
+
+def relocate(insn: RiscvInsn, code: bytes, addr: int, to: int, scratch: int) -> bytes:
+    """Return code at `to` with the effect of `insn` at `addr`, whose bytes are `code`.
+
+    Long jumps overwrite the register `scratch`.
+
+    Raises: KernelError EINVAL (the instruction can't be moved), ERANGE (out of reach).
+    """
+    kind = relocation_of(insn)
+    if kind is Relocation.REFUSED:
+        raise KernelError(EINVAL, "an instruction that can't be moved")
+    following = addr + insn.length
+    if kind is Relocation.ADDRESS:
+        return set_to_address(insn.rd, to, addr + insn.upper_immediate)
+    if kind is Relocation.BRANCH:
+        inverted = BranchFunct3(insn.funct3 ^ _INVERT)
+        skip = branch(inverted, insn.rs1, insn.rs2, _LONG_BRANCH)
+        return skip + long_jump(ZERO, scratch, to + RVI_SIZE, addr + insn.branch_offset)
+    if kind is Relocation.JUMP:
+        return long_jump(ZERO, scratch, to, addr + insn.jump_offset)
+    if kind is Relocation.CALL:
+        link = set_to_address(RA, to, following)
+        return link + long_jump(ZERO, scratch, to + len(link), addr + insn.jump_offset)
+    if kind is Relocation.REGISTER_CALL and insn.rs1 == RA:
+        target = addi(scratch, RA, insn.immediate)
+        return target + set_to_address(RA, to + len(target), following) + jump_register(scratch)
+    if kind is Relocation.REGISTER_CALL:
+        return set_to_address(RA, to, following) + jalr(ZERO, insn.rs1, insn.immediate)
+    return code

@@ -1,0 +1,44 @@
+"""Answers of the emulator's own CPU models to cpuid."""
+
+from __future__ import annotations
+
+import mmap
+from functools import lru_cache
+
+from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
+from emulated_kernel.machine.unicorn_engine import Engine
+
+_EXTENDED = 0x80000000
+"""First of the extended leaves; the first leaf of each kind has the number of the last one."""
+_CODE = 0x1000
+_CPUID_AND_HALT = b"\x0f\xa2\xf4"
+_MOST = 1 << 10
+"""Maximum number of remembered answers; a kernel asks for about two hundred."""
+
+
+@lru_cache(_MOST)
+def emulated_cpuid(model: int, leaf: int, subleaf: int) -> tuple[int, int, int, int]:
+    """Return eax, ebx, ecx and edx after cpuid on Unicorn's CPU model `model`; zeros for an unknown leaf.
+
+    The emulator answers to a leaf after the last one as Intel's CPUs do, with the values of another leaf.
+    Raises: HardwareError.
+    """
+    first = leaf & _EXTENDED
+    if leaf != first and leaf > emulated_cpuid(model, first, 0)[0]:
+        return 0, 0, 0, 0
+    engine = _engine(model)
+    registers = X86_64Cpu.registers
+    engine.reg_write(registers["ax"], leaf)
+    engine.reg_write(registers["cx"], subleaf)
+    engine.start(_CODE)
+    ax, bx, cx, dx = (engine.reg_read(registers[name]) & 0xFFFFFFFF for name in ("ax", "bx", "cx", "dx"))
+    return ax, bx, cx, dx
+
+
+@lru_cache(1)
+def _engine(model: int) -> Engine:
+    engine = Engine(*X86_64Cpu.engine_mode, model)
+    ram = mmap.mmap(-1, mmap.PAGESIZE)
+    ram[: len(_CPUID_AND_HALT)] = _CPUID_AND_HALT
+    engine.map_ram(_CODE, ram)
+    return engine

@@ -1,0 +1,153 @@
+"""CPU features of a distribution's kernel: their names, and the alternatives that boot chooses by them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterator, Mapping
+from copy import copy
+from typing import NamedTuple
+
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+
+_FLAGS = "x86_cap_flags"
+_BUGS = "x86_bug_flags"
+_WORD = 8
+_PER_WORD = 32
+_SHORTEST_JUMP = 2
+_LONG_JUMP = 5
+_CALL = 0xE8
+_JUMP = 0xE9
+_SHORT_JUMP = b"\xeb"
+_NOP = 0x90
+_LONGEST_NOP = 8
+_NOPS = (
+    b"",
+    b"\x90",
+    b"\x66\x90",
+    b"\x0f\x1f\x00",
+    b"\x0f\x1f\x40\x00",
+    b"\x0f\x1f\x44\x00\x00",
+    b"\x66\x0f\x1f\x44\x00\x00",
+    b"\x0f\x1f\x80\x00\x00\x00\x00",
+    b"\x0f\x1f\x84\x00\x00\x00\x00\x00",
+)
+_LAYOUTS = {12: "<iiHBB", 13: "<iiHBBx", 14: "<iiIBB"}
+"""Size of struct alt_instr -> its fields: before v6.3, with padlen before v5.13, and since v6.3."""
+_INVERTED_16 = 1 << 15
+_INVERTED_32 = 1 << 16
+_NUMBER = 0x7FFF
+
+
+class _Alternative(NamedTuple):
+    site: int
+    replacement: int
+    feature: int
+    is_inverted: bool
+    size: int
+    replacement_size: int
+
+
+def feature_numbers(kernel: LinuxKernel) -> Mapping[str, int]:
+    """Return name of a CPU feature in /proc/cpuinfo -> its number; empty if the kernel's symbols lack them.
+
+    Raises: KernelError ENODATA (no BTF). Mirrors: arch/x86/kernel/cpu/capflags.c:x86_cap_flags (v6.1)
+    """
+    start = kernel.kallsyms.lookup_name(_FLAGS)
+    if start is None:
+        return {}
+    found = {}
+    for number in range(_PER_WORD * capability_words(kernel)):
+        name = int.from_bytes(kernel.read(start + _WORD * number, _WORD), "little")
+        if name and kernel.vmlinux.has(name):
+            found[kernel.vmlinux.string(name, 64)] = number
+    return found
+
+
+def capability_words(kernel: LinuxKernel) -> int:
+    """Return the number of 32-bit words of features in struct cpuinfo_x86, without those of bugs."""
+    btf = kernel.btf
+    at, end = (btf.offset(f"cpuinfo_x86.{name}") for name in ("x86_capability", "x86_vendor_id"))
+    start = kernel.required(_BUGS)
+    after = min((s.address for s in kernel.kallsyms.symbols if s.address > start), default=start)
+    bugs = max((after - start) // (_WORD * _PER_WORD), 1)
+    return (end - at) // 4 - bugs
+
+
+def with_features(
+    kernel: LinuxKernel, unpatched: LinuxKernel, had: Collection[int], named: Collection[str]
+) -> LinuxKernel:
+    """Return a booted kernel with the alternatives that its boot would have chosen with more CPU features.
+
+    `unpatched`: the kernel in its file. `had`: numbers of the features with which the kernel has booted.
+    `named`: names of further features. Mirrors: arch/x86/kernel/alternative.c:apply_alternatives (v6.1)
+    """
+    numbers = feature_numbers(unpatched)
+    has = {*had, *(numbers[name] for name in named if name in numbers)}
+    changed: dict[int, bytes] = {}
+    sites: dict[int, list[_Alternative]] = {}
+    for entry in _alternatives(unpatched):
+        if entry.site in range(*kernel.text):
+            sites.setdefault(entry.site, []).append(entry)
+    for site, entries in sites.items():
+        before = _chosen(entries, had)
+        chosen = _chosen(entries, has)
+        if chosen is not before:
+            size = max(entry.size for entry in entries)
+            code = unpatched.read(site, size) if chosen is None else _replacement(unpatched, chosen)
+            changed[site] = _with_long_nops(code)
+    start, end = kernel.text
+    text = bytearray(kernel.read(start, end - start))
+    for site, code in changed.items():
+        text[site - start : site - start + len(code)] = code
+    copied = copy(kernel)
+    copied.vmlinux = kernel.vmlinux.with_bytes(start, bytes(text))
+    return copied
+
+
+def _alternatives(kernel: LinuxKernel) -> Iterator[_Alternative]:
+    table = kernel.between("__alt_instructions", "__alt_instructions_end")
+    size = kernel.btf.size("alt_instr")
+    if size not in _LAYOUTS:
+        return
+    layout = struct.Struct(_LAYOUTS[size])
+    data = kernel.read(table.start, table.end - table.start)
+    inverted = _INVERTED_32 if layout.format.count("I") else _INVERTED_16
+    for at in range(0, len(data) - size + 1, size):
+        site, replacement, feature, length, replacement_size = layout.unpack_from(data, at)
+        where = table.start + at
+        yield _Alternative(
+            where + site,
+            where + 4 + replacement,
+            feature & _NUMBER,
+            bool(feature & inverted),
+            length,
+            replacement_size,
+        )
+
+
+def _chosen(entries: Collection[_Alternative], has: Collection[int]) -> _Alternative | None:
+    """Return the last alternative that holds; None if the original code stays."""
+    found = None
+    for entry in entries:
+        if (entry.feature in has) != entry.is_inverted:
+            found = entry
+    return found
+
+
+def _replacement(kernel: LinuxKernel, entry: _Alternative) -> bytes:
+    code = kernel.read(entry.replacement, entry.replacement_size)
+    if len(code) == _LONG_JUMP and code[0] in (_CALL, _JUMP):
+        target = entry.replacement + _LONG_JUMP + int.from_bytes(code[1:], "little", signed=True)
+        near = target - entry.site - _SHORTEST_JUMP
+        if code[0] == _JUMP and (near + _SHORTEST_JUMP >= 0 and near <= 127):
+            code = _SHORT_JUMP + near.to_bytes(1, "little", signed=True)
+        else:
+            code = code[:1] + (target - entry.site - _LONG_JUMP).to_bytes(4, "little", signed=True)
+    return code.ljust(entry.size, bytes((_NOP,)))
+
+
+def _with_long_nops(code: bytes) -> bytes:
+    """Return code with its nops at the end made as long as possible."""
+    kept = code.rstrip(bytes((_NOP,)))
+    room = len(code) - len(kept)
+    return kept + _NOPS[_LONGEST_NOP] * (room // _LONGEST_NOP) + _NOPS[room % _LONGEST_NOP]

@@ -1,0 +1,57 @@
+"""A hint at the end of `kprobefs run`, if the durations in a histogram are those of the virtual clock."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from kprobefs.common.errors import CliError
+from kprobefs.definitions.tracefs_files import HostFiles, control_root
+
+ENTRY = re.compile(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
+FEWEST = 10
+"""Minimum number of hits from which equal durations are no accident."""
+SHARE = 0.9
+"""Share of the hits in one bucket from which it is the only one that matters.
+
+If the probed function reads files, reading the histogram adds a few hits of other durations.
+"""
+HINT = (
+    "the durations of {event} are in one bucket, because the clock is virtual: it advances with readings, "
+    "and not with the work done; use --clock real"
+)
+
+
+def virtual_durations(directory: str) -> str:
+    """Return a hint if nearly all durations of a histogram are in one bucket, else "".
+
+    Such a histogram is that of a synthetic event, in a mount at `directory` where a trigger computes with
+    `common_timestamp`. The mount must be about to end: all probes are disarmed, since they would see the
+    requests of this function.
+    """
+    with suppress(OSError, CliError):
+        (control_root(directory) / "kprobes" / "enabled").write_text("0")
+        tracefs = Path(directory, HostFiles(directory).tracefs())
+        events = [line.split()[0] for line in (tracefs / "synthetic_events").read_text().splitlines()]
+        for event in events:
+            found = _entries(tracefs / "events" / "synthetic" / event / "hist")
+            if sum(found) >= FEWEST and max(found) >= SHARE * sum(found) and any(_measures(tracefs)):
+                return HINT.format(event=event)
+    return ""
+
+
+def _entries(hist: Path) -> list[int]:
+    """Return the hit counts of a histogram's entries."""
+    return [int(hits) for hits in ENTRY.findall(hist.read_text())]
+
+
+def _measures(tracefs: Path) -> Iterator[bool]:
+    """Yield for each event of a group with probes whether one of its triggers computes with times."""
+    lines = (tracefs / "dynamic_events").read_text().splitlines()
+    groups = {line.partition(":")[2].partition("/")[0] for line in lines if not line.startswith("s:")}
+    for group in sorted(groups):
+        for trigger in (tracefs / "events" / group).glob("*/trigger"):
+            with suppress(OSError):
+                yield "common_timestamp" in trigger.read_text()

@@ -1,0 +1,110 @@
+"""`kprobefs coverage`: prints and writes the coverage of kernels, as text, JSON, pages and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from textwrap import wrap
+
+from kprobefs.common.errors import CliError, escape_for_terminal
+from kprobefs.measure.coverage import Coverage, as_dict, by_verdict, coverage, share, subjects, tables
+from kprobefs.measure.verdicts import ProbeOutcome
+
+_WIDTH = 80
+_COLUMN = 12
+_MOST = 20
+"""Maximum number of functions in the comparison of kernels."""
+
+
+def run(
+    *,
+    arch: str | None,
+    images: Sequence[str],
+    functions: str | None,
+    vmcore: str | None,
+    profile: str | None,
+    strategy: str | None,
+    cpu: str | None,
+    pattern: str | None,
+    jobs: int | None,
+    compare: bool,
+    as_json: bool,
+    html: str | None,
+    plot: str | None,
+) -> None:
+    """Run `kprobefs coverage`: print tables, or all counts as JSON.
+
+    `compare` prints one table for all kernels. `html` is a directory for pages, and `plot` a file for a
+    picture. `jobs`: number of processes; None stands for one per CPU. Raises: CliError.
+    """
+    found = []
+    for group in subjects(arch, images, functions, vmcore, cpu, pattern):
+        found += coverage(group, profile, strategy, jobs or len(os.sched_getaffinity(0)))
+    if html is not None:
+        from kprobefs.plan.coverage_pages import write_pages
+
+        write_pages(Path(html), found)
+    if plot is not None:
+        from kprobefs.plan.coverage_plot import bars
+
+        try:
+            Path(plot).write_text(bars(found), encoding="utf-8")
+        except OSError as error:
+            raise CliError(f"{plot}: {error.strerror}") from error
+    if as_json:
+        print(json.dumps([as_dict(each) for each in found]))
+    elif compare:
+        print("\n".join(_compared(found)))
+    elif html is None and plot is None:
+        print("\n\n".join("\n".join(tables(each)) for each in found))
+
+
+def _compared(found: Sequence[Coverage]) -> Iterator[str]:
+    """Yield the lines of a table with a column for each kernel."""
+    for number, each in enumerate(found, 1):
+        text = f"{number}  {escape_for_terminal(each.subject.title)}, profile {each.profile}"
+        yield from wrap(text, _WIDTH, subsequent_indent="   ")
+    counts = [by_verdict(each.total) for each in found]
+    yield ""
+    yield _row("of what registers", [str(number) for number in range(1, len(found) + 1)])
+    for verdict in (ProbeOutcome.OPTIMIZED, ProbeOutcome.BREAKPOINT, ProbeOutcome.FTRACE):
+        registered = [each["instructions"] - each[ProbeOutcome.REFUSED.value] for each in counts]
+        shares = [share(each[verdict.value], of) for each, of in zip(counts, registered, strict=True)]
+        yield _row(verdict.value, shares)
+    yield _row("instructions", [f"{each['instructions']:,}" for each in counts])
+    yield _row(ProbeOutcome.REFUSED.value, [f"{each[ProbeOutcome.REFUSED.value]:,}" for each in counts])
+    differing = _differing(found)
+    if differing:
+        yield ""
+        yield _row("optimized places of", [str(number) for number in range(1, len(found) + 1)])
+        for name, numbers in differing[:_MOST]:
+            yield _row(escape_for_terminal(name), ["-" if n is None else f"{n:,}" for n in numbers])
+        if len(differing) > _MOST:
+            yield f"{len(differing) - _MOST:,} more functions differ (--json has all)"
+
+
+def _row(head: str, columns: Sequence[str]) -> str:
+    room = max(_WIDTH - _COLUMN * len(columns), 24)
+    return f"{head[:room]:<{room}}" + "".join(f"{column:>{_COLUMN}}" for column in columns)
+
+
+def _differing(found: Sequence[Coverage]) -> list[tuple[str, list[int | None]]]:
+    """Return names of functions and their numbers of optimized places, the largest difference first."""
+    counted: list[dict[str, int]] = []
+    for each in found:
+        names: dict[str, int] = {}
+        for symbol, reasons in each.symbols:
+            optimized = by_verdict(reasons)[ProbeOutcome.OPTIMIZED.value]
+            names[symbol.name] = names.get(symbol.name, 0) + optimized
+        counted.append(names)
+    every = dict.fromkeys(name for names in counted for name in names)
+    rows = [(name, [names.get(name) for names in counted]) for name in every]
+    differing = [row for row in rows if len(set(row[1])) > 1]
+    return sorted(differing, key=lambda row: -_spread(row[1]))
+
+
+def _spread(numbers: Sequence[int | None]) -> int:
+    known = [number or 0 for number in numbers]
+    return max(known) - min(known)

@@ -1,0 +1,44 @@
+"""The hint at the end of `run` that the durations of a histogram are those of the virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
+
+MEASURED = """\
+cd "$KPROBEFS/tracing"
+echo 'p:in vfs_read' > kprobe_events
+echo 'r:out vfs_read' >> kprobe_events
+echo 'lat u64 ns' > synthetic_events
+echo 'hist:keys=common_pid:t=common_timestamp' > events/kprobes/in/trigger
+echo 'hist:keys=common_pid:d=VALUE:onmatch(kprobes.in).lat($d)' > events/kprobes/out/trigger
+echo 'hist:keys=ns.log2' > events/synthetic/lat/trigger
+for n in 1 2 3 4 5 6 7 8 9 10; do head -c 8 ../dev/zero > /dev/null; done
+"""
+DURATION = MEASURED.replace("VALUE", "common_timestamp-$t")
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    ("script", "is_given"),
+    [
+        (DURATION, True),
+        (DURATION.replace(" 6 7 8 9 10", ""), False),
+        (MEASURED.replace("VALUE", "common_pid").replace("common_timestamp", "common_pid"), False),
+        (f"{DURATION}echo '!hist:keys=ns.log2' > events/synthetic/lat/trigger", False),
+    ],
+    ids=["durations", "too few", "no durations", "removed"],
+)
+def test_equal_durations(script: str, is_given: bool) -> None:
+    done = kprobefs("run", "--", "sh", "-c", script, program=REAL_PROGRAM)
+    hint = "kprobefs: the durations of lat are in one bucket, because the clock is virtual"
+    assert done.stderr.startswith(hint) is is_given
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_real_clock_needs_no_hint() -> None:
+    done = kprobefs("run", "--clock", "real", "--", "sh", "-c", DURATION, program=REAL_PROGRAM)
+    assert done.stderr == ""

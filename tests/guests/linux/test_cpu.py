@@ -1,0 +1,313 @@
+"""--cpu: a kernel patches itself at boot as on a production CPU, and answers say for which CPU they hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.boot_cache import kernel_as_booted, started_with_kernel
+from emulated_kernel.guests.linux.cpu.cpu_archive import cpu_of_archive, parts_of, production_cpu
+from emulated_kernel.guests.linux.cpu.cpu_models import MODELS
+from emulated_kernel.guests.linux.cpu.cpuid_answers import ARCH_CAPABILITIES, MICROCODE, CpuidAnswers
+from emulated_kernel.guests.linux.cpu.cpuid_bits import AX, BITS, BX, CX, DX, KEPT_OUT
+from emulated_kernel.guests.linux.cpu.derived_bits import decided_bits, derived_bits
+from emulated_kernel.guests.linux.cpu.production_cpu import AMD, INTEL, ProductionCpu, from_text
+from emulated_kernel.guests.linux.guest.cpu_report import CpuReport, cpu_text, rdmsr_sites
+from emulated_kernel.guests.linux.initramfs import BUFFER
+from emulated_kernel.guests.linux.pc.emulated_cpuid import emulated_cpuid
+from emulated_kernel.guests.linux.pc.linux_cpu import PRODUCTION_MODEL
+from emulated_kernel.image.linux.cpu_features import feature_numbers
+from emulated_kernel.image.linux.linux_kernel import ReturnThunks, open_kernel
+from emulated_kernel.util.errors import KernelError
+from kprobefs.cli.main import main
+from kprobefs.plan.planned_kernel import planned_kernel
+from tests.guests.linux import debian_kernel
+
+RECORDED = sorted(Path(__file__).with_name("cpus").glob("*.cpu"))
+SERVER = "skylake-sp"
+"""A CPU with page table isolation, on which one thread of a core sees the other's secrets."""
+PLACE = "tcp_sendmsg+5"
+GETPID = 39
+XSAVES = b"\x48\x0f\xc7\x2f"
+WORDS = {
+    (1, 0, DX): 0,
+    (0x80000001, 0, DX): 1,
+    (1, 0, CX): 4,
+    (0x80000001, 0, CX): 6,
+    (7, 0, BX): 9,
+    (0xD, 1, AX): 10,
+    (0x80000008, 0, BX): 13,
+    (7, 0, CX): 16,
+    (7, 0, DX): 18,
+}
+"""Register of CPUID -> the word of Linux's features that it fills."""
+
+
+def unseen(_done: int, _total: int) -> None:
+    """Nobody looks."""
+
+
+# Archives
+
+
+def archive(**parts: str) -> str:
+    return "".join(f"==> /{name.replace('__', '/')} <==\n{text}\n\n" for name, text in parts.items())
+
+
+INFO = (
+    "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: A CPU\n"
+    "stepping\t: 7\nmicrocode\t: 0x5003707\nsiblings\t: 40\ncpu cores\t: 20\nflags\t\t: fpu ibrs\n\n"
+    "processor\t: 1\nvendor_id\t: Other\n"
+)
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_an_archive_says_what_was_recorded(path: Path) -> None:
+    cpu = production_cpu(str(path))
+    text = path.read_text()
+    assert f"model name\t: {cpu.model_name}\n" in text
+    assert f"flags\t\t: {' '.join(cpu.flags)}\n" in text
+    assert len(cpu.vulnerabilities) == text.count("vulnerabilities/")
+    assert all(f"/{file} <==\n{said}\n" in text for file, said in cpu.vulnerabilities.items())
+    assert cpu.has_siblings == (cpu.threads == 2)
+    assert from_text(cpu.as_text()) == cpu
+
+
+def test_only_the_first_cpu_of_cpuinfo_counts_and_other_parts_are_not_kept() -> None:
+    parts = parts_of(
+        archive(proc__cpuinfo=INFO, proc__cmdline="root=/dev/sda1 mitigations=auto,nosmt quiet pti=on")
+        + archive(sys__vulnerabilities__mds="Not affected", proc__secret="x")
+    )
+    cpu = cpu_of_archive("here", parts)
+    assert (cpu.vendor, cpu.signature, cpu.microcode, cpu.threads) == (INTEL, 0x50657, 0x5003707, 2)
+    assert cpu.parameters == ("mitigations=auto,nosmt", "pti=on")
+    assert cpu.vulnerabilities == {"mds": "Not affected"}
+    assert "sda1" not in cpu.as_text()
+    assert "secret" not in cpu.as_text()
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({}, "no cpuinfo in the archive"),
+        ({"proc__cpuinfo": INFO}, "no files of vulnerabilities"),
+        ({"proc__cpuinfo": "processor: 0\n", "v__vulnerabilities__mds": "x"}, "'cpu family'"),
+        ({"proc__cpuinfo": INFO.replace("fpu ibrs", ""), "v__vulnerabilities__mds": "x"}, "flags"),
+        ({"proc__cpuinfo": INFO, "v__vulnerabilities__mds": "x", "msr 0x10a": "much"}, "msr 0x10a"),
+    ],
+)  # fmt: skip
+def test_an_incomplete_archive_names_what_it_lacks(parts: dict[str, str], why: str) -> None:
+    with pytest.raises(KernelError, match=why):
+        cpu_of_archive("it", parts_of(archive(**parts)))
+
+
+@given(st.text(max_size=2000) | st.text("=> <\n:0x19avp/cuinfo ", max_size=400))
+def test_any_text_is_an_archive_or_refused(text: str) -> None:
+    with suppress(KernelError):
+        assert cpu_of_archive("it", parts_of(text)).vulnerabilities
+
+
+def test_the_register_of_an_archive_beats_what_is_derived() -> None:
+    flags = INFO.replace("fpu ibrs", "fpu ibrs arch_capabilities")
+    parts = archive(proc__cpuinfo=flags, v__vulnerabilities__mds="Not affected")
+    derived = cpu_of_archive("it", parts_of(parts))
+    recorded = cpu_of_archive("it", parts_of(f"{parts}==> msr 0x10a <==\n0x6b\n"))
+    assert recorded.capabilities == 0x6B
+    assert derived.capabilities & 1 << 5
+    assert any("0x10a" in note or "ARCH_CAPABILITIES" in note for note in derived.notes)
+    assert not any("ARCH_CAPABILITIES" in note for note in recorded.notes)
+
+
+def test_recorded_leaves_of_cpuid_beat_flags() -> None:
+    leaves = "CPU:\n   0x00000007 0x00: eax=0x00000002 ebx=0x00000000 ecx=0x00000000 edx=0x04000000\n"
+    parts = archive(proc__cpuinfo=INFO, v__vulnerabilities__mds="Not affected", cpuid=leaves)
+    cpu = cpu_of_archive("it", parts_of(parts))
+    answers = CpuidAnswers(cpu)
+    assert answers.cpuid(7, 0, (0, 0, 0, 0)) == (0, 0, 0, 0x04000000)
+
+
+# Derived features
+
+
+def test_every_model_derives_from_its_own_words_what_its_table_says() -> None:
+    """What a CPU of the table must have, if a kernel said of it what it says."""
+    immune = dict.fromkeys(("meltdown", "mds", "l1tf"), "Not affected")
+    hidden, capabilities = derived_bits(INTEL, 6, 106, ("arch_capabilities", "ibrs_enhanced"), immune)
+    assert capabilities == 1 << 0 | 1 << 1 | 1 << 5
+    assert hidden == ()
+    assert derived_bits(AMD, 0x19, 1, (), {"tsa": "Mitigation: Clear CPU buffers"}).hidden == ("verw_clear",)
+
+
+@given(
+    st.dictionaries(st.sampled_from(("mds", "tsa", "mmio_stale_data", "spectre_v2", "retbleed")), st.text())
+)
+def test_what_is_derived_is_about_files_that_are_there(said: dict[str, str]) -> None:
+    flags = ("arch_capabilities",)
+    assert derived_bits(INTEL, 6, 85, flags, said).capabilities & ~decided_bits(said) == 0
+    assert derived_bits("Other", 6, 85, flags, said) == ((), 0)
+
+
+# CPUID
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cpuid_answers_for_the_cpu_only_what_the_emulator_can(name: str) -> None:
+    cpu = MODELS[name]
+    answers = CpuidAnswers(cpu)
+
+    def asked(leaf: int, subleaf: int) -> tuple[int, int, int, int]:
+        return answers.cpuid(leaf, subleaf, emulated_cpuid(PRODUCTION_MODEL, leaf, subleaf))
+
+    seen = {
+        feature for feature, bit in BITS.items() if asked(bit.leaf, bit.subleaf)[bit.register] >> bit.bit & 1
+    }
+    assert seen <= cpu.features - KEPT_OUT
+    assert {"smap", "popcnt"} & cpu.features <= seen
+    assert asked(1, 0)[0] == cpu.signature
+    vendor = b"".join(asked(0, 0)[at].to_bytes(4, "little") for at in (1, 3, 2))
+    assert vendor.decode() == cpu.vendor
+    assert asked(0xB, 0)[1] == cpu.threads
+    revision = answers.registers[MICROCODE] >> (32 if cpu.vendor == INTEL else 0)
+    assert revision == cpu.microcode
+    assert answers.registers.get(ARCH_CAPABILITIES, 0) == cpu.capabilities
+    assert from_text(cpu.as_text()) == cpu
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_of_features_are_known(name: str) -> None:
+    assert set(MODELS[name].hidden) <= BITS.keys()
+    assert len(set(MODELS[name].flags)) == len(MODELS[name].flags)
+
+
+# Reports
+
+
+def test_a_report_says_as_on_production_only_if_everything_is() -> None:
+    cpu = cpu_of_archive("it", {"cpuinfo": INFO, "vulnerabilities/mds": "here", "osrelease": "6.1"})
+    same = CpuReport(cpu, "6.1", {"mds": "here"})
+    assert same.is_as_on_production
+    assert "as on production" in same.cpu_description
+    for release, said in (("6.2", "here"), ("6.1", "there")):
+        other = CpuReport(cpu, release, {"mds": said})
+        assert not other.is_as_on_production
+        assert "as on production" not in other.cpu_description
+        assert any(word in " ".join(other.remarks) for word in ("kernel 6.1, not of 6.2", '"here" there'))
+    unknown = CpuReport(cpu, "6.1", {"mds": "here", "tsa": "x"})
+    assert any("says nothing about tsa" in remark for remark in unknown.remarks)
+    assert not CpuReport(MODELS["milan"], "6.1", {"mds": "here"}).is_as_on_production
+
+
+# A kernel that has booted on a production CPU
+
+
+@pytest.fixture(scope="module")
+def image() -> Path:
+    return debian_kernel.image()
+
+
+@pytest.fixture(scope="module")
+def booted(image: Path) -> Iterator[Any]:
+    tasks, kernel = started_with_kernel(str(image), debian_kernel.SEED, MODELS[SERVER])
+    yield tasks, kernel
+    tasks.machine.close()
+
+
+def test_a_kernel_with_page_table_isolation_is_driven_and_read(booted: Any) -> None:
+    tasks, kernel = booted
+    said = tasks.shown_cpu.vulnerabilities
+    assert said["meltdown"] == "Mitigation: PTI"
+    assert said["mds"] == "Mitigation: Clear CPU buffers; SMT vulnerable"
+    assert said["retbleed"] == "Mitigation: IBRS"
+    assert kernel.booted_returns is ReturnThunks.PLAIN
+    assert "Mitigation: PTI" in cpu_text(tasks.shown_cpu, tasks.release)
+    child = tasks.fork(tasks.init, 4711)
+    assert tasks.call(child, GETPID) == child.pid == 4711
+    tasks.copy_to_user(child, BUFFER, b"kept")
+    assert tasks.copy_from_user(child, BUFFER, 4) == b"kept"
+    tasks.exit(child)
+
+
+def test_a_snapshot_is_of_one_cpu(image: Path) -> None:
+    places = {snapshot.place(image, 1, cpu) for cpu in (None, *MODELS.values())}
+    assert len(places) == len(MODELS) + 1
+    assert snapshot.place(image, 1, MODELS["milan"]) in places
+
+
+def test_offline_text_has_alternatives_of_features_that_the_emulator_lacks(image: Path, booted: Any) -> None:
+    _, kernel = booted
+    offline, report = kernel_as_booted(str(image), debian_kernel.SEED, MODELS[SERVER], unseen)
+    assert report.cpu == MODELS[SERVER]
+    start, end = kernel.text
+    guest = kernel.read(start, end - start)
+    there = offline.read(start, end - start)
+    # The emulator shows no XSAVES.
+    assert there.count(XSAVES) > guest.count(XSAVES)
+    numbers = feature_numbers(kernel)
+    assert numbers["xsaves"] not in booted[0].shown_cpu.features
+    assert numbers["smap"] in booted[0].shown_cpu.features
+
+
+def test_bits_of_cpuid_have_the_kernels_names(image: Path) -> None:
+    numbers = feature_numbers(open_kernel(str(image)))
+    shared = [name for name in BITS if name in numbers and BITS[name][:3] in WORDS]
+    assert len(shared) > 100
+    for name in shared:
+        leaf, subleaf, register, bit = BITS[name]
+        assert numbers[name] == 32 * WORDS[leaf, subleaf, register] + bit, name
+
+
+def test_the_sites_of_rdmsr_are_instructions(image: Path) -> None:
+    kernel = open_kernel(str(image))
+    sites = rdmsr_sites(kernel)
+    assert kernel.kallsyms.lookup_name("native_read_msr") is not None
+    assert len(sites) > 10
+    assert all(kernel.read(site, 2) == b"\x0f\x32" for site in sites)
+
+
+def test_commands_answer_for_the_cpu(image: Path, booted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    del booted
+    arguments = ["explain", PLACE, "--image", str(image), "--cpu", SERVER, "--json"]
+    assert main(arguments) == 0
+    (answer,) = json.loads(capsys.readouterr().out)
+    assert answer["cpu"] == MODELS[SERVER].title
+    assert answer["others"] == []
+    kernel = planned_kernel(None, str(image), None, None, cpu=SERVER)
+    assert kernel.cpu_description == MODELS[SERVER].title
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["explain", PLACE, "--cpu", SERVER], "--cpu: only possible with a distribution's kernel"),
+        (["coverage", "--cpu", SERVER], "--cpu: only possible with a distribution's kernel"),
+        (["check", "/dev/null", "--cpu", SERVER], "--cpu: only possible with a distribution's kernel"),
+        (["run", "--cpu", SERVER, "--", "true"], "--cpu: only possible with a distribution's kernel"),
+    ],
+)  # fmt: skip
+def test_cpu_needs_a_distributions_kernel(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) in (2, 125)
+    assert why in capsys.readouterr().err
+
+
+def test_an_unknown_cpu_names_the_known_ones(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", PLACE, "--image", str(image), "--cpu", "/nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert "--cpu /nowhere" in said
+    assert "milan" in said
+
+
+def test_fields_of_a_cpu_survive_text() -> None:
+    cpu = ProductionCpu("t", "v", 6, 1, 2, cpuid=((1, 0, 1, 2, 3, 4),), parameters=("a",), notes=("n",))
+    assert from_text(cpu.as_text()) == cpu
+    assert {field.name for field in fields(cpu)} == json.loads(cpu.as_text()).keys()
