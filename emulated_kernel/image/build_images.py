@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,12 @@ def write_module(arch: str, directory: Path) -> int:
     if not any(directory.glob("*.c")):
         raise BuildError(f"{directory}: the directory has no C files")
     with tempfile.TemporaryDirectory(prefix="kprobefs-module-") as work:
-        data = _build_module(TARGETS[arch], directory, Path(work))
+        # <linux/NAME.h> is a file of include/linux, or else NAME.h.
+        names = Path(work, "names")
+        names.mkdir()
+        (names / "linux").symlink_to(SOURCE / "include")
+        options = ["-Wno-unused-parameter", "-idirafter", str(names)]
+        data = _build_module(TARGETS[arch], directory, Path(work), options)
     output = directory / f"{directory.name}.ko"
     output.write_bytes(data)
     print(f"{output.name}: {len(data)} bytes")
@@ -371,10 +376,13 @@ def _build_modules(target: BuildTarget, work: Path) -> dict[str, bytes]:
     return {directory.name: _build_module(target, directory, work) for directory in directories}
 
 
-def _build_module(target: BuildTarget, directory: Path, work: Path) -> bytes:
-    """Compile a module's sources and link them into one relocatable file."""
+def _build_module(target: BuildTarget, directory: Path, work: Path, options: Sequence[str] = ()) -> bytes:
+    """Compile a module's sources and link them into one relocatable file.
+
+    `options`: further options of the compiler.
+    """
     name = directory.name
-    flags = ["-DMODULE", f'-DKBUILD_MODNAME="{name}"']
+    flags = ["-DMODULE", f'-DKBUILD_MODNAME="{name}"', *options]
     objects = []
     for path in [*sorted(directory.glob("*.c")), SOURCE / MODULES / "module-common.c"]:
         objects.append(work / f"{name}-{path.stem}.o")

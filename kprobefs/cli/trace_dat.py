@@ -33,7 +33,9 @@ class TraceDat:
     pages: Sequence[Sequence[bytes]]
     """Pages of trace_pipe_raw of each CPU."""
     page_size: int
-    word_size: int = 8
+    """Size of a page in bytes, with its head."""
+    word_size: int
+    """Number of bytes of an unsigned long of the kernel."""
 
 
 def write(found: TraceDat, file: IO[bytes]) -> None:

@@ -169,11 +169,18 @@ class DatOutput(RawOutput):
             saved_cmdlines=self._saved_cmdlines(),
             pages=[self.pages.get(cpu, []) for cpu in range(max(self._sources) + 1)],
             page_size=self.layout.size,
+            word_size=self._word_size(),
         )
         self.is_empty = not any(self.pages.values())
         self.output.flush()
         with open(self.output.fileno(), "wb", closefd=False) as file:
             trace_dat.write(found, file)
+
+    def _word_size(self) -> int:
+        """Return the number of bytes of an unsigned long, from the addresses in records of stacks."""
+        formats = (parse_format(text) for text in self.ftrace)
+        callers = next(each.field("caller") for each in formats if each.name == "kernel_stack")
+        return callers.size // (callers.count or 1)
 
 
 class FoldedOutput(RawOutput):

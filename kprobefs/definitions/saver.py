@@ -29,6 +29,7 @@ VALUES = (
     "saved_cmdlines_size",
     "tracing_thresh",
     "max_graph_depth",
+    "syscall_user_buf_size",
 )
 """Names of a trace array's files whose values are saved, in this order. A missing file is skipped."""
 DEFAULTS = {
@@ -38,6 +39,7 @@ DEFAULTS = {
     "saved_cmdlines_size": ("128", "6552", "8190"),
     "tracing_thresh": ("0",),
     "max_graph_depth": ("0",),
+    "syscall_user_buf_size": ("63",),
     "current_tracer": ("nop",),
 }
 """Name of a trace array's file -> its values in a new mount, by the kernel's version.
@@ -48,6 +50,7 @@ DEFAULT_OPTIONS = frozenset(
     {
         "annotate",
         "context-info",
+        "copy_trace_marker",
         "funcgraph-cpu",
         "funcgraph-duration",
         "funcgraph-irqs",
@@ -66,6 +69,8 @@ DEFAULT_OPTIONS = frozenset(
     }
 )
 """Names of the options of tracing that are on in a new mount."""
+AWAITED = ":mod:"
+"""Text in the lines of set_event for events of modules that are not loaded."""
 EVENTS_PER_STEP = 64
 """Number of events whose files are read in one step of a reboot, during which requests wait."""
 ARMED = "kprobes/enabled"
@@ -195,6 +200,10 @@ class _Array:
         for event in sorted(word.replace(":", "/", 1) for word in self.lines("set_event")):
             if self.lines(f"events/{event}/enable")[:1] in (["1"], ["1*"]):
                 yield f"events/{event}/enable = 1"
+        # The newest line comes first.
+        for word in reversed(self.lines("set_event")):
+            if AWAITED in word:
+                yield f"set_event = {word}"
         words = saved_words("set_ftrace_filter", "\n".join(self.lines("set_ftrace_filter")))
         if commands := [word for word in words if is_command(word)]:
             yield f"set_ftrace_filter = {' '.join(commands)}"
@@ -203,7 +212,12 @@ class _Array:
 
 
 def _is_default(word: str) -> bool:
-    """Return True if a word of trace_options, such as noblock, is that of a new mount."""
+    """Return True if a word of trace_options, such as noblock, is that of a new mount.
+
+    The top array's option trace_printk_dest goes off when an instance's goes on, and cannot be set to off.
+    """
+    if word == "notrace_printk_dest":
+        return True
     return word in DEFAULT_OPTIONS if not word.startswith("no") else word[2:] not in DEFAULT_OPTIONS
 
 

@@ -200,7 +200,8 @@ def test_stacks_are_folded(stacks: Path) -> None:
 @pytest.mark.mounted
 @pytest.mark.skipif(shutil.which("trace-cmd") is None, reason="no trace-cmd: apt-get install trace-cmd")
 def test_trace_cmd_reads_its_file(work: Path) -> None:
-    for name, words in (("calls.dat", RETURN_AND_ENTRY), ("graph.dat", GRAPH)):
+    on_32_bits = (*RETURN_AND_ENTRY, "--arch", "i386")
+    for name, words in (("calls.dat", RETURN_AND_ENTRY), ("graph.dat", GRAPH), ("i386.dat", on_32_bits)):
         file = traced(work, name, *words)
         report = subprocess.run(
             ["trace-cmd", "report", "-i", file], capture_output=True, text=True, timeout=60, check=True

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls, unless_deadlock
@@ -46,8 +47,8 @@ class BuiltinCalls(GuestCalls):
         self._sight = Sight.MEMORY
         """What the armed probes could see when `_sight_turn` was the turn of the control lock."""
         self._sight_turn = -2
-        self._asleep: dict[GuestTask, ControlFile] = {}
-        """Task -> file for which it sleeps in a read of the stand-in."""
+        self._asleep: WeakKeyDictionary[GuestTask, ControlFile] = WeakKeyDictionary()
+        """Task -> file for which it has made its last read of the stand-in that slept or failed."""
 
     @property
     def is_dead(self) -> bool:
@@ -219,7 +220,7 @@ class BuiltinCalls(GuestCalls):
         All control files of the guest are read by the same functions. So a probe that sees neither registers
         nor memory cannot notice which of them the task reads, and one open file stands in for all.
         """
-        if self._asleep.get(task) is file:
+        if task.request is not None and self._asleep.get(task) is file:
             return self._stand_in
         if file.fd is not None or self._watched.execute_patches(Calls.NAMES):
             return file.fd

@@ -1,0 +1,87 @@
+"""A module written for Linux, with <linux/NAME.h> and macros without a semicolon, compiles and runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.image.build_images import write_module
+from emulated_kernel.kernel.api import Kernel
+
+SOURCE = r"""
+#define pr_fmt(fmt) "%s: " fmt, __func__
+
+#include <linux/kernel.h>
+#include <linux/module.h>
+#include <linux/kprobes.h>
+#include <linux/ktime.h>
+#include <linux/list.h>
+
+static char where[KSYM_NAME_LEN] = "gcd";
+module_param_string(where, where, KSYM_NAME_LEN, 0644);
+MODULE_PARM_DESC(where, "the probed function");
+
+static ktime_t began;
+static struct kprobe kp = {
+	.symbol_name = where,
+};
+
+static int __kprobes seen(struct kprobe *p, struct pt_regs *regs)
+{
+#ifdef CONFIG_X86
+	pr_info("<%s> at 0x%p, ip = %lx\n", p->symbol_name, p->addr, regs->ip);
+#endif
+#ifdef CONFIG_RISCV
+	pr_info("<%s> at 0x%p, pc = 0x%lx\n", p->symbol_name, p->addr, regs->epc);
+#endif
+	return 0;
+}
+
+static void __kprobes after(struct kprobe *p, struct pt_regs *regs, unsigned long flags)
+{
+	pr_info("later by %d\n", ktime_to_ns(ktime_sub(ktime_get(), began)) > 0);
+}
+NOKPROBE_SYMBOL(after);
+
+static int __init probed_init(void)
+{
+	int ret;
+
+	began = ktime_get();
+	kp.pre_handler = seen;
+	kp.post_handler = after;
+	ret = register_kprobe(&kp);
+	if (ret < 0) {
+		pr_err("register_kprobe returned %d\n", ret);
+		return ret;
+	}
+	return 0;
+}
+
+static void __exit probed_exit(void)
+{
+	unregister_kprobe(&kp);
+}
+
+module_init(probed_init)
+module_exit(probed_exit)
+MODULE_AUTHOR("a test");
+MODULE_LICENSE("GPL");
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_module_for_linux(tmp_path: Path) -> None:
+    directory = tmp_path / "probed"
+    directory.mkdir()
+    (directory / "probed.c").write_text(SOURCE)
+    assert write_module("x86_64", directory) == 0
+    with Kernel() as kernel:
+        kernel.write_file("machine/modules", f"load {directory}/probed.ko")
+        assert kernel.call("gcd", 12, 18) == 6
+        log = kernel.read_file("machine/dmesg")
+        address = kernel.kallsyms_lookup_name("gcd")
+    assert f"seen: <gcd> at 0x{address:016x}, ip = {address + 1:x}" in log
+    assert "after: later by 1" in log

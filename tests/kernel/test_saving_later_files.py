@@ -1,0 +1,39 @@
+"""What `save` writes of the files and options that came after Linux 6.1."""
+
+from __future__ import annotations
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.profile import profile_named
+from emulated_kernel.vfs.core.client import Client
+from kprobefs.definitions.saver import saved_in_steps
+from kprobefs.definitions.tracefs_files import TreeFiles
+
+
+def saved(kernel: Kernel) -> list[str]:
+    with kernel.lock:
+        files = TreeFiles(kernel.filesystem(), Client(pid=0, uid=0, gid=0))
+        return [line.rstrip("\n") for line in saved_in_steps(files) if line.strip()]
+
+
+def test_settings_of_7_2_are_saved_and_give_the_same_again() -> None:
+    settings = {
+        "syscall_user_buf_size": "9",
+        "trace_options": "fields nocopy_trace_marker",
+        "set_event": "xfs:mod:nfs",
+    }
+    with Kernel(profile=profile_named("linux-7.2")) as kernel:
+        assert saved(kernel) == []
+        kernel.write_file("tracing/dynamic_events", "t:my/x sched_switch a=prev->pid")
+        for name, text in settings.items():
+            for word in text.split():
+                kernel.write_file(f"tracing/{name}", word)
+        lines = saved(kernel)
+        assert lines == [
+            "t:my/x sched_switch a=prev->pid",
+            *(f"{name} = {text}" for name, text in settings.items()),
+        ]
+        kernel.trace_arrays.make("one")
+        kernel.write_file("tracing/instances/one/options/trace_printk_dest", "1")
+        text = "\n".join(saved(kernel))
+        assert "\ntrace_options = fields nocopy_trace_marker\n" in text
+        assert " trace_printk_dest " in text
