@@ -282,6 +282,14 @@ def test_commands_answer_for_the_cpu(image: Path, booted: Any, capsys: pytest.Ca
     assert answer["others"] == []
     kernel = planned_kernel(None, str(image), None, None, cpu=SERVER)
     assert kernel.cpu_description == MODELS[SERVER].title
+    arguments = ["coverage", "--image", str(image), "--cpu", SERVER, "--function", "tcp_*", "--json"]
+    assert main(arguments) == 0
+    (counted,) = json.loads(capsys.readouterr().out)
+    assert MODELS[SERVER].title in counted["subject"]
+    (place,) = (each for each in counted["symbols"] if each["name"] == "tcp_sendmsg")
+    assert place["verdicts"]["optimized"] == sum(
+        each["verdict"] == "optimized" for each in answer["instructions"]
+    )
 
 
 @pytest.mark.parametrize(
