@@ -168,8 +168,9 @@ def _mounted(options: list[str]) -> Iterator[Path]:
     finally:
         process.stdin.close()
         process.wait(END_TIMEOUT)
-        if process.stderr is not None and (hint := process.stderr.read().strip()):
-            warnings.warn(hint, stacklevel=1)
+        # If the mount has failed, the error was read already.
+        if process.stderr is not None and not process.stderr.closed and (hint := process.stderr.read()):
+            warnings.warn(hint.strip(), stacklevel=1)
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()

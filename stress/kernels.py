@@ -65,6 +65,8 @@ HEAD = (
     "| kernel | way of probing | checks | failed | not possible | differences | first boot | start | date |"
 )
 RULE = "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+EXAMPLES = 5
+"""Maximum number of differences that are printed for a kernel."""
 DATE = datetime.now(UTC).strftime("%Y-%m-%d")
 
 
@@ -420,6 +422,8 @@ class Result:
     failed: dict[str, str] = field(default_factory=dict)
     differences: str = ""
     """Number of differences from the kernel's own probing and number of questions; "" if none were asked."""
+    examples: list[str] = field(default_factory=list)
+    """Some of the differences."""
     missing: list[str] = field(default_factory=list)
     """Checks of what the kernel was built without, or of modules that are not on this machine."""
 
@@ -497,8 +501,7 @@ def results(images: list[Path], engines: Sequence[str], questions: int) -> Itera
                 if questions and engine == ENGINES[-1]:
                     tally = inside(image, questions)
                     result.differences = f"{len(tally.differences)} of {tally.compared}"
-                    if tally.differences:
-                        result.failed["inside"] = "\n".join(tally.differences[:5])
+                    result.examples = tally.differences[:EXAMPLES]
                 yield result
         except KernelError as error:
             yield f"{image.name}: {error.strerror}"
@@ -531,6 +534,9 @@ def main() -> int:
             for name, why in result.failed.items():
                 is_good = False
                 print(f"    {name}: {why}", flush=True)
+            for example in result.examples:
+                is_good = False
+                print(f"    {example}", flush=True)
     if options.write:
         before = options.write.read_text(encoding="utf-8") if options.write.exists() else ""
         options.write.write_text(page(merged(before, rows)), encoding="utf-8")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from kprobefs.common.errors import CliError, escape_for_terminal
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.measure.coverage import Coverage, as_dict, by_verdict, coverage, share, subjects, tables
 from kprobefs.measure.verdicts import ProbeOutcome
 
@@ -39,6 +39,9 @@ def run(
     `compare` prints one table for all kernels. `html` is a directory for pages, and `plot` a file for a
     picture. `jobs`: number of processes; None stands for one per CPU. Raises: CliError.
     """
+    if strategy is not None and functions is not None:
+        why = "a recording lacks the kernel's data, which may lead into replaced bytes; leave it out"
+        raise CliError(f"--strategy: {why}", ExitStatus.USAGE)
     found = []
     for group in subjects(arch, images, functions, vmcore, cpu, pattern):
         found += coverage(group, profile, strategy, jobs or len(os.sched_getaffinity(0)))

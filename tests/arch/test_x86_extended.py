@@ -113,6 +113,25 @@ def test_text_that_the_kernel_rewrites(sites: str) -> None:
     assert refused.addr == ADDR + 3
 
 
+@pytest.mark.parametrize(
+    "filler", ["8d742600", "8d7600" + "90", "8db600000000", "8db42600000000", "6690" * 2]
+)
+def test_padding_of_32_bit_code(filler: str) -> None:
+    data = bytes.fromhex(RET + filler)
+    function = Function("foo", 0xC100_1000, len(data), data)
+    allowed = region(X86FunctionAnalysis(function, DecodeCache(32)), function.addr)
+    assert isinstance(allowed, Region)
+    assert allowed.tactics == (Tactic.PADDING,)
+    data = bytes.fromhex(RET + "8d760490")
+    other = Function("foo", 0xC100_1000, len(data), data)
+    refused = region(X86FunctionAnalysis(other, DecodeCache(32)), other.addr)
+    assert refused == Rejection(RejectReason.CODE_AFTER_JUMP, other.addr + 1)
+
+
+def test_a_load_of_the_stack_segment() -> None:
+    assert reason(MOV + "8ed0" + RET) == (RejectReason.NOT_COPYABLE_TO_DETOUR, 3)
+
+
 def test_padding_is_not_copied() -> None:
     allowed = found(RET + "cccccccc")
     assert isinstance(allowed, Region)

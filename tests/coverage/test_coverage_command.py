@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,8 +23,6 @@ from tests.coverage.test_coverage import VERDICTS, adds_up, counted, linux, refu
 PATTERN = "vfs_*"
 SVG = "{http://www.w3.org/2000/svg}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE = 30.0
-"""Seconds that a browser may take to answer."""
 
 
 # Processes
@@ -189,7 +188,13 @@ class Browser:
             os.dup2(high[0], 3)
             os.dup2(high[1], 4)
 
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-pipe",
+        ]
         self._process = subprocess.Popen(
             [CHROMIUM, *options, f"--user-data-dir={profile}", "about:blank"],
             preexec_fn=give_pipes,  # noqa: PLW1509 - the browser wants fixed numbers
@@ -208,7 +213,8 @@ class Browser:
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if session is not None:
             message["sessionId"] = session
-        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        with suppress(BrokenPipeError):
+            os.write(self._commands, json.dumps(message).encode() + b"\0")
         for answer in self._messages():
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer

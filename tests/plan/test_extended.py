@@ -110,3 +110,8 @@ def test_mounts_without_such_a_strategy(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert said in err
+
+
+def test_recorded_functions_lack_what_the_strategy_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage", "--functions", "/nonexistent", *EXTENDED]) == 2
+    assert "leave it out" in capsys.readouterr().err

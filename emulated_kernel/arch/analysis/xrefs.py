@@ -49,9 +49,8 @@ class XrefIndex:
         for target, source in ways:
             part = target >> _PART_BITS
             targets[part].append(target & _PART_MASK)
-            way = source - target
-            # Per-CPU data of a distribution's kernel is linked at address 0.
-            sources[part].append(way if way >= _LEAST else way + _ADDRESSES)
+            # Modulo 2**64: per-CPU data of a distribution's kernel is linked at address 0.
+            sources[part].append((source - target - _LEAST) % _ADDRESSES + _LEAST)
         self._unsorted = {part: (targets[part], sources[part]) for part in targets}
         self._sorted: dict[int, Ways] = {}
 

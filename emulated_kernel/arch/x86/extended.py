@@ -18,13 +18,17 @@ from emulated_kernel.arch.analysis.tactic import Tactic, Tactics
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.arch.x86.encoder import INT3
-from emulated_kernel.arch.x86.insn import decode_insn
+from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, X86Insn, decode_insn
 from emulated_kernel.arch.x86.insn_attributes import InsnAttributes, Relocation
 
 _LEAVES = (Relocation.LEAVE, Relocation.JUMP)
 _DIRECT = (Relocation.JUMP, Relocation.BRANCH)
 _RELOCATED = (Relocation.JUMP, Relocation.BRANCH, Relocation.CALL)
 _REP = 0xF3
+_RM_SIB = 4
+"""Value of the r/m field of ModRM if a SIB byte follows."""
+_NO_INDEX = 0x20
+"""Index field of a SIB byte without an index register."""
 
 
 def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
@@ -101,9 +105,19 @@ def _padding(analysis: X86FunctionAnalysis, at: int) -> int:
     code = analysis.bytes_at(at, facts.length)
     if code == INT3:
         return len(INT3)
-    insn = decode_insn(code.ljust(15, b"\0"), analysis.bits)
+    insn = decode_insn(code.ljust(MAX_INSN_SIZE, b"\0"), analysis.bits)
     is_nop = insn.opcode == b"\x90" and not insn.rex & 1 and _REP not in insn.prefixes
-    return facts.length if is_nop or insn.opcode == b"\x0f\x1f" else 0
+    is_filler = is_nop or insn.opcode == b"\x0f\x1f" or (analysis.bits == 32 and _is_lea_nop(insn, code))
+    return facts.length if is_filler else 0
+
+
+def _is_lea_nop(insn: X86Insn, code: bytes) -> bool:
+    """Return True for a lea of a register plus 0 into itself, with which gcc pads 32-bit code."""
+    if insn.opcode != b"\x8d" or insn.modrm is None or not insn.displacement_offset or insn.displacement:
+        return False
+    if insn.modrm & 7 != _RM_SIB:
+        return insn.rm == insn.reg
+    return code[insn.displacement_offset - 1] & 0x3F == _NO_INDEX | insn.reg
 
 
 def _tactics(

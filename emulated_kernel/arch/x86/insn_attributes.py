@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
-from emulated_kernel.arch.x86.copy_insn import (
-    INT3_SIZE,
-    can_boost,
-    check_copyable,
-    masks_exceptions,
-    prepare_emulation,
-)
+from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, can_boost, check_copyable, prepare_emulation
 from emulated_kernel.arch.x86.insn import (
     EMULATE_PREFIX_SIZE,
     MAX_INSN_SIZE,
@@ -199,7 +193,7 @@ def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason |
         return Relocation.REFUSED
     flow = decoded.flow_control
     if flow == FlowControl.NEXT:
-        if decoded.mnemonic == Mnemonic.STI or masks_exceptions(insn):
+        if decoded.mnemonic == Mnemonic.STI:
             return Relocation.SHADOW
         if rejection is None:
             return Relocation.COPY

@@ -79,7 +79,10 @@ class ArrayEvents:
         expand: Callable[[], None],
         has_module: Callable[[str], bool] | None,
     ) -> None:
-        """`has_module` returns whether a module is loaded; None if set_event takes no modules."""
+        """Create the switches of a trace array.
+
+        `has_module` returns whether a module is loaded. It is None if set_event takes no modules.
+        """
         self._has_module = has_module
         self._awaited: list[_Wanted] = []
         """Events of modules that are not loaded, the newest first. Mirrors: trace_array.mod_events (v7.2)."""

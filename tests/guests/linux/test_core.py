@@ -535,6 +535,18 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["core"]
 
 
+@pytest.mark.usefixtures("mount")
+def test_coverage_counts_the_kernel_of_a_dump(
+    dumped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+    assert main(["coverage", "--vmcore", str(dumped), "--function", "vfs_*", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert "a dump" in found["subject"]
+    assert found["verdicts"]["instructions"] > 1000
+    assert {each["name"] for each in found["symbols"]} >= {"vfs_read", "vfs_write"}
+
+
 def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For what is too large for the cache: one line, which says what to do."""
     monkeypatch.setattr(snapshot, "LIMIT", 0)
