@@ -85,7 +85,7 @@ class ProbedMachine(ABC):
 
     @property
     def debug_traps(self) -> TrapHandlers:
-        """Address at which a single step ends -> handler, which is called during the run, with this regs.ip."""
+        """Address at which a single step ends -> handler, called during the run, with regs.ip there."""
         return self.hooks.debug_traps
 
     def raise_fault(self, fault: MemoryFault) -> None:
