@@ -94,7 +94,7 @@ class TracedKernel:
     marker_ip: int | None = None
     """Address of the code that writes markers; None selects the start of MARKER_SYMBOL."""
     user_data: UserDataSize | None = None
-    """Size of user memory in records of system calls; None if they have none."""
+    """Size of the user memory that records of system calls contain; None if they contain none."""
     measured: Machine | None = None
     """The machine on which handlers' costs are measured; None if costs cannot be measured."""
 

@@ -234,7 +234,7 @@ class Kernel:
     def register_kretprobe(self, rp: Kretprobe[RegsT]) -> None:
         """Register a probe on a function's return.
 
-        Raises: KernelError, as register_kprobe, EINVAL (no entry of a function, or its return cannot be
+        Raises: KernelError, as register_kprobe, EINVAL (not the entry of a function, or its return cannot be
         hooked), E2BIG (data_size), EOPNOTSUPP (unified shadow stack, and the function cannot be traced).
 
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
@@ -346,8 +346,8 @@ class Kernel:
     def register_jprobe(self, jprobe: Jprobe) -> None:
         """Register a jprobe.
 
-        Raises: KernelError, as register_kprobe, EINVAL (no entry of a function), EEXIST (the function has a
-        jprobe), EOPNOTSUPP (the profile's kernel has no jprobes).
+        Raises: KernelError, as register_kprobe, EINVAL (not the entry of a function), EEXIST (the function
+        has a jprobe), EOPNOTSUPP (the profile's kernel has no jprobes).
 
         Mirrors: kernel/kprobes.c:register_jprobe (v4.14).
         """
@@ -609,7 +609,7 @@ class Kernel:
         Strings are passed by address. The result is an unsigned word: on a 64-bit guest, -EBADF is 2**64 - 9.
         If the number of parameters is unknown, missing arguments are 0.
 
-        Raises: KernelError ENOENT (no such symbol), EINVAL (no function, too few arguments, a string with
+        Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, too few arguments, a string with
         NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped; see messages()), EIO (the
         guest was dead before). If handlers of probes raised exceptions, the first of these is raised.
         """
@@ -644,9 +644,9 @@ class Kernel:
 
         If `name` contains a slash, it is the path of a module file.
 
-        Raises: KernelError ENOENT (no such module, or an unresolved symbol), EINVAL (no regular file), EFBIG,
-        ENOEXEC (no module for this kernel), EEXIST (a file's module is loaded), ENOMEM, the errno of its init
-        function, EFAULT (its init function was killed).
+        Raises: KernelError ENOENT (no such module, or an unresolved symbol), EINVAL (not a regular file),
+        EFBIG, ENOEXEC (not a module for this kernel), EEXIST (a file's module is loaded), ENOMEM, the errno
+        of its init function, EFAULT (its init function was killed).
         """
         self._check_open()
         # Without the lock: this process itself may have to serve the file.
@@ -750,8 +750,8 @@ class Kernel:
     ) -> NodeTree:
         """Return the files of this kernel as a tree that belongs to `owner`, by default root.
 
-        `further` maps name -> file, for additional files of machine/. They replace files of kprobefs with the
-        same name.
+        `further` maps name -> file, for additional files of machine/. These files replace files of kprobefs
+        with the same name.
 
         Raises: KernelError ENODEV (closed).
         """

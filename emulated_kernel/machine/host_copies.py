@@ -27,7 +27,7 @@ class HostCopies:
     """
 
     def __init__(self, regs: Regs, cpu: CpuModel, memory: Memory, ram: int) -> None:
-        """`ram` is the address in this process of the guest's physical address 0."""
+        """Prepare the copies. `ram` is the address in this process of the guest's physical address 0."""
         self._regs = regs
         self._cpu = cpu
         self._memory = memory

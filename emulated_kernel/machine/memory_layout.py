@@ -28,7 +28,7 @@ class MemoryLayout:
     module_space: int
     """Text and data of modules, also within the reach of a jump from the image."""
     host_text: int
-    """Code page of the host: return pad and self-test."""
+    """Page of the host's own code: the return pad, and the code that the self-test runs."""
     record_pages: int
     """Pages of ring buffers; host memory is only used for pages that were written."""
     record_pages_size: int

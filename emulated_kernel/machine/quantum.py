@@ -20,7 +20,7 @@ class Quantum:
     """
 
     def __init__(self, engine: Engine, hooks: TrapHooks, mean: int, seed: int) -> None:
-        """`mean` is the average number of instructions of a run. Raises: ValueError (less than one)."""
+        """Use runs of `mean` instructions on average. Raises: ValueError (`mean` is less than one)."""
         if mean < _MIN_QUANTUM:
             raise ValueError(f"a quantum of {mean} instructions")
         self._hooks = hooks

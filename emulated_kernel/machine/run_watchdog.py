@@ -94,7 +94,10 @@ class Watchdog:
         budget: float,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`stop` ends a run. If `is_interrupted` returns True, a run of the main thread is stopped."""
+        """Create a watchdog that ends runs by calling `stop`.
+
+        It also stops a run of the main thread if `is_interrupted` returns True.
+        """
         self._stop = stop
         self._is_interrupted = is_interrupted
         self._handler_time = handler_time

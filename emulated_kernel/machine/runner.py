@@ -19,7 +19,7 @@ class Runner:
     def __init__(
         self, hooks: TrapHooks, memory: Memory, clock: MachineClock, stop: Callable[[], None], budget: float
     ) -> None:
-        """`stop` is called in the watchdog's thread to end a run after `budget` seconds."""
+        """Create a runner. The watchdog's thread calls `stop` to end a run after `budget` seconds."""
         self._engine = hooks.engine
         self.cpu = hooks.cpu
         self.regs = hooks.regs

@@ -94,7 +94,8 @@ class CodeCache(ABC):
 class Engine(CodeCache):
     """A uc_engine; most methods are a single library call.
 
-    Short calls keep the GIL (PyDLL). `start` releases it, so that other threads run while the guest runs.
+    Short calls keep the GIL (PyDLL). `start` releases the GIL, so that other threads run while the guest
+    runs.
     Raises: HardwareError (Unicorn is missing, or a call fails).
     """
 

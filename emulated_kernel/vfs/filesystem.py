@@ -298,7 +298,8 @@ class FileDescription:
         self.error = 0
         """0 while the description is usable, else the errno of requests on it.
 
-        It is ESTALE if the kernel was replaced by one without the file, and EIO if the mount has ended.
+        The errno is ESTALE if the kernel was replaced by one without the file, and EIO if the mount has
+        ended.
 
         The mount checks `error` before each call except read() and write(), which check it after they have
         taken the lock. Other methods that wait for the lock have to check it again.

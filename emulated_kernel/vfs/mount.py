@@ -59,7 +59,7 @@ class Mount:
         `lasting` has directories of the root that exist as long as the mount, whichever kernel it shows.
         """
         self.has_native_traps = False
-        """Whether hits of handlers in guest code need no Python; set by the builder, for reports."""
+        """Whether hits whose handlers are guest code run without Python; the builder sets it, for reports."""
         self._table = dict(table)
         self._root = self._table["/"]
         self._file_systems = list(dict.fromkeys((self._root, *self._table.values())))

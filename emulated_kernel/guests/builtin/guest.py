@@ -53,7 +53,7 @@ class Guest:
         """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self.sight: Callable[[], Sight] = lambda: Sight.MEMORY
-        """Function that returns the most data that any armed probe can read at a hit. Lock: needs.
+        """Function that returns the Sight: the most data that any armed probe can read at a hit. Lock: needs.
 
         The kernel's builder sets the function.
         """
@@ -186,8 +186,8 @@ class Guest:
 
         No task stays frozen after the call, even if the function was freeze_processes.
 
-        Raises: KernelError ENOENT (no such symbol), EINVAL (no function, fewer arguments than it is known to
-        take, a string with NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped, so the
+        Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, fewer arguments than it is known
+        to take, a string with NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped, so the
         worker was killed; see the kernel log), EIO (the guest was dead before).
         """
         try:

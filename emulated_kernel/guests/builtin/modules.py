@@ -92,8 +92,8 @@ class Modules:
     def check(self, files: list[ModuleFile], loaded: Collection[str]) -> None:
         """Check that all files were read, except those of modules in `loaded`.
 
-        Raises: KernelError ENOENT (no such module), EINVAL (no regular file), EFBIG, ETIMEDOUT, EBUSY (a file
-        system hangs), other errors of reading.
+        Raises: KernelError ENOENT (no such module), EINVAL (not a regular file), EFBIG, ETIMEDOUT, EBUSY (a
+        file system hangs), other errors of reading.
         """
         for file in files:
             if file.refusal is not None and file.name not in loaded:

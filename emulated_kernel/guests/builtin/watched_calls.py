@@ -30,7 +30,8 @@ class WatchedCalls:
         self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text is in more kinds of calls; they may run the guest.
 
-        They open the open files of mounts in the guest. The argument says whether the kinds include NAMES.
+        The functions open the open files of mounts in the guest. The argument says whether the kinds include
+        NAMES.
         """
         text.before_change = self._before_change
 

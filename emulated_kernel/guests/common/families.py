@@ -1,6 +1,7 @@
 """Families: infers the client that forked a process which ended before /proc could be read.
 
-It is used on hosts whose kernel does not report forks. It reports only a parent that is certain.
+HostProcesses uses Families if the host's kernel does not report forks. Families reports a parent only if the
+parent is certain.
 """
 
 from __future__ import annotations

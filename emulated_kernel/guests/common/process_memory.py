@@ -96,7 +96,7 @@ class _GivenUpError(Exception):
 
 
 class _Helper:
-    """One helper process. It inherits no descriptors, so that a sleeping helper keeps no mount alive."""
+    """One helper process. Helpers inherit no descriptors, so that a sleeping helper keeps no mount alive."""
 
     def __init__(self) -> None:
         """Start the process and wait until it is ready. Raises: OSError, _GivenUpError."""

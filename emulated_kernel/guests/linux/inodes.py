@@ -14,7 +14,7 @@ _FORMS = {
     "i_ino": "Q", "i_mode": "H", "i_nlink": "I", "i_uid": "I", "i_gid": "I", "i_size": "q", "i_blocks": "Q",
     "i_sb": "Q",
 }  # fmt: skip
-"""Members of an inode -> struct format of the member."""
+"""Name of a member of struct inode -> format of the member for `struct`."""
 _CACHE_SIZE = 500
 """Maximum number of inodes whose decoded attributes are cached, by the bytes of the inode."""
 _DEVICE = "super_block.s_dev"

@@ -40,7 +40,10 @@ class Memory(GuestMemory):
         word_size: int = 8,
         extra_size: int = 0,
     ) -> None:
-        """`on_remap` is called after a mapping was changed or removed; it must flush the TLB."""
+        """Create RAM of `ram_size` bytes with empty page tables.
+
+        `on_remap` is called after a mapping was changed or removed, and must flush the TLB.
+        """
         super().__init__(word_size)
         self.ram_size = ram_size
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)

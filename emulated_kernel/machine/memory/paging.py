@@ -26,7 +26,7 @@ class PageTables(ABC):
     """Difference between the values of the entries for adjacent 4 KiB pages."""
 
     def __init__(self, ram: mmap.mmap, pool: UnitPool, root: int | None = None) -> None:
-        """`root` is the physical address of existing tables; None makes new ones."""
+        """Use the tables at the physical address `root`, or create empty tables if it is None."""
         self._ram = ram
         self._pool = pool
         self.root = self._new_table() if root is None else root
@@ -110,7 +110,10 @@ class PageTables(ABC):
         return entry
 
     def _split(self, slot: int, shift: int, entry: int) -> int:
-        """Replace the entry of a 2 MiB page by a table of 4 KiB pages with the same rights."""
+        """Replace the entry of a 2 MiB page by a table of 4 KiB pages with the same rights.
+
+        Return the new entry, which points to the table.
+        """
         table = self._new_table()
         small = self.shrink(entry)
         step = self.page_step

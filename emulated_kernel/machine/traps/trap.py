@@ -67,7 +67,7 @@ class GuestFault(Exception):
     """A guest function called by the host ended in `trap` instead of returning."""
 
     def __init__(self, trap: Trap, message: str = "") -> None:
-        """`message` replaces the trap's description, for example with the text of a panic."""
+        """Describe the fault by `message`, such as the text of a panic, or by `trap` if there is none."""
         super().__init__(message or str(trap))
         self.trap = trap
 

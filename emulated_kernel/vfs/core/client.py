@@ -25,7 +25,7 @@ class Client(NamedTuple):
     uid: int
     gid: int
     umask: int = 0
-    """The process's umask if the front end knows it, else 0. It is already applied to modes in requests."""
+    """The process's umask if the front end knows it, else 0. Modes in requests have it applied already."""
     facts: object = None
     """Data about the process for the guest, which FileSystem.informed() has read; None before that."""
     is_calling: bool = True

@@ -80,7 +80,7 @@ def each_line(
 ) -> ExecuteSteps:
     """Return a function that executes each line of a write in a step after all lines were parsed.
 
-    If a line fails, the lines before it have been executed. The reason of a KernelError goes to `log`.
+    If a line fails, the lines before it have been executed. `log` gets the message of a KernelError.
     """
 
     def execute(data: bytes) -> Steps:

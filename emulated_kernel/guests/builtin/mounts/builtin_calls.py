@@ -67,8 +67,8 @@ class BuiltinCalls(GuestCalls):
     def informed_of_file(self, client: Client) -> Client:
         """Return the client with the facts that a read or write of an open file needs; see GuestCalls.
 
-        The only fact from the client's call is the number of the descriptor. It is not read if no probe can
-        see it.
+        The only fact from the client's call is the number of the descriptor. If no probe can see the number,
+        the call is not read.
         """
         if not self._watched.include(_TRANSFERS):
             return client

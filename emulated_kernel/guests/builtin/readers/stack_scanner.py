@@ -17,9 +17,9 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 class StackScanner:
     """Searches the CPUs' registers and the live stacks of all tasks for addresses.
 
-    It also finds the ip of an interrupted task, in pt_regs on the task's stack. A word that only looks like
-    an address counts too. The guest must be stopped. Linux cannot scan stacks; it waits until each task
-    has switched voluntarily. Mirrors: synchronize_rcu_tasks (v6.1).
+    The search also finds the ip of an interrupted task, in pt_regs on the task's stack. A word that only
+    looks like an address counts too. The guest must be stopped. Linux cannot scan stacks; it waits until each
+    task has switched voluntarily. Mirrors: synchronize_rcu_tasks (v6.1).
     """
 
     def __init__(

@@ -255,7 +255,7 @@ class SnapshotContents(NamedTuple):
     about: dict[str, Any]
     ram: mmap.mmap
     parts: dict[str, memoryview]
-    """Empty unless the caller asked for the parts."""
+    """Name -> further data of the snapshot; empty unless the caller of load() wanted the parts."""
 
 
 class ShownCpu(NamedTuple):
@@ -276,7 +276,7 @@ class SavedMachine(NamedTuple):
     machine: LinuxMachine
     facts: KernelOffsets
     parts: dict[str, memoryview]
-    """Empty unless the caller asked for the parts."""
+    """Name -> further data of the snapshot; empty unless the caller of load() wanted the parts."""
     shown: ShownCpu | None
     """The production CPU that the guest sees; None if it sees the emulated one."""
 

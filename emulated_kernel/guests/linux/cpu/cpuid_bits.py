@@ -22,7 +22,10 @@ class CpuidBit(NamedTuple):
 
 
 def _word(leaf: int, subleaf: int, register: int, names: str) -> Iterator[tuple[str, CpuidBit]]:
-    """Yield the names of the bits of a register. `names` has groups: a bit's number, and names from it on."""
+    """Yield the name and position of each named bit of a register that CPUID fills.
+
+    `names` has words: a number is the position of the next name's bit, and further names follow bit by bit.
+    """
     bit = 0
     for name in names.split():
         if name.isdigit():

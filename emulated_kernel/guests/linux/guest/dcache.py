@@ -176,7 +176,7 @@ class DcacheReader:
     def _child(self, parent: int, name: bytes) -> tuple[int, int] | None:
         """Return the addresses of the dentry and inode of a child, or None if the dentry is not cached.
 
-        Invariant: if a dentry leaves the table, is renamed or freed, its bytes change. They include its link
+        Invariant: if a dentry leaves the table, is renamed or freed, its bytes change, which include its link
         in the hash chain and its sequence count.
         Mirrors: fs/dcache.c:__d_lookup (v6.1)
         """

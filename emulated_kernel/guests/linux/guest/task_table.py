@@ -38,7 +38,7 @@ class TaskTable:
         self._regs_end = top - structs.word(self.running() + structs.offsets["task_struct.stack"])
         """Offset in a kernel stack of the end of struct pt_regs.
 
-        It is less than the stack's size in a kernel that was built for FRED.
+        The offset is less than the stack's size in a kernel that was built for FRED.
         Mirrors: arch/x86/include/asm/thread_info.h:TOP_OF_KERNEL_STACK_PADDING (v7.2).
         """
         if self._regs_end % 8 or not 0 <= THREAD_SIZE - self._regs_end <= _MAX_PADDING:

@@ -134,7 +134,8 @@ class GuestFile(FileDescription):
     def acts_on_close(self) -> bool:
         """Whether other files show an effect of this file's release; see FileDescription.
 
-        Files of the guest's tracefs may act; those that only clients make do not.
+        The release of a file of the guest's tracefs may have an effect. The release of a file in directories
+        that only clients change has none.
         """
         is_writable = self.flags & os.O_ACCMODE != os.O_RDONLY
         return is_writable and self.path.split("/", 2)[1] not in self.fs.clients_own

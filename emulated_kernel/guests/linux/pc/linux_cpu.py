@@ -28,7 +28,7 @@ MSR_SYSCALL_MASK = 0xC0000084
 MSR_EFER = 0xC0000080
 EFER_LONG_NX = 0xD00
 CPU_MODEL = 0
-"""Unicorn's id of the CPU model QEMU64. It has no rdrand, so two boots are equal.
+"""Unicorn's id of the CPU model QEMU64. This model has no rdrand, so two boots are equal.
 
 The kernel uses no page table isolation on it, so kernel entries are short.
 """
@@ -143,7 +143,7 @@ def _bytes_at(address: int, size: int) -> memoryview:
 
 
 class LinuxCpu:
-    """The live CPU of a machine. It may be used only while the guest is stopped, or inside a hook.
+    """The live CPU of a machine. Use it only while the guest is stopped, or inside a hook.
 
     Raises: HardwareError (the library's CPU state has another layout).
     """
@@ -195,8 +195,8 @@ class LinuxCpu:
     def root(self) -> int:
         """Physical address of the kernel's page tables, with the user memory of the running task.
 
-        With page table isolation, user mode uses other tables, in the page after the kernel's. These lack
-        most of the kernel's memory, so the host never reads by them.
+        With page table isolation, user mode uses other tables, in the page after the kernel's. The tables of
+        user mode lack most of the kernel's memory, so the host never reads by them.
         Mirrors: arch/x86/entry/calling.h:PTI_USER_PGTABLE_MASK (v6.1).
         """
         root = int(self._state.cr[3]) & FRAME

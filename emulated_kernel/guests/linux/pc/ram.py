@@ -109,5 +109,5 @@ class LinuxMemory:
         return int(struct.unpack("<Q", self.read(root, va, 8))[0])
 
     def close(self) -> None:
-        """Release the view of the mapping, so that the mapping can be closed."""
+        """Release the view of RAM's mapping, so that the mapping can be closed."""
         self.words.release()

@@ -195,7 +195,7 @@ class KernelTracepoints:
         """
         self._syscall_work = syscall_work
         self.user_data = user_data
-        """Size of user memory in records of system calls; None if they have none."""
+        """Size of the user memory that records of system calls contain; None if they contain none."""
         self._call = call
         self._machine = machine
         self._memory = machine.memory
@@ -356,7 +356,7 @@ class KernelTracepoints:
     def _function(self, event: KernelEvent, name: str) -> int:
         """Return the address of a tracepoint's regfunc or unregfunc.
 
-        It is in struct tracepoint, or since 6.14 in the struct tracepoint_ext to which that points.
+        The address is in struct tracepoint, or since v6.14 in the struct tracepoint_ext to which it points.
         """
         btf = self._kernel.btf
         base = event.tracepoint
@@ -384,7 +384,7 @@ class KernelTracepoints:
             self._memory.write(funcs, bytes(_WORD))
 
     def _switch_stub(self, batch: EventBatch, number: int, on: bool) -> None:
-        """Add the stub to the functions of a tracepoint that is on, or remove it if `on` is False.
+        """Add the stub to the functions of an enabled tracepoint; if `on` is False, remove the stub.
 
         The entry after the stub's stays zero.
         """

@@ -70,7 +70,7 @@ def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
 
     One is the field for the kernel's own rethooks. The other field is next to it, and the kernel only
     clears it at fork. Both are empty when a task is created. The kernel reads rethooks again long after the
-    task has ended. It has no rethooks of its own, because no module that probes can be loaded.
+    task has ended. The guest has no rethooks of its own, because no module that probes can be loaded.
 
     If the fields are missing or not adjacent, return nothing; Python keeps all pending calls then.
     """

@@ -151,7 +151,8 @@ class VmcoreFiles:
     def readdir(self, path: str) -> list[DirEntry]:
         """Return the entries of a directory, including "." and "..".
 
-        It calls iterate_dir until that returns no entries. Raises: KernelError EIO (too many entries).
+        The guest's iterate_dir() is called until it returns no entries. Raises: KernelError EIO (too many
+        entries).
         """
         buffer = self._calls.buffer
         end = self._calls.buffer + _LISTING
