@@ -57,9 +57,9 @@ class MachineConfig:
     clock: str = "virtual"
     """Mode of the clock: "virtual" (runs with the same seed have the same timestamps) or "real"."""
     pauses: bool = True
-    """Whether real time between two requests makes delayed work of kprobes due, such as the optimizer's.
+    """Whether delayed work of kprobes, such as the optimizer's, becomes due by real time between requests.
 
-    The guest's clock does not advance. With the real clock, the value has no effect.
+    The guest's clock does not advance during that time. With the real clock, the value has no effect.
     """
     seed: int = DEFAULT_SEED
     """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""

@@ -389,7 +389,10 @@ class FileDescription:
         """Give up a call that raised WouldBlock: its client gets the errno `error`. Lock: takes."""
 
     def fsync(self, client: Client) -> None:
-        """Write cached data to storage. Lock: either. Raises: KernelError EINVAL (Linux: no ->fsync)."""
+        """Write cached data to storage. Lock: either.
+
+        Raises: KernelError EINVAL (the file has no such operation, as Linux's files without ->fsync).
+        """
         raise KernelError(errno.EINVAL, self.path)
 
     def ftruncate(self, client: Client, size: int) -> None:

@@ -53,7 +53,7 @@ class Prefetch:
         self._writes.clear()
 
     def concerns(self, va: int) -> bool:
-        """Return True if bytes changed that a CPU about to execute at `va` may have fetched."""
+        """Return True if any byte changed that a CPU about to execute at `va` may have fetched."""
         return any(write.va < va + WINDOW and va < write.va + len(write.before) for write in self._writes)
 
     def windows(self, va: int) -> set[bytes]:

@@ -131,7 +131,10 @@ class NodeTree:
         opened.release()
 
     def create(self, path: str) -> NoReturn:
-        """Refuse to create a file at `path`. Raises: KernelError EEXIST, EACCES (Linux: no ->create)."""
+        """Refuse to create a file at `path`. Raises: KernelError EEXIST, EACCES.
+
+        As in Linux, EACCES is the error of a directory without ->create.
+        """
         self._absent(path)
         raise KernelError(errno.EACCES, path)
 
@@ -178,7 +181,7 @@ class NodeTree:
     def mknod(self, _client: Client, path: str, mode: int) -> NoReturn:
         """Refuse to create a special or regular file.
 
-        Raises: KernelError EPERM, EEXIST, EACCES (a regular file; Linux: no ->create).
+        Raises: KernelError EPERM, EEXIST, EACCES (a regular file, as create()).
         """
         self._absent(path)
         raise KernelError(errno.EACCES if stat.S_IFMT(mode) in (0, stat.S_IFREG) else errno.EPERM, path)

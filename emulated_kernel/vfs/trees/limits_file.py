@@ -60,7 +60,7 @@ class _LimitsFile:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each limit: its name, the most that is possible now, and how much is in use."""
+        """Yield a line for each limit: its name, the maximum that is possible now, and the amount in use."""
         for limit, used in self._used.items():
             count = used()
             most = self._limits[limit]

@@ -54,7 +54,7 @@ Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1).
 """
 _MASK_CHUNK = 32
 _EVENT_COLUMN = 32
-"""Column of filters and triggers in the lists of all events."""
+"""Column at which filters and triggers begin in the lists of all events."""
 _ULONG_MAX = (1 << 64) - 1
 
 

@@ -26,7 +26,8 @@ COMMAND_LINE = (
 )
 """Kernel command line.
 
-jent_mod_init measures the jitter of a real CPU's time. Random stack offsets would slow down each call.
+The line leaves out jent_mod_init, which measures the jitter of a real CPU's time, and random stack offsets,
+which would slow down each call.
 """
 _LONGEST_LINE = 2048
 """Size in bytes of the kernel's buffer for the command line. Mirrors: COMMAND_LINE_SIZE (v6.1)."""

@@ -24,7 +24,8 @@ class CpuidBit(NamedTuple):
 def _word(leaf: int, subleaf: int, register: int, names: str) -> Iterator[tuple[str, CpuidBit]]:
     """Yield the name and position of each named bit of a register that CPUID fills.
 
-    `names` has words: a number is the position of the next name's bit, and further names follow bit by bit.
+    `names` lists the names in ascending order of their bits. A number before a name is the position of its
+    bit; other bits follow the bit before.
     """
     bit = 0
     for name in names.split():

@@ -63,7 +63,7 @@ class ClientScheduler:
         self._in_call: LinuxTask | None = None
         """The task whose system call waits for the host and is not asleep yet."""
         self.sleep_in_call: int | None = None
-        """Address of guest code in which a task sleeps. When the task wakes, the code reaches woken()."""
+        """Address of guest code in which a task sleeps. When the task wakes there, the host calls woken()."""
         self._answers: dict[LinuxTask, Callable[[], None]] = {}
         """Sleeping task -> function that puts the result of its call into the registers when it has woken."""
 

@@ -136,7 +136,9 @@ def show_threads(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu)
 
 
 def guest_vulnerabilities(syscalls: LinuxSyscalls) -> Mapping[str, str]:
-    """Return the guest's files of vulnerabilities. The directory of procfs must not be used yet.
+    """Return the guest's files of vulnerabilities: name -> text.
+
+    They are read from a sysfs that is mounted for a moment on PROC, so nothing may be mounted there yet.
 
     Raises: KernelError, GuestFault.
     """

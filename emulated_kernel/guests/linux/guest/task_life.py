@@ -52,7 +52,10 @@ class TaskLife:
     # Requests of the host
 
     def fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
-        """Fork a child of a task and return it; it gets `pid` if free. Raises: KernelError EAGAIN, ENOMEM."""
+        """Fork a child of a task and return the child. If `pid` is free, the child gets it as its pid.
+
+        Raises: KernelError EAGAIN, ENOMEM.
+        """
         known = set(self._table.by_address)
         next_pid = self._structs.load_s32(self._next_pid)
         self._structs.store("<I", self._next_pid, pid)

@@ -83,9 +83,9 @@ class LinuxTasks(RunningLinux):
         self.set_creds = life.set_creds
 
     def prepare(self) -> None:
-        """Prepare a guest that has just booted: set what all forks inherit.
+        """Prepare init of a guest that has just booted, so that all forks inherit two settings.
 
-        Forks inherit an ignored SIGCHLD, and a buffer that is wiped on fork.
+        The settings are an ignored SIGCHLD, and a buffer that is wiped on fork.
         """
         self._structs.store("<i", self._structs.physical(self.facts.symbols[PID_MAX]), _PID_MAX)
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))

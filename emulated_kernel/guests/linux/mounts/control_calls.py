@@ -132,8 +132,8 @@ class LinuxControlCalls(GuestCalls):
     ) -> None:
         """Prepare the repetition of clients' calls in the guest.
 
-        `is_tracefs`: the root of the control files is the guest's mount point of tracefs. `is_refused`: make
-        no calls.
+        `is_tracefs`: the root of the control files is the guest's mount point of tracefs. `is_refused`:
+        the guest makes no calls on control files.
         """
         self.guest = guest
         self._tasks = guest.tasks

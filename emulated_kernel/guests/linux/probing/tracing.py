@@ -48,7 +48,7 @@ def linux_tracing(
     """Build tracing and the tracepoints of a distribution's kernel.
 
     `live`: the kernel, with its text in memory. `printk`: writes a line to a log of the host. `call`: see
-    KernelTracepoints.__init__. `guest`: the running kernel, which has its flags of tasks.
+    KernelTracepoints.__init__. `guest`: the running kernel, which has the bits of the thread flags.
     """
     kernel = live.core
     kprobes = engine.kprobes
