@@ -1,8 +1,8 @@
-"""The components of a kernel that is probed: how they are built, and what connects several of them.
+"""The components of a probed kernel: functions that build them, and objects that connect several of them.
 
-probe_engine builds the registries of probes, tracing builds tracing, and records holds the results. Both
-makes of kernel use these builders. ClockSwitch, ModuleNotifier and GuestDirectories connect layers below: the
-clock with the trace arrays, the guest's modules with symbols, probes and events, and events with directories
-in the guest. The kernel's composition root passes the functions by which they reach the guest. Callers hold
-the control lock.
+probe_engine builds the registries of probes, tracing builds tracing, and records holds the results.
+kprobefs's own kernel and distributions' kernels use these builders. ClockSwitch connects the clock with the
+trace arrays. ModuleNotifier connects the guest's modules with symbols, probes and events. GuestDirectories
+connects events with directories in the guest. The kernel's composition root passes functions to these
+objects, by which they reach the guest. Callers hold the control lock.
 """

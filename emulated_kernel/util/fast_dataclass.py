@@ -300,7 +300,7 @@ else:
         return init
 
     def _kind(each, slots):
-        """Return a letter for what __init__ does for a field.
+        """Return a letter for the way in which __init__ sets a field.
 
         p, k: it assigns a parameter, which is given by position or name. P, K: the factory makes the value of
         a parameter that a call leaves out. f: the factory makes the value. d: it assigns the default.

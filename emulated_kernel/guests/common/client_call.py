@@ -67,9 +67,9 @@ ARGUMENTS: Mapping[str, str] = {
 }
 """Name of a system call in the guest -> one letter for each argument.
 
-n: a number, f: a descriptor, d: a descriptor that is used if the path is empty. The other letters mean
-addresses. p: of a path, s: of a text, o: of output or data, t: of two struct timespec, h: of a struct
-open_how.
+Letters of values are n (a number), f (a descriptor) and d (a descriptor that is used if the path is empty).
+Letters of addresses are p (of a path), s (of a text), o (of output or data), t (of two struct timespec) and
+h (of a struct open_how).
 """
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
 _PLAIN_OPENS = frozenset({"open", "openat"})

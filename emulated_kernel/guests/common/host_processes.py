@@ -69,9 +69,9 @@ class Fork:
 class ProcessWatch:
     """Interface that reports host processes to the process tracker.
 
-    This base class reports no events; the Python API and tests use it. call(), next_fd() and program() take
-    pids of the host and are called without the control lock, since they can take a tenth of a second. All
-    other methods take and return pids of the guest, which number() gives, and need the lock.
+    This base class reports no events; the Python API and tests use it. The methods call(), next_fd() and
+    program() take pids of the host. They can take a tenth of a second, so call them without the control lock.
+    All other methods take and return pids of the guest, which number() returns, and need the lock.
     """
 
     def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
@@ -208,7 +208,7 @@ class HostProcesses(ProcessWatch):
         return monotonic() >= self._next_check
 
     def _take_events(self, events: ForkEvents) -> bool:
-        """Process the events that have arrived; return True if there were any."""
+        """Process the events that have arrived; return True if at least one had arrived."""
         parents, named = events.take()
         self._parents.update(parents)
         if named is None:

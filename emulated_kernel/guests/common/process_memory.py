@@ -1,4 +1,4 @@
-"""Reads the memory of other processes through helper processes, because such a read can take for ever.
+"""Reads the memory of other processes through helper processes, because a read can take for ever.
 
 A page of another process can belong to a file of a hung file system, or to a file of the reader's own mount.
 Then the reader sleeps in the host's kernel, and not even SIGKILL ends it.

@@ -23,8 +23,8 @@ def program_of(pid: int, comm: str, memory: ProcessMemory | None) -> str | None:
     """Return the path of the program whose execve() gave the process the name `comm`.
 
     `memory` reads the path that was passed to execve(). Without `memory`, or if the read fails, the path is
-    the target of /proc/PID/exe. Return None if there is no such path, because the process set its own name or
-    has ended, or runs a script and its memory is unknown.
+    the target of /proc/PID/exe. Return None if neither path gave the name. The process may have set its own
+    name, may have ended, or may run a script while its memory is unknown.
     """
     for path in (_passed(pid, memory) if memory is not None else None, _executed(pid)):
         if path is not None and _is_named(path, comm):

@@ -240,7 +240,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_time(btf: Btf) -> dict[str, int]:
-    """Return offsets of the timekeeper's members; empty if the kernel keeps its time elsewhere."""
+    """Return name -> offset of the timekeeper's members; {} if the kernel keeps its time elsewhere."""
     found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
     if not found.keys() >= set(_OF_TIME):
         return {}
@@ -248,7 +248,7 @@ def _of_time(btf: Btf) -> dict[str, int]:
 
 
 def _of_timers(btf: Btf) -> dict[str, int]:
-    """Return offsets in timer wheels, their size and number; empty if the kernel has other wheels."""
+    """Return name -> offset, size or number of the timer wheels; {} if the kernel has other wheels."""
     if not all(btf.has(path) for path in _OF_TIMERS):
         return {}
     wheels = {TIMER_BASES: btf.size("timer_base"), PUNCTUAL: 2 if btf.has(_MIGRATING) else 1}

@@ -60,8 +60,8 @@ class GuestReader:
     """Reads one structure of a stopped guest. Each count and pointer in guest memory may be wrong.
 
     `what` is the structure's name in the reports of damage. `steps` and `size` limit the steps and bytes of
-    the reader's whole life. Methods raise MemoryFault at damage: an address that is not mapped, more data
-    than the limits allow, a pointer that is not aligned, or a circular list.
+    the reader's whole life. If the guest's data are damaged, methods raise MemoryFault. Damage is an address
+    that is not mapped, more data than the limits allow, a pointer that is not aligned, or a circular list.
     """
 
     def __init__(

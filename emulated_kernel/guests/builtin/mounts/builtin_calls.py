@@ -43,7 +43,7 @@ class BuiltinCalls(GuestCalls):
         self._watched = guest.watched
         self._runner = guest.runner
         self._stand_in: int | None = None
-        """The guest's descriptor of the control file from which tasks read others; None before it is open."""
+        """The guest's descriptor of the file that stands in for all control files in reads; at first None."""
         self._sight = Sight.MEMORY
         """Result of Guest.sight() when `_sight_turn` was the turn of the control lock."""
         self._sight_turn = -2
@@ -263,8 +263,8 @@ class BuiltinCalls(GuestCalls):
     def _number(self, client: Client, file: ControlFile) -> int | None:
         """Return the number of the file's descriptor in the requesting client, or None if it is unknown.
 
-        If no probe could see the number when the file was opened, the first call on the descriptor has the
-        number, which is kept for later calls.
+        If no probe could see the number when the file was opened, take it from the first call on the
+        descriptor, and keep it for later calls.
         """
         call = facts_of(client).call
         if call is None or call.fd is None:

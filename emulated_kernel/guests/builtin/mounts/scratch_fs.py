@@ -149,7 +149,8 @@ class ScratchFs(FileSystem):
 
     The host's kernel asks for attributes during path walks, which are not system calls. So the guest
     answers them without calls that probes could notice. All other requests are system calls of the client's
-    task: the client's own call if it is known, else a call with the same effect as the request.
+    task. If the client's own call is known, the task repeats it. If not, the task makes a call with the same
+    effect as the request.
     """
 
     guest: Guest

@@ -153,7 +153,7 @@ class ProcessTracker(TaskObserver):
             return self.init
 
     def worker(self) -> GuestTask:
-        """Return the daemon's own task, for calls that may kill their task; create it if there is none."""
+        """Return the daemon's own task, for calls that may kill their task. If there is none, create it."""
         return self._by_pid.get(self._own_pid) or self._adopt(self._own_pid, "kprobefs", 0, 0)
 
     def resident(self, pid: int, comm: str) -> GuestTask:

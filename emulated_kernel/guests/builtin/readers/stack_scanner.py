@@ -43,7 +43,7 @@ class StackScanner:
             return set(spans)
 
     def _met(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Yield the range in `spans` into which a register or stack word points, for each such value."""
+        """Yield the range in `spans` for each register value and stack word that points into a range."""
         if not spans:
             return
         wanted = AddressRanges(spans)

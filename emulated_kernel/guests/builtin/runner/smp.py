@@ -111,7 +111,7 @@ class SmpGuestRunner(GuestRunner):
         """Make all other CPUs execute a serialising instruction.
 
         A CPU takes no interrupt in the middle of a hit, so all hits on other CPUs have ended afterwards. If
-        the caller is in a hit itself, no interrupt is sent: the other CPUs do not run during the hit, and
+        the caller is in a hit itself, no interrupt is sent. The other CPUs do not run during the hit, and
         the host serialises them before they resume. Mirrors: text_poke_sync() (v6.1).
         """
         if self._machine.is_running:

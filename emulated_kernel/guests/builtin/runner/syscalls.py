@@ -380,17 +380,17 @@ class Syscalls:
         return self._stat()
 
     def look_fd(self, fd: int) -> GuestStat:
-        """Return the attributes of an open file in the same way as look()."""
+        """Return the attributes of an open file, without a system call, as look() does."""
         self._ask(self._look_fd, "", fd)
         return self._stat()
 
     def look_link(self, path: str) -> str:
-        """Return the target of a symbolic link in the same way as look()."""
+        """Return the target of a symbolic link, without a system call, as look() does."""
         size = checked_count(self._ask(self._look_link, path), _REPLY)
         return os.fsdecode(self._memory.read(self._reply, size))
 
     def look_entries(self, path: str) -> Iterator[GuestEntry]:
-        """Yield a directory's entries, except "." and "..", in the same way as look().
+        """Yield a directory's entries, except "." and "..", without a system call, as look() does.
 
         The positions of entries ascend. Entries from the first one whose position does not ascend are
         damaged, and left out.

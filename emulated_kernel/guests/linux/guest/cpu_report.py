@@ -48,7 +48,7 @@ class CpuReport:
 
     @property
     def is_as_on_production(self) -> bool:
-        """Whether the guest's kernel is production's, and treats the CPU in the same way."""
+        """Whether the guest's kernel has production's release and reports no difference about the CPU."""
         is_recorded = bool(self.cpu.vulnerabilities)
         return is_recorded and not self.differences and self.cpu.release == self.release
 
@@ -113,8 +113,8 @@ def rdmsr_sites(kernel: LinuxKernel) -> Sequence[int]:
 def show_threads(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu) -> None:
     """Make the kernel find as many threads in a core as the production CPU has; the guest's core has one.
 
-    Since v6.6 it counts threads by the CPUs that the firmware has listed. If more than one thread of a core
-    is online in production, let the kernel act before it starts init as if a second thread had come online.
+    Since v6.6 a kernel counts threads by the CPUs that the firmware has listed. If more than one thread of a
+    core is online in production, the kernel acts as if a second thread had come online before init starts.
     The scheduler's code and some mitigations depend on the presence of siblings.
     Mirrors: kernel/cpu.c:cpu_smt_set_num_threads, _cpu_up (v6.12), kernel/sched/core.c:sched_cpu_activate
     """

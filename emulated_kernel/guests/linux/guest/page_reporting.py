@@ -43,9 +43,9 @@ class PageReporting:
         self.counter = 0
         """Index in `words` of the counter of free pages in the largest zone."""
         self.low = 0
-        """Lower bound of the number of free pages for which there is nothing to do."""
+        """Minimum number of free pages at which look() has nothing to do."""
         self.high = _WORD
-        """Upper bound of the number of free pages for which there is nothing to do."""
+        """Maximum number of free pages at which look() has nothing to do."""
         self._zones: list[int] = []
         self._pages = 0
         symbols = facts.symbols

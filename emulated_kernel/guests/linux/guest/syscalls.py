@@ -230,7 +230,7 @@ class LinuxSyscalls:
         may_block: bool,
         service: Service | None = None,
     ) -> int:
-        """Call read(2), or pread64(2) if there is an offset; return the number of bytes, for read_data().
+        """Call read(2), or pread64(2) if `offset` is given; return the number of bytes, for read_data().
 
         Raises: Blocked.
         """

@@ -64,9 +64,9 @@ class DeferredCloses(Generic[File]):
     """Closes that the guest makes at the beginning of the next request.
 
     A release request comes from no process, and must not wait for the lock. So the file is *deferred* without
-    the lock. `flush` closes it at the next request, by the task that used the file last. If the next request
-    is an open by the same task, and no other file is deferred, the file is *taken*: the guest makes both
-    calls in one run.
+    the lock. `flush` closes the file at the next request, by the task that used the file last. The file is
+    *taken* if the next request is an open by this task and no other file is deferred. Then the guest makes
+    both calls in one run.
     """
 
     def __init__(self, close: Callable[[LinuxTask | None, int], None]) -> None:

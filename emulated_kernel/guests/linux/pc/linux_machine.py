@@ -225,7 +225,7 @@ class LinuxMachine:
             self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(rdmsr), at=site + _RDMSR_SIZE)
 
     def call_first(self, address: int, calls: Sequence[tuple[int, int]]) -> None:
-        """When the guest first reaches a function at `address`, let it call other functions before.
+        """Make the guest call other functions before its first execution of the function at `address`.
 
         `calls`: address of each function, and its argument. The functions run as if the caller of the
         function at `address` had called them, and may sleep.

@@ -48,7 +48,7 @@ def _functions(kernel: LinuxKernel) -> list[str]:
 
 
 def _error_table(kernel: LinuxKernel) -> frozenset[str]:
-    """Return the texts of the errors of probe definitions; empty if the kernel has no such table.
+    """Return the texts of the kernel's table of errors in probe definitions; empty if it has no table.
 
     The table ends before the next symbol, and other data may follow it.
     """

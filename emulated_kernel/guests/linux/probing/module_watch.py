@@ -23,9 +23,9 @@ from emulated_kernel.util.errors import KernelError
 
 _WORD = 8
 _FIRST = (1 << 31) - 1
-"""Priority of the notifier that is called first, before others check the module's tracepoints."""
+"""Priority of the notifier that is called first, before other notifiers check the module's tracepoints."""
 _LAST = -(1 << 31)
-"""Priority of the notifier that is called last, after all others have patched the module's text."""
+"""Priority of the notifier that is called last, after all other notifiers have patched the module."""
 Notify = Callable[[ModuleState, int], None]
 _LIMIT = 1 << 10
 """Maximum number of module notifiers in the guest's chain."""
