@@ -41,7 +41,7 @@ class LinuxRule(Enum):
 
     @classmethod
     def detected(cls, version: str, texts: str) -> frozenset[Self]:
-        """Return a kernel's rules: by its own `texts` if a rule has a `sign`, otherwise by its version.
+        """Return a kernel's rules: if a rule has a `sign`, by the kernel's own `texts`, else by its version.
 
         The texts include `NAME()` for each function of the kernel that is the sign of a rule.
         """

@@ -126,7 +126,7 @@ class FastRegs(Regs):
     __slots__ = (*_NO_SLOTS,)
     _packed: ClassVar[struct.Struct]
     _values: ClassVar[Callable[[Any], tuple[int, ...]]]
-    """Function that returns the values of the registers that this CPU has from a register set."""
+    """Function that selects the values of this CPU's registers from the values of a register set."""
     _stored_flags: int
     """The flags that Unicorn doesn't compute lazily, such as the trap flag."""
 

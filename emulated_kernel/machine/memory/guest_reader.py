@@ -113,7 +113,7 @@ class GuestReader:
         while limit > 0:
             size = min(limit, PAGE_SIZE - va % PAGE_SIZE)
             head, nul, _ = self.read(va, size).partition(b"\0")
-            # Only what is kept counts; a short string before the end of a page is not damage.
+            # Only bytes that are kept count; a short string before the end of a page is not damage.
             self._left += size - len(head)
             parts.append(head)
             if nul:

@@ -67,8 +67,7 @@ def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int
     Raises: OSError (with nothing changed).
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(ram)) + start
-    # Hazard: mmap() with MAP_FIXED removes the old mapping before the file system, which can refuse, is
-    # asked.
+    # Hazard: mmap() with MAP_FIXED removes the old mapping before it calls the file system, which can refuse.
     prot = mmap.PROT_READ | mmap.PROT_WRITE
     new = _call("mmap", None, size, prot, mmap.MAP_SHARED, descriptor, ctypes.c_long(offset))
     try:

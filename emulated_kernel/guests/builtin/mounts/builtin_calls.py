@@ -77,7 +77,7 @@ class BuiltinCalls(GuestCalls):
             self._sight_turn = lock.turn
             is_seen = self._sight is not Sight.NOTHING
         if not is_seen:
-            # What is left is the program of an execve(2), which no probe may notice either.
+            # The other facts are about the program of an execve(2), which no probe may notice either.
             if not self._watched.include(Calls.NAMES):
                 return client
             client = client._replace(is_calling=False)

@@ -122,10 +122,10 @@ class DcacheReader:
         return self._follow(file, *self._llseek_at) not in self._no_llseek
 
     def _at(self, va: int) -> int:
-        """Return the physical address of a structure, which ends in RAM.
+        """Return the physical address of the structure at the virtual address `va`.
 
         In the direct map and in the kernel image, physical and virtual addresses differ by a constant.
-        Raises: MemoryFault.
+        Raises: MemoryFault (the structure does not end in RAM).
         """
         at = va - self._direct
         if 0 <= at < self._limit:

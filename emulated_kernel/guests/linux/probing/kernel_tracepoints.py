@@ -398,7 +398,7 @@ class KernelTracepoints:
         if self._places:
             return
         self._places = self._machine.alloc_pages(_DEPTH * PAGE_SIZE)
-        # They stay replaced, because a CPU may be about to call them when the last event is disabled.
+        # The functions stay replaced, because a CPU may be about to call one when the last event is disabled.
         for name, function in ((_RESERVE, self._reserve), (_COMMIT, self._commit)):
             address = self._kernel.required(name)
             self._machine.breakpoints[address] = function
