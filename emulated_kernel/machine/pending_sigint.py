@@ -68,7 +68,7 @@ def pending() -> int:
 
 
 def take() -> int:
-    """Return the number of SIGINTs for which Python has called the handler now, and forget the SIGINTs."""
+    """Return the number of recorded SIGINTs, whose handlers Python has called by now, and forget them."""
     if _pair is None:
         return 1
     with suppress(BlockingIOError):

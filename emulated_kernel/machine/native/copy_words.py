@@ -1,4 +1,4 @@
-"""CopyWords: the host memory that the routine for the guest's repeated copies reads; CopyRange: its map."""
+"""CopyWords: host memory that the routine for repeated copies reads; CopyRange: a range of its memory map."""
 
 from __future__ import annotations
 

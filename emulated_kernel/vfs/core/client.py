@@ -29,7 +29,7 @@ class Client(NamedTuple):
     facts: object = None
     """Data about the process for the guest, which FileSystem.informed() has read; None before that."""
     is_calling: bool = True
-    """False if the process's system call is not for the file, because the host's kernel fills its page cache.
+    """False if the request is not part of the process's system call: the host's kernel fills its page cache.
 
     Hazard: the system call may name memory in that page, which cannot be read until the page is filled.
     """

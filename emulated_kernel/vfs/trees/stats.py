@@ -98,7 +98,7 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
     """Return the file machine/probes, which has the state of each kprobe event as a line of JSON."""
 
     def show(probe: TraceKprobe) -> str:
-        # Each read skips the records of earlier reads. That is faster in the list of probes than in events().
+        # Each read skips the records of earlier reads: faster in the list of probes than in events().
         event = probe.event
         if event.probes[0] is not probe:
             return ""

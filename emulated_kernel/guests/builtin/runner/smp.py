@@ -301,7 +301,8 @@ class SmpGuestRunner(GuestRunner):
     def _await_time(self, request: Request, slept: int) -> None:
         """Let a jiffy pass, as GuestRunner._await_time does.
 
-        Its ticks also make an inactive task in user mode yield its CPU to tasks that wait for that CPU.
+        The jiffy's timer interrupts also make an inactive task in user mode yield its CPU to tasks that wait
+        for that CPU.
         """
         self._send_ticks()
         self._turn_to(TIME_KEEPER)

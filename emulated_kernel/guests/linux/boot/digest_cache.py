@@ -80,7 +80,7 @@ def remember(reading: Reading, text: str) -> None:
 
 
 def last_read(directory: Path, file: int) -> float:
-    """Return when the note on a file was last written or used, in seconds since 1970; 0 if it has no note.
+    """Return the time of the last write or use of a file's note, in seconds since 1970; 0 without a note.
 
     `directory`: contains the notes. `file`: descriptor of the file.
     """

@@ -1,4 +1,4 @@
-"""Derivation of a CPU's hidden features from what its kernel says about its vulnerabilities.
+"""Derivation of a CPU's hidden features from its kernel's reports about its vulnerabilities.
 
 Source: arch/x86/kernel/cpu/common.c:cpu_set_bug_bits and bugs.c (v6.1.176), read backwards.
 """
@@ -30,7 +30,7 @@ _IMMUNITIES = {
     "reg_file_data_sampling": 1 << 27,
     "indirect_target_selection": 1 << 62,
 }
-"""File of vulnerabilities -> bits of IA32_ARCH_CAPABILITIES with which it says that the CPU is not affected.
+"""File of vulnerabilities -> bits of IA32_ARCH_CAPABILITIES with which the file reads "Not affected".
 
 Mirrors: arch/x86/include/asm/msr-index.h:MSR_IA32_ARCH_CAPABILITIES (v6.1.176)
 """
@@ -41,7 +41,7 @@ _ABOUT = {
     "gather_data_sampling": _GDS_CTRL,
     "reg_file_data_sampling": _RFDS_CLEAR,
 }
-"""File of vulnerabilities -> bit of IA32_ARCH_CAPABILITIES on which the mitigation of it depends."""
+"""File of vulnerabilities -> bit of IA32_ARCH_CAPABILITIES on which the mitigation depends."""
 _ZEN_OLD = 0x17
 _ZEN_FIRST_SSBD = 0x30
 """First model of family 17h that has a bit for speculative store bypass."""

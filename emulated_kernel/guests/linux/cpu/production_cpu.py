@@ -19,7 +19,8 @@ HYPERVISOR = "hypervisor"
 class ProductionCpu:
     """A CPU, the command line with which it boots, and its kernel's report about it.
 
-    `flags` and `hidden` are names of features: those that /proc/cpuinfo shows, and those that it does not.
+    `flags` are the names of the features that /proc/cpuinfo shows. `hidden` are the names of further
+    features.
     """
 
     title: str

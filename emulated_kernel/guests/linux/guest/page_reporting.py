@@ -20,7 +20,7 @@ MANY = 512
 _LIMIT = 4096
 """Maximum number of blocks that are given back at once, larger blocks first.
 
-It bounds the delay of a request.
+The limit bounds the delay of a request.
 """
 _WORD = (1 << 64) - 1
 

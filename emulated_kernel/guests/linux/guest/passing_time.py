@@ -25,8 +25,8 @@ _TURN = 20_000
 _MAX_REQUESTS = 250
 """Number of requests after which the guest gets a turn even if no timer has expired.
 
-They take a second of guest time. RCU callbacks and high-resolution timers wait for the turn. A turn costs as
-much as three to ten requests.
+The requests take a second of guest time. RCU callbacks and high-resolution timers wait for the turn. A turn
+costs as much as three to ten requests.
 """
 _LONGEST_PAUSE = 1_000_000_000
 """Maximum nanoseconds of real time that pass in the guest at one request."""

@@ -68,7 +68,7 @@ class TaskMemory:
         return self._memory.words[slot]
 
     def _own_pages(self, task: LinuxTask, va: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield physical address, offset in the range and size of the part of the range in each page.
+        """Yield (physical address, offset in the range, size) for the part of the range in each page.
 
         First make each page the task's own, as a write of the task would.
         """

@@ -301,7 +301,7 @@ class LinuxGuest:
             self.control_closes.flush()
 
     def settle(self) -> None:
-        """Begin a request that comes from no client: let the guest make all deferred closes. Lock: needs."""
+        """Begin a request that comes from no client: make all deferred closes in the guest. Lock: needs."""
         self._begin()
         self.closes.flush()
 

@@ -35,7 +35,7 @@ The kernel uses no page table isolation on it, so kernel entries are short.
 PRODUCTION_MODEL = 37
 """Unicorn's id of the CPU model EPYC-Rome, on which guests with a ProductionCpu run.
 
-It has the most features of server CPUs: SMAP, popcnt, rdtscp.
+This model has the most features of server CPUs: SMAP, popcnt, rdtscp.
 """
 _CS = 1
 _SS = 2

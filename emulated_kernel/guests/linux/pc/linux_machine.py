@@ -267,7 +267,7 @@ class LinuxMachine:
 
     @contextmanager
     def ticking_in(self, code: range) -> Iterator[None]:
-        """During the block, let the timer interrupt the code in a range, which may busy-wait for jiffies.
+        """During the block, deliver timer interrupts in the code of a range, which may busy-wait for jiffies.
 
         Invariant: a run stops before a basic block, of which no instruction has been executed.
         Outside of the block the code runs without the hook, which would call Python for each basic block.
@@ -433,7 +433,7 @@ class LinuxMachine:
         return GuestFault(Trap(TrapKind.FAULT, ip), self._panic())
 
     def _panic(self) -> str:
-        """Return the reason of the guest's restart: the message of the kernel's last panic on the console."""
+        """Return the reason why the guest restarts: the message of the last kernel panic on the console."""
         said = self.pc.console.decode("latin1").splitlines()
         panics = (line.partition("Kernel panic - ")[2] for line in reversed(said))
         return f"it has restarted: {next(filter(None, panics), 'unknown reason')}"

@@ -47,7 +47,7 @@ class KernelMemory(GuestMemory):
         self._tables.map(va, pa, size, prot)
 
     def _entry(self, va: int) -> tuple[int, int, int] | None:
-        """Return the physical address, page table entry and page size of an address; None if not mapped."""
+        """Return (physical address, page table entry, page size) of an address; None if it is not mapped."""
         return self._memory.walk(self._cpu.root, va)
 
     def is_mapped(self, va: int) -> bool:

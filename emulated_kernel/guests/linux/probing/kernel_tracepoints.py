@@ -262,7 +262,7 @@ class KernelTracepoints:
         return [event for event in made if event is not None]
 
     def forget(self, batch: EventBatch) -> None:
-        """Forget the events of a module that goes. None of them is enabled."""
+        """Forget the events of a module that is being unloaded. None of the events is enabled."""
         for file in batch.release():
             del self._points[file]
 
@@ -338,8 +338,8 @@ class KernelTracepoints:
     def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
         """Call an event's regfunc or unregfunc. Raises: KernelError (with regfunc's errno), as `call`.
 
-        Deviates: the unregfunc of a module that goes is not called, because the kernel is in the middle of
-        the unload.
+        Deviates: the unregfunc of a module in the state GOING is not called, because the kernel is in the
+        middle of the unload.
         """
         if batch.is_going:
             return

@@ -99,7 +99,7 @@ class ModuleWatch:
             self._machine.text.disown(start)
 
     def begin(self, arch: Arch, first: Notify, last: Notify) -> None:
-        """Call `first` and `last` whenever a module comes, becomes live or goes.
+        """Call `first` and `last` whenever a module gets the state COMING, LIVE or GOING.
 
         `first` is called before all other notifiers, `last` after them.
         Mirrors: register_module_notifier, notifier_chain_register (v6.1)

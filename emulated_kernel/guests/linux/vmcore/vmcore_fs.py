@@ -43,7 +43,7 @@ class VmcoreFile(FileDescription):
 
 
 class VmcoreFs(FileSystem):
-    """Shows the files below /files. Each access runs the guest; its clock stops during lookups."""
+    """Shows the files below /files. Each access runs the guest. The guest's clock stops during lookups."""
 
     is_read_only = True
 
