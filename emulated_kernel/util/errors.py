@@ -6,7 +6,7 @@ import errno as errno_module
 import os
 
 _LINUX_NAMES = {errno_module.EDEADLK: "EDEADLK", errno_module.EOPNOTSUPP: "EOPNOTSUPP"}
-"""errno -> Linux's name, where errno.errorcode has another name of the same number."""
+"""errno -> Linux's name, for numbers for which errno.errorcode has another name."""
 
 
 class KernelError(OSError):

@@ -14,7 +14,7 @@ _MREMAP_FIXED = 2
 
 @dataclass(frozen=True)
 class PersistentLayout:
-    """Layout of the file, in bytes; it is equal for all machines with the same image and number of CPUs."""
+    """Layout of the file, in bytes. Machines with the same image and number of CPUs have equal layouts."""
 
     cells_at: tuple[int, ...]
     """File offset of the cells of each CPU."""

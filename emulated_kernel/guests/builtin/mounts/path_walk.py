@@ -89,7 +89,7 @@ def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
 
 
 def _beside(text: str, walk: str, other: str) -> str:
-    """Return another path of the call from the mount's root, if both paths start in the same directory.
+    """Return another path of the call from the mount's root. Both paths should start in one directory.
 
     `text`: the path that was looked up, as the client passed it. `walk`: the same path from the mount's
     root. `other`: the other path of the call.

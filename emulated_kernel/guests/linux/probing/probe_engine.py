@@ -212,7 +212,7 @@ class LinuxEngine(KernelEngine):
         )
 
     def _before_others(self, state: ModuleState, module: int) -> None:
-        """Remove the events of a module in the state GOING, before other notifiers of the guest are called."""
+        """Remove the events of a module in the state GOING, before other notifiers of the guest run."""
         if state is ModuleState.GOING:
             self._module_events.goes(self._modules.name(module))
 
