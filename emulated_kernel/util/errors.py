@@ -27,7 +27,7 @@ class KernelError(OSError):
 
 
 class UnusableFile(KernelError):
-    """ENOEXEC: a file or memory has the wrong format or is damaged."""
+    """KernelError ENOEXEC: a file or memory has the wrong format or is damaged."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(errno_module.ENOEXEC, f"not a usable {what}: {why}")

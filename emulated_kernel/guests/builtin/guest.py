@@ -130,7 +130,7 @@ class Guest:
         data: bytes = b"",
         kept: ExitStack | None = None,
     ) -> int:
-        """Continue the call in which the task sleeps if it is equal, else begin a call; return the result."""
+        """Make a call and return its result. If the task sleeps in an equal call, continue that call."""
         nr = self.syscalls.number(name)
         sleeping = task.request
         if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):

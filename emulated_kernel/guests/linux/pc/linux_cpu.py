@@ -30,7 +30,7 @@ EFER_LONG_NX = 0xD00
 CPU_MODEL = 0
 """Unicorn's id of the CPU model QEMU64. This model has no rdrand, so two boots are equal.
 
-The kernel uses no page table isolation on it, so kernel entries are short.
+The kernel uses no page table isolation on this model, so kernel entries are short.
 """
 PRODUCTION_MODEL = 37
 """Unicorn's id of the CPU model EPYC-Rome, on which guests with a ProductionCpu run.
