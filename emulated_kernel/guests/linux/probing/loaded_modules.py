@@ -326,7 +326,7 @@ def _range(start: int, size: int) -> Range:
 
 
 def _text(part: Range) -> Range:
-    """Check a range of a module's text, and return it. Raises: KernelError ENOEXEC (it is outside of _TEXT)."""
+    """Check that the range `part` is text, and return it. Raises: KernelError ENOEXEC (outside of _TEXT)."""
     if part.end > part.start and not (part.start in _TEXT and part.end - 1 in _TEXT):
         raise unusable(f"a module's text cannot be at {part.start:#x}")
     return part
