@@ -121,7 +121,7 @@ class ModuleInfo:
     state: str
     """"Live", "Loading" or "Unloading"."""
     address: int = field(metadata=ADDRESS)
-    """Address of the module's text."""
+    """Virtual address of the module's text."""
     digits: int
     """Number of hexadecimal digits with which `line` shows an address."""
 

@@ -118,7 +118,7 @@ class Vector(IntEnum):
     PAGE_FAULT = 14
     TIMER = 32
     WAKE = 33
-    """Call wake_up_process() on the task in the mailbox."""
+    """Call wake_up_process() on the task that the host has put into the CPU's mailbox."""
     WATCHDOG = 34
     """The run budget is exhausted: the current task is looping."""
     RESCHEDULE = 35

@@ -51,7 +51,7 @@ class MachineConfig:
     cpus: int = 1
     """Number of CPUs."""
     ram_size: int = 64 << 20
-    """Size of the guest's memory."""
+    """Size of the guest's memory in bytes."""
     image: Path | None = None
     """File of the kernel to run; None selects the architecture's prebuilt kernel."""
     clock: str = "virtual"

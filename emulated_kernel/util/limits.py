@@ -36,7 +36,7 @@ class Limit(Enum):
     SCRATCH_BYTES = "scratch_bytes"
     """Maximum size of the data in scratch/ and dev/, in bytes; data takes whole pages."""
     RUN_BUDGET_MS = "run_budget_ms"
-    """MachineConfig.run_budget in milliseconds."""
+    """Maximum time of one run of the guest in milliseconds; see MachineConfig.run_budget."""
 
 
 DEFAULTS: Mapping[Limit, int | None] = MappingProxyType(

@@ -113,7 +113,7 @@ class RunningWorkload:
 
     @property
     def due(self) -> float:
-        """Time of the next round."""
+        """Time of the next round, in seconds of the host's monotonic clock."""
         return self.started + (self.rounds + self.failed) / self.order.rate
 
     def line(self) -> str:

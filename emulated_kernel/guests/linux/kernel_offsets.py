@@ -51,13 +51,16 @@ _SIZES = "page", "zone", "free_area"
 STATE = "task_struct.__state", "task_struct.state"
 """Paths of a task's state since v5.14, an unsigned int, and before, a long."""
 TIMEKEEPER = "tk_core"
-"""Key of the address of the kernel's timekeeper."""
+"""Key of the address of the kernel's timekeeper in KernelOffsets.symbols."""
 _TIMEKEEPERS = "tk_core", "timekeeper_data"
 """Symbols of the timekeeper, and of an array of several since v6.17, whose first one is the kernel's."""
 PID_MAX = "pid_max"
-"""Key of the address of the limit of pids: a variable or, since v6.14, a member of the pid namespace."""
+"""Key of the address of the limit of pids in KernelOffsets.symbols.
+
+The limit is a variable or, since v6.14, a member of the pid namespace.
+"""
 STACK_TOP = "cpu_current_top_of_stack"
-"""Key of the offset in the per-CPU area of the word with the end of the running task's struct pt_regs."""
+"""Key in KernelOffsets.per_cpu of the word with the end of the running task's struct pt_regs."""
 COARSE_CLOCKS = ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
 """Functions that return the timestamps of files; the second exists since Linux 6.13."""
 TIME_READ = "read_tsc"

@@ -100,7 +100,7 @@ class Regs:
         return self._register_set(*general, *self._absent, ip, self.flags)
 
     def restore(self, values: Any) -> None:
-        """Set all registers."""
+        """Set all registers to the values of the register set `values`."""
         for name in self._names:
             setattr(self, name, getattr(values, name))
         self.flags = values.flags
@@ -147,7 +147,7 @@ class FastRegs(Regs):
         return self._register_set(*general, *self._absent, ip, self.flags)
 
     def restore(self, values: Any) -> None:
-        """Set all registers."""
+        """Set all registers to the values of the register set `values`."""
         self._packed.pack_into(self, 0, *type(self)._values(values))  # type: ignore[arg-type]
         self.flags = values.flags
 

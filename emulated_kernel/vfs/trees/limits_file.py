@@ -20,9 +20,9 @@ class GuestLimit:
     """A limit that only some kernels have."""
 
     show: Callable[[], str]
-    """Return the line of the limit after its name."""
+    """Returns the line of the limit after its name."""
     set: Callable[[int | None], None]
-    """Apply a new value; None means no limit."""
+    """Applies a new value; None means no limit."""
 
 
 def limits_file(

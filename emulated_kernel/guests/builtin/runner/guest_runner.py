@@ -62,7 +62,7 @@ class GuestTask:
 
     pid: int
     addr: int
-    """Address of its struct task_struct."""
+    """Address of the task's task_struct."""
     comm: str
     uid: int
     gid: int
@@ -116,7 +116,7 @@ class CpuPosition(Enum):
     ANSWERED = auto()
     """At a hypercall whose result is in the register; the CPU has not resumed and takes no interrupt."""
     OFFLINE = auto()
-    """Not started yet."""
+    """The CPU has not been started yet."""
 
 
 class GuestRunner:

@@ -12,7 +12,7 @@ INTEL = "GenuineIntel"
 AMD = "AuthenticAMD"
 HYGON = "HygonGenuine"
 HYPERVISOR = "hypervisor"
-"""Flag of a CPU in a virtual machine."""
+"""Name of the feature flag that only CPUs in virtual machines have."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ProductionCpu:
     """
 
     title: str
-    """Name for the output."""
+    """Name of the CPU in the output of commands."""
     vendor: str
     """Vendor string of CPUID, as vendor_id of /proc/cpuinfo."""
     family: int

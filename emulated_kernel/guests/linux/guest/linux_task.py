@@ -47,7 +47,7 @@ class LinuxTask:
     pending: bool = False
     """True while a system call of the task has not returned."""
     result: int = 0
-    """Return value of its latest system call."""
+    """Return value of the task's latest system call."""
     alive: bool = True
     service: Service | None = None
     """Function that does the host's work in the task's system call (see Service), or None."""

@@ -72,7 +72,7 @@ class Pc:
         self._wall: Callable[[], int] | None = None
         """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
         self._wall_base = 0
-        """Host's time at which the TSC was 0."""
+        """Host's time in nanoseconds at which the TSC was 0."""
         self.due: int | None = None
         """TSC value of the timer's next interrupt; None if the timer is off."""
         self.period = 0
@@ -134,7 +134,7 @@ class Pc:
 
     @property
     def random(self) -> int:
-        """State of the generator of steps."""
+        """State of the random generator that computes the steps of rdtsc."""
         return self._cells[_STEPS]
 
     @random.setter

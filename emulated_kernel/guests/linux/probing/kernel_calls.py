@@ -44,7 +44,7 @@ _TASK = 72
 _WORK = 128
 """Offset of the work_struct in a mailbox."""
 _STRINGS = 256
-"""Offset of strings in a mailbox."""
+"""Offset of the call's string arguments in a mailbox."""
 _HEAD = struct.Struct("<10Q")
 _RETURNED = 1
 _NO_THREAD = 2

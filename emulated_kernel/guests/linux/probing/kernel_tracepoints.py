@@ -483,7 +483,7 @@ class KernelStaticEvent(StaticEvent):
 
     @property
     def is_removed(self) -> bool:
-        """Whether the event's module is gone."""
+        """Whether the event's module has been unloaded."""
         return self._batch.is_gone
 
     def hold(self) -> None:

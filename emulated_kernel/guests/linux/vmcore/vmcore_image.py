@@ -33,7 +33,7 @@ from emulated_kernel.util.fast_dataclass import asdict, dataclass
 _KERNEL_MAP = 0xFFFFFFFF80000000
 _IMAGE_LIMIT = 128 << 20
 _UNIT = 1 << 20
-"""Unit of the size of RAM in bytes."""
+"""Number of bytes of which the size of RAM is a multiple."""
 _SYMBOLS = ("__per_cpu_offset", "_stext", "idt_table", "init_task")
 _PER_CPU = (
     "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", CURRENT_TASK, RUN_QUEUES,
