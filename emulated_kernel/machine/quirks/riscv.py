@@ -65,7 +65,7 @@ class LiveBadAddress:
 
 
 class ContextBadAddress:
-    """Reads the address of the last page fault from a saved context; only API calls."""
+    """Reads the address of the last page fault from a saved context, by API calls only."""
 
     def __init__(self, engine: Engine, offset: int) -> None:
         self._engine = engine

@@ -85,7 +85,7 @@ class Request:
     waits_for_host: type[WouldBlock] | None = None
     """Reason why the task sleeps in a control file until `GuestRunner.resume` is called, or None."""
     elsewhere: Callable[[], int] | None = None
-    """Action that a DeferToGuest exception asked for; it runs before the task repeats its request.
+    """Action of a DeferToGuest exception, which runs before the task repeats its request.
 
     None if there is no such action.
     """

@@ -58,7 +58,7 @@ class SmpGuestRunner(GuestRunner):
         self._server: int | None = None
         """Number of the CPU whose hypercall is being served, or None."""
         self._unserved: dict[int, Trap] = {}
-        """Number of a CPU -> hypercall at which it stopped outside its turn; served when its turn begins."""
+        """Number of a CPU -> hypercall at which the CPU stopped outside its turn; served in its next turn."""
 
     def add(self, task: GuestTask) -> None:
         """Add a task, which may be in user mode already.

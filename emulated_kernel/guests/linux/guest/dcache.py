@@ -88,7 +88,7 @@ class DcacheReader:
         return None
 
     def _found(self, path: str) -> Stat | None:
-        """Look a path up in the dentries; return as lstat().
+        """Look a path up in the dentries; the result is that of lstat().
 
         Raises: MemoryFault (damaged dentry or inode).
         """

@@ -66,7 +66,7 @@ class GuestFile(FileDescription):
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Read from the open file; see FileDescription.
 
-        Raises: WouldBlock (the call sleeps in the guest, or would do so).
+        Raises: WouldBlock (the call sleeps in the guest, or a shared task's call would sleep).
         """
         guest = self.fs.guest
         syscalls = guest.syscalls

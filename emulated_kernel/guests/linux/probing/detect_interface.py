@@ -1,4 +1,4 @@
-"""The tracefs interface of a distribution's kernel, as the kernel's own error table and README show it."""
+"""Detects the tracefs interface of a distribution's kernel from the kernel's own error table and README."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _USER = 0x400000000000
 _HLT = b"\xf4"
 _STRINGS = 64 << 10
 _FRAME = 0x100
-"""Size in bytes of the free space at the top of the stack, in place of a struct pt_regs."""
+"""Size in bytes of the space at the top of the stack that calls leave free, as for a struct pt_regs."""
 _MESSAGE = 100
 """Maximum length in bytes of a panic message in an error message."""
 _CALLERS = 12
