@@ -52,7 +52,7 @@ class OriginalBytes(Mapping[int, int]):
 
     def __init__(self) -> None:
         self.words: dict[int, int] = {}
-        """Address / 8 -> original bytes that differ, and from bit 64 on a mask with 0xFF for each such byte."""
+        """Address / 8 -> original bytes that differ, and from bit 64 on a mask, 0xFF for each such byte."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
