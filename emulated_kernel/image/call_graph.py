@@ -73,7 +73,7 @@ class FunctionCalls:
 
     @cached_property
     def _known(self) -> tuple[list[int], bytes] | None:
-        """The addresses of the functions, ascending, and a mask of Calls for each; None without a file."""
+        """Sorted addresses of the functions, and a mask of Calls for each; None if the file is missing."""
         try:
             found = json.loads(self._file)
             masks = bytes.fromhex(found["masks"])

@@ -115,7 +115,10 @@ _FACTS_BITS = {
     for opcode, form in _FORMS.items()
     if opcode not in (RiscvOpcode.BRANCH, RiscvOpcode.JAL)
 }
-"""Opcode -> mask of the bits that determine RiscvInsnAttributes; other immediates are masked out."""
+"""Opcode -> mask of the instruction bits that determine RiscvInsnAttributes; immediates are masked out.
+
+For missing opcodes, such as BRANCH and JAL, all bits matter.
+"""
 
 
 LENGTH = 7

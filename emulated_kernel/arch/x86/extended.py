@@ -82,7 +82,7 @@ def _replaced(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
 def _refusal(
     analysis: X86FunctionAnalysis, addr: int, at: int, facts: InsnAttributes | None
 ) -> Rejection | None:
-    """Return why the instruction at `at` can't be in the region of a probe at `addr`, or None."""
+    """Return the reason why the instruction at `at` can't be in the region of a probe at `addr`, or None."""
     if facts is None:
         return Rejection(RejectReason.NOT_A_BOUNDARY, at)
     if facts.relocation is Relocation.REFUSED:

@@ -180,7 +180,7 @@ def _facts(insn: X86Insn, code: bytes, bits: int, rules: ProbeRules) -> InsnAttr
 
 
 def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason | None) -> Relocation:
-    """Return what the extended strategy does with an instruction. iced-x86 says what the processor executes.
+    """Return the extended strategy's relocation of an instruction, as iced-x86 decodes it.
 
     `rejection` is the reason why Linux cannot probe the instruction or execute it in a detour, or None.
     """
@@ -215,7 +215,7 @@ def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason |
 
 
 def _indirect_relocation(insn: X86Insn, decoded: Any) -> Relocation:
-    """Return what the extended strategy does with an indirect jump or call.
+    """Return the extended strategy's relocation of an indirect jump or call.
 
     The operand of a relocated call is read after the push, so it must not depend on the stack pointer.
     """

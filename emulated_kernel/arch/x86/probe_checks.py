@@ -255,9 +255,9 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     @cached_property
     def _excludes_jump_tables(self) -> bool:
-        """Whether the build of the kernel has no jump tables, and the kernel's version counts on that.
+        """Whether the kernel's version relies on a build without jump tables, and this build has none.
 
-        Builds with retpolines or landing pads have none, because both restrict indirect jumps.
+        Builds with retpolines or landing pads have no jump tables, because both restrict indirect jumps.
         """
         return ProbeRule.NO_JUMP_TABLES in self._rules and (bool(self.layout.thunks) or self._has_pads)
 

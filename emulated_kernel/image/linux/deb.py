@@ -127,7 +127,7 @@ def deb_tar(package: BinaryIO, part: str = "data.tar") -> PackageTar:
 
 
 def deb_depends(package: BinaryIO) -> list[str]:
-    """Return the names of the packages on which a Debian package depends; empty if it says nothing."""
+    """Return the names of the packages on which a Debian package depends; empty if it names none."""
     tar = deb_tar(package, "control.tar")
     for name, start, size, _ in tar.files():
         if name in ("control", "./control"):

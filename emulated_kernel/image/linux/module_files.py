@@ -102,7 +102,7 @@ class ModuleFiles:
         )
 
     def _missing(self, name: str) -> str:
-        """Return what is wrong if no source has a module, and where more modules may be."""
+        """Return the error text for a module that no source has, with the packages to add."""
         packages = " or ".join(each + self._release for each in _MODULE_PACKAGES)
         return f"no module {name} comes with this kernel; put {packages} next to it, or give --modules"
 
