@@ -37,7 +37,7 @@ class Observers:
         self._heads: Sequence[AggrKprobe] | None = ()
 
     def sight(self) -> Sight:
-        """Return the most that any patch can see. A patch that is no probe's counts as MEMORY."""
+        """Return the greatest Sight of all patches. A patch that belongs to no probe counts as MEMORY."""
         if self._sites is not None and self._sites.has_tracers:
             return Sight.MEMORY
         heads = self._patching()

@@ -12,9 +12,9 @@ class Sight(IntEnum):
     NOTHING = 0
     """Only the hit itself, its time and its task."""
     REGISTERS = 1
-    """Also the registers, so that they see numbers which a system call takes and returns."""
+    """Registers in addition, which show the numbers that a system call takes and returns."""
     MEMORY = 2
-    """Also memory, so that they see the paths and data of a system call."""
+    """Memory in addition, which contains the paths and data of a system call."""
 
 
 class LimitedSight(ABC):

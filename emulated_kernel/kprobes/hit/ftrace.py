@@ -33,7 +33,7 @@ class FtraceOps:
 
     func: Called
     symbol: Callable[[], str]
-    """Function that returns the present name of Linux's function with the same purpose."""
+    """Function that returns the name of Linux's handler for this user, which enabled_functions shows."""
     saves_regs: bool = False
     """Whether the user needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
     modifies_ip: bool = False
@@ -113,7 +113,7 @@ class FtraceSites:
         )
         """Two users: one for all probes without a post_handler, and one for all probes with a post_handler.
 
-        The order of calls treats each of the two as old as the first of its probes that was armed.
+        In the order of calls, the age of a user is that of its probe that was armed first.
         Mirrors: kernel/kprobes.c:kprobe_ftrace_ops, kprobe_ipmodify_ops (v6.1).
         """
 
@@ -175,7 +175,7 @@ class FtraceSites:
     def _run_asm_handlers(
         self, owners: tuple[AssemblyOwner, ...], on_return: Called, site: int, frame: Any
     ) -> None:
-        """Let the guest run the users' handlers in assembly, then call `on_return` with site and frame."""
+        """Run the users' assembly handlers in the guest, then call `on_return` with site and frame."""
         hits = self._hits
         regs = self._machine.regs
         if not hits.asm_thunks.run_asm_handlers(
@@ -243,7 +243,7 @@ class FtraceSites:
             self._start_and_stop({head.address: code.entry})
 
     def drop_code(self, head: AggrKprobe) -> None:
-        """Let Python handle hits again until the next compilation, because the handlers have changed."""
+        """Handle hits in Python again until the next compilation, because the handlers have changed."""
         head.is_python = False
         code = head.compiled
         head.compiled = None
@@ -257,7 +257,10 @@ class FtraceSites:
     # Probes
 
     def arm(self, heads: Sequence[AggrKprobe]) -> None:
-        """Let the probes' sites call them. Mirrors: kernel/kprobes.c:__arm_kprobe_ftrace (v6.1)."""
+        """Make the probes' fentry sites call the probes.
+
+        Mirrors: kernel/kprobes.c:__arm_kprobe_ftrace (v6.1).
+        """
         for head in heads:
             self._callers[head.address] = head
             self._join(self._of_kprobes[head.has_post_handler], [head.address])
@@ -418,7 +421,10 @@ class FtraceSites:
         shrink_dict(self._calling, calling)
 
     def _start_and_stop(self, starting: Mapping[int, int], stopping: Collection[int] = ()) -> None:
-        """Let the sites in `starting` call their targets, and turn the sites in `stopping` into nops."""
+        """Write calls at some fentry sites, and nops at others.
+
+        `starting`: site -> target of the call. `stopping`: sites that get nops.
+        """
         breakpoints = self._breakpoints
         insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
         if starting:

@@ -86,7 +86,7 @@ class HitHandling:
         *,
         in_frame: bool = False,
     ) -> bool:
-        """Let the guest run the probe's handler in assembly, and then call `on_return` with the registers.
+        """Run the probe's assembly handler in the guest, and then call `on_return` with the registers.
 
         `point`: selects the handler. `in_frame`: whether the probed code's registers are in a struct pt_regs
         at sp, as in a hit by a call or a jump. Return True if the guest will run the handler. If there is no
@@ -234,7 +234,7 @@ class HitHandling:
         self._call_post_handler(head, regs)
 
     def _run_post_assembly(self, head: AggrKprobe, regs: Regs) -> bool:
-        """Let the guest run the probe's post_code; return False if there is no room for the code."""
+        """Run the probe's post_code in the guest. Return False if there is no room for its machine code."""
         if not self._continues_without_python(head):
             return self._run_asm_handler(head, HandlerPoint.POST, partial(self._call_post_handler, head))
         code = self.compile_post_code(head, regs.ip)

@@ -56,11 +56,14 @@ SIZE = 3
 TRAILER = 4
 """Number of words in an entry after its data."""
 _USED = 0
-"""Index, among the words after a task's array, of the number of words in use. Linux: in task_struct."""
-_OVERRUNS = 1
-"""Index, among the words after a task's array, of the number of overruns. Linux: in task_struct.
+"""Index, among the words after a task's array, of the number of words in use.
 
-An overrun is a call for which the array had no space.
+Linux has this number in task_struct.
+"""
+_OVERRUNS = 1
+"""Index, among the words after a task's array, of the number of overruns.
+
+An overrun is a call for which the array had no space. Linux has this number in task_struct.
 """
 _COUNTS = 2
 """Number of words that follow a task's array."""
