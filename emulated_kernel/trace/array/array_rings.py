@@ -89,7 +89,7 @@ class ArrayRings(ABC):
         return memories
 
     def exchange(self, buffers: list[RingBuffer], sizes: list[int]) -> list[RingMemory]:
-        """Free the memory of buffers, whose records are lost, and return memory for others instead.
+        """Free the memory of buffers, whose records are lost, and return memory for new buffers.
 
         `sizes`: number of sub-buffers of each. Raises: KernelError ENOMEM (nothing is freed).
         """

@@ -91,7 +91,7 @@ class ProbeArg:
 
 
 def sight_of(arg: ProbeArg) -> Sight:
-    """Return what an argument reads of the system call in which its probe is hit."""
+    """Return the kind of data that an argument reads about the system call in which its probe is hit."""
     stages = arg.stages
     source = stages.load.op
     if source in (FetchOp.COMM, FetchOp.DATA):
@@ -179,7 +179,7 @@ def _parsed(
     in_kernel: bool,
     in_fprobe: bool,
 ) -> tuple[ProbeArg, ...]:
-    """Compile arguments, without a log of errors. Many events have the same ones, and share the result."""
+    """Compile arguments without logging errors. Many events have equal arguments, so results are cached."""
     log = TraceProbeLog(ErrorLog(lambda: 0), "", words)
     context = FetchContext(arch, log, interface, on_return, on_entry, in_kernel, in_fprobe=in_fprobe)
     return _parse_args(words, context)
@@ -436,7 +436,7 @@ class _ArgParser:
         return [self._special(name, at)]
 
     def _event_field(self, name: str, at: int) -> FetchInsn:
-        """Compile `$FIELD` of an event probe. Linux: up to 6.1, the field is looked up after the parsing.
+        """Compile `$FIELD` of an event probe. Linux up to 6.1 looks up the field after the parsing.
 
         Mirrors: kernel/trace/trace_probe.c:parse_probe_vars (v6.12).
         """

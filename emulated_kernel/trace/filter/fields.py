@@ -70,7 +70,7 @@ def _find(fields: Sequence[EventField], name: str) -> FilterField | None:
 
 
 def filter_type_of(declared: str) -> FilterType:
-    """Return how filters compare a field of this declared type.
+    """Return the kind of comparison that filters use for a field of this declared type.
 
     Linux: an array of numbers counts as one number of the array's size.
     Mirrors: kernel/trace/trace_events_filter.c:filter_assign_type (v6.1).

@@ -64,13 +64,13 @@ class ComparePredicate:
 
 @dataclass(frozen=True)
 class CpuPredicate:
-    """Predicate that compares the id of the CPU that was hit with `value`."""
+    """Predicate that compares the number of the CPU on which the event occurred with `value`."""
 
     op: FilterOp
     value: int
 
     def test(self, entry: RawEntry) -> bool:
-        """Return True if the comparison with the CPU's id holds."""
+        """Return True if the comparison with the CPU's number holds."""
         return self.op.compare(entry.cpu, self.value)
 
 
@@ -136,7 +136,7 @@ class FunctionPredicate:
 
 @dataclass(frozen=True)
 class CpusPredicate:
-    """Predicate that compares a set of CPUs, a number in the entry, or the CPU that was hit, with CPUs.
+    """Predicate that compares a set of CPUs, a field's number, or the event's CPU with the CPUs `cpus`.
 
     Linux: a single CPU never equals two or more.
     Mirrors: do_filter_cpumask, do_filter_scalar_cpumask, do_filter_cpumask_scalar (v6.12).

@@ -58,7 +58,7 @@ class Flag(IntFlag):
     PERCENT = 1 << 19
     GRAPH = 1 << 20
     COMM = 1 << 21
-    """Name of the task that was hit (Linux 7.2)."""
+    """Name of the task in which the event occurred (Linux 7.2)."""
 
 
 TIME_FLAGS = Flag.TIMESTAMP | Flag.TIMESTAMP_USECS
@@ -107,7 +107,10 @@ class HistHit:
 
     @property
     def comm(self) -> bytes:
-        """Name of the task that was hit. Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1)."""
+        """Name of the task in which the event occurred.
+
+        Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1).
+        """
         return self.entry.comm if any(self.entry.data[_PID]) else b"<idle>"
 
 

@@ -9,7 +9,7 @@ from emulated_kernel.trace.text.numbers import is_digit
 def find_operator(text: str) -> tuple[Operator, int] | None:
     """Return the operator at which an expression is split, and its position; None without an operator.
 
-    It is the last operator of the lowest precedence.
+    An expression is split at its last operator of the lowest precedence.
 
     Mirrors: kernel/trace/trace_events_hist.c:contains_operator (v6.1).
     """

@@ -55,7 +55,7 @@ class HistTrigger(HistHolder):
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
         """Count a hit in the histogram.
 
-        Linux: without an entry, as if another trigger fires this trigger, nothing is counted.
+        As in Linux, do not count a hit without an entry, which occurs if another trigger fires this trigger.
         """
         if entry is not None:
             self.data.count(hit, entry)

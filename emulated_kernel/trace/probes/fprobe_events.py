@@ -134,7 +134,7 @@ class TraceFprobe(TraceKprobe):
         return super().place_text + ("%return" if self.place.is_return else "")
 
     def matches_place(self, word: str) -> bool:
-        """Return True if `word` is the symbol. Linux: `SYMBOL%return` removes no event.
+        """Return True if `word` is the symbol. As in Linux, `SYMBOL%return` matches no event.
 
         Mirrors: kernel/trace/trace_fprobe.c:trace_fprobe_match_command_head (v6.12).
         """
@@ -187,7 +187,9 @@ class TraceTprobe(TraceKprobe):
         """Number of missed hits before the last registration of the kprobe."""
 
     def register(self) -> None:
-        """Attach the probe if its event is enabled. The tracepoint may be missing: a module may bring it.
+        """Attach the probe if its event is enabled.
+
+        The tracepoint may be missing, because a module that is loaded later may have it.
 
         Raises: KernelError ENOENT (no symbol of an argument), errors of register_kprobe().
         """
@@ -235,7 +237,7 @@ class TraceTprobe(TraceKprobe):
         super().unregister()
 
     def _ignore(self, _payload: bytes, _hit: ProbeHit) -> None:
-        """Ignore a record of the tracepoint, which is on for its stub."""
+        """Ignore a record of the tracepoint, which is switched on only so that the guest calls its stub."""
 
     def _called(self, preempt_count: int, _kprobe: Kprobe, regs: Regs) -> None:
         """Handle a call of the stub. The record's context is that of a function call, not of a breakpoint."""

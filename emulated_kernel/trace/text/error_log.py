@@ -17,7 +17,7 @@ TRACING_LOG_ERRS_MAX = 8
 """Number of errors that error_log keeps."""
 _PREFIX = "  Command: "
 _POSITION_MASK = 0xFFFF
-"""Mask of a column. Linux: the column has 16 bits."""
+"""Mask of a column, which has 16 bits as in Linux."""
 
 
 class CommandError(Enum):
