@@ -18,7 +18,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 _SECCOMP_SET_MODE_FILTER = 1
 _FILTER_FLAG_NEW_LISTENER = 1 << 3
 _FILTER_FLAG_WAIT_KILLABLE_RECV = 1 << 5
-"""Since Linux 5.19: a signal that does not kill the caller waits for an answer that is being made."""
+"""Flag since Linux 5.19: once a call is being answered, only a fatal signal interrupts its caller."""
 _RET_USER_NOTIF = 0x7FC00000
 _RET_ERRNO = 0x00050000
 _RET_ALLOW = 0x7FFF0000
@@ -28,7 +28,7 @@ _RETURN = 0x06
 _OFFSET_NUMBER = 0
 _OFFSET_ARCH = 4
 _X32 = 1 << 30
-"""In the numbers of x32's system calls, whose architecture is that of x86-64."""
+"""Bit that is set in the numbers of x32's system calls, which the filter sees as calls of x86-64."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,7 +58,7 @@ class Call:
 
     kind: Kind
     file: int = 0
-    """Index of the argument with the path or the descriptor that is asked about."""
+    """Index of the argument with the path or the descriptor of the call's file."""
     layout: StatfsLayout | None = None
 
 
@@ -96,7 +96,7 @@ _STATFS64_ARM = StatfsLayout(_STATFS64_I386.fields, (84, 88))
 def _calls(
     numbers: dict[str, int], layout: StatfsLayout, statfs64: StatfsLayout | None = None
 ) -> dict[int, Call]:
-    """Return number -> call of one ABI, whose calls `numbers` has by their names."""
+    """Return system call number -> call, for one ABI; `numbers`: name of a system call -> its number."""
     known = {
         "statfs": Call(Kind.STATFS, layout=layout),
         "fstatfs": Call(Kind.FSTATFS, layout=layout),

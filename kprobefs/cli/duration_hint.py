@@ -48,7 +48,7 @@ def _entries(hist: Path) -> list[int]:
 
 
 def _measures(tracefs: Path) -> Iterator[bool]:
-    """Yield for each event of a group with probes whether one of its triggers computes with times."""
+    """Yield, for each trigger file in the groups of probes, True if a trigger computes with times."""
     lines = (tracefs / "dynamic_events").read_text().splitlines()
     groups = {line.partition(":")[2].partition("/")[0] for line in lines if not line.startswith("s:")}
     for group in sorted(groups):

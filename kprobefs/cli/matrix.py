@@ -149,7 +149,7 @@ def _blamed(text: str) -> str:
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a table with kernel, result, time and the first line of what failed."""
+    """Yield the lines of a table with kernel, result, time and the first line of the failure's output."""
     width = max(len("kernel"), *(len(result.case.name) for result in results))
     yield f"{'kernel':<{width}}  result   seconds  first line of what failed"
     for result in results:

@@ -259,7 +259,7 @@ def _is_in_no_path(name: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Let the calling process, the command, get SIGHUP when `kprobefs run` is killed."""
+    """Send SIGHUP to the calling process, the command, when `kprobefs run` is killed."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
 
 

@@ -34,7 +34,7 @@ UNWRITTEN = 100
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What the command line asks for."""
+    """The trace that the command line requests."""
 
     probes: Sequence[str] = ()
     filter: str = ""
@@ -289,7 +289,7 @@ class AttachedProbes:
         return why_nothing(self._command, self._scratch, places)
 
     def _unfiltered(self, own: set[int]) -> int:
-        """Return the number of hits in all processes except `own`, with those that the filter has dropped."""
+        """Return the number of hits in all processes except `own`, including hits that the filter drops."""
         found = 0
         for event in self._session.events:
             with suppress(OSError):
@@ -316,7 +316,7 @@ class RecordReader:
         os.close(ended)
 
     def finish(self) -> int:
-        """Let the process write the remaining records and end; return its exit status."""
+        """Make the process write the remaining records and end. Return its exit status."""
         os.close(self._writer)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)

@@ -47,7 +47,7 @@ class PowerFile(SteppedFile):
 
 
 class KernelFiles(TreeFiles):
-    """The files of a kernel in this process, which knows its configured events."""
+    """The files of a kernel in this process. They list configured events without reading directories."""
 
     def __init__(self, tree: NodeTree, client: Client, kernel: Kernel) -> None:
         super().__init__(tree, client)

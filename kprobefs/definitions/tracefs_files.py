@@ -213,7 +213,7 @@ class TreeFiles(Files):
 
 @contextmanager
 def _as_the_hosts() -> Iterator[None]:
-    """Convert a KernelError of the block to the OSError of a system call, such as FileNotFoundError."""
+    """Convert a KernelError of a `with` block to the OSError of a system call, such as FileNotFoundError."""
     try:
         yield
     except KernelError as error:

@@ -167,7 +167,7 @@ class Server:
         workers.run()
 
     def stop(self) -> None:
-        """Let blocked requests end with EIO. The caller unmounts."""
+        """End blocked requests with EIO. The caller unmounts."""
         self._stopping.set()
 
     @property

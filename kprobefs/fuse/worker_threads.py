@@ -63,7 +63,9 @@ class WorkerThreads:
 
     @contextmanager
     def blocking(self) -> Iterator[int]:
-        """Let another thread take requests while the calling thread waits; yield the number of such waits.
+        """Make another thread take requests while the calling thread waits.
+
+        Yield the number of threads that wait in this way, including the caller.
 
         Raises: KernelError ENOMEM (no thread can be started, and the last thread must not wait).
         """
@@ -81,7 +83,7 @@ class WorkerThreads:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let another thread take requests, if possible, while the calling thread waits for a lock.
+        """If possible, make another thread take requests while the calling thread waits for a lock.
 
         Only threads of this pool are replaced, at most MAX_WAITING at once, because replacements do not end.
         """

@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Answer:
-    """What a kernel does with a line that is written to kprobe_events, with errors and warnings."""
+    """A kernel's answer to a line that is written to kprobe_events, with errors and warnings."""
 
     line: Line
     outcome: str

@@ -221,7 +221,7 @@ def planned_kernel(
 ) -> PlannedKernel:
     """Return the kernel that --arch, --image, --vmcore, --profile, --strategy and --cpu name.
 
-    None stands for an option that is not given.
+    None means that the option is not given.
 
     Raises: CliError (no such kernel, image, dump, profile or CPU; the profile has no optimizer).
     """
@@ -272,7 +272,7 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
 
 
 def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
-    """Return the kernel of an image as boot on a production CPU leaves it."""
+    """Return the kernel of an image after its boot on a production CPU."""
     kernel, report = booted_kernel(image, cpu)
     title = f"Linux {kernel.release}"
     profile = _linux_profile(profile_name, kernel)
