@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
@@ -27,10 +28,15 @@ from emulated_kernel.guests.linux.pc.emulated_cpuid import emulated_cpuid
 from emulated_kernel.guests.linux.pc.linux_cpu import PRODUCTION_MODEL
 from emulated_kernel.image.linux.cpu_features import feature_numbers
 from emulated_kernel.image.linux.linux_kernel import ReturnThunks, open_kernel
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
 from kprobefs.cli.main import main
+from kprobefs.daemon.backends import build_kernel
+from kprobefs.mount_options import MountOptions
 from kprobefs.plan.planned_kernel import planned_kernel
 from tests.guests.linux import debian_kernel
+from tests.guests.linux.files import Files
 
 RECORDED = sorted(Path(__file__).with_name("cpus").glob("*.cpu"))
 SERVER = "skylake-sp"
@@ -234,6 +240,29 @@ def test_a_kernel_with_page_table_isolation_is_driven_and_read(booted: Any) -> N
     tasks.copy_to_user(child, BUFFER, b"kept")
     assert tasks.copy_from_user(child, BUFFER, 4) == b"kept"
     tasks.exit(child)
+
+
+@pytest.mark.usefixtures("booted")
+def test_probes_hit_in_a_kernel_with_page_table_isolation(image: Path) -> None:
+    """While a task is in user mode, the CPU's page tables lack the pages of slots and detours."""
+    mount = build_kernel(
+        MountOptions("/mnt", MachineConfig(image=image, seed=debian_kernel.SEED), cpu=SERVER)
+    )
+    shell = Files(mount, Client(4712, 0, 0))
+    shell.write(
+        "/kprobe_events", "p:jump vfs_write+0x9\np:entry vfs_write count=$arg3\nr:done vfs_read $retval\n"
+    )
+    shell.write("/tracing/events/kprobes/enable", "1")
+    mount.release(mount.create(shell.client, "/scratch/a", 0o600, os.O_WRONLY))
+    shell.write("/scratch/a", "hello")
+    assert shell.read("/scratch/a") == "hello"
+    trace = shell.read("/tracing/trace")
+    assert "entry: (vfs_write+0x4/" in trace or "entry: (vfs_write+0x0/" in trace
+    assert "count=0x5" in trace
+    assert "jump: (vfs_write+0x9/" in trace
+    assert "arg1=0x5" in trace
+    assert MODELS[SERVER].title in shell.read("/machine/cpu")
+    mount.close()
 
 
 def test_a_snapshot_is_of_one_cpu(image: Path) -> None:

@@ -208,14 +208,22 @@ class LinuxCpu:
 
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
-        """Give the CPU the kernel's access rights to memory during the block, in which it must not run."""
+        """Give the CPU the kernel's memory and rights during the block, in which it must not run.
+
+        With page table isolation, the tables of user mode lack the host's pages. A look at these would leave
+        a page fault pending in the library, which turns the next exception into a double fault.
+        """
         state = self._state
         kept = state.hflags
+        tables = state.cr[3]
         state.hflags = kept & ~_CPL
+        if tables & _ISOLATED:
+            state.cr[3] = self.root
         try:
             yield
         finally:
             state.hflags = kept
+            state.cr[3] = tables
 
     def power_on(self, entry: int, stack: int, root: int, gdt: tuple[int, int]) -> None:
         """Put the CPU into 64-bit kernel mode with paging, as the boot protocol requires.
