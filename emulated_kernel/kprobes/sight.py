@@ -18,7 +18,7 @@ class Sight(IntEnum):
 
 
 class LimitedSight(ABC):
-    """Interface of probes whose handlers may see less than everything."""
+    """Interface of probes whose handlers may see only a part of the data of a system call."""
 
     __slots__ = ()
 

@@ -48,7 +48,7 @@ KERNEL_SETTINGS = (
     *("sysfs", "configfs", "securityfs", "efivarfs", "pstore", "bpf", "binfmt_misc", "selinuxfs", "smackfs"),
     *("fusectl", "resctrl", "nfsd"),
 )
-"""File systems through which the host's kernel is set."""
+"""Types of the file systems whose files control the host's kernel."""
 WRITE_BITS = 0o222
 SYSCTL = "/proc/sys"
 SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
@@ -75,7 +75,7 @@ class System:
         Raises: CliError.
         """
         self.environment: dict[str, str] = {}
-        """What is added to the command's."""
+        """Variables that are added to the command's environment."""
         _lay_over(directory, work, real_root=real_root)
         if real_root:
             _print_error("--real-root: the host's tracefs and debugfs are within reach of the command")

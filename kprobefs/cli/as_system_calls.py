@@ -35,7 +35,7 @@ _NOTIF_SEND = 0xC0182101
 _NOTIF_ID_VALID = 0x40082102
 _NOTIF_CONTINUE = 1
 _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
-"""struct seccomp_notif: id, pid, flags, number, architecture, instruction pointer, arguments."""
+"""Layout of struct seccomp_notif: id, pid, flags, number, architecture, instruction pointer, arguments."""
 _RESPONSE = struct.Struct("=QqiI")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -208,7 +208,7 @@ class _Caller:
 
     @property
     def lookup(self) -> Lookup:
-        """This thread in the task's place. Raises: OSError."""
+        """Object by which this thread looks up paths as the task does. Raises: OSError."""
         if self._lookup is None:
             self._lookup = Lookup(self._task)
         return self._lookup

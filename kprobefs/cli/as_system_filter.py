@@ -47,7 +47,7 @@ class StatfsLayout:
     """A structure of statfs(2)."""
 
     fields: struct.Struct
-    """Type, block size, five counts, two words of fsid, name length, fragment size, flags."""
+    """Layout: type, block size, five counts, two words of fsid, name length, fragment size, flags."""
     sizes: tuple[int, ...] = ()
     """Accepted values of the argument before the buffer; empty: there is no such argument."""
 
@@ -80,7 +80,10 @@ class Machine:
     """ABIs whose programs the machine runs. The ABI of the kernel itself comes first."""
     seccomp: int
     ids: tuple[int, int, int]
-    """setgroups(2), setresgid(2) and setresuid(2), which the C library would execute in all threads."""
+    """Numbers of setgroups(2), setresgid(2) and setresuid(2).
+
+    The C library would execute these system calls in all threads.
+    """
 
     def call(self, arch: int, number: int) -> Call:
         """Return a call of the filter."""
@@ -120,7 +123,7 @@ _GENERIC = _calls(
     _NATIVE,
 )
 _OLD = {"mount": 21, "statfs": 99, "fstatfs": 100, "sendfile": 187, "sendfile64": 239}
-"""What 32-bit x86 and ARM have in common."""
+"""Name -> number of the system calls whose numbers 32-bit x86 and ARM have in common."""
 _I386 = _calls(
     {**_OLD, "statfs64": 268, "fstatfs64": 269, "splice": 313, "copy_file_range": 377},
     _STATFS_32,

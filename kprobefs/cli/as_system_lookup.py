@@ -301,7 +301,7 @@ def owner_of_namespace(namespace: int) -> int:
 
 
 def _namespace(namespace: int, request: int) -> int:
-    """Return the inode of a namespace that another one leads to. Raises: OSError."""
+    """Return the inode of the namespace that ioctl `request` on an open namespace opens. Raises: OSError."""
     found = fcntl.ioctl(namespace, request)
     try:
         return os.fstat(found).st_ino

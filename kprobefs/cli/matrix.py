@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """How the command ended on one kernel."""
+    """Result of the command on one kernel."""
 
     case: Case
     status: int

@@ -59,7 +59,7 @@ class Subject:
     pattern: str = ""
     """Pattern of the names of functions to analyse; "" for all functions."""
     remarks: tuple[str, ...] = ()
-    """Sentences, for the output, that limit for which CPUs the counts hold."""
+    """Sentences in the output that say for which CPUs the counts hold."""
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:

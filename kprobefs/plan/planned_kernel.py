@@ -62,7 +62,7 @@ class PlannedKernel:
         self.cpu_description = cpu_description
         """Description, for the output, of the CPUs for which the answers hold."""
         self.remarks: tuple[str, ...] = ()
-        """Sentences, for the output, that limit for which CPUs the answers hold."""
+        """Sentences in the output that say for which CPUs the answers hold."""
         self.is_dump = False
         """Whether the text and data are those of a running kernel."""
         self.is_booted = False

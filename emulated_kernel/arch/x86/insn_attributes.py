@@ -56,7 +56,7 @@ class Relocation(Enum):
     """What the extended strategy does with an instruction in a detour."""
 
     COPY = auto()
-    """The instruction is copied, as by Linux."""
+    """The instruction is copied, as in Linux."""
     BEYOND_TABLE = auto()
     """The instruction is copied, although Linux's opcode table refuses it."""
     SHADOW = auto()

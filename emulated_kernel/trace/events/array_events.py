@@ -231,7 +231,7 @@ class ArrayEvents:
         self._awaited = left
 
     def module_added(self, module: str) -> None:
-        """Enable the events that were awaited of a module, which are registered now.
+        """Enable the events for which set_event has waited until their module was loaded.
 
         Errors of events are ignored. Mirrors: kernel/trace/trace_events.c:update_mod_cache (v7.2).
         """
