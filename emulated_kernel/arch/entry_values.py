@@ -49,8 +49,8 @@ class ValuePlace:
 class EntryValues:
     """Places of a function's entry values before each of its instructions, by forward copy propagation.
 
-    A place counts only if it holds the value on all paths from the entry. A callee may write through the
-    address of a stack slot, so a slot no longer counts once its address may be known to a called function.
+    A place counts only if it holds the value on all paths from the entry. A stack slot counts only until a
+    called function may know its address, because that function may write to the slot.
     """
 
     def __init__(

@@ -92,8 +92,8 @@ class AnalyzedFunction(Generic[Analysis]):
 
         If there are several reasons, the one that Linux checks first counts.
 
-        Linux: up to v5.17, whole fentry sites are refused; later versions let a breakpoint be written into an
-        instruction that ftrace patches as a whole.
+        Linux up to v5.17 refuses whole fentry sites. Later versions allow a breakpoint inside an instruction
+        that ftrace patches as a whole.
         """
         function = self.function
         found = dict[int, RejectReason]()

@@ -46,7 +46,7 @@ A true result means that it has handled the exception.
 BreakHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
 """Function that takes the probe and the registers.
 
-A true result lets the probed instruction run, which ends the hit.
+If the result is true, the probed instruction runs, which ends the hit.
 """
 
 

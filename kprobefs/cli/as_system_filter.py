@@ -2,7 +2,7 @@
 
 FUSE has one f_type for all file systems, and splices nothing from files of size 0. So the filter passes
 statfs(2) and the calls that copy files to a process of kprobefs, which answers them. It also passes mount(2),
-because the kernel lets a command mount a /proc of its own only read-only.
+because the kernel allows a command only a read-only mount of its own /proc.
 """
 
 from __future__ import annotations

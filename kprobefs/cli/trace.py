@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kprobefs.definitions.tracefs_files import Files
 
 NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})")
-"""Name of the instance and of the group of probes of one session; own_name() makes it."""
+"""Pattern for the name of a session's instance and group of probes, which own_name() returns."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""

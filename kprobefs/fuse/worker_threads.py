@@ -55,7 +55,7 @@ class WorkerThreads:
             thread.join()
 
     def _next(self) -> threading.Thread | None:
-        """Return a live thread to wait for. If there is none, return None and let no more threads start."""
+        """Return a live thread to wait for. If there is none, return None and prevent further starts."""
         with self._lock:
             alive = next(filter(threading.Thread.is_alive, self._threads), None)
             self._has_ended = alive is None

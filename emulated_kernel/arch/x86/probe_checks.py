@@ -161,7 +161,10 @@ _RETURN_THUNKS = (
     *("__x86_return_thunk", "its_return_thunk", "retbleed_return_thunk"),
     *("srso_return_thunk", "srso_alias_return_thunk"),
 )
-"""Symbols to which boot lets returns jump. Mirrors: arch/x86/kernel/cpu/bugs.c:x86_return_thunk (v6.12)."""
+"""Symbols of the thunks to which returns jump after boot.
+
+Mirrors: arch/x86/kernel/cpu/bugs.c:x86_return_thunk (v6.12).
+"""
 _LONGEST_REGION = JMP32_SIZE - 1 + MAX_INSN_SIZE
 _BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
 _LEA = re.compile(rb"(?s)(?=(\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d]....))")

@@ -42,8 +42,8 @@ class ModuleFiles:
     def __init__(self, image: Path, release: str, given: Sequence[Path] = ()) -> None:
         """Search the packages and directories `given`, then those that belong to the kernel.
 
-        These are the package `image`, packages next to it with the modules of `release`, and the directory of
-        `release` in /lib/modules if `image` is no package.
+        To the kernel belong the package `image` and the packages next to it with the modules of `release`. If
+        `image` is no package, the directory of `release` in /lib/modules also belongs to it.
         """
         self._release = release
         self._given = [_source(path) for path in given]

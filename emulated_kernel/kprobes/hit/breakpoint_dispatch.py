@@ -269,7 +269,7 @@ class BreakpointDispatch:
             self._debug_traps.pop(insn.step_end - insn.prepared.length, None)
 
     def pass_detour(self, trap: int) -> None:
-        """Skip the breakpoint of a detour without a handler.
+        """Route a detour's breakpoint past itself: a CPU that hits it only continues in the detour.
 
         No jump leads to the detour any more, but a CPU may still be in it.
         """

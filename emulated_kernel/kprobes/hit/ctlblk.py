@@ -29,7 +29,7 @@ class KprobeCtlblk:
     interrupted: list[AggrKprobe] = field(default_factory=list)
     """The probes whose hits the hit of `running` interrupted.
 
-    Linux sets kprobe_status to KPROBE_REENTER instead.
+    In Linux, kprobe_status is KPROBE_REENTER during such a hit.
     """
     by_breakpoint: bool = False
     """Whether the hit of `running` came by a breakpoint, whose exception Linux counts as an NMI."""

@@ -113,7 +113,7 @@ class FtraceSites:
         )
         """Two users: one for all probes without a post_handler, and one for all probes with a post_handler.
 
-        In the order of calls, the age of a user is that of its probe that was armed first.
+        Each of the two takes its place in the order of calls when its first probe is armed.
         Mirrors: kernel/kprobes.c:kprobe_ftrace_ops, kprobe_ipmodify_ops (v6.1).
         """
 
@@ -235,7 +235,7 @@ class FtraceSites:
             self.compile_call(head)
 
     def compile_call(self, head: AggrKprobe) -> None:
-        """Compile the probe's handlers, if possible, and let its site call the code from the next hit on."""
+        """Compile the probe's handlers, if possible. The probe's site calls the code from the next hit on."""
         code = self._compiler.call(head, self.return_at)
         head.compiled = code
         head.is_python = code is None

@@ -437,7 +437,7 @@ class HitHandling:
         """Handle an exception in a step or in compiled code; return True if the guest continues at `regs`.
 
         An access of compiled code continues at its fixup. A fault in the step belongs to the probed
-        instruction: if the probe's fault_handler doesn't handle it, the guest gets the fault at the probed
+        instruction. If the probe's fault_handler doesn't handle it, the guest gets the fault at the probed
         address.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
         """

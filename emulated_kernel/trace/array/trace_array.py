@@ -244,16 +244,16 @@ class TraceArray(ArrayRings, Recorder):
     def target(self) -> RecordTarget | None:
         """Implement Recorder.target: return the buffers to which guest code may record an event.
 
-        Return None if the host must write the record: in the cases of ring_target(), if an option adds call
-        chains, or if there are lists of pids.
+        Return None if the host must write the record. This is the case if ring_target() returns None, if an
+        option adds call chains, or if there are lists of pids.
         """
         return None if self.options.flags & _STACKS or self.pids.is_active else self.ring_target()
 
     def ring_target(self) -> RecordTarget | None:
         """Return the buffers to which guest code may append records, as append() does on the host.
 
-        Return None if the host must append them: if the trace clock does not count nanoseconds, if the host
-        sets the guest's clock, or if option record-tgid is on.
+        Return None if the host must append them. This is the case if the trace clock does not count
+        nanoseconds, if the host sets the guest's clock, or if option record-tgid is on.
         """
         memory = self.system.memory
         if not self.clock.in_ns or self._records_tgid or not memory.can_tell_time:

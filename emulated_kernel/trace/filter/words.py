@@ -34,7 +34,7 @@ class FilterWords:
 
     @property
     def has_cpus(self) -> bool:
-        """Whether `CPUS{LIST}` is a value."""
+        """Whether filters accept a value `CPUS{LIST}`."""
         return InterfaceRule.FILTER_CPUS in self.interface
 
 

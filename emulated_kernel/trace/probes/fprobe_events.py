@@ -293,9 +293,9 @@ class FprobeEvents(KprobeEvents):
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         """Parse a command of at least one word, or return None for other commands.
 
-        The commands are `f[N][:[GRP/][EVENT]] SYMBOL[%return] [FETCHARGS]`, in which SYMBOL may be a glob
-        whose functions are looked up when the probe is registered, and
-        `t[:[GRP/][EVENT]] TRACEPOINT [FETCHARGS]`.
+        The commands are `f[N][:[GRP/][EVENT]] SYMBOL[%return] [FETCHARGS]` and
+        `t[:[GRP/][EVENT]] TRACEPOINT [FETCHARGS]`. SYMBOL may be a glob, whose functions are looked up when
+        the probe is registered.
         Raises: KernelError EINVAL, ENOENT, EOPNOTSUPP, E2BIG (logged).
         Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.12).
         """
