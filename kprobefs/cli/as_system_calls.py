@@ -103,7 +103,7 @@ class CallAnswerer:
     def _copying(self, waiting: _Waiting) -> int | None:
         """Return EINVAL if the call copies from a text file of the mount, so that the caller reads the file.
 
-        Return None for other files, so that the kernel executes the call. Linux: tracefs gives EINVAL too.
+        Return None for other files, so that the kernel executes the call. Linux's tracefs returns EINVAL too.
         """
         number = waiting.arguments[waiting.call.file] & 0xFFFFFFFF
         found = Found(f"/proc/{waiting.task}/fd/{number}")

@@ -337,7 +337,7 @@ def insn_length(half: int) -> int:
 def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
     """Decode the first instruction of `code`; `compressed`: the kernel uses RVC.
 
-    Linux: every bit pattern is an instruction, even one that no processor knows.
+    As in Linux, every bit pattern is an instruction, even one that no processor knows.
     Raises: KernelError EINVAL (`code` ends inside the instruction, or it has 2 bytes without RVC).
     """
     bits = int.from_bytes(code[:RVI_SIZE], "little")

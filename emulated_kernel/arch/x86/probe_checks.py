@@ -121,7 +121,7 @@ def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | No
 
     The rejection names the first of these instructions in address order.
 
-    Linux: the byte after the five replaced ones also counts as a jump target.
+    As in Linux, the byte after the five replaced ones also counts as a jump target.
     """
     hazard = analysis.flow.hazard
     jump = analysis.flow.jump_into(addr + INT3_SIZE, addr + JMP32_SIZE)

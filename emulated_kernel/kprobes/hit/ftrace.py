@@ -290,7 +290,7 @@ class FtraceSites:
     def enable(self, value: int) -> None:
         """Set sysctl kernel.ftrace_enabled. With 0 all sites become nops, and users keep their sites.
 
-        Linux: fails with EBUSY while a live patch is registered; this kernel has no live patches.
+        In Linux, this fails with EBUSY while a live patch is registered. This kernel has no live patches.
         Mirrors: kernel/trace/ftrace.c:ftrace_enable_sysctl (v6.1).
         """
         self._lock.assert_held()

@@ -475,7 +475,7 @@ class HitHandling:
         An interrupt is forbidden between a hit and the end of its step, because the CPU's registers belong to
         the hit. It is forbidden in a compiled handler, which may have written half a record. It is also
         forbidden between the two instructions of a jump or call that may be removed.
-        Linux: where a jump or call is two instructions, the kernel isn't preempted, so that no task is
+        In Linux, a kernel in which a jump or call is two instructions isn't preempted, so that no task is
         between them while they are patched.
         """
         ip = self._machine.regs.ip

@@ -270,8 +270,8 @@ class Optimizer:
     def flush(self) -> None:
         """Execute the queued requests now. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
 
-        Linux: also waits for quiescence. Deviates: the guest doesn't run meanwhile. If a CPU or task is in
-        the way, the requests stay queued.
+        Linux: the flush also waits for quiescence. Deviates: the guest doesn't run during the flush. If a CPU
+        or task is in the way, the requests stay queued.
         """
         if self.optimizing or self.unoptimizing:
             self.work.flush()

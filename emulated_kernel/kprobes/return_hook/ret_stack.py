@@ -73,7 +73,7 @@ class RetStack(ShadowStack):
     """For each task, an array of words that is a stack of entries of any size.
 
     All tasks get their arrays at the first hook; a later task gets its array at its first hooked call.
-    Linux: at fork.
+    In Linux, a task gets its array at fork.
     Mirrors: kernel/trace/fgraph.c:alloc_retstack_tasklist, ftrace_push_return_trace (v6.1); the layout is
     that of v6.10.
     """

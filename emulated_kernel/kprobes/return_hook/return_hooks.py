@@ -162,7 +162,7 @@ class ReturnHooks:
         self._lock.assert_held()
         self.handler_changed(hook)
         # No CPU may be in the hook's code when its memory is freed.
-        # Linux: frees it after an RCU grace period.
+        # Linux frees it after an RCU grace period.
         self._machine.text.sync()
         del self._hooks[hook.address]
         self.stack.remove_hook(hook.address)

@@ -114,7 +114,7 @@ class FetchContext:
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
-    """Whether the kernel is probed. If not, a program is, so expressions name file offsets, not symbols."""
+    """Whether the probe is in the kernel, not in a program, in which expressions name file offsets."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
     """For event probes: resolves the event's field that an argument names, after the argument is parsed."""
     in_fprobe: bool = False
@@ -157,7 +157,7 @@ class FetchContext:
 def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
     """Compile the arguments of a command. `words` are the words from the third word on.
 
-    Linux: up to 6.1, arguments after the 128th are silently ignored.
+    In Linux up to 6.1, arguments after the 128th are silently ignored.
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
     interface = context.interface

@@ -68,7 +68,7 @@ def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS
 def _check_nesting(text: str) -> None:
     """Check the parentheses and quotes of a filter. Raises: FilterParseError.
 
-    Linux: this first pass has its own errnos, such as ESRCH for a missing quote.
+    As in Linux, this first pass has its own errnos, such as ESRCH for a missing quote.
     Mirrors: kernel/trace/trace_events_filter.c:calc_stack (v6.1).
     """
     opened: list[int] = []

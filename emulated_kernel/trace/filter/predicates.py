@@ -138,7 +138,7 @@ class FunctionPredicate:
 class CpusPredicate:
     """Predicate that compares a set of CPUs, a field's number, or the event's CPU with the CPUs `cpus`.
 
-    Linux: a single CPU never equals two or more.
+    As in Linux, a single CPU never equals two or more.
     Mirrors: do_filter_cpumask, do_filter_scalar_cpumask, do_filter_cpumask_scalar (v6.12).
     """
 
@@ -170,7 +170,8 @@ class CpusPredicate:
 class NeverPredicate:
     """A predicate that is always false.
 
-    Linux: comparisons of arrays whose size is not that of a number, and `&` with the CPU, are always false.
+    As in Linux, comparisons of arrays whose size is not that of a number, and `&` with the CPU, are always
+    false.
     """
 
     def test(self, entry: RawEntry) -> bool:

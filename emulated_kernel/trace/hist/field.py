@@ -211,7 +211,7 @@ class HistField:
     def expression_text(self, level: int = 0) -> str:
         """Return the name of the expression that the field is.
 
-        Linux: the negation of a bucket, and the double negation of an expression, have no name.
+        As in Linux, the negation of a bucket, and the double negation of an expression, have no name.
         Mirrors: expr_str (v6.1).
         """
         if level > 1:
@@ -320,8 +320,7 @@ def _divide(value: int, divisor: int) -> int:
 def divide_by_constant(value: int, divisor: int) -> int:
     """Return value / divisor as Linux computes it for a constant divisor.
 
-    Linux: if the divisor is below 2**20 and not a power of two, quotients of small numbers are rounded up a
-    little.
+    If the divisor is below 2**20 and not a power of two, quotients of small numbers are rounded up a little.
     """
     if not divisor & (divisor - 1) or max(divisor - 1, value) >= 1 << _DIV_SHIFT:
         return value // divisor

@@ -224,7 +224,7 @@ class HistCommand(TriggerCommand):
     def remove_all(self, file: EventFile) -> None:
         """Remove all histograms of an event.
 
-        Linux: if another histogram uses a variable of any of them, none is removed.
+        As in Linux, if another histogram uses a variable of any of them, none is removed.
 
         Mirrors: hist_unreg_all (v6.1).
         """

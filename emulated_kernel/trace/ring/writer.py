@@ -190,7 +190,7 @@ class RingWriter:
     def empty_damaged(self) -> None:
         """Report that guest code has damaged the buffer, and empty the buffer.
 
-        Linux: recording stops, and a warning is logged.
+        In Linux, recording stops instead, and a warning is logged.
         Mirrors: kernel/trace/ring_buffer.c:RB_WARN_ON (v6.1)
         """
         self.place.report("ring buffer", "its control block does not describe its pages")

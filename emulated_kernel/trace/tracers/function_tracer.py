@@ -69,7 +69,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._hooks.detach(self._user)
 
     def option_changed(self, name: str) -> None:
-        """Attach again, because the options select another handler now. Mirrors: func_set_flag (v6.1)."""
+        """Attach the handler that the tracer's options now select. Mirrors: func_set_flag (v6.1)."""
         if name in tuple(FunctionOption):
             self._hooks.detach(self._user)
             self._update()
