@@ -1,4 +1,4 @@
-"""EntryValues: where a function keeps the values that its registers and stack had at its entry.
+"""EntryValues: the places of the values that registers and stack had at a function's entry.
 
 A fetch argument can read a function's parameter from such a place in the middle of the function.
 """

@@ -1,4 +1,4 @@
-"""Sight: what a probe's handlers can see of the system call in which the probe is hit."""
+"""Sight: the kinds of data that a probe's handlers can read about the system call of a hit."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class System:
     """Shows a mount at the system's own paths to one command."""
 
     def __init__(self, directory: str, work: Path, *, real_root: bool) -> None:
-        """Mount what is at `directory` at the system's paths, too; create additional files in `work`.
+        """Show the mount at `directory` at the system's paths, too. Create additional files in `work`.
 
         `real_root`: the command keeps this process's rights, by which it can reach the host's tracefs.
 

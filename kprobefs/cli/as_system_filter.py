@@ -1,4 +1,4 @@
-"""The seccomp filter of a command under `--as-system`: which system calls it intercepts on each machine.
+"""The seccomp filter of a command under `--as-system`: the system calls to intercept, by machine.
 
 FUSE has one f_type for all file systems, and splices nothing from files of size 0. So the filter passes
 statfs(2) and the calls that copy files to a process of kprobefs, which answers them. It also passes mount(2),

@@ -1,4 +1,4 @@
-"""`kprobefs coverage`: how many instructions of a kernel can be probed or optimized, and reasons if not."""
+"""`kprobefs coverage`: numbers of a kernel's instructions that can be probed or optimized, and reasons."""
 
 from __future__ import annotations
 

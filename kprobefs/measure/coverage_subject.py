@@ -48,7 +48,7 @@ _UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class Subject:
-    """What `coverage` analyses: the functions of one kernel, and its tables."""
+    """The functions and tables of one kernel, which `coverage` analyses."""
 
     title: str
     """Name of the kernel in tables."""

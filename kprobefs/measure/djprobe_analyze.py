@@ -1,4 +1,4 @@
-"""`kprobefs djprobe-analyze`: the region that a djprobe would replace at an address, or why it can't.
+"""`kprobefs djprobe-analyze`: the region that a djprobe would replace at an address, or the rejection.
 
 Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.2, and its tool djprobe_static_code_analyzer.
 """

@@ -24,7 +24,7 @@ _Slots = tuple[tuple[Value, Value], ...]
 
 
 class Flow(Enum):
-    """Where control goes after an instruction."""
+    """Successors of an instruction in the flow of control."""
 
     NEXT = auto()
     BRANCH = auto()
@@ -167,7 +167,7 @@ def forget_registers(names: Sequence[str]) -> Effect:
 
 @dataclass(frozen=True, slots=True)
 class FrameInsn:
-    """An instruction's effect on the stack frame, and where control goes after the instruction."""
+    """An instruction's effect on the stack frame, and its successors in the flow of control."""
 
     length: int
     """Length of the instruction in bytes."""

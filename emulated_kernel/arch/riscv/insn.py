@@ -89,7 +89,7 @@ EMULATED = frozenset((RiscvOpcode.AUIPC, RiscvOpcode.JAL, RiscvOpcode.JALR, Risc
 
 
 class Handling(Enum):
-    """How a probe executes an instruction. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
+    """Way in which a probe executes an instruction. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
 
     REJECTED = auto()
     SIMULATED = auto()
@@ -147,7 +147,7 @@ class RiscvInsnAttributes:
         self._word = word
         self.opcode = word & 0x7F
         self.handling = _HANDLING.get(self.opcode, Handling.COPIED)
-        """How the instruction is executed out of line.
+        """Way in which the instruction is executed out of line.
 
         Deviates: v6.1 refuses compressed jumps and branches, which v6.6 simulates. v6.1 also mistakes c.addiw
         for the c.jal of 32-bit RISC-V, and refuses it too.

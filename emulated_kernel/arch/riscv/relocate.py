@@ -27,7 +27,7 @@ _LONG_BRANCH = 12
 
 
 class Relocation(Enum):
-    """What the extended strategy does with an instruction in a detour."""
+    """Treatment of an instruction in a detour by the extended strategy."""
 
     COPY = auto()
     BEYOND_TABLE = auto()

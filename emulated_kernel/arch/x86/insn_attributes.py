@@ -53,7 +53,7 @@ class ControlTransfer(Enum):
 
 
 class Relocation(Enum):
-    """What the extended strategy does with an instruction in a detour."""
+    """Treatment of an instruction in a detour by the extended strategy."""
 
     COPY = auto()
     """The instruction is copied, as in Linux."""
@@ -62,7 +62,7 @@ class Relocation(Enum):
     SHADOW = auto()
     """The instruction is copied together with the next one, before which it delays interrupts."""
     LEAVE = auto()
-    """The instruction is copied, and what follows is never executed: a return or an indirect jump."""
+    """A return or an indirect jump, which is copied. The code after the copy is never executed."""
     JUMP = auto()
     BRANCH = auto()
     """A conditional jump."""
@@ -77,9 +77,9 @@ class InsnAttributes(NamedTuple):
     length: int
     """Length of the instruction in bytes."""
     refusal: RejectReason | None
-    """Why a kprobe can't execute the instruction out of line; None if it can."""
+    """Reason why a kprobe can't execute the instruction out of line; None if it can."""
     rejection: RejectReason | None
-    """Why the instruction can't be executed in a detour buffer; None if it can.
+    """Reason why the instruction can't be executed in a detour buffer; None if it can.
 
     An instruction in the exception table can't be executed there either.
     """

@@ -1,4 +1,4 @@
-"""Members of structures by their offset, from BTF: what a fetch argument reads through a pointer."""
+"""Members of structures by their offset, from BTF: they describe the data that a dereference reads."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """Return the saved registers, the slot of the return address, and where to store the real address."""
+        """Return the saved registers, the slot of the return address, and the place for the real address."""
         saved = self._frames[regs.sp]
         after = regs.sp + len(self._arch.pt_regs) * self._word
         return saved, after if self._arch.registers.link is None else saved.sp, after

@@ -10,7 +10,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FilterType(Enum):
-    """How a filter compares a field.
+    """Kind of comparison of a field by filters.
 
     Mirrors: include/linux/trace_events.h:FILTER_OTHER and its likes (v6.1).
     """
@@ -34,7 +34,7 @@ class FilterType(Enum):
 
 @dataclass(frozen=True)
 class FilterField:
-    """A field of an event, and how filters compare it."""
+    """A field of an event, and the kind of its comparison by filters."""
 
     type: FilterType
     declared: EventField

@@ -1,4 +1,4 @@
-"""A field of a histogram: a key, value, variable or reference, and how its value at a hit is computed."""
+"""A field of a histogram (a key, value, variable or reference) and the computation of its value at a hit."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class HistField:
 
 
 class Histogram:
-    """What fields, actions and other histograms use of a histogram: its fields and its map."""
+    """The parts of a histogram that fields, actions and other histograms use: its fields and its map."""
 
     def __init__(
         self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, attrs: HistAttrs

@@ -1,4 +1,4 @@
-"""Operators of histogram expressions: where an expression is split, and how names are split."""
+"""Operators of histogram expressions: splitting of expressions at operators, and of names at dots."""
 
 from __future__ import annotations
 

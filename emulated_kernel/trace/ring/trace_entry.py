@@ -98,7 +98,7 @@ _FAULTED_SIZE = 9
 
 @dataclass(frozen=True)
 class AddressStyle:
-    """How addresses in entries are printed: by which symbols, and under which trace options."""
+    """Settings for the printing of addresses in entries: the symbols and the trace options."""
 
     symbols: KernelSymbols
     word_size: int = 8

@@ -1,4 +1,4 @@
-"""The error_log file: why the last commands failed, with a caret under the wrong part of each command."""
+"""The error_log file: errors of the last commands, with a caret under the wrong part of each command."""
 
 from __future__ import annotations
 
