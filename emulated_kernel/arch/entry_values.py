@@ -90,7 +90,7 @@ class EntryValues:
     def at(self, addr: int) -> dict[str, list[ValuePlace]]:
         """Return register or stack word at the entry -> places of its value before the instruction at `addr`.
 
-        Stack words are counted from the one above the return address. Only those that are parameters may be
+        Stack words are counted from the one above the return address. Only words that are parameters may be
         used: the others belong to the caller, which may pass their addresses. The result is empty if no path
         to the address is known.
         """

@@ -101,7 +101,7 @@ KERNEL_INTERFACE = "kernel"
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
 """Names of policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
 STRATEGIES = ("extended",)
-"""Names of the policies that can replace that of a profile; `extended` optimizes where Linux refuses."""
+"""Names of the policies that can replace a profile's policy; `extended` optimizes where Linux refuses."""
 _OLD: dict[str, Any] = {
     "stepper": Stepper.TRAP_FLAG,
     "ftrace": False,

@@ -216,7 +216,7 @@ class _Caller:
     def look_up(self, address: int) -> int:
         """Open a path with O_PATH as the task would, and return the descriptor. Raises: OSError.
 
-        `address` is that of the path in the task's memory.
+        `address` is the address of the path in the task's memory.
         """
         return self.lookup.open(self.read_text(address))
 

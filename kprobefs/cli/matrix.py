@@ -70,7 +70,7 @@ def cases(
     """Return the kernels of the matrix: each combination of the options that a kernel can have.
 
     `archs` and `profiles` select kernels of kprobefs, and `images` and `kprobes` distributions' kernels.
-    Without any, the matrix has kprobefs's own kernel.
+    If none is given, the matrix has kprobefs's own kernel.
     """
     more = () if clock is None else ("--clock", clock)
     found = []

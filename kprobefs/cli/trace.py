@@ -360,7 +360,7 @@ def own_name() -> str:
 def sweep(files: Files, tracefs: Path) -> None:
     """Remove probes and instances that killed `kprobefs trace` processes have left.
 
-    `files`: the mount's files. `tracefs`: path of its tracefs. Other processes may do the same meanwhile.
+    `files`: the mount's files. `tracefs`: path of its tracefs. Other processes may do the same concurrently.
     """
     with suppress(OSError):
         root = files.tracefs()

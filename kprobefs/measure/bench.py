@@ -446,7 +446,7 @@ def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_jso
 
 
 def table(figures: Sequence[HitFigure]) -> Iterator[str]:
-    """Yield the lines of a table: net nanoseconds, their ratio to those of SAVE_ALL, published figures."""
+    """Yield the lines of a table: net nanoseconds, their ratio to SAVE_ALL's, published figures."""
     head = f"{'':21} {'net ns':>8} {'p10':>8} {'p90':>8} {'peak':>8} {'ratio':>7} {'traps':>5} {'instr':>5}"
     for probe, title in HANDLERS.items():
         rows = [figure for figure in figures if figure.case.probe == probe]

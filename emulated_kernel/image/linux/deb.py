@@ -103,7 +103,7 @@ class PackageTar:
     def files(self, offset: int = 0) -> Iterator[tuple[str, int, int, int]]:
         """Yield path, offset and size of each regular file in the tar, and the offset of the next header.
 
-        `offset` is that of the first header to read.
+        `offset` is the offset of the first header to read.
 
         Deviates: tarfile reads long names of any length; here the headers of long names are skipped.
         """

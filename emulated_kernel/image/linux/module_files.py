@@ -40,10 +40,10 @@ class ModuleFiles:
     """
 
     def __init__(self, image: Path, release: str, given: Sequence[Path] = ()) -> None:
-        """Search the packages and directories `given`, then those that belong to the kernel.
+        """Search the packages and directories `given`, then the sources that belong to the kernel.
 
-        To the kernel belong the package `image` and the packages next to it with the modules of `release`. If
-        `image` is no package, the directory of `release` in /lib/modules also belongs to it.
+        The sources of the kernel are the package `image`, and the packages next to it with modules of
+        `release`. If `image` is no package, the directory of `release` in /lib/modules is a source too.
         """
         self._release = release
         self._given = [_source(path) for path in given]

@@ -110,7 +110,7 @@ class Compiler:
     def log_failure(self, error: Exception) -> None:
         """Log once that guest code can't be compiled because an import or a call of the host failed.
 
-        Python handles the hits meanwhile.
+        Until compilation succeeds, Python handles the hits.
         """
         text = str(error)
         if isinstance(error, (ImportError, OSError)) and text != self._last_warning:

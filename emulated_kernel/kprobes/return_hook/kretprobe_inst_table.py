@@ -188,7 +188,7 @@ class KretprobeInstTable(RethookListStack):
 class InstancesCode(StackCode[KretprobeInstTable]):
     """Emits guest code that uses a KretprobeInstTable.
 
-    Locks are held for a few instructions, with no interrupt on the CPU meanwhile.
+    Locks are held for a few instructions, during which no interrupt comes on the CPU.
 
     Linux: interrupts are turned off. Deviates: they stay on, but are never delivered in compiled code
     (HitHandling.may_interrupt). A CPU that holds a lock is not preempted (Machine.preempt_if), because Python

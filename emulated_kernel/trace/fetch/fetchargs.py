@@ -263,7 +263,7 @@ class _ArgParser:
         self._bits = 8 * context.arch.word_size
         self._rules = context.interface.rules
         self._named: NamedArgs | None = None
-        """The compiler of the name whose BTF type is that of the value, or None."""
+        """The compiler of the name that determined the BTF type of the value, or None."""
         self._end = 0
         """Column of the innermost expression that was parsed last."""
 

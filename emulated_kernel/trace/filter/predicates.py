@@ -86,7 +86,7 @@ Mirrors: USTRING_BUF_SIZE (v6.1).
 class StringPredicate:
     """Predicate that matches a string field with a pattern.
 
-    `offset` and `size` are those of the field, in bytes.
+    `offset` and `size` are the offset and the size of the field in bytes.
     """
 
     source: FilterType

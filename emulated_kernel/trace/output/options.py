@@ -71,7 +71,7 @@ _RULES = {
     TraceOption.HASH_PTR: InterfaceRule.OPTION_HASH_PTR,
     TraceOption.BITMASK_LIST: InterfaceRule.OPTION_BITMASK_LIST,
 }
-"""Option that not all versions have -> rule of those that have it."""
+"""Option that only some versions of Linux have -> interface rule of these versions."""
 
 
 def option_names(interface: Interface) -> dict[str, TraceOption]:
