@@ -99,7 +99,7 @@ class Credentials:
         return Found(self._directory).owner
 
     def may_inspect(self, other: Credentials) -> bool:
-        """Return True if it is certain that this process may follow another's links in /proc, such as cwd.
+        """Return True if this process may certainly follow the links in the /proc/PID of `other`.
 
         Mirrors: kernel/ptrace.c:__ptrace_may_access (v6.1), with PTRACE_MODE_READ_FSCREDS.
         """

@@ -38,7 +38,7 @@ class Variant:
     """A kernel with its returns rewritten in one of the ways in which boot may do so."""
 
     returns: str
-    """Name of the way (a value of ReturnThunks); "" if the kernel's text stays as it is."""
+    """Name of the way in which returns are rewritten (a value of ReturnThunks); "" if they are unchanged."""
     judge: Judge
 
 

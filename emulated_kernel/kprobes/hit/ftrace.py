@@ -359,7 +359,7 @@ class FtraceSites:
                 self._with_regs.discard(site)
 
     def forget(self, sites: Iterable[int]) -> None:
-        """Forget the past of sites whose text is about to be freed."""
+        """Remove sites from `touched` and `modified`, because their text is about to be freed."""
         self.touched.difference_update(sites)
         self.modified.difference_update(sites)
 

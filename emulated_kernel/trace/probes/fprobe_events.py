@@ -148,7 +148,7 @@ class TraceFprobe(TraceKprobe):
         return len(self._fprobe.functions) == 1 and super().emit(builder, way)
 
     def _kept(self, _fp: Fprobe, _address: int, regs: Any, data: memoryview) -> None:
-        """Keep the function arguments that the event has, as the entry handler of an fprobe on exits."""
+        """Handle an entry of an fprobe on exits: store the function arguments that the event records."""
         self.keep_arguments(data, regs)
 
     def _called(self, _fp: Fprobe, address: int, regs: Any, data: memoryview) -> None:

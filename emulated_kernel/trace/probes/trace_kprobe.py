@@ -391,7 +391,7 @@ class TraceKprobe(TraceProbe):
     # Hits
 
     def _entered(self, instance: KretprobeInstance, regs: Regs) -> None:
-        """Keep the function arguments that the event has, as the entry handler of a return probe."""
+        """Handle the entry of a return probe: store the function arguments that the event records."""
         self.keep_arguments(instance.data, regs)
 
     def keep_arguments(self, data: memoryview, regs: Regs) -> None:

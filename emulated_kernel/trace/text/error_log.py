@@ -21,9 +21,10 @@ _POSITION_MASK = 0xFFFF
 
 
 class CommandError(Enum):
-    """Base class of the errors of commands. A member is an identity; kernels differ in the texts of some.
+    """Base class of the errors of commands.
 
-    Tools match the texts, so they are an interface.
+    A member identifies an error, whose text may differ between kernels. Tools match the texts, so they are an
+    interface.
     """
 
     texts: tuple[str, ...]
