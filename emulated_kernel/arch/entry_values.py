@@ -27,7 +27,7 @@ from emulated_kernel.util.fast_dataclass import dataclass, replace
 STACK_WORD = "stack"
 """Beginning of the name of a word on the stack at a function's entry, before its number from 0 on."""
 _STACK_WORDS = 8
-"""Number of stack words above the return address whose values at the entry EntryValues looks for."""
+"""Number of stack words above the return address whose entry values are tracked."""
 _PRIVATE = ("private locals", "private parameters")
 """Entries of Frame.regs for the slots below and above the return address.
 

@@ -214,8 +214,8 @@ class KnownNodes:
         """Send the reply to the LOOKUP `unique` of a known node.
 
         Return False, with nothing sent, if the node was forgotten after its look-up. `directory` is the node
-        id of the directory. `ends` is the value of the attribute `ends` when the request came. `attributes` is a
-        struct fuse_attr. They are valid for `validity` nanoseconds, unless the name gets a validity.
+        id of the directory. `ends` is the value of the attribute `ends` when the request came. `attributes`
+        is a struct fuse_attr. They are valid for `validity` nanoseconds, unless the name gets a validity.
         """
         key = (directory, name)
         lasts = self._may_last(node.path)
