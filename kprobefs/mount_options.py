@@ -66,7 +66,7 @@ class MountOptions:
     cpu: str | None = None
     """Production CPU that a distribution's kernel sees: a model, `host` or an archive's path; or None."""
     follows_version: bool = False
-    """Whether a distribution's kernel has the interface of its own version instead of that of the profile."""
+    """Whether a distribution's kernel has the interface of its own version instead of the profile's."""
 
     @property
     def source(self) -> str:

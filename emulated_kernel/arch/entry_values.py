@@ -1,4 +1,4 @@
-"""EntryValues: where a function keeps the values that its registers and stack had at its entry.
+"""EntryValues: the places of the values that registers and stack had at a function's entry.
 
 A fetch argument can read a function's parameter from such a place in the middle of the function.
 """
@@ -27,7 +27,7 @@ from emulated_kernel.util.fast_dataclass import dataclass, replace
 STACK_WORD = "stack"
 """Beginning of the name of a word on the stack at a function's entry, before its number from 0 on."""
 _STACK_WORDS = 8
-"""Number of stack words above the return address whose values at the entry EntryValues looks for."""
+"""Number of stack words above the return address whose entry values are tracked."""
 _PRIVATE = ("private locals", "private parameters")
 """Entries of Frame.regs for the slots below and above the return address.
 
@@ -49,8 +49,8 @@ class ValuePlace:
 class EntryValues:
     """Places of a function's entry values before each of its instructions, by forward copy propagation.
 
-    A place counts only if it holds the value on all paths from the entry. A callee may write through the
-    address of a stack slot, so a slot no longer counts once its address may be known to a called function.
+    A place counts only if it holds the value on all paths from the entry. A stack slot counts only until a
+    called function may know its address, because that function may write to the slot.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EntryValues:
     def at(self, addr: int) -> dict[str, list[ValuePlace]]:
         """Return register or stack word at the entry -> places of its value before the instruction at `addr`.
 
-        Stack words are counted from the one above the return address. Only those that are parameters may be
+        Stack words are counted from the one above the return address. Only words that are parameters may be
         used: the others belong to the caller, which may pass their addresses. The result is empty if no path
         to the address is known.
         """

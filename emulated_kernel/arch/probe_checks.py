@@ -51,8 +51,8 @@ class OptimizationPolicy(Generic[Analysis]):
     beyond: OptimizationPolicy[Analysis] | None = None
     """Policy that decides where this policy rejects a jump; it applies only to functions that ftrace knows.
 
-    These are compiled functions. The kernel itself rewrites calls in its assembly while it runs, without a
-    table: in ftrace's trampolines and in those of static calls.
+    Such functions are compiled. In trampolines of ftrace and of static calls, which are assembly, the kernel
+    rewrites calls while it runs, and no table lists these calls.
     """
     by_commit: bool = False
     """Whether a djprobe commit writes the jumps, for the probes that request a jump by their `length`.
@@ -74,7 +74,7 @@ class OptimizationPolicy(Generic[Analysis]):
 class AnalyzedFunction(Generic[Analysis]):
     """A function of the kernel with its analysis.
 
-    It is decoded when one of its instructions is first checked.
+    The function is decoded when one of its instructions is first checked.
     """
 
     def __init__(self, symbol: Symbol, function: Function, analyse: Callable[[Function], Analysis]) -> None:
@@ -92,8 +92,8 @@ class AnalyzedFunction(Generic[Analysis]):
 
         If there are several reasons, the one that Linux checks first counts.
 
-        Linux: up to v5.17, whole fentry sites are refused; later versions let a breakpoint be written into an
-        instruction that ftrace patches as a whole.
+        Linux up to v5.17 refuses whole fentry sites. Later versions allow a breakpoint inside an instruction
+        that ftrace patches as a whole.
         """
         function = self.function
         found = dict[int, RejectReason]()
@@ -174,7 +174,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @abstractmethod
     def check_insn(self, analysis: Analysis, addr: int) -> Rejection | None:
-        """Return why the instruction at `addr` can't be executed out of line; None if it can.
+        """Return the reason why the instruction at `addr` can't be executed out of line; None if it can.
 
         Mirrors: arch_prepare_kprobe (v6.1).
         """
@@ -203,7 +203,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return the size in bytes of the jump label whose first bytes are `code`."""
 
     def fentry_nop(self, code: bytes) -> bytes:
-        """Return what boot writes to an fentry site that is linked as `code`."""
+        """Return the nop that boot writes to an fentry site that is linked as `code`."""
         return code
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
@@ -238,7 +238,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     # Registering
 
     def may_probe(self, addr: int) -> Rejection | None:
-        """Return why a kprobe can't be registered at `addr`; None if it can.
+        """Return the reason why a kprobe can't be registered at `addr`; None if it can.
 
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
@@ -282,7 +282,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:_PAD_SAMPLE])
 
     def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
-        """Return why the image's tables forbid a probe at `addr`, or None.
+        """Return the reason why the image's tables forbid a probe at `addr`, or None if they allow it.
 
         `where` is the symbol that contains `addr`.
         Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1).
@@ -296,7 +296,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return None if reason is None else Rejection(reason, addr)
 
     def check_prepare(self, addr: int) -> Rejection | None:
-        """Return why the instruction at `addr` can't be probed, or None.
+        """Return the reason why the instruction at `addr` can't be probed, or None if it can.
 
         check_address_safe() must have allowed `addr`.
         """
@@ -341,7 +341,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self._symbols.lookup_name(base) if dot else None
 
     def has_whole(self, symbol: Symbol) -> bool:
-        """Return False only for a split-off part whose whole function is unknown."""
+        """Return True unless the compiler split `symbol` off from a function that is unknown."""
         return "." not in symbol.name or self._split_from(symbol) is not None
 
     # Optimizing
@@ -519,7 +519,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return finding if about is None else replace(finding, blamed=self._texts[about])
 
     def register_text(self, addr: int) -> str:
-        """Return text that names the register that isn't free at `addr`, and why.
+        """Return text with the register that isn't free at `addr`, and the reason.
 
         Only jumps on RISC-V need a register.
         """

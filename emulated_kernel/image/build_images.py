@@ -222,7 +222,7 @@ def write_image(arch: str, output: Path) -> int:
     """Build an image into a file that `--image` accepts, and return exit status 0.
 
     The argument counts of the image's functions are written to another file in the same directory. If pahole
-    is installed, so are the types of the kernel.
+    is installed, the kernel's types (BTF) are written to a third file there.
     """
     built = build(arch)
     _write_files(built, output)

@@ -1,9 +1,9 @@
-"""Which functions of a prebuilt image its system calls can execute, found in the image's machine code.
+"""Functions of a prebuilt image that its system calls can execute, found in the image's machine code.
 
 `python -m emulated_kernel.image.call_graph` writes prebuilt/ARCH/FILE_NAME; `--check` compares.
 
 A function's calls and jumps lead to functions. An indirect call may lead to any function whose address the
-image uses, in text or in data, except in the tables that no code calls through. Only the dispatch of system
+image uses in text or in data. Tables through which no code calls do not count. Only the dispatch of system
 calls uses an address in `sys_call_table`. The result has more functions than are ever executed.
 """
 
@@ -73,7 +73,7 @@ class FunctionCalls:
 
     @cached_property
     def _known(self) -> tuple[list[int], bytes] | None:
-        """The addresses of the functions, ascending, and a mask of Calls for each; None without a file."""
+        """Sorted addresses of the functions, and a mask of Calls for each; None if the file is missing."""
         try:
             found = json.loads(self._file)
             masks = bytes.fromhex(found["masks"])

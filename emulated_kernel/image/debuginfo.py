@@ -33,7 +33,7 @@ class DebugInfo:
     """Debug information about an ELF file for x86. A compile unit is parsed when it is first needed."""
 
     def __init__(self, code: Any, debug: Any) -> None:
-        """Use two open ELF files, which may be one: `code` contains the text, `debug` the DWARF."""
+        """Use two open ELF files, which may be the same file: `code` contains the text, `debug` the DWARF."""
         self._code = code
         self._debug = debug
         machine = code["e_machine"]
@@ -60,7 +60,7 @@ class DebugInfo:
         raise KernelError(errno.ENOENT, f"{addr:#x} is in no function that the debug information describes")
 
     def named(self, name: str) -> tuple[DescribedFunction, int]:
-        """Return the function with this symbol or, without one, with this DWARF name; and its address.
+        """Return a function and its address, by its symbol, or else by its DWARF name.
 
         Functions that the compiler changed have only the DWARF name; their symbol is NAME.isra.0 or similar.
 
@@ -151,8 +151,8 @@ class DebugInfo:
 def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -> Iterator[DebugInfo]:
     """Open the debug information of an ELF file.
 
-    It is in `debug_path` if that is given, in the ELF file, or in a separate debug file, which is searched
-    for. `path` is the path of the ELF file or of the compressed kernel that contains it.
+    The information is in `debug_path` if that is given, in the ELF file, or in a separate debug file, which
+    this function searches for. `path` is the path of the ELF file or of the compressed kernel around it.
     Raises: OSError, KernelError EINVAL (no ELF file for x86), ENOENT (no debug information is found).
     """
     from elftools.common.exceptions import ELFError

@@ -124,7 +124,7 @@ class AggrKprobe(AssemblyOwner):
     jprobe: Kprobe | None = field(default=None, init=False, repr=False)
     """The member that is a jprobe or has a break_handler, or None. An address has at most one such member."""
     _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
-    """Member whose pre_handler ended the latest hit. Linux: kprobe_instance."""
+    """Member whose pre_handler ended the latest hit. Linux calls it kprobe_instance."""
     _with_post_handler: int = field(default=0, init=False, repr=False)
     _with_assembly: int = field(default=0, init=False, repr=False)
     _with_post_assembly: int = field(default=0, init=False, repr=False)
@@ -136,8 +136,9 @@ class AggrKprobe(AssemblyOwner):
     pre_call: PreCall | None = field(default=None, init=False, repr=False)
     """Function that calls the pre_handlers in Python, and its first argument.
 
-    It is the handler of the only enabled member that has one, and this member; otherwise `run_pre_handlers`
-    and this object. None: collect() finds it at the next hit, because thousands of members may change before.
+    If only one enabled member has a pre_handler, these are that handler and the member. Otherwise they are
+    `run_pre_handlers` and this object. None means that collect() determines them at the next hit, because
+    thousands of members may change before it.
     """
     _pre_handlers: Sequence[tuple[PreHandler, Kprobe]] = field(default=(), init=False, repr=False)
     """Pre_handlers of enabled members."""
@@ -266,7 +267,10 @@ class AggrKprobe(AssemblyOwner):
         return [kprobe for kprobe in self.by_run if not kprobe.is_disabled]
 
     def collect(self) -> PreCall:
-        """Collect the enabled members' handlers in Python, if they may have changed; return `pre_call`."""
+        """Return `pre_call`: the function that calls the pre_handlers in Python, and its first argument.
+
+        If members may have changed, first collect the Python handlers of the enabled members.
+        """
         if self.pre_call is None:
             enabled = self._enabled()
             pre_handlers = [

@@ -111,7 +111,7 @@ class Arming:
     # Text of unloaded modules
 
     def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Mark the probes in the ranges [start, end) as gone, because the code is about to be freed.
+        """Mark as gone the probes in the ranges [start, end), because the code is about to be freed.
 
         Mirrors: kernel/kprobes.c:kprobes_module_callback (v6.1).
         """

@@ -12,7 +12,7 @@ from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 Regs = Any
-"""The registers at a hit, for code that works on every architecture; handlers of users have RegsT."""
+"""The registers at a hit, in code for every architecture. The handlers of users take RegsT instead."""
 
 if TYPE_CHECKING:
     # Type checkers have typing_extensions of their own. A default needs Python 3.13 in the standard library.
@@ -46,7 +46,7 @@ A true result means that it has handled the exception.
 BreakHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
 """Function that takes the probe and the registers.
 
-A true result lets the probed instruction run, which ends the hit.
+If the result is true, the probed instruction runs, which ends the hit.
 """
 
 

@@ -1,4 +1,4 @@
-"""Observers: what armed probes and tracers can see, which decides what has to be read for a system call."""
+"""Observers: determines the data about a system call that armed probes and tracers can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 16
 
 
 class Observers:
-    """Finds out which data the probes and tracers that have patched the text can see."""
+    """Determines the data that the probes and tracers which have patched the text can read."""
 
     def __init__(
         self, kprobes: Kprobes, originals: OriginalBytes, breakpoint_size: int, loops: Iterable[range]
@@ -37,7 +37,7 @@ class Observers:
         self._heads: Sequence[AggrKprobe] | None = ()
 
     def sight(self) -> Sight:
-        """Return the most that any patch can see. A patch that is no probe's counts as MEMORY."""
+        """Return the greatest Sight of all patches. A patch that belongs to no probe counts as MEMORY."""
         if self._sites is not None and self._sites.has_tracers:
             return Sight.MEMORY
         heads = self._patching()

@@ -1,4 +1,4 @@
-"""ProbePlaces: where a probe is, from its symbol or address, and whether tables allow it there."""
+"""ProbePlaces: finds the place of a probe by symbol or address, and checks the place by the tables."""
 
 from __future__ import annotations
 

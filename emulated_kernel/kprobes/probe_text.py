@@ -160,7 +160,7 @@ class ProbeText:
 
 
 def _handler(code: CompiledCode, way: str) -> Iterator[CodePart]:
-    """Iterate over the parts of a compiled handler; `way`: what leads to its entry, a key of _LANDING."""
+    """Iterate over the parts of a compiled handler. `way`: key of _LANDING, by which hits enter."""
     if code.entry > code.address:
         yield CodePart("rare cases of the handler", code.address)
     yield CodePart(f"handler{_LANDING[way]}", code.entry)

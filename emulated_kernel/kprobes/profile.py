@@ -84,7 +84,7 @@ class Profile:
     trampoline: TrampolineForm = TrampolineForm.ASSEMBLY
     """Form of the return trampoline, through which hooked functions reach the return handlers."""
     saving: RegisterSaving = RegisterSaving.LIVE
-    """Registers that compiled handlers save. Linux: always ALL."""
+    """Registers that compiled handlers save. Linux always saves all registers (ALL)."""
     compiled: bool = True
     """Whether handlers of events are compiled to guest code. Otherwise Python handles each hit."""
 
@@ -97,11 +97,11 @@ class Profile:
 
 DEFAULT = "linux-6.1"
 KERNEL_INTERFACE = "kernel"
-"""Name of the interface that a distribution's kernel has by what it says of itself."""
+"""Name of the interface that is detected from the texts and functions in a distribution's kernel."""
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
 """Names of policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
 STRATEGIES = ("extended",)
-"""Names of the policies that can replace that of a profile; `extended` optimizes where Linux refuses."""
+"""Names of the policies that can replace a profile's policy; `extended` optimizes where Linux refuses."""
 _OLD: dict[str, Any] = {
     "stepper": Stepper.TRAP_FLAG,
     "ftrace": False,
@@ -133,9 +133,10 @@ def _of_version(
 
 
 RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
-"""Names of shadow stacks: of Linux 6.1, 6.7 and 5.10, of the function graph, and that one for all hooks.
+"""Names of shadow stacks, which return_hooks.py maps to classes.
 
-return_hooks.py maps them to classes.
+They are the shadow stacks of Linux 6.1, 6.7 and 5.10 and of the function graph. With "unified", all hooks
+share that of the function graph.
 """
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(

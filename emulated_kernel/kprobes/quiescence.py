@@ -50,7 +50,7 @@ class DelayedWork:
         """Jiffy at which the function is due; None if it is not pending."""
 
     def schedule(self, delay: int) -> None:
-        """Let the function run in `delay` jiffies; if it is pending already, do nothing."""
+        """Schedule the function to run in `delay` jiffies. If it is already pending, do nothing."""
         if self.due is None:
             self.due = self._scheduler.jiffies() + delay
 

@@ -131,7 +131,7 @@ class Kprobes:
         self.probe_checker.tables_changed()
 
     def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Mark the probes in text that is about to be freed as gone; see Arming.kill_within."""
+        """Mark as gone the probes in text that is about to be freed; see Arming.kill_within."""
         self.lock.assert_held()
         self._arming.kill_within(spans)
 

@@ -92,7 +92,7 @@ def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe) -> str:
 _OWN = KprobeFlag.GONE.value | KprobeFlag.DISABLED.value
 """Flags of the user's probe that its line in kprobes/list shows."""
 _WAYS = KprobeFlag.OPTIMIZED.value | KprobeFlag.FTRACE.value
-"""Flags of the aggregator probe that lines in kprobes/list show: they say how hits are taken."""
+"""Flags of the aggregator probe that lines in kprobes/list show: they describe the handling of hits."""
 
 
 def _line_end(flags: int) -> str:

@@ -1,4 +1,4 @@
-"""Sight: what a probe's handlers can see of the system call in which the probe is hit."""
+"""Sight: the kinds of data that a probe's handlers can read about the system call of a hit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Sight(IntEnum):
     NOTHING = 0
     """Only the hit itself, its time and its task."""
     REGISTERS = 1
-    """Also the registers, so that they see numbers which a system call takes and returns."""
+    """Registers in addition, which show the numbers that a system call takes and returns."""
     MEMORY = 2
-    """Also memory, so that they see the paths and data of a system call."""
+    """Memory in addition, which contains the paths and data of a system call."""
 
 
 class LimitedSight(ABC):
-    """Interface of probes whose handlers may see less than everything."""
+    """Interface of probes whose handlers may see only a part of the data of a system call."""
 
     __slots__ = ()
 

@@ -108,7 +108,7 @@ class TraceArrays(TaskObserver):
         yield from self._instances.values()
 
     def module_added(self, module: str) -> None:
-        """Enable the events that trace arrays await of a module, which have been registered."""
+        """Enable the registered events of a new module for which trace arrays have waited."""
         for tracing in self:
             tracing.events.module_added(module)
 

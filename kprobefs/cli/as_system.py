@@ -48,7 +48,7 @@ KERNEL_SETTINGS = (
     *("sysfs", "configfs", "securityfs", "efivarfs", "pstore", "bpf", "binfmt_misc", "selinuxfs", "smackfs"),
     *("fusectl", "resctrl", "nfsd"),
 )
-"""File systems through which the host's kernel is set."""
+"""Types of the file systems whose files control the host's kernel."""
 WRITE_BITS = 0o222
 SYSCTL = "/proc/sys"
 SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
@@ -68,14 +68,14 @@ class System:
     """Shows a mount at the system's own paths to one command."""
 
     def __init__(self, directory: str, work: Path, *, real_root: bool) -> None:
-        """Mount what is at `directory` at the system's paths, too; create additional files in `work`.
+        """Show the mount at `directory` at the system's paths, too. Create additional files in `work`.
 
         `real_root`: the command keeps this process's rights, by which it can reach the host's tracefs.
 
         Raises: CliError.
         """
         self.environment: dict[str, str] = {}
-        """What is added to the command's."""
+        """Variables that are added to the command's environment."""
         _lay_over(directory, work, real_root=real_root)
         if real_root:
             _print_error("--real-root: the host's tracefs and debugfs are within reach of the command")
@@ -216,8 +216,8 @@ def _lay_over(directory: str, work: Path, *, real_root: bool) -> None:
 def _tree_of_host(fstype: str, work: Path) -> int | None:
     """Return a detached mount of a directory of the host's tracefs or debugfs, or None.
 
-    It will be below kprobefs's own mount, so that each table of mounts has a line for it. The user namespace
-    locks both mounts. If the file system has an empty directory, that one is mounted.
+    The caller covers this mount with kprobefs's own mount, so that each table of mounts has a line for it.
+    The user namespace locks both mounts. If the file system has an empty directory, return a mount of it.
     """
     mounted = {each.directory: each.fstype for each in mountpoints.mount_points()}
     if found := [directory for directory, topmost in mounted.items() if topmost == fstype]:
@@ -286,9 +286,10 @@ def _detach_those_of_host() -> None:
 
 
 def _keep_kernel_settings() -> None:
-    """Make read-only what sets the host's kernel: its own part of each /proc, sysfs and others like it.
+    """Make all mounts of /proc, sysfs and the like read-only, because their files control the host's kernel.
 
-    Root in a user namespace has root's ids, and so the rights of their owner.
+    Directories of processes in /proc stay writable. Root in a user namespace may have the ids that own these
+    files, and so could write to them.
     """
     for point in filter(_is_in_reach, mountpoints.mount_points()):
         if point.fstype == "proc":
@@ -299,7 +300,7 @@ def _keep_kernel_settings() -> None:
 
 
 def _is_in_reach(point: mountpoints.MountPoint) -> bool:
-    """Whether a path leads to a file system that sets the kernel; another mount may cover it."""
+    """Whether a mount has files that change the host's kernel, and no other mount covers it."""
     if point.fstype not in ("proc", *KERNEL_SETTINGS):
         return False
     try:
@@ -332,9 +333,10 @@ def _make_read_only(place: str) -> None:
 
 
 def _keep_pristine_proc(*, real_root: bool) -> None:
-    """Keep a /proc with nothing over it out of reach: without one, `unshare --mount-proc` is refused.
+    """Keep a mount of /proc that no other mount covers, at a path that programs do not see.
 
-    It is read-only, so the kernel allows a user namespace only others that are.
+    Without such a mount, the kernel refuses `unshare --mount-proc` in a user namespace. The mount is
+    read-only, so user namespaces can mount only a read-only /proc.
     """
     _mount("tmpfs", DEBUG, 0, "tmpfs")
     place = f"{DEBUG}/{PRISTINE_PROC}"

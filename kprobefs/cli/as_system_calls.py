@@ -35,7 +35,7 @@ _NOTIF_SEND = 0xC0182101
 _NOTIF_ID_VALID = 0x40082102
 _NOTIF_CONTINUE = 1
 _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
-"""struct seccomp_notif: id, pid, flags, number, architecture, instruction pointer, arguments."""
+"""Layout of struct seccomp_notif: id, pid, flags, number, architecture, instruction pointer, arguments."""
 _RESPONSE = struct.Struct("=QqiI")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +85,7 @@ class CallAnswerer:
             waiting.finish(result)
 
     def _result(self, waiting: _Waiting) -> int | None:
-        """Return 0 or an errno; None where the kernel shall execute the call. Raises: OSError."""
+        """Return 0 or an errno, or None if the kernel must execute the call. Raises: OSError."""
         if waiting.call.kind is Kind.COPY:
             return self._copying(waiting)
         with _Caller(waiting) as caller:
@@ -103,7 +103,7 @@ class CallAnswerer:
     def _copying(self, waiting: _Waiting) -> int | None:
         """Return EINVAL if the call copies from a text file of the mount, so that the caller reads the file.
 
-        Return None for other files, so that the kernel executes the call. Linux: tracefs gives EINVAL too.
+        Return None for other files, so that the kernel executes the call. Linux's tracefs returns EINVAL too.
         """
         number = waiting.arguments[waiting.call.file] & 0xFFFFFFFF
         found = Found(f"/proc/{waiting.task}/fd/{number}")
@@ -151,7 +151,10 @@ class _Waiting:
         fcntl.ioctl(self._listener, _NOTIF_ID_VALID, struct.pack("=Q", self._id))
 
     def finish(self, result: int | None) -> None:
-        """Let the caller continue: with the result 0 or an errno; None: the kernel executes the call."""
+        """Continue the caller, whose call returns 0 or fails with the errno `result`.
+
+        If `result` is None, the kernel executes the call.
+        """
         flags = _NOTIF_CONTINUE if result is None else 0
         # It may have been killed meanwhile.
         with suppress(OSError):
@@ -162,7 +165,7 @@ class _Caller:
     """The task of a call: its memory and its files, in a thread that serves no other task."""
 
     def __init__(self, waiting: _Waiting) -> None:
-        """Raises: OSError."""
+        """Open the memory of the task that waits, and its directory in /proc. Raises: OSError."""
         self._proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)
         self._opened = [self._proc]
         self._lookup: Lookup | None = None
@@ -205,7 +208,7 @@ class _Caller:
 
     @property
     def lookup(self) -> Lookup:
-        """This thread in the task's place. Raises: OSError."""
+        """Object by which this thread looks up paths as the task does. Raises: OSError."""
         if self._lookup is None:
             self._lookup = Lookup(self._task)
         return self._lookup
@@ -213,7 +216,7 @@ class _Caller:
     def look_up(self, address: int) -> int:
         """Open a path with O_PATH as the task would, and return the descriptor. Raises: OSError.
 
-        `address` is that of the path in the task's memory.
+        `address` is the address of the path in the task's memory.
         """
         return self.lookup.open(self.read_text(address))
 
@@ -254,9 +257,9 @@ class _Caller:
 
 
 def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
-    """Mount a /proc for the caller, read-only: the kernel refuses another one.
+    """Mount a read-only /proc for the caller. The kernel refuses a writable one.
 
-    Return 0 or an errno; None where the kernel shall execute the call. Raises: OSError.
+    Return 0 or an errno, or None if the kernel must execute the call. Raises: OSError.
     """
     source, target, fstype, flags, data = waiting.arguments[:5]
     if flags & MS_MAGIC_MASK == MS_MAGIC:

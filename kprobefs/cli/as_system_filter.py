@@ -1,8 +1,8 @@
-"""The seccomp filter of a command under `--as-system`: which system calls it intercepts on each machine.
+"""The seccomp filter of a command under `--as-system`: the system calls to intercept, by machine.
 
 FUSE has one f_type for all file systems, and splices nothing from files of size 0. So the filter passes
 statfs(2) and the calls that copy files to a process of kprobefs, which answers them. It also passes mount(2),
-because the kernel lets a command mount a /proc of its own only read-only.
+because the kernel allows a command only a read-only mount of its own /proc.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 _SECCOMP_SET_MODE_FILTER = 1
 _FILTER_FLAG_NEW_LISTENER = 1 << 3
 _FILTER_FLAG_WAIT_KILLABLE_RECV = 1 << 5
-"""Since Linux 5.19: a signal that does not kill the caller waits for an answer that is being made."""
+"""Flag since Linux 5.19: once a call is being answered, only a fatal signal interrupts its caller."""
 _RET_USER_NOTIF = 0x7FC00000
 _RET_ERRNO = 0x00050000
 _RET_ALLOW = 0x7FFF0000
@@ -28,7 +28,7 @@ _RETURN = 0x06
 _OFFSET_NUMBER = 0
 _OFFSET_ARCH = 4
 _X32 = 1 << 30
-"""In the numbers of x32's system calls, whose architecture is that of x86-64."""
+"""Bit that is set in the numbers of x32's system calls, which the filter sees as calls of x86-64."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -47,7 +47,7 @@ class StatfsLayout:
     """A structure of statfs(2)."""
 
     fields: struct.Struct
-    """Type, block size, five counts, two words of fsid, name length, fragment size, flags."""
+    """Layout: type, block size, five counts, two words of fsid, name length, fragment size, flags."""
     sizes: tuple[int, ...] = ()
     """Accepted values of the argument before the buffer; empty: there is no such argument."""
 
@@ -58,7 +58,7 @@ class Call:
 
     kind: Kind
     file: int = 0
-    """Index of the argument with the path or the descriptor that is asked about."""
+    """Index of the argument with the path or the descriptor of the call's file."""
     layout: StatfsLayout | None = None
 
 
@@ -80,7 +80,10 @@ class Machine:
     """ABIs whose programs the machine runs. The ABI of the kernel itself comes first."""
     seccomp: int
     ids: tuple[int, int, int]
-    """setgroups(2), setresgid(2) and setresuid(2), which the C library would execute in all threads."""
+    """Numbers of setgroups(2), setresgid(2) and setresuid(2).
+
+    The C library would execute these system calls in all threads.
+    """
 
     def call(self, arch: int, number: int) -> Call:
         """Return a call of the filter."""
@@ -96,7 +99,7 @@ _STATFS64_ARM = StatfsLayout(_STATFS64_I386.fields, (84, 88))
 def _calls(
     numbers: dict[str, int], layout: StatfsLayout, statfs64: StatfsLayout | None = None
 ) -> dict[int, Call]:
-    """Return number -> call of one ABI, whose calls `numbers` has by their names."""
+    """Return system call number -> call, for one ABI; `numbers`: name of a system call -> its number."""
     known = {
         "statfs": Call(Kind.STATFS, layout=layout),
         "fstatfs": Call(Kind.FSTATFS, layout=layout),
@@ -120,7 +123,7 @@ _GENERIC = _calls(
     _NATIVE,
 )
 _OLD = {"mount": 21, "statfs": 99, "fstatfs": 100, "sendfile": 187, "sendfile64": 239}
-"""What 32-bit x86 and ARM have in common."""
+"""Name -> number of the system calls whose numbers 32-bit x86 and ARM have in common."""
 _I386 = _calls(
     {**_OLD, "statfs64": 268, "fstatfs64": 269, "splice": 313, "copy_file_range": 377},
     _STATFS_32,

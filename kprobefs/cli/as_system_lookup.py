@@ -26,7 +26,7 @@ _AT_EMPTY_PATH = 0x1000
 _AT_STATX_DONT_SYNC = 0x4000
 _STATX_BASIC_STATS = 0x7FF
 _STATX = struct.Struct("=IIQIIIH2xQQQQ64xIIII")
-"""The first 144 bytes of struct statx, as far as the number of its device."""
+"""Layout of the first 144 bytes of struct statx, up to the device number of the file system."""
 _CLONE_FS = 0x200
 _PR_SET_KEEPCAPS = 8
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -90,7 +90,7 @@ class Credentials:
 
     @cached_property
     def user_namespace(self) -> str:
-        """Raises: OSError."""
+        """User namespace of the process, as /proc/PID/ns/user shows it. Raises: OSError."""
         return os.readlink("ns/user", dir_fd=self._directory)
 
     @property
@@ -99,7 +99,7 @@ class Credentials:
         return Found(self._directory).owner
 
     def may_inspect(self, other: Credentials) -> bool:
-        """Whether its links to files of another process can be followed; False also where that is unknown.
+        """Return True if this process may certainly follow the links in the /proc/PID of `other`.
 
         Mirrors: kernel/ptrace.c:__ptrace_may_access (v6.1), with PTRACE_MODE_READ_FSCREDS.
         """
@@ -122,7 +122,7 @@ class Credentials:
 
 @cache
 def _own_credentials() -> Credentials:
-    """Return those of a thread that has taken no task's place, as all of this process start."""
+    """Return the credentials with which each thread of this process starts."""
     directory = os.open("/proc/thread-self", os.O_PATH | os.O_CLOEXEC)
     try:
         return Credentials(directory)
@@ -131,7 +131,10 @@ def _own_credentials() -> Credentials:
 
 
 class Lookup:
-    """This thread in the place of a task, whose paths it looks up. The thread can serve no other task."""
+    """Looks up paths as a task does: in a thread that has the task's root, working directory and ids.
+
+    The thread can serve no other task.
+    """
 
     def __init__(self, task: int) -> None:
         """Take the place of a task. `task`: its open directory in /proc. Raises: OSError."""
@@ -145,7 +148,7 @@ class Lookup:
     def _enter(self, task: int) -> None:
         self._proc = self._open("/proc")
         self.credentials = Credentials(task)
-        """The task's."""
+        """Credentials of the task."""
         self._task = task
         effective = self.credentials.effective
         self._rights = effective if effective and self._is_of_command() else 0
@@ -165,7 +168,7 @@ class Lookup:
         return os.fstat(theirs).st_ino == here or _namespace(theirs, _NS_GET_PARENT) == here
 
     def _take_ids(self) -> None:
-        """Give this thread the task's ids, by which FUSE and modes let in; keep permitted capabilities."""
+        """Give this thread the task's ids, which FUSE and file modes check. Keep permitted capabilities."""
         setgroups, setresgid, setresuid = this_machine().ids
         if _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0):
             raise _failure()
@@ -264,7 +267,10 @@ class Lookup:
             self._set_effective(self._rights)
 
     def take_all_rights(self) -> None:
-        """Give this thread each capability that it is permitted, for what the kernel checks again itself."""
+        """Make all permitted capabilities of this thread effective.
+
+        Call this before system calls in which the kernel checks the capabilities of this thread.
+        """
         self._set_effective(self._permitted)
 
     def _set_effective(self, capabilities: int) -> None:
@@ -295,7 +301,7 @@ def owner_of_namespace(namespace: int) -> int:
 
 
 def _namespace(namespace: int, request: int) -> int:
-    """Return the inode of a namespace that another one leads to. Raises: OSError."""
+    """Return the inode of the namespace that ioctl `request` on an open namespace opens. Raises: OSError."""
     found = fcntl.ioctl(namespace, request)
     try:
         return os.fstat(found).st_ino
@@ -304,7 +310,7 @@ def _namespace(namespace: int, request: int) -> int:
 
 
 def _mode(opened: int) -> int:
-    """Return the mode of an open file; 0 if FUSE keeps this user out, and so lets search nothing below it."""
+    """Return the mode of an open file; 0 if FUSE denies this user any access to its mount."""
     try:
         return Found(opened).mode
     except PermissionError:

@@ -1,7 +1,8 @@
 """The user namespace of a command under `--as-system`, and the process that looks after it.
 
-In a user namespace of its own, the kernel refuses the command any tracefs and debugfs of the host: mounting
-one, uncovering one, and the ways through other processes. The helper process stays outside, and maps the ids.
+In a user namespace of its own, the command cannot reach the host's tracefs and debugfs. The kernel lets it
+neither mount nor uncover one, nor reach one through other processes. The helper process stays outside of the
+user namespace, and maps the ids.
 """
 
 from __future__ import annotations

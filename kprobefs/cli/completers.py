@@ -15,7 +15,7 @@ MOST = 4096
 
 
 def attach(parser: argparse.ArgumentParser) -> None:
-    """Let argcomplete offer the words of this module for the arguments of all commands."""
+    """Set the completers of this module, for argcomplete, at the arguments of all commands."""
     for chosen, command in _commands(parser).items():
         for action in command._actions:
             completer = COMPLETERS.get(action.dest)

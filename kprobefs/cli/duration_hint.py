@@ -14,7 +14,7 @@ ENTRY = re.compile(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
 FEWEST = 10
 """Minimum number of hits from which equal durations are no accident."""
 SHARE = 0.9
-"""Share of the hits in one bucket from which it is the only one that matters.
+"""Minimum share of the hits that are in one bucket if nearly all durations are equal.
 
 If the probed function reads files, reading the histogram adds a few hits of other durations.
 """
@@ -27,9 +27,9 @@ HINT = (
 def virtual_durations(directory: str) -> str:
     """Return a hint if nearly all durations of a histogram are in one bucket, else "".
 
-    Such a histogram is that of a synthetic event, in a mount at `directory` where a trigger computes with
-    `common_timestamp`. The mount must be about to end: all probes are disarmed, since they would see the
-    requests of this function.
+    Only histograms of synthetic events are examined, and only if a trigger in the mount at `directory`
+    computes with `common_timestamp`. The mount must be about to end: all probes are disarmed, since they
+    would see the requests of this function.
     """
     with suppress(OSError, CliError):
         (control_root(directory) / "kprobes" / "enabled").write_text("0")
@@ -48,7 +48,7 @@ def _entries(hist: Path) -> list[int]:
 
 
 def _measures(tracefs: Path) -> Iterator[bool]:
-    """Yield for each event of a group with probes whether one of its triggers computes with times."""
+    """Yield, for each trigger file in the groups of probes, True if a trigger computes with times."""
     lines = (tracefs / "dynamic_events").read_text().splitlines()
     groups = {line.partition(":")[2].partition("/")[0] for line in lines if not line.startswith("s:")}
     for group in sorted(groups):

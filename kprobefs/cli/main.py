@@ -598,7 +598,10 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
 
 
 def _cpu(name: str | None) -> str | None:
-    """Return the name of a CPU for the daemon, whose working directory may differ: paths are absolute."""
+    """Return the name of a CPU for the daemon.
+
+    A path becomes absolute, because the daemon may have another working directory.
+    """
     if name is None or not os.path.exists(name):
         return name
     from emulated_kernel.guests.linux.cpu.cpu_models import model_named

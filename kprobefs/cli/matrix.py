@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """How the command ended on one kernel."""
+    """Result of the command on one kernel."""
 
     case: Case
     status: int
@@ -70,7 +70,7 @@ def cases(
     """Return the kernels of the matrix: each combination of the options that a kernel can have.
 
     `archs` and `profiles` select kernels of kprobefs, and `images` and `kprobes` distributions' kernels.
-    Without any, the matrix has kprobefs's own kernel.
+    If none is given, the matrix has kprobefs's own kernel.
     """
     more = () if clock is None else ("--clock", clock)
     found = []
@@ -149,7 +149,7 @@ def _blamed(text: str) -> str:
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a table with kernel, result, time and the first line of what failed."""
+    """Yield the lines of a table with kernel, result, time and the first line of the failure's output."""
     width = max(len("kernel"), *(len(result.case.name) for result in results))
     yield f"{'kernel':<{width}}  result   seconds  first line of what failed"
     for result in results:

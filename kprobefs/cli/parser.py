@@ -293,7 +293,7 @@ def _add_mount_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _add_directory(command: argparse.ArgumentParser, about: str) -> None:
-    """Let a command take a mount as its argument or by option -m."""
+    """Add to a command a mount as its argument DIR, or by option -m."""
     command.add_argument("directory", metavar="DIR", nargs="?", help=about)
     command.add_argument("-m", "--mount", metavar="DIR", dest="mount", help="the same as DIR")
 

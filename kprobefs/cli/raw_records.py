@@ -17,7 +17,7 @@ TIME_EXTEND = 30
 TIME_STAMP = 31
 """Values of type_len of an event header that are no length."""
 ABSOLUTE_BITS = 59
-"""Number of bits of an absolute timestamp; the others are those of the page's."""
+"""Number of bits of an absolute timestamp. The higher bits are those of the page's timestamp."""
 SIZE_MASK = (1 << 27) - 1
 """Bits of a page's commit word that are its length. The bits above report lost events."""
 FIELD = re.compile(

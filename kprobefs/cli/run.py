@@ -139,7 +139,7 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
 
 
 def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
-    """Return a runner of `command`, and let it handle signals.
+    """Return a runner of `command`, which handles this process's signals from now on.
 
     If records with a syntax are printed, the command's standard output goes to standard error.
     """
@@ -259,7 +259,7 @@ def _is_in_no_path(name: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Let the calling process, the command, get SIGHUP when `kprobefs run` is killed."""
+    """Make the host send SIGHUP to this process, the command, when `kprobefs run` is killed."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
 
 

@@ -58,7 +58,7 @@ def _files_below(source: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, scratch: Path, copied: dict[Path, Path], made: list[Path]) -> None:
-    """Copy a file with its mode, or make a directory; what scratch/ has already stays."""
+    """Copy a file with its mode, or make a directory. Existing files in scratch/ stay unchanged."""
     target = scratch / source
     is_directory = source.is_dir()
     for directory in (*reversed(target.parents), *([target] if is_directory else [])):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kprobefs.definitions.tracefs_files import Files
 
 NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})")
-"""Name of the instance and of the group of probes of one session; own_name() makes it."""
+"""Pattern for the name of a session's instance and group of probes, which own_name() returns."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
@@ -34,7 +34,7 @@ UNWRITTEN = 100
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What the command line asks for."""
+    """The trace that the command line requests."""
 
     probes: Sequence[str] = ()
     filter: str = ""
@@ -289,7 +289,7 @@ class AttachedProbes:
         return why_nothing(self._command, self._scratch, places)
 
     def _unfiltered(self, own: set[int]) -> int:
-        """Return the number of hits in all processes except `own`, with those that the filter has dropped."""
+        """Return the number of hits in all processes except `own`, including hits that the filter drops."""
         found = 0
         for event in self._session.events:
             with suppress(OSError):
@@ -316,7 +316,7 @@ class RecordReader:
         os.close(ended)
 
     def finish(self) -> int:
-        """Let the process write the remaining records and end; return its exit status."""
+        """Make the process write the remaining records and end. Return its exit status."""
         os.close(self._writer)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)
@@ -360,7 +360,7 @@ def own_name() -> str:
 def sweep(files: Files, tracefs: Path) -> None:
     """Remove probes and instances that killed `kprobefs trace` processes have left.
 
-    `files`: the mount's files. `tracefs`: path of its tracefs. Other processes may do the same meanwhile.
+    `files`: the mount's files. `tracefs`: path of its tracefs. Other processes may do the same concurrently.
     """
     with suppress(OSError):
         root = files.tracefs()

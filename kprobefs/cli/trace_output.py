@@ -52,14 +52,14 @@ class TraceOutput(ABC):
         self.is_empty = True
 
     def prepare(self) -> None:  # noqa: B027 (most kinds need nothing)
-        """Read what describes the records, before the command starts."""
+        """Read the formats and names that describe the records, before the command starts."""
 
     @abstractmethod
     def read(self, pipe: int) -> None:
         """Read the available records. `pipe`: descriptor of trace_pipe, which does not block."""
 
     def close(self) -> None:
-        """Write the rest after the last record. Raises: OSError."""
+        """Write the end of the output, after the last record was read. Raises: OSError."""
         self.output.flush()
 
 

@@ -37,7 +37,7 @@ class AskedProbe:
     """The probed place, or "" if the kernel has the event already."""
     is_return: bool = False
     understood: str = ""
-    """How the text was understood, for messages about errors; "" if it has one meaning only."""
+    """Chosen meaning of the text, for messages about errors; "" if the text has one meaning only."""
 
 
 def parse_probes(texts: Sequence[str], group: str) -> list[AskedProbe]:

@@ -65,7 +65,7 @@ _TOO_MANY = "too many processes and threads; end some, or run ulimit -u with a l
 
 
 def resource_hint(error: BaseException) -> str:
-    """Return a text about the resource limit that caused an error and the remedy, or "" if none did."""
+    """Return a text about the resource limit that caused an error and the remedy, or "" for other errors."""
     number = getattr(error, "errno", None)
     if number == errno.EMFILE:
         return _exceeded(os.strerror(number), _FILE_LIMITS)

@@ -74,7 +74,7 @@ class MountPoint:
 
 
 def check_proc() -> None:
-    """Check that /proc shows this process under its own pid, and /proc/loadavg. Raises: CliError."""
+    """Check that /proc shows this pid namespace and is not mounted with subset=pid. Raises: CliError."""
     if not os.path.lexists("/proc/self"):
         raise CliError("/proc: no file system of processes; run mount -t proc proc /proc")
     try:

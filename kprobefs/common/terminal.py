@@ -54,8 +54,8 @@ def has_colours(stream: TextIO) -> bool:
 def wrap(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
     """Return a line of text, broken between words if it is too long for the terminal.
 
-    `indent`: start of each further line. `first`: text before the line. A text of several lines stays as it
-    is, because it may have a caret below a column, and the terminal breaks both lines in the same way.
+    `indent`: start of each further line. `first`: text before the line. A text of several lines stays
+    unchanged, because it may have a caret below a column. The terminal breaks both lines in the same way.
     """
     if "\n" in text or not is_interactive(stream):
         return first + text

@@ -159,7 +159,10 @@ class DaemonStart:
         return ExitStatus.FAILURE
 
     def _report(self, failure: CliError) -> None:
-        """Log a failure; remove the default log if the starting process has received the message."""
+        """Log a failure, and send it to the process that started the daemon.
+
+        If it was sent, remove the log, unless the user has named the log file.
+        """
         why = last_line(STANDARD_ERROR) if failure.is_explained else ""
         message = f"{failure}: {why}" if why else str(failure)
         log.error("%s", escape_for_terminal(message))

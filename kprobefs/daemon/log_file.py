@@ -22,7 +22,7 @@ def check_log(path: str, directory: str, *, is_explicit: bool) -> None:
 
 
 def open_log(path: str, directory: str, *, anew: bool, is_explicit: bool = True) -> int:
-    """Open the log for appending and return its descriptor; truncate it if `anew` is set.
+    """Open the log for appending and return its descriptor; truncate it first if `anew` is True.
 
     Raises: CliError.
     """

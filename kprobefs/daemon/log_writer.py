@@ -41,7 +41,7 @@ class LogWriter(logging.Handler):
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record. If no thread can be started to write it, it waits for the next record."""
+        """Queue a record. If no thread can be started to write it, try again with the next record."""
         try:
             message = f"{self.format(record)}\n".encode("utf-8", "surrogateescape")
         except Exception:

@@ -34,7 +34,7 @@ from kprobefs.definitions.syntax import Line
 from kprobefs.definitions.tracefs_files import TreeFiles
 
 RETURN_HOOK = "kprobes/return_hook"
-"""Path of the file that chooses how return probes are implemented."""
+"""Path of the file that chooses the implementation of return probes."""
 PLACE = "the kernel before this one"
 """Source of definition lines, in messages in the guest's log about lines that fail after a reboot."""
 
@@ -47,7 +47,7 @@ class PowerFile(SteppedFile):
 
 
 class KernelFiles(TreeFiles):
-    """The files of a kernel in this process, which knows its configured events."""
+    """The files of a kernel in this process. They list configured events without reading directories."""
 
     def __init__(self, tree: NodeTree, client: Client, kernel: Kernel) -> None:
         super().__init__(tree, client)

@@ -76,7 +76,7 @@ class ServiceWatchdog:
         os.close(answers)
 
     def start(self) -> None:
-        """Let the child begin to send requests. Call this when the mount answers."""
+        """Start the child's requests to the mount. Call this when the mount answers."""
         os.close(self._start)
 
     def answer(self) -> str:

@@ -37,7 +37,7 @@ class UnmountWatcher:
         os.close(daemon)
 
     def leave(self, device: str) -> None:
-        """Let the child leave the caller's session, because the mount, with this device number, exists."""
+        """Make the child leave the caller's session. The mount exists now; `device` is its device number."""
         os.write(self._writer, device.encode())
 
     def end(self) -> None:

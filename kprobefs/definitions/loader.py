@@ -50,7 +50,7 @@ class DefinitionError(Exception):
 
 
 class Loader:
-    """Applies lines of definitions to a tracefs. A line that already holds changes nothing."""
+    """Applies lines of definitions to a tracefs. A line changes nothing if its effect is present already."""
 
     def __init__(self, files: Files) -> None:
         """Prepare to write to `files`. Raises: CliError (there is no tracefs), DefinitionError."""

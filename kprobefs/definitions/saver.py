@@ -99,8 +99,9 @@ def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[
 def saved_in_steps(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
     """Yield the lines that give a new mount the definitions and settings of `files`, and PAUSE between them.
 
-    What a new mount has anyway is left out. Lines that switch something on come last. If the caller passes
-    `probes`, sorted by name, the files in kprobes/stats are not read; there may be thousands of them.
+    Definitions and settings that a new mount has anyway are left out. Lines that switch something on come
+    last. If the caller passes `probes`, sorted by name, the files in kprobes/stats are not read; there may be
+    thousands of them.
     Raises: CliError.
     """
     tracefs = files.tracefs()
@@ -143,7 +144,7 @@ class _Array:
     directory: str
     """Path of the array's directory, relative to the mount's root and with a slash at its end.
 
-    It is "" if the directory is the mount's root.
+    The path is "" if the directory is the mount's root.
     """
 
     def lines(self, name: str) -> list[str]:

@@ -69,7 +69,7 @@ class Files(ABC):
     def configured_events(self, directory: str) -> Iterator[str]:
         """Yield group/name of each event that may have a filter, triggers or soft mode in a trace array.
 
-        `directory` is that of the array: empty, or with a slash at its end. Events are sorted by group.
+        `directory` is the array's directory: empty, or with a slash at its end. Events are sorted by group.
         """
         for group in sorted(self.directories(f"{directory}events")):
             for event in sorted(self.directories(f"{directory}events/{group}")):
@@ -213,7 +213,7 @@ class TreeFiles(Files):
 
 @contextmanager
 def _as_the_hosts() -> Iterator[None]:
-    """Convert a KernelError of the block to the OSError of a system call, such as FileNotFoundError."""
+    """Convert a KernelError of a `with` block to the OSError of a system call, such as FileNotFoundError."""
     try:
         yield
     except KernelError as error:

@@ -173,8 +173,8 @@ class KnownNodes:
     ) -> None:
         """Send libfuse's reply to a LOOKUP of a control file, and record the node that it contains.
 
-        `directory` is the node id of the directory, and `path` is that of the file. `ends` is the value of
-        the attribute `ends` when the request came. If `may_last` is set, the name may get a validity.
+        `directory` is the node id of the directory, and `path` is the path of the file. `ends` is the value
+        of the attribute `ends` when the request came. If `may_last` is set, the name may get a validity.
         Raises: OSError (not sent).
         """
         if len(reply) != ENTRY_OUT.size + OUT_HEADER.size + ATTR.size:
@@ -213,9 +213,9 @@ class KnownNodes:
     ) -> bool:
         """Send the reply to the LOOKUP `unique` of a known node.
 
-        Return False, with nothing sent, if the node has been forgotten meanwhile. `directory` is the node id
-        of the directory. `ends` is the value of the attribute `ends` when the request came. `attributes` is a
-        struct fuse_attr. They are valid for `validity` nanoseconds, unless the name gets a validity.
+        Return False, with nothing sent, if the node was forgotten after its look-up. `directory` is the node
+        id of the directory. `ends` is the value of the attribute `ends` when the request came. `attributes`
+        is a struct fuse_attr. They are valid for `validity` nanoseconds, unless the name gets a validity.
         """
         key = (directory, name)
         lasts = self._may_last(node.path)

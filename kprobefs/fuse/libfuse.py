@@ -1,8 +1,8 @@
 """Replacements for parts of fusepy and libfuse 2, with the reasons.
 
-Each class and function that replaces something says what it replaces ("Replaces:"), and either what is wrong
-without the replacement ("Needed for:", with its test) or the time that it saves ("Gains:"). The measurements
-are in docs/reports/2026-11-28-fuse.md, and benchmarks/fuse_replacements.py repeats them.
+The docstring of a replacement names the replaced code ("Replaces:"). It also names the effect that needs the
+replacement ("Needed for:", with its test), or the time that the replacement saves ("Gains:"). The
+measurements are in docs/reports/2026-11-28-fuse.md, and benchmarks/fuse_replacements.py repeats them.
 """
 
 from __future__ import annotations
@@ -406,9 +406,7 @@ def fuse_main(
     Return 0, or 1 if libfuse refused the mount.
 
     Replaces: fuse_main_real(), which runs its loop in a pool of libfuse's threads.
-    Gains: nearly half of a request's time, by WorkerThreads. libfuse's pool starts a thread when all are busy
-    and ends it when too many are idle; with Python's global lock between them that happens every few
-    requests.
+    Gains: requests take less time, because WorkerThreads starts and ends fewer threads than libfuse's pool.
     """
     mountpoint = ctypes.c_void_p()
     threaded = ctypes.c_int()
@@ -440,7 +438,7 @@ class _ChannelOperations(ctypes.Structure):
 class ReplyChannels:
     """The channels to the host's kernel that libfuse gets with each request; some change libfuse's reply.
 
-    Each directory of a path is a LOOKUP. libfuse has one validity for all names, which is 0 here, because the
+    Each directory of a path is a LOOKUP. libfuse has one validity for all names. It is 0 here, because the
     directory of a deleted event has to be gone at once. These channels give a validity to two kinds of names.
     The `lasting` directories in the root exist as long as the mount. In the directories `clients_own`, which
     are lasting, too, only clients change names, so that all names below them last. A file with several links
@@ -479,7 +477,7 @@ class ReplyChannels:
         if nodes is not None:
             nodes.device = self.device
         self._looked_up = threading.local()
-        """Arguments of KnownNodes.learn() while the thread lets libfuse look up a control file."""
+        """Arguments of KnownNodes.learn() while libfuse looks up a control file in this thread."""
         self._lasting = frozenset(name.encode() + b"\0" for name in lasting)
         self._lasting_nodes: set[int] = set()
         self._clients_own = frozenset(name.encode() + b"\0" for name in clients_own)
@@ -711,12 +709,12 @@ class AtOnce(NamedTuple):
 class SessionLoop:
     """The loop that reads requests from /dev/fuse; several threads may run it.
 
-    The loop answers READ and RELEASE itself, LOOKUP, GETATTR and OPEN of control files with known nodes, and
-    WRITE of files whose writes do not wait. It passes all other requests to libfuse.
+    The loop itself answers READ, RELEASE, and WRITE of files whose writes do not wait. It also answers
+    LOOKUP, GETATTR and OPEN of control files with known nodes. It passes all other requests to libfuse.
 
-    close(2) returns when its RELEASE is in the queue of /dev/fuse, but nobody waits for the reply. Therefore
-    a thread that has read a request waits for the RELEASEs that other threads have read before, if an open
-    file acts when it is closed.
+    close(2) returns when its RELEASE is in the queue of /dev/fuse, but nobody waits for the reply. If an
+    open file acts when it is closed, a thread that has read a request therefore first waits for earlier
+    RELEASEs of other threads.
 
     Replaces: fuse_session_loop().
     Needed for: ReplyChannels, a reply where the host has no memory, without which a client cannot even be

@@ -17,7 +17,7 @@ RESERVE = 12 << 20
 FLOOR = 4 << 20
 """Minimum bytes of the reserve for opening or reading a file, since libraries abort if malloc(3) fails."""
 ROOM = 512 << 10
-"""Size of address space in the reserve in bytes. libfuse maps a page for some names; threads map more."""
+"""Size in bytes of the reserve's address space, for pages that libfuse maps for names, and for threads."""
 LOOK = 0.01
 """Seconds between two checks of the free memory; requests in between take less than HEADROOM."""
 _PIECE = 100_000
@@ -36,7 +36,7 @@ ENDING_WORD = b"!"
 
 
 def share_heap() -> None:
-    """Let all threads use one heap of malloc(3), because a thread with its own heap can't use the reserve."""
+    """Make all threads use one heap of malloc(3), because threads with own heaps can't use the reserve."""
     libc = ctypes.PyDLL(None)
     # musl has only one heap.
     if hasattr(libc, "mallopt"):

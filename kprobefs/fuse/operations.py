@@ -167,7 +167,7 @@ class Server:
         workers.run()
 
     def stop(self) -> None:
-        """Let blocked requests end with EIO. The caller unmounts."""
+        """End blocked requests with EIO. The caller unmounts."""
         self._stopping.set()
 
     @property
@@ -180,9 +180,10 @@ class _AttributesFor(threading.local):
     """Records whether the next getattr in this thread is for a client, or only for libfuse.
 
     libfuse calls getattr for a stat(2) and for a LOOKUP, which the guest runs as a system call of the client.
-    It also calls getattr to complete its reply to create, mknod, mkdir, symlink and link, and while a client
-    walks through a directory that always exists. Then no client has called stat(2), and the guest runs
-    nothing: these requests call skip_client() first. All calls of one request are made in one thread.
+    It also calls getattr to complete its reply to create, mknod, mkdir, symlink and link. The same happens
+    while a client walks through a directory that always exists. Then no client has called stat(2), and the
+    guest runs nothing: these requests call skip_client() first. All calls of one request are made in one
+    thread.
     """
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ ENTRY_INVALIDATION = struct.Struct("=IiQQII")
 FUSE_NOTIFY_INVAL_ENTRY = 3
 """Code in `error` of a message that invalidates a name."""
 FUSE_EXPIRE_ONLY = 1
-"""Flag of that message: the name must be looked up again, and nothing else happens to it. Since Linux 6.2."""
+"""Flag of FUSE_NOTIFY_INVAL_ENTRY since Linux 6.2: the name only has to be looked up again."""
 INIT_IN = struct.Struct("=12xII")
 """Layout of struct fuse_init_in: flags, flags2."""
 FUSE_INIT_EXT = 1 << 30

@@ -55,7 +55,7 @@ class WorkerThreads:
             thread.join()
 
     def _next(self) -> threading.Thread | None:
-        """Return a live thread to wait for. If there is none, return None and let no more threads start."""
+        """Return a live thread to wait for. If there is none, return None and prevent further starts."""
         with self._lock:
             alive = next(filter(threading.Thread.is_alive, self._threads), None)
             self._has_ended = alive is None
@@ -63,7 +63,9 @@ class WorkerThreads:
 
     @contextmanager
     def blocking(self) -> Iterator[int]:
-        """Let another thread take requests while the calling thread waits; yield the number of such waits.
+        """Make another thread take requests while the calling thread waits.
+
+        Yield the number of threads that wait in this way, including the caller.
 
         Raises: KernelError ENOMEM (no thread can be started, and the last thread must not wait).
         """
@@ -81,7 +83,7 @@ class WorkerThreads:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let another thread take requests, if possible, while the calling thread waits for a lock.
+        """If possible, make another thread take requests while the calling thread waits for a lock.
 
         Only threads of this pool are replaced, at most MAX_WAITING at once, because replacements do not end.
         """

@@ -75,7 +75,7 @@ ELSEWHERE = (
     ("Xeon E5410 2.33 GHz, x86-64 (jump optimization, 2009)", 910, 400, 60),
     ("Linux 6.1 under QEMU TCG, empty handler", 1189, None, 164),
 )
-"""Published nanoseconds a kprobe hit. Each row: machine and source, stepped, boosted, optimized."""
+"""Published ns per kprobe hit. Each row: machine and source, stepped, boosted, optimized."""
 RISCV_ELSEWHERE = "RISC-V under gem5 (optprobes, 2023): by a jump over 5 times as fast as by ebreak"
 RETURNS_ELSEWHERE = (
     ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 718, 405, 211),
@@ -85,7 +85,7 @@ RETURNS_ELSEWHERE = (
     ("Pentium M 1495 MHz (documentation, 2010)", 920, None, None),
     ("Opteron 246 1994 MHz, x86-64 (documentation, 2010)", 800, None, None),
 )
-"""Published nanoseconds a kretprobe hit. Each row: machine and source, stepped, boosted, optimized."""
+"""Published ns per kretprobe hit. Each row: machine and source, stepped, boosted, optimized."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class HitCase:
 
 @dataclass(frozen=True)
 class HitFigure:
-    """Result of a HitCase: nanoseconds of host CPU time a call of the probed function, one sample a round."""
+    """Result of a HitCase: host CPU nanoseconds per call of the probed function, one sample per round."""
 
     case: HitCase
     probed: tuple[float, ...]
@@ -186,7 +186,8 @@ def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
 def built(mode: str, profile: str | None) -> Profile:
     """Return the profile for measuring a mode.
 
-    It is a preset without the other modes that the preset would prefer, or the profile in MODES.
+    If `profile` is None, return the profile in MODES. Otherwise return that preset without the modes that it
+    would prefer to `mode`.
     """
     if profile is None:
         return MODES[mode]
@@ -290,7 +291,7 @@ def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
 
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
-    """Return a function that calls FUNCTION `hits` times in the guest, and returns nanoseconds a call."""
+    """Return a function that calls FUNCTION `hits` times in the guest, and returns nanoseconds per call."""
     code, begin = loop_of_calls(kernel, hits)
 
     def run() -> float:
@@ -445,7 +446,7 @@ def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_jso
 
 
 def table(figures: Sequence[HitFigure]) -> Iterator[str]:
-    """Yield the lines of a table: net nanoseconds, their ratio to those of SAVE_ALL, published figures."""
+    """Yield the lines of a table: net nanoseconds, their ratio to SAVE_ALL's, published figures."""
     head = f"{'':21} {'net ns':>8} {'p10':>8} {'p90':>8} {'peak':>8} {'ratio':>7} {'traps':>5} {'instr':>5}"
     for probe, title in HANDLERS.items():
         rows = [figure for figure in figures if figure.case.probe == probe]

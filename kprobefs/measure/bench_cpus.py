@@ -47,7 +47,7 @@ ELSEWHERE = {
     (RETURNING, BOOSTED): 558,
     (RETURNING, OPTIMIZED): 312,
 }
-"""Handler and mode -> published nanoseconds a hit on a Core Duo at 1667 MHz, with an SMP kernel."""
+"""Handler and mode -> published nanoseconds per hit on a Core Duo at 1667 MHz, with an SMP kernel."""
 _TURNS_OF_A_ROUND = 4
 """Number of turns that each CPU has in a round."""
 
@@ -70,7 +70,7 @@ class CpusFigure:
 
     case: CpusCase
     net: tuple[float, ...]
-    """Nanoseconds of host CPU time that a hit adds, the mean of all CPUs, one sample a round."""
+    """Nanoseconds of host CPU time that a hit adds, the mean of all CPUs, one sample per round."""
     instructions: float | None
     """Guest instructions that a hit adds, when all CPUs are in the function and take random turns.
 

@@ -16,7 +16,7 @@ from kprobefs.common.progress import counted
 from kprobefs.measure.bench import FUNCTION, NOISE, caller, measured, notes, quantile
 
 KINDS = ("k", "j", "r", "kr", "jr", "c", "cr")
-"""Kinds of probes in section 6 of "Kernel Probes" (2010), one letter a probe; see LEGEND.
+"""Kinds of probes in section 6 of "Kernel Probes" (2010), one letter per probe; see LEGEND.
 
 The last two kinds are not in the source: their jprobe has a handler in guest code in place of a mirror
 function.
@@ -32,7 +32,7 @@ ELSEWHERE = (
     ("x86_64, Opteron 246 1994 MHz", (0.49, 0.76, 0.80, 0.82, 1.07)),
     ("ppc64, POWER5 1656 MHz", (0.77, 1.31, 1.26, 1.45, 1.99)),
 )
-"""Published microseconds a hit. Each row: machine, and a figure for each of the first five KINDS."""
+"""Published microseconds per hit. Each row: machine, and a figure for each of the first five KINDS."""
 
 
 STEPPED = "kprobes-2010, nothing boosted"

@@ -32,9 +32,9 @@ class ManyProbes:
     count: int
     register_s: float
     arm_ms: tuple[float, ...]
-    """Milliseconds that arming all probes by kprobes/enabled takes, one sample a round."""
+    """Milliseconds that arming all probes by kprobes/enabled takes, one sample per round."""
     memory_kb: float | None
-    """kB of host memory a probe; None if all probes together take less than RESOLUTION_KB."""
+    """Host memory of a probe in kB; None if all probes together take less than RESOLUTION_KB."""
     detours: tuple[int, ...]
     """Size in bytes of each detour buffer in the guest's text."""
 

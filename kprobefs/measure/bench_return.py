@@ -83,9 +83,9 @@ class ReturnFigure:
 
     case: ReturnCase
     net: tuple[float, ...]
-    """Nanoseconds that hooking adds to a call, one sample a round."""
+    """Nanoseconds that hooking adds to a call, one sample per round."""
     traps: float
-    """Number of breakpoints and debug traps a call."""
+    """Number of breakpoints and debug traps per call."""
     instructions: float | None
     """Guest instructions that hooking adds to a call, when all CPUs call at the same time.
 
@@ -223,7 +223,7 @@ def _hooked(
 
 @contextmanager
 def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
-    """Within the context, let `number` other tasks have one pending call of the hooked function."""
+    """Give `number` other tasks one pending call of the hooked function each, during a `with` block."""
     stack = kernel.kretprobes.hooks.stack
     place = hook.address
     with kernel.lock:

@@ -23,7 +23,7 @@ _INTERRUPT_FLAG = 1 << 9
 
 @dataclass(frozen=True)
 class InstructionCounts:
-    """Guest instructions a call, including instructions that are repeated because of other CPUs."""
+    """Guest instructions per call, including instructions that are repeated because of other CPUs."""
 
     all: float
     locked: float
@@ -31,7 +31,7 @@ class InstructionCounts:
 
 
 def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _CALLS) -> InstructionCounts:
-    """Count the guest instructions a call of `function`, with a task for each CPU.
+    """Count the guest instructions per call of `function`, with a task for each CPU.
 
     The order of turns is reproducible.
     """

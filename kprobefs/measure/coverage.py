@@ -1,4 +1,4 @@
-"""`kprobefs coverage`: how many instructions of a kernel can be probed or optimized, and reasons if not."""
+"""`kprobefs coverage`: numbers of a kernel's instructions that can be probed or optimized, and reasons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ None counts the jumps that Linux's rule allows.
 
 @dataclass
 class Coverage:
-    """Result of `coverage` for one subject."""
+    """Result of `kprobefs coverage` for one kernel (its subject).
+
+    For each function, it counts the instructions by the reason why a probe there is optimized or not.
+    """
 
     judge: Judge
     profile: str
@@ -181,7 +184,10 @@ class FunctionCounter:
 
 
 _forked: tuple[FunctionCounter, Sequence[Sequence[Symbol]]] | None = None
-"""What the processes of FunctionCounter.count() inherit: kernels are too large to send."""
+"""Counter and groups of functions that FunctionCounter.count() passes to its processes.
+
+Forked processes inherit the variable, because kernels are too large to send.
+"""
 
 
 def _count_number(number: int) -> list[list[Counting]]:
@@ -225,7 +231,7 @@ def subjects(
     cpu: str | None = None,
     pattern: str | None = None,
 ) -> Iterator[list[Subject]]:
-    """Yield the subjects that the command's options name; those of a group have the same functions.
+    """Yield groups of the kernels that the command's options name. Kernels of a group have equal functions.
 
     `pattern`: count only functions with such names, as in a shell. Raises: CliError.
     """
@@ -303,7 +309,7 @@ def by_verdict(reasons: Reasons) -> dict[str, int]:
 
 
 def tables(found: Coverage) -> Iterator[str]:
-    """Yield the lines of the tables for one subject."""
+    """Yield the lines of the tables for one kernel."""
     total = found.total
     counted = total.total()
     rate = counted / found.seconds if found.seconds else 0
@@ -349,7 +355,7 @@ def tables(found: Coverage) -> Iterator[str]:
 
 
 def share(number: int, of: int) -> str:
-    """Return a share in per cent; "-" of nothing."""
+    """Return a share in per cent as text, or "-" if the whole `of` is 0."""
     return f"{100 * number / of:.1f} %" if of else "-"
 
 

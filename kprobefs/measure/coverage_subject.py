@@ -48,7 +48,7 @@ _UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class Subject:
-    """What `coverage` analyses: the functions of one kernel, and its tables."""
+    """The functions and tables of one kernel, which `coverage` analyses."""
 
     title: str
     """Name of the kernel in tables."""
@@ -59,7 +59,7 @@ class Subject:
     pattern: str = ""
     """Pattern of the names of functions to analyse; "" for all functions."""
     remarks: tuple[str, ...] = ()
-    """Sentences, for the output, that limit for which CPUs the counts hold."""
+    """Sentences in the output that say for which CPUs the counts hold."""
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:
@@ -124,7 +124,7 @@ def linux_image(source: str) -> Iterator[Subject]:
 
 
 def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:
-    """Return a distribution's kernel as boot on the CPU that option --cpu names leaves it, and its report.
+    """Return a distribution's kernel after its boot on the CPU of option --cpu, and the boot's report.
 
     If the cache has no such kernel, boot it and show the progress. Raises: CliError, KernelError, OSError.
     """
@@ -158,7 +158,7 @@ def dumped_kernel(vmcore: str) -> Subject:
 
 
 def booted_image(source: str, cpu: str) -> Subject:
-    """Return a distribution's kernel as boot on the CPU that option --cpu names leaves it, as a subject.
+    """Return a distribution's kernel after its boot on the CPU of option --cpu, as a subject.
 
     Raises: CliError, KernelError, OSError.
     """
@@ -201,7 +201,10 @@ class RecordedTables:
     """The tables of recorded functions (ProbedTables). The text between the functions belongs to none."""
 
     def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:
-        """Decode a recording. Raises: ValueError, KeyError, TypeError, AttributeError (no recording)."""
+        """Decode recorded functions. `about` is the file's entry "_meta"; `functions` is name -> entry.
+
+        Raises: ValueError, KeyError, TypeError, AttributeError (the JSON is not a recording).
+        """
         ranges = {name: _address(value) for name, value in about.get("ranges", {}).items()}
         if ranges:
             self.arch = "x86_64"

@@ -1,4 +1,4 @@
-"""`kprobefs djprobe-analyze`: the region that a djprobe would replace at an address, or why it can't.
+"""`kprobefs djprobe-analyze`: the region that a djprobe would replace at an address, or the rejection.
 
 Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.2, and its tool djprobe_static_code_analyzer.
 """
@@ -21,7 +21,7 @@ from kprobefs.common.errors import CliError, ExitStatus
 
 @dataclass(frozen=True)
 class AnalysisResult:
-    """Result of the analysis of one address. `length` is that of the region, 0 if djprobe cannot be used."""
+    """Result of the analysis of one address. `length` is the region's, or 0 if djprobe cannot be used."""
 
     address: str
     function: str

@@ -1,4 +1,4 @@
-"""HostLoad: what else the host did during a measurement, for the line below a table."""
+"""HostLoad: other activity of the host during a measurement, for the line below a table."""
 
 from __future__ import annotations
 

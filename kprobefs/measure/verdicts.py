@@ -1,4 +1,4 @@
-"""Verdicts: what Linux does with a probe on an instruction of a subject, decided by bytes and tables only."""
+"""Verdicts: Linux's treatment of a probe on an instruction of a subject, by bytes and tables only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INT3 = 0xCC
 
 
 class ProbeOutcome(Enum):
-    """How a probe takes its hits, or that the probe is refused. The values are the names in tables."""
+    """Way in which a probe takes its hits, or its refusal. The values are the names in tables."""
 
     __hash__ = object.__hash__
 
@@ -46,7 +46,7 @@ def outcome_of(reason: RejectReason | Tactics | None) -> ProbeOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What Linux does with a probe event on one instruction."""
+    """Linux's treatment of a probe event on one instruction."""
 
     rejection: Rejection | None
     """The first rule that refuses the probe or its jump; None if the probe is optimized."""
@@ -55,7 +55,7 @@ class Verdict:
 
     @property
     def outcome(self) -> ProbeOutcome:
-        """How the probe takes its hits."""
+        """Way in which the probe takes its hits."""
         return outcome_of(None if self.rejection is None else self.rejection.reason)
 
 

@@ -1,4 +1,4 @@
-"""Which parameters of a function can be fetched at a place of the function, and how."""
+"""Parameters of a function that can be fetched at a place of the function, with their fetch arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Argument:
     places: tuple[str, ...]
     """Registers and stack words with the value, such as `%r12` or `$stack2`, in the order of `fetches`."""
     remark: str = ""
-    """Why there is no fetch argument; "" if there is one."""
+    """Reason why there is no fetch argument; "" if there is one."""
 
 
 def arguments_at(

@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Answer:
-    """What a kernel does with a line that is written to kprobe_events, with errors and warnings."""
+    """A kernel's answer to a line that is written to kprobe_events, with errors and warnings."""
 
     line: Line
     outcome: str
@@ -68,7 +68,7 @@ class Answer:
     If the kernel refuses the line, the name of the errno.
     """
     reason: str = ""
-    """Why the probe is no jump, or waits; "" if there is nothing to explain."""
+    """Reason why the probe is no jump, or waits; "" if there is nothing to explain."""
     findings: list[Finding] = field(default_factory=list)
     region: range = range(0)
     """Addresses that the probe's jump replaces; empty if there is no jump."""

@@ -37,7 +37,7 @@ def run(
     """Run `kprobefs coverage`: print tables, or all counts as JSON.
 
     `compare` prints one table for all kernels. `html` is a directory for pages, and `plot` a file for a
-    picture. `jobs`: number of processes; None stands for one per CPU. Raises: CliError.
+    picture. `jobs`: number of processes; None means one per CPU. Raises: CliError.
     """
     if strategy is not None and functions is not None:
         why = "a recording lacks the kernel's data, which may lead into replaced bytes; leave it out"

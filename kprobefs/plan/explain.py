@@ -1,4 +1,4 @@
-"""`kprobefs explain`: what happens to a probe at a place of a kernel, and why, without running the kernel."""
+"""`kprobefs explain`: predicts the outcome of a probe at a place of a kernel, without running the kernel."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ EXTENDED = "extended"
 
 @dataclass(frozen=True, slots=True)
 class ListedInsn:
-    """An instruction of the function, and what happens to a probe on it."""
+    """An instruction of the function, and the verdict on a probe on it."""
 
     address: int
     offset: int
@@ -46,7 +46,7 @@ class ListedInsn:
     """Address to which a jump within the function goes; None for other instructions."""
     verdict: Verdict
     reason: str
-    """The rule that refuses the probe or its jump, and what breaks the rule; "" if no rule is broken."""
+    """The rule that refuses the probe or its jump, and the cause; "" if no rule is broken."""
     extended: Verdict | None
     """The verdict by the kernel's strategy, if that is not Linux's rule; otherwise None."""
 
@@ -85,7 +85,7 @@ class OtherVerdict:
 
 
 class Explanation:
-    """What happens to a probe at a place of a kernel. All parts are computed when they are first used."""
+    """Explanation of a probe at a place of a kernel. All parts are computed when they are first used."""
 
     def __init__(self, kernel: PlannedKernel, place: Place, variant: Variant | None = None) -> None:
         """Explain a place.
@@ -115,17 +115,17 @@ class Explanation:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """What happens to a probe at the place."""
+        """Verdict on a probe at the place."""
         return self.judge.verdict(self.place.where)
 
     @property
     def reason(self) -> str:
-        """The rule that refuses the probe or its jump, and what breaks the rule; "" if no rule is broken."""
+        """The rule that refuses the probe or its jump, and the cause; "" if no rule is broken."""
         return self._reason(self.judge, self.verdict)
 
     @cached_property
     def extended(self) -> Verdict | None:
-        """What happens to a probe at the place by the kernel's strategy; None if there is none."""
+        """Verdict on a probe at the place by the kernel's strategy; None if the kernel has no strategy."""
         return None if self._extended is None else self._extended.verdict(self.place.where)
 
     @property
@@ -269,7 +269,7 @@ class Explanation:
 
     @property
     def prototype_text(self) -> str:
-        """The prototype in C, or a text that says why it isn't known."""
+        """The prototype in C, or a text with the reason why it isn't known."""
         if self.prototype is not None:
             return self.prototype.text
         if "." in self.symbol.name:

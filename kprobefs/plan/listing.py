@@ -1,4 +1,4 @@
-"""The disassembly in an explanation: which instructions are shown, and notes on their verdicts."""
+"""The disassembly in an explanation: the instructions to show, and notes on their verdicts."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Variant:
     """A kernel with its returns rewritten in one of the ways in which boot may do so."""
 
     returns: str
-    """Name of the way (a value of ReturnThunks); "" if the kernel's text stays as it is."""
+    """Name of the way in which returns are rewritten (a value of ReturnThunks); "" if they are unchanged."""
     judge: Judge
 
 
@@ -62,7 +62,7 @@ class PlannedKernel:
         self.cpu_description = cpu_description
         """Description, for the output, of the CPUs for which the answers hold."""
         self.remarks: tuple[str, ...] = ()
-        """Sentences, for the output, that limit for which CPUs the answers hold."""
+        """Sentences in the output that say for which CPUs the answers hold."""
         self.is_dump = False
         """Whether the text and data are those of a running kernel."""
         self.is_booted = False
@@ -221,7 +221,7 @@ def planned_kernel(
 ) -> PlannedKernel:
     """Return the kernel that --arch, --image, --vmcore, --profile, --strategy and --cpu name.
 
-    None stands for an option that is not given.
+    None means that the option is not given.
 
     Raises: CliError (no such kernel, image, dump, profile or CPU; the profile has no optimizer).
     """
@@ -272,7 +272,7 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
 
 
 def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
-    """Return the kernel of an image as boot on a production CPU leaves it."""
+    """Return the kernel of an image after its boot on a production CPU."""
     kernel, report = booted_kernel(image, cpu)
     title = f"Linux {kernel.release}"
     profile = _linux_profile(profile_name, kernel)

@@ -60,7 +60,7 @@ class TextLayout:
     thunks: range = _EMPTY_RANGE
     """The indirect and return thunks; the end address counts as inside, as in Linux's comparison."""
     return_thunks: frozenset[int] = frozenset()
-    """Addresses to which boot lets the kernel's returns jump."""
+    """Addresses of the return thunks to which the kernel's returns jump after boot."""
 
 
 def reserved_range(function: Function, first: int, last: int) -> Rejection | None:

@@ -1,4 +1,4 @@
-"""Rejections: why a probe can't be registered or can't be optimized, and which address breaks the rule."""
+"""Rejections: the rule by which a probe can't be registered or optimized, and the address that breaks it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _Slots = tuple[tuple[Value, Value], ...]
 
 
 class Flow(Enum):
-    """Where control goes after an instruction."""
+    """Successors of an instruction in the flow of control."""
 
     NEXT = auto()
     BRANCH = auto()
@@ -119,7 +119,7 @@ Effect = Callable[[Frame], None]
 def unchanged(_frame: Frame) -> None:
     """Leave the frame unchanged: the effect of an instruction that changes nothing in it.
 
-    It is also the effect of switching to another stack that holds an identical frame.
+    Switching to another stack that holds an identical frame also has this effect.
     """
 
 
@@ -167,7 +167,7 @@ def forget_registers(names: Sequence[str]) -> Effect:
 
 @dataclass(frozen=True, slots=True)
 class FrameInsn:
-    """An instruction's effect on the stack frame, and where control goes after the instruction."""
+    """An instruction's effect on the stack frame, and its successors in the flow of control."""
 
     length: int
     """Length of the instruction in bytes."""
@@ -196,7 +196,7 @@ class FunctionFrames:
         self._frames: list[tuple[_Regs, _Slots]] = []
         """Frame at each address in `_addresses`.
 
-        It is valid until the next address: most instructions change nothing.
+        The frame also applies to the code up to the next address, because most instructions change nothing.
         """
         shared: dict[Any, Any] = {}
         for address in sorted(frames):

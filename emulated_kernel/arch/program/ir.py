@@ -338,7 +338,7 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class Fixup:
-    """A memory access that may fault, and where a fault continues; offsets in bytes from the code's start."""
+    """A memory access that may fault, and its fixup, as offsets in bytes from the code's start."""
 
     access: int
     target: int

@@ -13,7 +13,7 @@ HostAction = Callable[[], bool]
 
 
 class EntryKind(Enum):
-    """How control enters a handler program."""
+    """Way in which control enters a handler program."""
 
     BREAKPOINT = auto()
     """By a breakpoint, whose trap handler redirected control."""

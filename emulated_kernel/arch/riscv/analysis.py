@@ -255,7 +255,7 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def _effects(self) -> dict[int, Effect]:
-        """Instruction address -> its effect on registers, and where control goes after it."""
+        """Instruction address -> its effect on registers, and its successors in the flow of control."""
         effects = {addr: insn.effect for addr, insn in self.insns.items()}
         for addr in self.function.exception_entries & effects.keys():
             effects[addr] = _MAY_FAULT

@@ -62,7 +62,7 @@ def _branch(emulation: RiscvEmulation, regs: Any) -> None:
 def _holds(funct3: int, left: int, right: int) -> bool:
     """Return True if the condition of a branch with `funct3` holds.
 
-    It is that of beq, blt or bltu; the lowest bit of funct3 inverts it.
+    The condition is that of beq, blt or bltu. The lowest bit of funct3 inverts it.
     """
     if funct3 < 2:
         found = left == right

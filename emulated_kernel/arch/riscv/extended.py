@@ -31,7 +31,7 @@ _LEAVES = (Relocation.LEAVE, Relocation.JUMP)
 
 
 class _Replaced:
-    """The instructions that a jump replaces, and what their relocation needs."""
+    """The instructions that a jump replaces, and the needs of their relocation."""
 
     def __init__(self) -> None:
         self.relocations: list[Relocation] = []

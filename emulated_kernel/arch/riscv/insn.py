@@ -89,7 +89,7 @@ EMULATED = frozenset((RiscvOpcode.AUIPC, RiscvOpcode.JAL, RiscvOpcode.JALR, Risc
 
 
 class Handling(Enum):
-    """How a probe executes an instruction. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
+    """Way in which a probe executes an instruction. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
 
     REJECTED = auto()
     SIMULATED = auto()
@@ -115,7 +115,10 @@ _FACTS_BITS = {
     for opcode, form in _FORMS.items()
     if opcode not in (RiscvOpcode.BRANCH, RiscvOpcode.JAL)
 }
-"""Opcode -> mask of the bits that determine RiscvInsnAttributes; other immediates are masked out."""
+"""Opcode -> mask of the instruction bits that determine RiscvInsnAttributes; immediates are masked out.
+
+For missing opcodes, such as BRANCH and JAL, all bits matter.
+"""
 
 
 LENGTH = 7
@@ -144,7 +147,7 @@ class RiscvInsnAttributes:
         self._word = word
         self.opcode = word & 0x7F
         self.handling = _HANDLING.get(self.opcode, Handling.COPIED)
-        """How the instruction is executed out of line.
+        """Way in which the instruction is executed out of line.
 
         Deviates: v6.1 refuses compressed jumps and branches, which v6.6 simulates. v6.1 also mistakes c.addiw
         for the c.jal of 32-bit RISC-V, and refuses it too.
@@ -334,7 +337,7 @@ def insn_length(half: int) -> int:
 def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
     """Decode the first instruction of `code`; `compressed`: the kernel uses RVC.
 
-    Linux: every bit pattern is an instruction, even one that no processor knows.
+    As in Linux, every bit pattern is an instruction, even one that no processor knows.
     Raises: KernelError EINVAL (`code` ends inside the instruction, or it has 2 bytes without RVC).
     """
     bits = int.from_bytes(code[:RVI_SIZE], "little")

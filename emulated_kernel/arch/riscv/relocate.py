@@ -27,7 +27,7 @@ _LONG_BRANCH = 12
 
 
 class Relocation(Enum):
-    """What the extended strategy does with an instruction in a detour."""
+    """Treatment of an instruction in a detour by the extended strategy."""
 
     COPY = auto()
     BEYOND_TABLE = auto()
@@ -51,7 +51,7 @@ RELOCATED_CALLS = (Relocation.CALL, Relocation.REGISTER_CALL)
 
 @lru_cache(4096)
 def relocation_of(insn: RiscvInsn) -> Relocation:
-    """Return what the extended strategy does with an instruction."""
+    """Return the extended strategy's relocation of an instruction."""
     if insn.opcode == RiscvOpcode.JAL:
         return {ZERO: Relocation.JUMP, RA: Relocation.CALL}.get(insn.rd, Relocation.REFUSED)
     if insn.opcode == RiscvOpcode.JALR:

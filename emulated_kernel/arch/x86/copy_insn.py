@@ -67,7 +67,7 @@ DISP32_SIZE = 4
 
 
 def relative_jump(source: int, target: int) -> bytes:
-    """Encode a `jmp rel32` from `source` to `target`. Raises: KernelError ERANGE (32 bits don't reach)."""
+    """Encode a `jmp rel32` from `source` to `target`. Raises: KernelError ERANGE (too far)."""
     distance = target - (source + JMP32_SIZE)
     if not is_signed(distance, 32):
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 2 GiB")

@@ -66,7 +66,7 @@ def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
 
 
 def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
-    """Implement Arch.around_handler: save a struct pt_regs on the stack, and restore it.
+    """Implement Arch.around_handler: return code that saves a struct pt_regs, and code that restores it.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:optprobe_template_entry, arch_prepare_optimized_kprobe (v6.1).
     """

@@ -1,4 +1,4 @@
-"""The static analysis of djprobe (2007): whether an address can be detoured, and how long its region is.
+"""The static analysis of djprobe (2007): the region that a detour at an address replaces, or a rejection.
 
 Source: Hiramatsu and Oshima, "Djprobe", Ottawa Linux Symposium 2007, sections 2.1 and 3.2. Unlike Linux's
 optprobe, djprobe accepts indirect jumps and exception fixups in the function. It has no boosting and adjusts

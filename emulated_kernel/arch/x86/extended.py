@@ -1,7 +1,7 @@
 """The extended strategy on x86: jumps where Linux's rule refuses them, and never less safely.
 
 Linux forbids jumps in whole functions, and by the opcode of a replaced instruction. The tactics look at the
-replaced bytes instead: no code, table or data may lead into them, and a detour can have a relocated branch or
+replaced bytes instead: no code, table or data may lead into them. A detour can have a relocated branch or
 call. A relocated call pushes the original return address and jumps. So no stack holds an address in the
 detour, and call chains do not show the detour. Only the last replaced instruction may be a call, because
 its callee returns to the address after it.
@@ -82,7 +82,7 @@ def _replaced(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
 def _refusal(
     analysis: X86FunctionAnalysis, addr: int, at: int, facts: InsnAttributes | None
 ) -> Rejection | None:
-    """Return why the instruction at `at` can't be in the region of a probe at `addr`, or None."""
+    """Return the reason why the instruction at `at` can't be in the region of a probe at `addr`, or None."""
     if facts is None:
         return Rejection(RejectReason.NOT_A_BOUNDARY, at)
     if facts.relocation is Relocation.REFUSED:

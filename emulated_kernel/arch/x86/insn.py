@@ -358,7 +358,7 @@ class _Decoder:
     def _read_immediate(self, kind: Imm) -> tuple[int, int]:
         """Return size and value of the immediate.
 
-        For a far pointer and enter, they are those of its first part.
+        For a far pointer and enter, return the size and value of the first part.
         """
         size = self._immediate_size(kind)
         value = self._take(size)

@@ -53,16 +53,16 @@ class ControlTransfer(Enum):
 
 
 class Relocation(Enum):
-    """What the extended strategy does with an instruction in a detour."""
+    """Treatment of an instruction in a detour by the extended strategy."""
 
     COPY = auto()
-    """The instruction is copied, as by Linux."""
+    """The instruction is copied, as in Linux."""
     BEYOND_TABLE = auto()
     """The instruction is copied, although Linux's opcode table refuses it."""
     SHADOW = auto()
     """The instruction is copied together with the next one, before which it delays interrupts."""
     LEAVE = auto()
-    """The instruction is copied, and what follows is never executed: a return or an indirect jump."""
+    """A return or an indirect jump, which is copied. The code after the copy is never executed."""
     JUMP = auto()
     BRANCH = auto()
     """A conditional jump."""
@@ -77,9 +77,9 @@ class InsnAttributes(NamedTuple):
     length: int
     """Length of the instruction in bytes."""
     refusal: RejectReason | None
-    """Why a kprobe can't execute the instruction out of line; None if it can."""
+    """Reason why a kprobe can't execute the instruction out of line; None if it can."""
     rejection: RejectReason | None
-    """Why the instruction can't be executed in a detour buffer; None if it can.
+    """Reason why the instruction can't be executed in a detour buffer; None if it can.
 
     An instruction in the exception table can't be executed there either.
     """
@@ -150,7 +150,7 @@ def _ends_in_registers(insn: X86Insn) -> bool:
 
 @cache
 def _alike(modrm: int) -> tuple[int, ...]:
-    """Return the ModRM bytes whose operands have the kind and the encoded size of those of `modrm`."""
+    """Return the ModRM bytes whose operands equal the operands of `modrm` in kind and encoded size."""
     mod = modrm >> 6
     special = {4, 5} if mod == 0 else {4} if mod < 3 else set()
     rm = modrm & 7
@@ -180,7 +180,7 @@ def _facts(insn: X86Insn, code: bytes, bits: int, rules: ProbeRules) -> InsnAttr
 
 
 def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason | None) -> Relocation:
-    """Return what the extended strategy does with an instruction. iced-x86 says what the processor executes.
+    """Return the extended strategy's relocation of an instruction, as iced-x86 decodes it.
 
     `rejection` is the reason why Linux cannot probe the instruction or execute it in a detour, or None.
     """
@@ -215,7 +215,7 @@ def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason |
 
 
 def _indirect_relocation(insn: X86Insn, decoded: Any) -> Relocation:
-    """Return what the extended strategy does with an indirect jump or call.
+    """Return the extended strategy's relocation of an indirect jump or call.
 
     The operand of a relocated call is read after the push, so it must not depend on the stack pointer.
     """

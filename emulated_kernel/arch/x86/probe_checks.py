@@ -121,7 +121,7 @@ def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | No
 
     The rejection names the first of these instructions in address order.
 
-    Linux: the byte after the five replaced ones also counts as a jump target.
+    As in Linux, the byte after the five replaced ones also counts as a jump target.
     """
     hazard = analysis.flow.hazard
     jump = analysis.flow.jump_into(addr + INT3_SIZE, addr + JMP32_SIZE)
@@ -161,7 +161,10 @@ _RETURN_THUNKS = (
     *("__x86_return_thunk", "its_return_thunk", "retbleed_return_thunk"),
     *("srso_return_thunk", "srso_alias_return_thunk"),
 )
-"""Symbols to which boot lets returns jump. Mirrors: arch/x86/kernel/cpu/bugs.c:x86_return_thunk (v6.12)."""
+"""Symbols of the thunks to which returns jump after boot.
+
+Mirrors: arch/x86/kernel/cpu/bugs.c:x86_return_thunk (v6.12).
+"""
 _LONGEST_REGION = JMP32_SIZE - 1 + MAX_INSN_SIZE
 _BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
 _LEA = re.compile(rb"(?s)(?=(\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d]....))")
@@ -255,9 +258,9 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     @cached_property
     def _excludes_jump_tables(self) -> bool:
-        """Whether the build of the kernel has no jump tables, and the kernel's version counts on that.
+        """Whether the kernel's version relies on a build without jump tables, and this build has none.
 
-        Builds with retpolines or landing pads have none, because both restrict indirect jumps.
+        Builds with retpolines or landing pads have no jump tables, because both restrict indirect jumps.
         """
         return ProbeRule.NO_JUMP_TABLES in self._rules and (bool(self.layout.thunks) or self._has_pads)
 

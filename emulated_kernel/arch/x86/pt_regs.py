@@ -17,11 +17,11 @@ _SET_OF = b"\x04\x78"
 
 
 class RegsFrame:
-    """A frame on the stack (struct pt_regs): code that saves all registers in it, and restores most of them.
+    """Generates code that saves all registers in a struct pt_regs on the stack, and restores some of them.
 
-    The general registers and the flags are restored. In a handler's frame, sp and the fields with known
-    values are filled in only before a host call. The flags are restored without popf. popf would end a
-    translated block, and so cost more than the five instructions that replace it.
+    `save` leaves out sp and the fields with known values; completed() fills them in before a host call.
+    `restore` restores the general registers and the flags. It avoids popf, which would end Unicorn's
+    translated block. That costs more than the five instructions that replace popf.
     """
 
     def __init__(

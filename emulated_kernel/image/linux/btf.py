@@ -314,7 +314,7 @@ class Btf:
         return proto.size_or_type, tuple(Member(self.text(name), kind, 0, 0) for name, kind in parameters)
 
     def array_of(self, number: int) -> tuple[int, int]:
-        """Return the type id of the elements of an array type, and how many elements it has."""
+        """Return the type id of the elements of an array type, and the number of its elements."""
         element, _, count = _WORDS3.unpack_from(self._types, self.type(number).tail)
         return element, count
 

@@ -1,4 +1,4 @@
-"""Members of structures by their offset, from BTF: what a fetch argument reads through a pointer."""
+"""Members of structures by their offset, from BTF: they describe the data that a dereference reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def members_at(btf: Btf, number: int, offset: int) -> list[ScalarMember]:
 def size_of(btf: Btf, number: int, depth: int = _DEPTH) -> int:
     """Return the size in bytes of the type with the id `number`.
 
-    It is 0 for void and functions, and for arrays of more than `depth` dimensions.
+    Return 0 for void and functions, and for arrays of more than `depth` dimensions.
     """
     kind = btf.type(btf.resolve(number))
     if kind.kind is Kind.PTR:

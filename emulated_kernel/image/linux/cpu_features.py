@@ -64,7 +64,7 @@ def feature_numbers(kernel: LinuxKernel) -> Mapping[str, int]:
 
 
 def capability_words(kernel: LinuxKernel) -> int:
-    """Return the number of 32-bit words of features in struct cpuinfo_x86, without those of bugs."""
+    """Return the number of 32-bit words of features in struct cpuinfo_x86, without the words of bugs."""
     btf = kernel.btf
     at, end = (btf.offset(f"cpuinfo_x86.{name}") for name in ("x86_capability", "x86_vendor_id"))
     start = kernel.required(_BUGS)

@@ -103,7 +103,7 @@ class PackageTar:
     def files(self, offset: int = 0) -> Iterator[tuple[str, int, int, int]]:
         """Yield path, offset and size of each regular file in the tar, and the offset of the next header.
 
-        `offset` is that of the first header to read.
+        `offset` is the offset of the first header to read.
 
         Deviates: tarfile reads long names of any length; here the headers of long names are skipped.
         """
@@ -127,7 +127,7 @@ def deb_tar(package: BinaryIO, part: str = "data.tar") -> PackageTar:
 
 
 def deb_depends(package: BinaryIO) -> list[str]:
-    """Return the names of the packages on which a Debian package depends; empty if it says nothing."""
+    """Return the names of the packages on which a Debian package depends; empty if it names none."""
     tar = deb_tar(package, "control.tar")
     for name, start, size, _ in tar.files():
         if name in ("control", "./control"):

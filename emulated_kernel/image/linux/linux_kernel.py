@@ -43,7 +43,7 @@ _SECOND_HALF = 0x20
 
 
 class ReturnThunks(Enum):
-    """How boot rewrites a kernel's return instructions for CPU mitigations.
+    """Way in which boot rewrites a kernel's return instructions for CPU mitigations.
 
     The values are user-visible texts.
     """

@@ -40,10 +40,10 @@ class ModuleFiles:
     """
 
     def __init__(self, image: Path, release: str, given: Sequence[Path] = ()) -> None:
-        """Search the packages and directories `given`, then those that belong to the kernel.
+        """Search the packages and directories `given`, then the sources that belong to the kernel.
 
-        These are the package `image`, packages next to it with the modules of `release`, and the directory of
-        `release` in /lib/modules if `image` is no package.
+        The sources of the kernel are the package `image`, and the packages next to it with modules of
+        `release`. If `image` is no package, the directory of `release` in /lib/modules is a source too.
         """
         self._release = release
         self._given = [_source(path) for path in given]
@@ -102,7 +102,7 @@ class ModuleFiles:
         )
 
     def _missing(self, name: str) -> str:
-        """Return what is wrong if no source has a module, and where more modules may be."""
+        """Return the error text for a module that no source has, with the packages to add."""
         packages = " or ".join(each + self._release for each in _MODULE_PACKAGES)
         return f"no module {name} comes with this kernel; put {packages} next to it, or give --modules"
 

@@ -17,7 +17,7 @@ def unusable(message: str) -> UnusableFile:
 
 
 def unmapped(va: int) -> str:
-    """Return what is wrong with a kernel one of whose pointers leads to `va`, which is not in its memory.
+    """Return an error text about a kernel's pointer to `va`, which is not in the kernel's memory.
 
     Only a canonical address is named: any other value comes from damage or is poison of freed memory.
     """

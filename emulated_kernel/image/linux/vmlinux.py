@@ -118,7 +118,7 @@ class LinkedMemory:
     def with_bytes(self, va: int, data: bytes) -> Self:
         """Return a copy with the bytes at `va` replaced by `data`.
 
-        All of them must be in the file data of one segment.
+        All replaced bytes must be in the file data of one segment.
         """
         segment = self._segment_at(va)
         if segment is None or va + len(data) > segment.va + len(segment.data):

@@ -29,7 +29,7 @@ class AsmThunks:
         in_frame: bool,
         on_return: Callable[[Regs], object],
     ) -> bool:
-        """Let the guest run the owners' handlers, and then call `on_return` with the live registers.
+        """Run the owners' handlers in the guest, and then call `on_return` with the live registers.
 
         Return False if there is no room for the handlers' code. Then the hit counts as missed for the owners,
         and `on_return` is not called.

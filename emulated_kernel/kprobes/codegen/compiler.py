@@ -110,7 +110,7 @@ class Compiler:
     def log_failure(self, error: Exception) -> None:
         """Log once that guest code can't be compiled because an import or a call of the host failed.
 
-        Python handles the hits meanwhile.
+        Until compilation succeeds, Python handles the hits.
         """
         text = str(error)
         if isinstance(error, (ImportError, OSError)) and text != self._last_warning:
@@ -203,7 +203,7 @@ class Compiler:
         return code
 
     def existing_post_code(self, owner: AggrKprobe, target: int) -> CompiledCode | None:
-        """Return the code that `behind` has compiled for this owner and target, or None if there is none."""
+        """Return the code that was compiled for this owner and target, or None if there is none."""
         return self.asm_thunks.get((owner, target))
 
     def _thunk(
@@ -263,7 +263,7 @@ class Compiler:
         return code
 
     def lead_to(self, jump: CompiledCode, target: int) -> bool:
-        """Let a jump that jump() created lead to `target`; return False if `target` is out of reach."""
+        """Redirect a jump that jump() created to `target`. Return False if `target` is out of reach."""
         if jump.target != target:
             try:
                 insn = self._arch.relative_jump(jump.address, target)

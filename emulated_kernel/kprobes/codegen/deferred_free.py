@@ -21,7 +21,7 @@ class _DeferredPiece:
 class DeferredFree:
     """Frees slots, detours and handlers that were taken out of use when they are quiescent.
 
-    A piece is quiescent when no CPU's register and no live stack holds an address in it. Linux: it waits for
+    A piece is quiescent when no CPU's register and no live stack holds an address in it. Linux waits for
     grace periods. The longest of them is `synchronize_rcu_tasks`.
     """
 

@@ -16,7 +16,7 @@ class PtRegsFrames(dict[int, Any]):
 
     The first look-up of an address makes its view, which stays valid, because stacks stay mapped. The
     contents are valid until the guest continues. Values are unsigned, and assigned values are truncated.
-    Linux: the handler gets a pointer to the struct pt_regs.
+    In Linux, the handler gets a pointer to the struct pt_regs.
     """
 
     def __init__(self, memory: GuestMemory, names: Sequence[str], word_size: int) -> None:

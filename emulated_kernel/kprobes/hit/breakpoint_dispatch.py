@@ -156,7 +156,7 @@ class BreakpointDispatch:
             self._make_stub(head, leads_to)
 
     def _leave_to_python(self, head: AggrKprobe) -> None:
-        """Let Python handle the probe's hits until the handlers change, but not the end of their steps."""
+        """Handle the probe's hits in Python until the handlers change, but end their steps without Python."""
         if head.is_disabled:
             return
         head.is_python = True
@@ -209,7 +209,7 @@ class BreakpointDispatch:
             self.compile_detour(head)
 
     def compile_detour(self, head: AggrKprobe) -> None:
-        """Compile the handlers into a detour, if possible, and let the jump lead to this detour."""
+        """Compile the handlers into a detour, if possible, and lead the jump to this detour."""
         code = self._compiler.detour(head)
         detour = head.detour
         head.compiled = code
@@ -269,7 +269,7 @@ class BreakpointDispatch:
             self._debug_traps.pop(insn.step_end - insn.prepared.length, None)
 
     def pass_detour(self, trap: int) -> None:
-        """Let the breakpoint of a detour have no effect.
+        """Route a detour's breakpoint past itself: a CPU that hits it only continues in the detour.
 
         No jump leads to the detour any more, but a CPU may still be in it.
         """

@@ -27,11 +27,17 @@ class KprobeCtlblk:
     running: AggrKprobe | None = None
     """The probe whose hit Python handles on the current CPU."""
     interrupted: list[AggrKprobe] = field(default_factory=list)
-    """The probes whose hits the hit of `running` interrupted. Linux: kprobe_status is KPROBE_REENTER."""
+    """The probes whose hits the hit of `running` interrupted.
+
+    In Linux, kprobe_status is KPROBE_REENTER during such a hit.
+    """
     by_breakpoint: bool = False
     """Whether the hit of `running` came by a breakpoint, whose exception Linux counts as an NMI."""
     in_ops_list: bool = False
-    """Whether several users of one fentry site are being called. Linux: disables preemption meanwhile."""
+    """Whether several users of one fentry site are being called.
+
+    Linux disables preemption during these calls.
+    """
     started: int = 0
     """Time at which the hit of `running` started, in nanoseconds, if the guest runs within it."""
     cpu: int = 0
@@ -52,7 +58,7 @@ class KprobeCtlblk:
         self.python[0] = head is not None
 
     def stay(self) -> None:
-        """Let the guest run within the current hit."""
+        """Lead all traps to Python, because the guest will run within the current hit."""
         self.python[0] = 1
 
     def resume(self) -> None:

@@ -33,7 +33,7 @@ class FtraceOps:
 
     func: Called
     symbol: Callable[[], str]
-    """Function that returns the present name of Linux's function with the same purpose."""
+    """Function that returns the name of Linux's handler for this user, which enabled_functions shows."""
     saves_regs: bool = False
     """Whether the user needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
     modifies_ip: bool = False
@@ -113,7 +113,7 @@ class FtraceSites:
         )
         """Two users: one for all probes without a post_handler, and one for all probes with a post_handler.
 
-        The order of calls treats each of the two as old as the first of its probes that was armed.
+        Each of the two takes its place in the order of calls when its first probe is armed.
         Mirrors: kernel/kprobes.c:kprobe_ftrace_ops, kprobe_ipmodify_ops (v6.1).
         """
 
@@ -175,7 +175,7 @@ class FtraceSites:
     def _run_asm_handlers(
         self, owners: tuple[AssemblyOwner, ...], on_return: Called, site: int, frame: Any
     ) -> None:
-        """Let the guest run the users' handlers in assembly, then call `on_return` with site and frame."""
+        """Run the users' assembly handlers in the guest, then call `on_return` with site and frame."""
         hits = self._hits
         regs = self._machine.regs
         if not hits.asm_thunks.run_asm_handlers(
@@ -235,7 +235,7 @@ class FtraceSites:
             self.compile_call(head)
 
     def compile_call(self, head: AggrKprobe) -> None:
-        """Compile the probe's handlers, if possible, and let its site call the code from the next hit on."""
+        """Compile the probe's handlers, if possible. The probe's site calls the code from the next hit on."""
         code = self._compiler.call(head, self.return_at)
         head.compiled = code
         head.is_python = code is None
@@ -243,7 +243,7 @@ class FtraceSites:
             self._start_and_stop({head.address: code.entry})
 
     def drop_code(self, head: AggrKprobe) -> None:
-        """Let Python handle hits again until the next compilation, because the handlers have changed."""
+        """Handle hits in Python again until the next compilation, because the handlers have changed."""
         head.is_python = False
         code = head.compiled
         head.compiled = None
@@ -257,7 +257,10 @@ class FtraceSites:
     # Probes
 
     def arm(self, heads: Sequence[AggrKprobe]) -> None:
-        """Let the probes' sites call them. Mirrors: kernel/kprobes.c:__arm_kprobe_ftrace (v6.1)."""
+        """Make the probes' fentry sites call the probes.
+
+        Mirrors: kernel/kprobes.c:__arm_kprobe_ftrace (v6.1).
+        """
         for head in heads:
             self._callers[head.address] = head
             self._join(self._of_kprobes[head.has_post_handler], [head.address])
@@ -287,7 +290,7 @@ class FtraceSites:
     def enable(self, value: int) -> None:
         """Set sysctl kernel.ftrace_enabled. With 0 all sites become nops, and users keep their sites.
 
-        Linux: fails with EBUSY while a live patch is registered; this kernel has no live patches.
+        In Linux, this fails with EBUSY while a live patch is registered. This kernel has no live patches.
         Mirrors: kernel/trace/ftrace.c:ftrace_enable_sysctl (v6.1).
         """
         self._lock.assert_held()
@@ -356,7 +359,7 @@ class FtraceSites:
                 self._with_regs.discard(site)
 
     def forget(self, sites: Iterable[int]) -> None:
-        """Forget the past of sites whose text is about to be freed."""
+        """Remove sites from `touched` and `modified`, because their text is about to be freed."""
         self.touched.difference_update(sites)
         self.modified.difference_update(sites)
 
@@ -418,7 +421,10 @@ class FtraceSites:
         shrink_dict(self._calling, calling)
 
     def _start_and_stop(self, starting: Mapping[int, int], stopping: Collection[int] = ()) -> None:
-        """Let the sites in `starting` call their targets, and turn the sites in `stopping` into nops."""
+        """Write calls at some fentry sites, and nops at others.
+
+        `starting`: site -> target of the call. `stopping`: sites that get nops.
+        """
         breakpoints = self._breakpoints
         insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
         if starting:

@@ -86,7 +86,7 @@ class HitHandling:
         *,
         in_frame: bool = False,
     ) -> bool:
-        """Let the guest run the probe's handler in assembly, and then call `on_return` with the registers.
+        """Run the probe's assembly handler in the guest, and then call `on_return` with the registers.
 
         `point`: selects the handler. `in_frame`: whether the probed code's registers are in a struct pt_regs
         at sp, as in a hit by a call or a jump. Return True if the guest will run the handler. If there is no
@@ -234,7 +234,7 @@ class HitHandling:
         self._call_post_handler(head, regs)
 
     def _run_post_assembly(self, head: AggrKprobe, regs: Regs) -> bool:
-        """Let the guest run the probe's post_code; return False if there is no room for the code."""
+        """Run the probe's post_code in the guest. Return False if there is no room for its machine code."""
         if not self._continues_without_python(head):
             return self._run_asm_handler(head, HandlerPoint.POST, partial(self._call_post_handler, head))
         code = self.compile_post_code(head, regs.ip)
@@ -437,7 +437,7 @@ class HitHandling:
         """Handle an exception in a step or in compiled code; return True if the guest continues at `regs`.
 
         An access of compiled code continues at its fixup. A fault in the step belongs to the probed
-        instruction: if the probe's fault_handler doesn't handle it, the guest gets the fault at the probed
+        instruction. If the probe's fault_handler doesn't handle it, the guest gets the fault at the probed
         address.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
         """
@@ -475,7 +475,7 @@ class HitHandling:
         An interrupt is forbidden between a hit and the end of its step, because the CPU's registers belong to
         the hit. It is forbidden in a compiled handler, which may have written half a record. It is also
         forbidden between the two instructions of a jump or call that may be removed.
-        Linux: where a jump or call is two instructions, the kernel isn't preempted, so that no task is
+        In Linux, a kernel in which a jump or call is two instructions isn't preempted, so that no task is
         between them while they are patched.
         """
         ip = self._machine.regs.ip

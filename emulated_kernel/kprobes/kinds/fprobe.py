@@ -258,7 +258,7 @@ class Fprobes:
             self._kprobes.forget(assembled)
 
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Let calls that Python handles run the fprobe's assembly handlers, unless the fprobe is disabled."""
+        """Run the fprobe's assembly handlers at calls that Python handles, unless the fprobe is disabled."""
         moments = () if fp.is_disabled else handler_texts(fp)
         assert self._kprobes.sites is not None
         self._kprobes.sites.set_assembly(registered.ops, registered if HandlerPoint.PRE in moments else None)
@@ -316,7 +316,7 @@ class Fprobes:
         """Return the address that the function graph replaces in the stack slot of the call that returns.
 
         A return probe that hooked the call before has put its trampoline's address there. Only an exit
-        handler of `fp` may ask.
+        handler of `fp` may call this method.
         Mirrors: kernel/trace/fprobe.c:fprobe_return (v7.2).
         """
         assert fp.hook is not None

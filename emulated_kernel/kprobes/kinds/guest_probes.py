@@ -282,7 +282,7 @@ class GuestProbes:
         """Call a handler with a struct pt_regs of the hit, which it may change except sp; return its result.
 
         A handler that faults, loops or sleeps is never called again; its result is 0.
-        Linux: an oops in the probed task.
+        In Linux, such a handler causes an oops in the probed task.
         """
         if handler in self._failed_handlers:
             return 0

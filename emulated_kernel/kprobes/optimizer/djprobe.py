@@ -109,7 +109,7 @@ class Djprobes(Optimizer):
                 raise KernelError(errno.EBUSY, "a task stands in a detoured region or an out-of-line buffer")
 
     def _all_at_known_places(self) -> AbstractContextManager[bool]:
-        """Bring all tasks to known places. Return whether that succeeded, as a context manager.
+        """Return a context in which all tasks are at known places; it yields False if a task is not.
 
         Source: section 2.2. Without preemption, one pass of each CPU through the scheduler is enough.
         """

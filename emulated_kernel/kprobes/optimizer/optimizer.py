@@ -270,8 +270,8 @@ class Optimizer:
     def flush(self) -> None:
         """Execute the queued requests now. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
 
-        Linux: also waits for quiescence. Deviates: the guest doesn't run meanwhile. If a CPU or task is in
-        the way, the requests stay queued.
+        Linux: the flush also waits for quiescence. Deviates: the guest doesn't run during the flush. If a CPU
+        or task is in the way, the requests stay queued.
         """
         if self.optimizing or self.unoptimizing:
             self.work.flush()
@@ -299,8 +299,9 @@ class Optimizer:
     def _affected(self) -> list[Span]:
         """Return the ranges that must be quiescent before jumps are written and detours are freed.
 
-        They are the text that jumps will cover, and the slots and detours that jump back into this text. They
-        are also slots and detours that will be freed, and the garbage, which may jump into all other ranges.
+        The ranges contain the text that jumps will cover, and the slots and detours that jump back into this
+        text. They also contain the slots and detours that will be freed, and the garbage, which may jump into
+        all other ranges.
         """
         spans = {*self._garbage.spans}
         for head in self.optimizing:
@@ -312,10 +313,10 @@ class Optimizer:
         return [*spans]
 
     def _leading_to(self, head: AggrKprobe) -> Iterator[Span]:
-        """Iterate over code that enters the middle of a probe's region without a hit.
+        """Iterate over address ranges of code that can enter the middle of a probe's region without a hit.
 
-        It is the probe's own slot, and the slots, detours and handlers of probes whose instructions end in
-        the region.
+        Such code is the probe's own slot, and the slots, detours and handlers of other probes whose
+        instructions may end in the region.
         """
         assert head.detour is not None
         for distance in range(1 - self._arch.max_detoured, head.detour.length):

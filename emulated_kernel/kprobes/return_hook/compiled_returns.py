@@ -200,7 +200,7 @@ class NativeReturns:
     def drop_handler(self, hook: ReturnHook) -> None:
         """Drop the guest code of a hook whose handler has changed.
 
-        Python handles its returns until the next entry.
+        Python handles the hook's returns until the next entry.
         """
         if hook.code is not None:
             self._stack.words[hook.address + HANDLER * self._word] = 0

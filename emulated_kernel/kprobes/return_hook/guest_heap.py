@@ -167,7 +167,10 @@ class TaskFields:
         return view.cast(self._format)  # type: ignore[call-overload, no-any-return]
 
     def current(self) -> int:
-        """Return the address of the task that runs on the current CPU; 0 if the image does not show it."""
+        """Return the address of the current CPU's running task.
+
+        Return 0 if the image's ABI table lacks `percpu.current_task`.
+        """
         return 0 if self._current is None else int(self._current[0])
 
     def of(self, task: int) -> memoryview:

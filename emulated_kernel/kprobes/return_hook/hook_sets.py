@@ -104,8 +104,8 @@ class HookSets(TaskObserver):
 def never_returning(image: ProbedTables, arch: Arch) -> list[int]:
     """Return addresses whose returns can't be hooked: functions that switch stacks, and cold parts.
 
-    Functions jump to their cold parts. Linux: only the functions that switch stacks are rejected, and a task
-    that enters a hooked cold part gets a damaged stack.
+    Functions jump to their cold parts. Linux rejects only the functions that switch stacks, and a task that
+    enters a hooked cold part gets a damaged stack.
     """
     symbols = image.kallsyms
     named = (symbol.address for name in arch.no_return_hook for symbol in symbols.by_name(name))

@@ -188,9 +188,9 @@ class KretprobeInstTable(RethookListStack):
 class InstancesCode(StackCode[KretprobeInstTable]):
     """Emits guest code that uses a KretprobeInstTable.
 
-    Locks are held for a few instructions, with no interrupt on the CPU meanwhile.
+    Locks are held for a few instructions, during which no interrupt comes on the CPU.
 
-    Linux: turns interrupts off. Deviates: interrupts stay on, but are never delivered in compiled code
+    Linux: interrupts are turned off. Deviates: they stay on, but are never delivered in compiled code
     (HitHandling.may_interrupt). A CPU that holds a lock is not preempted (Machine.preempt_if), because Python
     cannot wait for the lock.
     Mirrors: kernel/kprobes.c:pre_handler_kretprobe, recycle_rp_inst, kretprobe_table_lock (v5.10).

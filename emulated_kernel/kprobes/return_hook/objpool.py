@@ -146,7 +146,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
     """Emits code for objpools. Mirrors: lib/objpool.c:objpool_try_get_slot, objpool_try_add_slot (v6.7).
 
     Nodes are put back only into the CPU's own ring. No interrupt may come while a node is put back.
-    Linux: turns interrupts off. Deviates: interrupts stay on, but are never delivered in compiled code
+    Linux: interrupts are turned off. Deviates: they stay on, but are never delivered in compiled code
     (HitHandling.may_interrupt).
     """
 

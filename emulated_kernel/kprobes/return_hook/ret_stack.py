@@ -56,11 +56,14 @@ SIZE = 3
 TRAILER = 4
 """Number of words in an entry after its data."""
 _USED = 0
-"""Index, among the words after a task's array, of the number of words in use. Linux: in task_struct."""
-_OVERRUNS = 1
-"""Index, among the words after a task's array, of the number of overruns. Linux: in task_struct.
+"""Index, among the words after a task's array, of the number of words in use.
 
-An overrun is a call for which the array had no space.
+Linux has this number in task_struct.
+"""
+_OVERRUNS = 1
+"""Index, among the words after a task's array, of the number of overruns.
+
+An overrun is a call for which the array had no space. Linux has this number in task_struct.
 """
 _COUNTS = 2
 """Number of words that follow a task's array."""
@@ -70,7 +73,7 @@ class RetStack(ShadowStack):
     """For each task, an array of words that is a stack of entries of any size.
 
     All tasks get their arrays at the first hook; a later task gets its array at its first hooked call.
-    Linux: at fork.
+    In Linux, a task gets its array at fork.
     Mirrors: kernel/trace/fgraph.c:alloc_retstack_tasklist, ftrace_push_return_trace (v6.1); the layout is
     that of v6.10.
     """

@@ -18,7 +18,7 @@ NUMBER_BITS = {8: 24, 4: 20}
 class RethookStack(RethookListStack):
     """One free list per hook; all CPUs contend for its head.
 
-    Linux: counts references to nodes, so that a CPU notices if a node was taken and put back meanwhile.
+    Linux: references to nodes are counted, so that a CPU notices if a node was taken and put back.
     Deviates: the head contains a node's number instead of its address, and a count of changes.
     Mirrors: include/linux/freelist.h, kernel/trace/rethook.c:rethook_try_get, rethook_recycle (v6.1).
     """

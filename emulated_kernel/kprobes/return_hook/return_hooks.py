@@ -162,7 +162,7 @@ class ReturnHooks:
         self._lock.assert_held()
         self.handler_changed(hook)
         # No CPU may be in the hook's code when its memory is freed.
-        # Linux: frees it after an RCU grace period.
+        # Linux frees it after an RCU grace period.
         self._machine.text.sync()
         del self._hooks[hook.address]
         self.stack.remove_hook(hook.address)
@@ -284,7 +284,7 @@ class ReturnHooks:
     def _run_asm_handlers(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
     ) -> bool:
-        """Let the guest run the handlers in assembly of the calls that return through `frame`.
+        """Run in the guest the assembly handlers of the calls that return through `frame`.
 
         Return False if there are no such handlers; then `on_return` is not called.
         """
@@ -314,7 +314,9 @@ class ReturnHooks:
         return calls, 0
 
     def _lost(self, regs: Any, calls: list[Pending]) -> int:
-        """Let the guest report that a return address is unknown, and oops; return where the guest continues.
+        """Set the arguments of the guest function that reports an unknown return address and oopses.
+
+        Return its address, at which the guest continues, or 0 if the image does not have it.
 
         Mirrors: the BUG_ON of rethook_trampoline_handler (v6.1), kretprobe_assert (v2.6.33).
         """
@@ -344,7 +346,7 @@ class ReturnHooks:
         """Return the address that hooks without a return probe find in the slot of the call that returns.
 
         All hooks without a return probe, such as those of fprobes, replace the address once. Only a return
-        handler of `hook` may ask.
+        handler of `hook` may call this method.
         """
         older = dropwhile(lambda call: call.hook != hook.address, self.stack.pending(self._tasks.current()))
         for call in older:

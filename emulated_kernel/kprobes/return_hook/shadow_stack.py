@@ -47,8 +47,9 @@ class ShadowStack(ABC):
 
     A node is taken by `try_get`, and then pushed or put back. `pop` removes calls and puts their nodes back.
     Nodes of a removed hook stay valid until they are popped. All state is words of guest memory, which guest
-    code changes too (stack_code.py), so the host must not cache it. The guest may damage it: calls that can't
-    be found any more never return, their nodes stay in use, and a damaged pool has no free node.
+    code changes too (stack_code.py), so the host must not cache it. The guest may damage this memory. Calls
+    that can't be found any more then never return, and their nodes stay in use. A damaged pool has no free
+    node.
     """
 
     name: ClassVar[str]

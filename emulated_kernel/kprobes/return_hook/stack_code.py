@@ -81,7 +81,10 @@ class StackCode(ABC, Generic[Stack]):
     """Index of the first word of private data in a node."""
 
     def __init__(self, offsets: TaskOffsets, stack: Stack, returned_at: int) -> None:
-        """Prepare to emit code for `stack`. `returned_at` is Arch.returned_at."""
+        """Prepare to emit code that uses the shadow stack `stack`.
+
+        `returned_at` is the offset in bytes from a return handler's sp to the real return address.
+        """
         self.offsets = offsets
         self.stack = stack
         self._returned_at = returned_at

@@ -17,12 +17,12 @@ Returned = Callable[[Any, int], int]
 
 
 class RunAsmHandlers(Protocol):
-    """Function that lets the guest run the handlers in assembly of the calls that return through `frame`."""
+    """Function that runs in the guest the assembly handlers of the calls that return through `frame`."""
 
     def __call__(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
     ) -> bool:
-        """Return False if there are no such handlers; else `on_return` is called when the handlers end.
+        """Run the assembly handlers, and call `on_return` when they end. Return False if there are none.
 
         `in_frame`: the registers are saved in a struct pt_regs at sp.
         """
@@ -113,7 +113,10 @@ class Trampoline:
         return None
 
     def adopt_native(self, code: CompiledCode | None) -> None:
-        """Use `code` as the native trampoline, or none. The code traps if Python must handle a return."""
+        """Use `code` as the native trampoline; None: have no native trampoline.
+
+        The code traps if Python must handle a return.
+        """
         self._native_code = code
         self.native = 0
         if code is not None:
@@ -152,7 +155,7 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """Return the saved registers, the slot of the return address, and where to store the real address."""
+        """Return the saved registers, the slot of the return address, and the place for the real address."""
         saved = self._frames[regs.sp]
         after = regs.sp + len(self._arch.pt_regs) * self._word
         return saved, after if self._arch.registers.link is None else saved.sp, after

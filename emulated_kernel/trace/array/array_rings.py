@@ -89,7 +89,7 @@ class ArrayRings(ABC):
         return memories
 
     def exchange(self, buffers: list[RingBuffer], sizes: list[int]) -> list[RingMemory]:
-        """Free the memory of buffers, whose records are lost, and return memory for others instead.
+        """Free the memory of buffers, whose records are lost, and return memory for new buffers.
 
         `sizes`: number of sub-buffers of each. Raises: KernelError ENOMEM (nothing is freed).
         """
@@ -229,8 +229,8 @@ class ArrayRings(ABC):
     def _resize_in_place(self, buffers: list[RingBuffer], pages: int) -> None:
         """Resize `buffers` to `pages` pages each, after freeing their old memory.
 
-        There is no room for the old and the new memory at the same time. Meanwhile the records are in other
-        memory of the process. If the process ends then, they are lost.
+        There is no room for the old and the new memory at the same time. During the exchange, the records are
+        in other memory of the process. If the process ends at that time, the records are lost.
         Raises: KernelError ENOMEM.
         """
         sizes = [memory_size(pages)] * len(buffers)

@@ -18,7 +18,7 @@ class PreviousBootNames:
     cmdlines: SavedCmdlines
 
     def find_event(self, now: Callable[[int], TraceEvent | None], number: int) -> TraceEvent | None:
-        """Return the event with the id `number`: that of the earlier kernel, or else that of the running one.
+        """Return the event with the id `number`, of the earlier kernel, or else of the running kernel.
 
         `now` looks up an event of the running kernel, whose records may follow those of the earlier kernel.
         """

@@ -96,7 +96,7 @@ class Snapshot:
         """Swap the trace array's buffers with the snapshot's.
 
         Do nothing if no snapshot is allocated or recording is stopped.
-        Linux: the events that the snapshot held become the content of the trace array's buffers.
+        As in Linux, the events that the snapshot held become the content of the trace array's buffers.
         Mirrors: kernel/trace/trace.c:update_max_tr (v6.1).
         """
         array = self._array

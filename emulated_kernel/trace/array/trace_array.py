@@ -200,7 +200,7 @@ class TraceArray(ArrayRings, Recorder):
         return True
 
     def notify_rewired(self) -> None:
-        """Let guest code of events and the tracer be recompiled: buffers, clock, option or pid lists changed.
+        """Recompile guest code of events and tracer, because buffers, clock, options or pid lists changed.
 
         Until this is called, guest code writes to the buffers that it was compiled for.
         """
@@ -218,7 +218,7 @@ class TraceArray(ArrayRings, Recorder):
             self.notify_rewired()
 
     def rewire_tracer(self) -> None:
-        """Let guest code of the current tracer be recompiled, but not that of events."""
+        """Recompile guest code of the current tracer, but not that of events."""
         self._tracers[self.current_tracer].rewired()
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
@@ -244,16 +244,16 @@ class TraceArray(ArrayRings, Recorder):
     def target(self) -> RecordTarget | None:
         """Implement Recorder.target: return the buffers to which guest code may record an event.
 
-        Return None if the host must write the record: in the cases of ring_target(), if an option adds call
-        chains, or if there are lists of pids.
+        Return None if the host must write the record. This is the case if ring_target() returns None, if an
+        option adds call chains, or if there are lists of pids.
         """
         return None if self.options.flags & _STACKS or self.pids.is_active else self.ring_target()
 
     def ring_target(self) -> RecordTarget | None:
         """Return the buffers to which guest code may append records, as append() does on the host.
 
-        Return None if the host must append them: if the trace clock does not count nanoseconds, if the host
-        sets the guest's clock, or if option record-tgid is on.
+        Return None if the host must append them. This is the case if the trace clock does not count
+        nanoseconds, if the host sets the guest's clock, or if option record-tgid is on.
         """
         memory = self.system.memory
         if not self.clock.in_ns or self._records_tgid or not memory.can_tell_time:
@@ -353,7 +353,7 @@ class TraceArray(ArrayRings, Recorder):
         return self._to_targets(TraceArray._write_text, data) if data else 0
 
     def _to_targets(self, write: Callable[[TraceArray, bytes], int], data: bytes) -> int:
-        """Write a marker to each target, and return what the last one has taken.
+        """Write a marker to each target, and return the number of bytes that the last one has taken.
 
         Raises: KernelError ENODEV (there is no target), the error of the first target that fails.
         """
@@ -554,7 +554,7 @@ class TraceArray(ArrayRings, Recorder):
         return tuple(reversed(self._tracers))
 
     def register_tracer(self, name: str, tracer: Tracer) -> None:
-        """Let current_tracer accept `name`. Mirrors: kernel/trace/trace.c:register_tracer (v6.1)."""
+        """Add a tracer for current_tracer. Mirrors: kernel/trace/trace.c:register_tracer (v6.1)."""
         self._tracers[name] = tracer
 
     def _tracer_option_changed(self, name: str) -> None:

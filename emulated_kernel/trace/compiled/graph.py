@@ -66,7 +66,7 @@ class CallFlag(IntFlag):
 
 
 class CallKind(Enum):
-    """How the tracer treats calls of a function. Functions of one kind share their guest code."""
+    """Treatment of calls of a function by the tracer. Functions of one kind share their guest code."""
 
     PLAIN = auto()
     CHOSEN = auto()

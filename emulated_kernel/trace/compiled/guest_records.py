@@ -59,7 +59,7 @@ class GuestRecords(TaskObserver):
 
     @property
     def can_tell_time(self) -> bool:
-        """Whether guest code can read the current time from the clock, which is so for a virtual clock.
+        """Whether guest code can read the current time: only if the clock is virtual.
 
         The host sets a real clock between runs of the guest, so the clock does not advance during a run.
         """

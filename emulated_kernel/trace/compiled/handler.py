@@ -1,4 +1,4 @@
-"""Handlers of trace events as guest code: which events can be handled in the guest, and the code for them."""
+"""Handlers of trace events as guest code: checks whether the guest can handle an event, and emits code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class CompiledEvent:
-    """An event as guest code handles it: its id, its arguments, and where it is recorded."""
+    """An event as guest code handles it: its id, its arguments, and its recordings."""
 
     event_id: int
     args: tuple[ProbeArg, ...]

@@ -25,7 +25,8 @@ class HitContext:
     Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
     A breakpoint is entered as an NMI with interrupts off. With preemption, Linux subtracts one from the whole
     context for the handler's own preempt_disable(), but a breakpoint's handler does not call that.
-    The borrow clears the interrupt flag and sets both counts to their maximum.
+    The subtraction borrows from the higher fields: it clears the interrupt flag and sets both counts to their
+    maximum.
     """
 
     def __init__(

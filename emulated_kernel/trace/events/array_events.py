@@ -39,7 +39,7 @@ class _Wanted:
         )
 
     def covers(self, other: _Wanted) -> bool:
-        """Return True if each part that this word gives is the same in `other`."""
+        """Return True if every part that this word gives equals that part of `other`."""
         pairs = ((self.match, other.match), (self.group, other.group), (self.name, other.name))
         return self.module == other.module and all(mine in (None, theirs) for mine, theirs in pairs)
 
@@ -205,8 +205,8 @@ class ArrayEvents:
         """Enable or disable, in steps, the events that a word names: `GROUP:EVENT`, or a name.
 
         A name may be that of a group or of events. In `GROUP:EVENT`, a part that is `*` or empty matches any
-        name. With `:mod:MODULE` after it, only events of that module are meant. If it is not loaded, its
-        events are enabled when it comes.
+        name. With `:mod:MODULE` at its end, the word names only events of that module. If the module is not
+        loaded, its events are enabled when it is loaded.
         Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1, v7.2).
         """
         wanted = _wanted(word, takes_module=self._has_module is not None)
@@ -231,7 +231,7 @@ class ArrayEvents:
         self._awaited = left
 
     def module_added(self, module: str) -> None:
-        """Enable the events that were awaited of a module, which are registered now.
+        """Enable the events for which set_event has waited until their module was loaded.
 
         Errors of events are ignored. Mirrors: kernel/trace/trace_events.c:update_mod_cache (v7.2).
         """

@@ -88,7 +88,7 @@ class TraceEvent(ABC):
     module = ""
     """Name of the event's module, or "" for the events of the kernel itself."""
     is_switchable = True
-    """Whether the event can be enabled. An event that cannot exists only for its `format` file."""
+    """Whether the event can be enabled. Otherwise the event exists only for its `format` file."""
     is_registrable = True
     """Whether perf can count the event, so that its directory has an `id` file."""
 

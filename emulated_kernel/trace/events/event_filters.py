@@ -21,7 +21,7 @@ GROUP_FILTER_TEXT = """\
 # Only events with the given fields will be affected.
 # If no events are modified, an error message will be displayed here
 """
-"""Text of a group's filter file. Linux: the error message that its last line promises never appears."""
+"""Text of a group's filter file. As in Linux, the promised error message never appears."""
 
 _LOCATION = "event filter parse error"
 _NO_FILTER = "none\n"

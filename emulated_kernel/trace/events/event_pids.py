@@ -113,12 +113,12 @@ class EventPids:
         return self.ignores(pid) and self.ignores(other)
 
     def follow(self, parent: int, child: int) -> None:
-        """Handle a fork while the option event-fork is on."""
+        """Add a forked child to each list that contains its parent, because the option event-fork is on."""
         self.traced.follow(parent, child)
         self.untraced.follow(parent, child)
 
     def forget(self, pid: int) -> None:
-        """Handle a task's exit while the option event-fork is on."""
+        """Remove an exited task from the lists, because the option event-fork is on."""
         self.traced.forget(pid)
         self.untraced.forget(pid)
 

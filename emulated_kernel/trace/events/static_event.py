@@ -36,9 +36,9 @@ class TracepointStub:
     first_parameter: int = 0
     """Number of parameters of the function that are not arguments of the tracepoint."""
     preempt_count: int = 1
-    """Amount that Linux's tracepoint adds to preempt_count, and the guest's own does not."""
+    """Amount that the tracepoint adds to preempt_count in Linux, but not in the guest."""
     switch: Callable[[bool], None] | None = None
-    """Lets the switched tracepoint call the function or not; None if a tracepoint that is on always does."""
+    """Allows or forbids calls of the function; None if a tracepoint that is on always calls the function."""
 
 
 class Tracepoint:

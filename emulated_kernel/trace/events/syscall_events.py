@@ -117,12 +117,12 @@ class SyscallEvent(TraceEvent):
 
     @abstractmethod
     def words(self, raw: bytes, hit: ProbeHit) -> bytes:
-        """Return what the event records. `raw` has the words after the number in a raw record."""
+        """Return the data that the event records. `raw`: words after the call's number in a raw record."""
 
     def print_line(
         self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
     ) -> str:
-        """Return the text that `trace` shows after the timestamp. Linux: the event's name is not in it."""
+        """Return the text that `trace` shows after the timestamp. As in Linux, it omits the event's name."""
         del verbose
         return self.print_record(payload, symbols, sym_addr=sym_addr)
 

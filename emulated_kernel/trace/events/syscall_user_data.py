@@ -1,4 +1,4 @@
-"""User memory in records of system calls (Linux 7.2): which arguments it is of, and how it is shown.
+"""User memory in records of system calls (Linux 7.2): the arguments that point to it, and its text.
 
 Mirrors: kernel/trace/trace_syscalls.c (v7.2).
 """
@@ -31,7 +31,7 @@ class UserDataSize:
     value: int = DEFAULT_SIZE
 
     def set(self, size: int) -> None:
-        """Set how many bytes of each argument's memory are recorded; a size above MAX_SIZE counts as that."""
+        """Set the number of bytes to record of each argument's memory: `size`, but at most MAX_SIZE."""
         self.value = min(size, MAX_SIZE)
 
 

@@ -30,7 +30,7 @@ class ProbedFunction:
 
 
 def find_function(btf: Btf | None, name: str | None, hidden: int = 0) -> ProbedFunction | None:
-    """Return the prototype of a function without its first `hidden` parameters, or None without BTF for it.
+    """Return a function's prototype without its first `hidden` parameters, or None if the BTF lacks it.
 
     Mirrors: kernel/trace/trace_btf.c:btf_find_func_proto (v6.12).
     """

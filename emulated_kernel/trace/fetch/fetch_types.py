@@ -174,7 +174,7 @@ class Hexadecimal(Number):
 
 
 class Character(Number):
-    """A byte that is shown as a character in quotes, as the byte itself."""
+    """A byte that is shown as a character in quotes, without escapes."""
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
         del symbols

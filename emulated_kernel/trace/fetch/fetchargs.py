@@ -91,7 +91,7 @@ class ProbeArg:
 
 
 def sight_of(arg: ProbeArg) -> Sight:
-    """Return what an argument reads of the system call in which its probe is hit."""
+    """Return the kind of data that an argument reads about the system call in which its probe is hit."""
     stages = arg.stages
     source = stages.load.op
     if source in (FetchOp.COMM, FetchOp.DATA):
@@ -114,7 +114,7 @@ class FetchContext:
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
-    """Whether the kernel is probed. If not, a program is, so expressions name file offsets, not symbols."""
+    """Whether the probe is in the kernel, not in a program, in which expressions name file offsets."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
     """For event probes: resolves the event's field that an argument names, after the argument is parsed."""
     in_fprobe: bool = False
@@ -157,7 +157,7 @@ class FetchContext:
 def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
     """Compile the arguments of a command. `words` are the words from the third word on.
 
-    Linux: up to 6.1, arguments after the 128th are silently ignored.
+    In Linux up to 6.1, arguments after the 128th are silently ignored.
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
     interface = context.interface
@@ -179,7 +179,7 @@ def _parsed(
     in_kernel: bool,
     in_fprobe: bool,
 ) -> tuple[ProbeArg, ...]:
-    """Compile arguments, without a log of errors. Many events have the same ones, and share the result."""
+    """Compile arguments without logging errors. Many events have equal arguments, so results are cached."""
     log = TraceProbeLog(ErrorLog(lambda: 0), "", words)
     context = FetchContext(arch, log, interface, on_return, on_entry, in_kernel, in_fprobe=in_fprobe)
     return _parse_args(words, context)
@@ -263,7 +263,7 @@ class _ArgParser:
         self._bits = 8 * context.arch.word_size
         self._rules = context.interface.rules
         self._named: NamedArgs | None = None
-        """The compiler of the name whose BTF type is that of the value, or None."""
+        """The compiler of the name that determined the BTF type of the value, or None."""
         self._end = 0
         """Column of the innermost expression that was parsed last."""
 
@@ -436,7 +436,7 @@ class _ArgParser:
         return [self._special(name, at)]
 
     def _event_field(self, name: str, at: int) -> FetchInsn:
-        """Compile `$FIELD` of an event probe. Linux: up to 6.1, the field is looked up after the parsing.
+        """Compile `$FIELD` of an event probe. Linux up to 6.1 looks up the field after the parsing.
 
         Mirrors: kernel/trace/trace_probe.c:parse_probe_vars (v6.12).
         """

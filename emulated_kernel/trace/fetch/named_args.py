@@ -97,7 +97,7 @@ class NamedArgs:
     ) -> list[FetchInsn]:
         """Return `root` and the operations that follow `fields` from its value.
 
-        The type of the value has the id `number`. `column` is that of the fields.
+        The type of the value has the id `number`. `column` is the column of the fields.
         Raises: KernelError (logged).
         """
         code = [root]

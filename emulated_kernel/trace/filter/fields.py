@@ -10,7 +10,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FilterType(Enum):
-    """How a filter compares a field.
+    """Kind of comparison of a field by filters.
 
     Mirrors: include/linux/trace_events.h:FILTER_OTHER and its likes (v6.1).
     """
@@ -34,7 +34,7 @@ class FilterType(Enum):
 
 @dataclass(frozen=True)
 class FilterField:
-    """A field of an event, and how filters compare it."""
+    """A field of an event, and the kind of its comparison by filters."""
 
     type: FilterType
     declared: EventField
@@ -70,7 +70,7 @@ def _find(fields: Sequence[EventField], name: str) -> FilterField | None:
 
 
 def filter_type_of(declared: str) -> FilterType:
-    """Return how filters compare a field of this declared type.
+    """Return the kind of comparison that filters use for a field of this declared type.
 
     Linux: an array of numbers counts as one number of the array's size.
     Mirrors: kernel/trace/trace_events_filter.c:filter_assign_type (v6.1).

@@ -56,7 +56,7 @@ def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWor
 def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS) -> FilterProgram:
     """Parse a filter, and return its program.
 
-    `text` has one character per byte, and no trailing blanks. `words` are those of the kernel's version.
+    `text` has one character per byte, and no trailing blanks. `words` are the words of the kernel's version.
 
     Raises: FilterParseError EPERM, ENOENT, ESRCH, EINVAL.
     Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).
@@ -68,7 +68,7 @@ def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS
 def _check_nesting(text: str) -> None:
     """Check the parentheses and quotes of a filter. Raises: FilterParseError.
 
-    Linux: this first pass has its own errnos, such as ESRCH for a missing quote.
+    As in Linux, this first pass has its own errnos, such as ESRCH for a missing quote.
     Mirrors: kernel/trace/trace_events_filter.c:calc_stack (v6.1).
     """
     opened: list[int] = []

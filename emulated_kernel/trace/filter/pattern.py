@@ -11,7 +11,7 @@ _ANY = frozenset(range(1, 256))
 
 
 class MatchType(Enum):
-    """How a pattern is matched. Mirrors: kernel/trace/trace.h:regex_type (v6.1)."""
+    """Way in which a pattern is matched. Mirrors: kernel/trace/trace.h:regex_type (v6.1)."""
 
     FULL = auto()
     FRONT_ONLY = auto()

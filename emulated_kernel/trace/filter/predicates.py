@@ -64,13 +64,13 @@ class ComparePredicate:
 
 @dataclass(frozen=True)
 class CpuPredicate:
-    """Predicate that compares the id of the CPU that was hit with `value`."""
+    """Predicate that compares the number of the CPU on which the event occurred with `value`."""
 
     op: FilterOp
     value: int
 
     def test(self, entry: RawEntry) -> bool:
-        """Return True if the comparison with the CPU's id holds."""
+        """Return True if the comparison with the CPU's number holds."""
         return self.op.compare(entry.cpu, self.value)
 
 
@@ -86,7 +86,7 @@ Mirrors: USTRING_BUF_SIZE (v6.1).
 class StringPredicate:
     """Predicate that matches a string field with a pattern.
 
-    `offset` and `size` are those of the field, in bytes.
+    `offset` and `size` are the offset and the size of the field in bytes.
     """
 
     source: FilterType
@@ -136,9 +136,9 @@ class FunctionPredicate:
 
 @dataclass(frozen=True)
 class CpusPredicate:
-    """Predicate that compares a set of CPUs, a number in the entry, or the CPU that was hit, with CPUs.
+    """Predicate that compares a set of CPUs, a field's number, or the event's CPU with the CPUs `cpus`.
 
-    Linux: a single CPU never equals two or more.
+    As in Linux, a single CPU never equals two or more.
     Mirrors: do_filter_cpumask, do_filter_scalar_cpumask, do_filter_cpumask_scalar (v6.12).
     """
 
@@ -170,7 +170,8 @@ class CpusPredicate:
 class NeverPredicate:
     """A predicate that is always false.
 
-    Linux: comparisons of arrays whose size is not that of a number, and `&` with the CPU, are always false.
+    As in Linux, comparisons of arrays whose size is not that of a number, and `&` with the CPU, are always
+    false.
     """
 
     def test(self, entry: RawEntry) -> bool:

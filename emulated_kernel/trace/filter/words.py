@@ -12,7 +12,7 @@ _REGION = re.compile(r"\s*(?:all|(?P<first>\d+|N)(?:-(?P<last>\d+|N))?)(?::(?P<u
 
 
 def _no_function(_place: str | int) -> None:
-    """Find no function."""
+    """Return None for every name and address: no function is known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class FilterWords:
     word_size: int = 8
     """Size of an address in bytes."""
     find_function: Callable[[str | int], range | None] = _no_function
-    """Returns the addresses of the function with a name, or of the one that contains an address."""
+    """Returns the addresses of the function with a name, or of the function that contains an address."""
 
     @property
     def has_functions(self) -> bool:
@@ -34,7 +34,7 @@ class FilterWords:
 
     @property
     def has_cpus(self) -> bool:
-        """Whether `CPUS{LIST}` is a value."""
+        """Whether filters accept a value `CPUS{LIST}`."""
         return InterfaceRule.FILTER_CPUS in self.interface
 
 

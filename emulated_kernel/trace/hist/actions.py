@@ -104,7 +104,7 @@ class Action:
             self._snapshot(element, key)
 
     def _snapshot(self, element: Element, key: bytes) -> None:
-        """Take a snapshot if the value is greater than, or different from, that of the last snapshot.
+        """Take a snapshot if the value is greater than, or different from, the value at the last snapshot.
 
         Mirrors: cond_snapshot_update (v6.1).
         """

@@ -21,7 +21,9 @@ from emulated_kernel.trace.synth.synth_event import FIELDS_MAX
 from emulated_kernel.util.errors import KernelError
 
 MakeHist = Callable[[HistData, EventFile, str], None]
-"""Function that creates a histogram on another event: (histogram that needs it, event, command).
+"""Function that creates a histogram on another event.
+
+It takes the histogram that needs the new one, the other event, and the command.
 
 Raises: KernelError.
 """

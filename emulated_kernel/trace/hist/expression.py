@@ -69,7 +69,7 @@ class ExpressionParser:
     def _unary(self, text: str, flags: Flag, variable: str | None) -> HistField:
         """Parse `-(EXPRESSION)` and return its field.
 
-        Linux: one character after the sign is skipped, even if it is not a parenthesis.
+        As in Linux, one character after the sign is skipped, even if it is not a parenthesis.
         """
         self._subexpressions += 1
         if self._subexpressions > _SUBEXPRESSIONS_MAX:
@@ -207,7 +207,7 @@ class ExpressionParser:
     def _modifier(self, name: str, modifier: str, flags: Flag) -> tuple[Flag, int]:
         """Return the flag of a modifier, and the size of buckets (0 except for `buckets`).
 
-        Linux: only the beginning of `percent` and `graph` counts.
+        As in Linux, only the beginning of `percent` and `graph` counts.
         """
         if modifier in _PLAIN_MODIFIERS:
             return _PLAIN_MODIFIERS[modifier], 0
@@ -225,7 +225,7 @@ class ExpressionParser:
     def _buckets(self, text: str) -> int:
         """Parse the size of buckets, which is `=SIZE`, and return it.
 
-        Linux: the caret points at the part of the modifier that was not yet read.
+        As in Linux, the caret points at the part of the modifier that was not yet read.
         """
         if not text.startswith("="):
             raise self._log.error(HistError.BAD_FIELD_MODIFIER, text)

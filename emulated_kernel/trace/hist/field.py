@@ -1,4 +1,4 @@
-"""A field of a histogram: a key, value, variable or reference, and how its value at a hit is computed."""
+"""A field of a histogram (a key, value, variable or reference) and the computation of its value at a hit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Flag(IntFlag):
     PERCENT = 1 << 19
     GRAPH = 1 << 20
     COMM = 1 << 21
-    """Name of the task that was hit (Linux 7.2)."""
+    """Name of the task in which the event occurred (Linux 7.2)."""
 
 
 TIME_FLAGS = Flag.TIMESTAMP | Flag.TIMESTAMP_USECS
@@ -107,7 +107,10 @@ class HistHit:
 
     @property
     def comm(self) -> bytes:
-        """Name of the task that was hit. Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1)."""
+        """Name of the task in which the event occurred.
+
+        Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1).
+        """
         return self.entry.comm if any(self.entry.data[_PID]) else b"<idle>"
 
 
@@ -208,7 +211,7 @@ class HistField:
     def expression_text(self, level: int = 0) -> str:
         """Return the name of the expression that the field is.
 
-        Linux: the negation of a bucket, and the double negation of an expression, have no name.
+        As in Linux, the negation of a bucket, and the double negation of an expression, have no name.
         Mirrors: expr_str (v6.1).
         """
         if level > 1:
@@ -225,7 +228,7 @@ class HistField:
 
 
 class Histogram:
-    """What fields, actions and other histograms use of a histogram: its fields and its map."""
+    """The parts of a histogram that fields, actions and other histograms use: its fields and its map."""
 
     def __init__(
         self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, attrs: HistAttrs
@@ -317,8 +320,7 @@ def _divide(value: int, divisor: int) -> int:
 def divide_by_constant(value: int, divisor: int) -> int:
     """Return value / divisor as Linux computes it for a constant divisor.
 
-    Linux: if the divisor is below 2**20 and not a power of two, quotients of small numbers are rounded up a
-    little.
+    If the divisor is below 2**20 and not a power of two, quotients of small numbers are rounded up a little.
     """
     if not divisor & (divisor - 1) or max(divisor - 1, value) >= 1 << _DIV_SHIFT:
         return value // divisor

@@ -313,7 +313,7 @@ def _rank(part: HistField, key: bytes) -> int:
 
     Strings are sorted by their bytes.
 
-    Linux: all stack traces are equal, and so are all parts that are `common_comm`.
+    As in Linux, all stack traces are equal, and so are all parts that are `common_comm`.
     """
     if part.flags & Flag.STACKTRACE or (part.flags & Flag.COMM and part.field is None):
         return 0

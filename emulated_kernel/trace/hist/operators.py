@@ -1,4 +1,4 @@
-"""Operators of histogram expressions: where an expression is split, and how names are split."""
+"""Operators of histogram expressions: splitting of expressions at operators, and of names at dots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from emulated_kernel.trace.text.numbers import is_digit
 def find_operator(text: str) -> tuple[Operator, int] | None:
     """Return the operator at which an expression is split, and its position; None without an operator.
 
-    It is the last operator of the lowest precedence.
+    An expression is split at its last operator of the lowest precedence.
 
     Mirrors: kernel/trace/trace_events_hist.c:contains_operator (v6.1).
     """
@@ -29,8 +29,8 @@ def find_operator(text: str) -> tuple[Operator, int] | None:
 def leftmost_operand(text: str) -> str:
     """Return the part of an expression that replaces a later `$name` in the same command.
 
-    Linux: parsing cuts the text at each operator, so with `a=x-y,b=$a` the value of b is x. Parsing also cuts
-    the text at the dots of GROUP.EVENT.$NAME.
+    As in Linux, parsing cuts the text at each operator, so with `a=x-y,b=$a` the value of b is x. Parsing
+    also cuts the text at the dots of GROUP.EVENT.$NAME.
     Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_atom (v6.1).
     """
     found = find_operator(text)
@@ -43,7 +43,7 @@ def leftmost_operand(text: str) -> str:
 def remains_of(text: str) -> str:
     """Return the part of an atom's text that remains after parsing.
 
-    Linux: GROUP.EVENT.NAME is cut at its dots.
+    As in Linux, GROUP.EVENT.NAME is cut at its dots.
     """
     group, _, _ = qualified(text)
     return text if group is None or is_digit(text) else group

@@ -164,8 +164,8 @@ class TracingMap:
         The generator yields after each SORT_STEP elements, and its return value is the sorted list. Hits may
         add elements at a yield; the list does not contain them. A heap sort calls `primary` or `secondary`
         only before it starts, so later changes of an element do not affect this sort.
-        Linux: equal elements have the order that a heap sort gives to elements in the byte order of their
-        keys.
+        As in Linux, equal elements have the order that a heap sort gives to elements in the byte order of
+        their keys.
         """
         elements = sorted(self._elements.values(), key=lambda each: each.key)
         ranks = [primary(each) for each in elements]

@@ -55,7 +55,7 @@ class HistTrigger(HistHolder):
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
         """Count a hit in the histogram.
 
-        Linux: without an entry, as if another trigger fires this trigger, nothing is counted.
+        As in Linux, do not count a hit without an entry, which occurs if another trigger fires this trigger.
         """
         if entry is not None:
             self.data.count(hit, entry)
@@ -224,7 +224,7 @@ class HistCommand(TriggerCommand):
     def remove_all(self, file: EventFile) -> None:
         """Remove all histograms of an event.
 
-        Linux: if another histogram uses a variable of any of them, none is removed.
+        As in Linux, if another histogram uses a variable of any of them, none is removed.
 
         Mirrors: hist_unreg_all (v6.1).
         """

@@ -106,7 +106,7 @@ class GraphPrinter:
     def line(self, entry: TimedRecord, following: bytes | None, formatter: LineFormatter) -> str:
         """Return the lines of a record.
 
-        They are "" for a return that the line of its call contains, because the call was a leaf. `following`
+        Return "" for the return of a leaf function, because the line of its call shows it. `following`
         is the next record of the same CPU. `formatter` has the other options.
         """
         line = _GraphLine(entry, self, formatter)

@@ -144,7 +144,7 @@ class LineFormatter:
 
         `find_event` finds an event by an entry's type. `in_ns` means that the clock counts nanoseconds.
         `time_start` is the time from which latency-format counts. `shows_symbols`: see fields_text().
-        `limit` is the maximum size of a line in bytes, and `columns` are those of the flags.
+        `limit` is the maximum size of a line in bytes. `columns` describes the columns of common_flags.
         """
         self.flags = flags
         self._in_ns = in_ns

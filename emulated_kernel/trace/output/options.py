@@ -71,7 +71,7 @@ _RULES = {
     TraceOption.HASH_PTR: InterfaceRule.OPTION_HASH_PTR,
     TraceOption.BITMASK_LIST: InterfaceRule.OPTION_BITMASK_LIST,
 }
-"""Option that not all versions have -> rule of those that have it."""
+"""Option that only some versions of Linux have -> interface rule of these versions."""
 
 
 def option_names(interface: Interface) -> dict[str, TraceOption]:
@@ -176,7 +176,7 @@ class TraceOptions:
             self._set_of_tracer(name, on=bool(value))
 
     def _move_printk(self, *, here: bool) -> None:
-        """Let this trace array, or else the top one, get trace_printk().
+        """Direct trace_printk() to this trace array if `here` is True, or else to the top trace array.
 
         Raises: KernelError EINVAL (the top array would lose it to no other).
         Mirrors: kernel/trace/trace.c:set_tracer_flag (v6.12).
@@ -191,7 +191,7 @@ class TraceOptions:
         self.printk_dest[1:] = [] if new is top else [new]
 
     def leave_printk(self) -> None:
-        """Let the top array get trace_printk() if this one does, because it is being removed."""
+        """Direct trace_printk() to the top array if it writes to this array, which is being removed."""
         if self in self.printk_dest[1:]:
             self._move_printk(here=False)
 

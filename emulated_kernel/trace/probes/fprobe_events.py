@@ -134,7 +134,7 @@ class TraceFprobe(TraceKprobe):
         return super().place_text + ("%return" if self.place.is_return else "")
 
     def matches_place(self, word: str) -> bool:
-        """Return True if `word` is the symbol. Linux: `SYMBOL%return` removes no event.
+        """Return True if `word` is the symbol. As in Linux, `SYMBOL%return` matches no event.
 
         Mirrors: kernel/trace/trace_fprobe.c:trace_fprobe_match_command_head (v6.12).
         """
@@ -148,7 +148,7 @@ class TraceFprobe(TraceKprobe):
         return len(self._fprobe.functions) == 1 and super().emit(builder, way)
 
     def _kept(self, _fp: Fprobe, _address: int, regs: Any, data: memoryview) -> None:
-        """Keep the function arguments that the event has, as the entry handler of an fprobe on exits."""
+        """Handle an entry of an fprobe on exits: store the function arguments that the event records."""
         self.keep_arguments(data, regs)
 
     def _called(self, _fp: Fprobe, address: int, regs: Any, data: memoryview) -> None:
@@ -187,7 +187,9 @@ class TraceTprobe(TraceKprobe):
         """Number of missed hits before the last registration of the kprobe."""
 
     def register(self) -> None:
-        """Attach the probe if its event is enabled. The tracepoint may be missing: a module may bring it.
+        """Attach the probe if its event is enabled.
+
+        The tracepoint may be missing, because a module that is loaded later may have it.
 
         Raises: KernelError ENOENT (no symbol of an argument), errors of register_kprobe().
         """
@@ -235,7 +237,7 @@ class TraceTprobe(TraceKprobe):
         super().unregister()
 
     def _ignore(self, _payload: bytes, _hit: ProbeHit) -> None:
-        """Ignore a record of the tracepoint, which is on for its stub."""
+        """Ignore a record of the tracepoint, which is switched on only so that the guest calls its stub."""
 
     def _called(self, preempt_count: int, _kprobe: Kprobe, regs: Regs) -> None:
         """Handle a call of the stub. The record's context is that of a function call, not of a breakpoint."""
@@ -291,9 +293,9 @@ class FprobeEvents(KprobeEvents):
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         """Parse a command of at least one word, or return None for other commands.
 
-        The commands are `f[N][:[GRP/][EVENT]] SYMBOL[%return] [FETCHARGS]`, in which SYMBOL may be a glob
-        whose functions are looked up when the probe is registered, and
-        `t[:[GRP/][EVENT]] TRACEPOINT [FETCHARGS]`.
+        The commands are `f[N][:[GRP/][EVENT]] SYMBOL[%return] [FETCHARGS]` and
+        `t[:[GRP/][EVENT]] TRACEPOINT [FETCHARGS]`. SYMBOL may be a glob, whose functions are looked up when
+        the probe is registered.
         Raises: KernelError EINVAL, ENOENT, EOPNOTSUPP, E2BIG (logged).
         Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.12).
         """

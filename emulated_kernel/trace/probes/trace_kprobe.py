@@ -313,7 +313,7 @@ class TraceKprobe(TraceProbe):
 
     @property
     def symbol(self) -> str:
-        """The symbol of the place in messages and comparisons. Linux: for a raw address, it is "unknown"."""
+        """The symbol of the place in messages and comparisons. As in Linux, a raw address has "unknown"."""
         return self.place.symbol or "unknown"
 
     def is_in_module(self, module: str) -> bool:
@@ -321,7 +321,7 @@ class TraceKprobe(TraceProbe):
         return self.symbol.startswith(f"{module}:")
 
     def awaits_module(self) -> bool:
-        """Return True if the place may exist after a module is loaded. Linux: so may any raw address.
+        """Return True if the place may exist after a module is loaded. As in Linux, any raw address may.
 
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_exist (v6.1), negated.
         """
@@ -347,7 +347,7 @@ class TraceKprobe(TraceProbe):
             self.engine.kprobes.disable_kprobe(self.handle)
 
     def handler_changed(self) -> None:
-        """Let the engine compile the handler again, because the event's recorders or filters changed."""
+        """Make the engine compile the handler again, because the event's recorders or filters changed."""
         if self.handle is None or self.handle.is_gone:
             return
         if isinstance(self.handle, Kretprobe):
@@ -363,11 +363,11 @@ class TraceKprobe(TraceProbe):
 
     @property
     def identity(self) -> Hashable:
-        """Symbol and offset of the place, for comparisons. Linux: all raw addresses are equal."""
+        """Symbol and offset of the place, for comparisons. As in Linux, all raw addresses are equal."""
         return self.symbol, self.place.offset
 
     def matches_place(self, word: str) -> bool:
-        """Return True if `word` is this probe's place. Linux: at most 63 bytes of the place are compared.
+        """Return True if `word` is this probe's place. As in Linux, only 63 bytes of the place are compared.
 
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_match.
         """
@@ -391,7 +391,7 @@ class TraceKprobe(TraceProbe):
     # Hits
 
     def _entered(self, instance: KretprobeInstance, regs: Regs) -> None:
-        """Keep the function arguments that the event has, as the entry handler of a return probe."""
+        """Handle the entry of a return probe: store the function arguments that the event records."""
         self.keep_arguments(instance.data, regs)
 
     def keep_arguments(self, data: memoryview, regs: Regs) -> None:

@@ -165,7 +165,7 @@ class TraceProbe(DynEvent):
         """Return True if `-:[GROUP/][EVENT] [PLACE [ARGS]]` matches this probe.
 
         ARGS may be only the first of the probe's arguments.
-        Linux: at most 63 bytes of an argument are compared.
+        As in Linux, at most 63 bytes of an argument are compared.
         Mirrors: kernel/trace/trace_probe.c:trace_probe_match_command_args (v6.1).
         """
         if event and to_text(event) != self.event.name:

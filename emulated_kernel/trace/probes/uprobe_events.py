@@ -54,7 +54,7 @@ class UprobePoint:
     def default_event(self) -> str:
         """Return the event name for a command without one.
 
-        Linux: the name begins with `p` for return probes too.
+        As in Linux, the name begins with `p` for return probes too.
         """
         name = self.path.rpartition("/")[2]
         end = min((name.index(mark) for mark in ".-_" if mark in name), default=len(name))

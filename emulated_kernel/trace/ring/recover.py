@@ -46,7 +46,7 @@ _COUNT_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class RecoveredBuffer:
-    """A ring buffer that was copied to its own memory and repaired, and what the recovery has found."""
+    """A ring buffer that was copied to its own memory and repaired, and the findings of the repair."""
 
     buffer: RingBuffer
     torn: int

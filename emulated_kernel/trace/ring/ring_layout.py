@@ -136,7 +136,7 @@ class RingMemory:
     release: Callable[[], None] = _keep
     """Frees the pages."""
     report: Callable[[str, object], None] = _ignore
-    """Reports that the guest has damaged the memory; arguments: name of the data, and what is wrong."""
+    """Reports that the guest has damaged the memory; arguments: name of the data, and the damage."""
 
     @property
     def control_block(self) -> memoryview:

@@ -98,7 +98,7 @@ _FAULTED_SIZE = 9
 
 @dataclass(frozen=True)
 class AddressStyle:
-    """How addresses in entries are printed: by which symbols, and under which trace options."""
+    """Settings for the printing of addresses in entries: the symbols and the trace options."""
 
     symbols: KernelSymbols
     word_size: int = 8
@@ -220,7 +220,7 @@ def _function_binary(payload: bytes, style: AddressStyle) -> str:
 
 
 _REPEATS = Struct("<HHI")
-"""Format of a FUNC_REPEATS record after the call: count, high and low bits of the time since the latest."""
+"""Format of a FUNC_REPEATS record after ip and parent: count, high and low bits of the repetition's age."""
 
 
 def repeats_entry(call: bytes, count: int, ago: int) -> bytes:

@@ -190,7 +190,7 @@ class RingWriter:
     def empty_damaged(self) -> None:
         """Report that guest code has damaged the buffer, and empty the buffer.
 
-        Linux: recording stops, and a warning is logged.
+        In Linux, recording stops instead, and a warning is logged.
         Mirrors: kernel/trace/ring_buffer.c:RB_WARN_ON (v6.1)
         """
         self.place.report("ring buffer", "its control block does not describe its pages")
@@ -267,7 +267,7 @@ class RingWriter:
         _TWO_WORDS.pack_into(self._memory, at, kind | (value & DELTA_MASK) << 5, value >> DELTA_BITS)
 
     def _open_tail(self) -> None:
-        """Let guest code write events without calling the host."""
+        """Allow guest code to write events without calling the host."""
         control = self._control
         control.write_ptr = control.write_ptr or control.parked_ptr
 
@@ -286,7 +286,7 @@ class RingWriter:
         `state`: result of check(). `tail`: bytes of data on the tail page. If the buffer is full and must not
         overwrite events, count a dropped event and return False.
 
-        Guest code that records calls this once a page, so that all of it is in one function.
+        Guest code that records calls this once per page, so that all of it is in one function.
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
         """
         words = self._words

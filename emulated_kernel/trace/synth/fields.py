@@ -116,7 +116,7 @@ class NumberField(SyntheticField):
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
         """Return the number in decimal.
 
-        Linux: numbers of 1 and 2 bytes are printed as unsigned, even if their type is signed.
+        As in Linux, numbers of 1 and 2 bytes are printed as unsigned, even if their type is signed.
         """
         del symbols
         is_signed = self.is_signed and self.size > 2

@@ -58,7 +58,7 @@ class _Entry(DynEvent):
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
         """Return True if a command that removes events names this event.
 
-        Linux: words after the name are ignored.
+        As in Linux, words after the name are ignored.
         """
         del words
         return self.event.name == event and group in (None, SYSTEM)

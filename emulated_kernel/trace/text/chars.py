@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 SPACES = "\t\n\v\f\r \xa0"
-"""White space. Linux: 0xa0 is space, 0x1c-0x1f and 0x85 are not. Mirrors: include/linux/ctype.h:isspace."""
+"""White space as in Linux: with 0xa0, without 0x1c-0x1f and 0x85. Mirrors: include/linux/ctype.h:isspace."""
 
 ALNUM = "0-9A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\xff"
 """Letters and digits of Latin-1, for use within the brackets of a regular expression.

@@ -1,4 +1,4 @@
-"""The error_log file: why the last commands failed, with a caret under the wrong part of each command."""
+"""The error_log file: errors of the last commands, with a caret under the wrong part of each command."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ TRACING_LOG_ERRS_MAX = 8
 """Number of errors that error_log keeps."""
 _PREFIX = "  Command: "
 _POSITION_MASK = 0xFFFF
-"""Mask of a column. Linux: the column has 16 bits."""
+"""Mask of a column, which has 16 bits as in Linux."""
 
 
 class CommandError(Enum):
-    """Base class of the errors of commands. A member is an identity; kernels differ in the texts of some.
+    """Base class of the errors of commands.
 
-    Tools match the texts, so they are an interface.
+    A member identifies an error, whose text may differ between kernels. Tools match the texts, so they are an
+    interface.
     """
 
     texts: tuple[str, ...]

@@ -69,7 +69,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._hooks.detach(self._user)
 
     def option_changed(self, name: str) -> None:
-        """Attach again, because the options select another handler now. Mirrors: func_set_flag (v6.1)."""
+        """Attach the handler that the tracer's options now select. Mirrors: func_set_flag (v6.1)."""
         if name in tuple(FunctionOption):
             self._hooks.detach(self._user)
             self._update()
@@ -170,7 +170,7 @@ class FunctionPids(PidList):
     """The list of pids in set_ftrace_pid or set_ftrace_notrace_pid, which reads "no pid" if it is empty."""
 
     def records(self) -> list[str]:
-        """Return the lines of the file. Linux: the greatest pid + 1 is also printed as "no pid".
+        """Return the lines of the file. As in Linux, the greatest pid + 1 is also printed as "no pid".
 
         Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1).
         """

@@ -175,7 +175,7 @@ def parse_count(param: str | None) -> int:
 def parse_trigger_filter(event: TraceEvent, text: str | None, triggers: EventTriggers) -> EventFilter | None:
     """Compile `if FILTER`, and return the filter; None if `text` is None.
 
-    Linux: up to 6.1, errors in the filter are not added to error_log.
+    In Linux up to 6.1, errors in the filter are not added to error_log.
     Raises: KernelError EINVAL, errors of parse_filter(). Mirrors: set_trigger_filter (v6.1).
     """
     if text is None:

@@ -210,7 +210,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._trouble(why + aside + (f"; can't be set aside: {', '.join(left)}" if left else ""))
 
     def _trouble(self, message: str) -> None:
-        """Log a message, and let the mount command print it."""
+        """Log a message, and store it for the mount command, which prints it."""
         self._troubles.append(escape_for_terminal(" ".join(message.split())))
         self._complain(message)
 

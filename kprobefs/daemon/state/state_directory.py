@@ -31,7 +31,7 @@ _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 
 
 def pending_warnings(directory: str) -> list[str]:
-    """Return warnings for a new mount: which parts were not restored, and why nothing is saved."""
+    """Return warnings for a new mount: parts that were not restored, and the reason why nothing is saved."""
     from kprobefs.definitions.tracefs_files import control_root
 
     with suppress(OSError):
