@@ -149,11 +149,10 @@ def no_room() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelOffsets]:
+def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelOffsets, None]:
     """In place of a booted kernel."""
-    return LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0), KernelOffsets(
-        "", {}, {}, {}, 0
-    )
+    machine = LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0)
+    return machine, KernelOffsets("", {}, {}, {}, 0), None
 
 
 @pytest.mark.parametrize("place", ["full", "read-only", "a file"])
