@@ -19,7 +19,7 @@ RESCHEDULE = "resched_curr"
 THREAD_FLAGS = "task_struct.thread_info.flags"
 """Path of the member of task_struct with a task's thread flags."""
 _SYMBOLS = (
-    "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",
+    "alloc_pid", "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",
     "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "page_offset_base", RESCHEDULE,
     "wake_up_new_task", "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
 )  # fmt: skip

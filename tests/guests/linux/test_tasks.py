@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.guests.linux.guest.execve import ExecObserver
+from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, LinuxTasks
 from emulated_kernel.guests.linux.initramfs import BUFFER
@@ -44,6 +45,29 @@ def test_a_task_has_its_process_s_pid_name_and_owner(guest: LinuxTasks) -> None:
 
 def test_a_pid_that_the_kernel_has_given_away_is_another(guest: LinuxTasks) -> None:
     assert guest.fork(guest.init, 2).pid > 2
+
+
+def test_a_kernel_thread_of_the_same_moment_does_not_take_the_pid() -> None:
+    """The kernel may create threads after the fork was asked for, but before the parent runs."""
+    guest, kernel = debian_kernel.with_kernel()
+    [clone] = kernel.kallsyms.by_name("kernel_clone")
+    structs = KernelStructs(guest.machine, guest.facts.offsets)
+    next_pid = structs.member(guest.facts.symbols["init_pid_ns"], "pid_namespace.idr.idr_next")
+    clones = 0
+
+    def take_pids() -> None:
+        nonlocal clones
+        clones += 1
+        structs.store("<i", next_pid, 777)
+
+    try:
+        guest.machine.call_at(clone.address, take_pids)
+        assert guest.fork(guest.init, 501).pid == 501
+        assert structs.load_s32(next_pid) == 777
+        assert guest.fork(guest.init, 502).pid == 502
+        assert clones == 2
+    finally:
+        guest.machine.close()
 
 
 def test_random_clients_against_a_model(guest: LinuxTasks) -> None:

@@ -45,6 +45,11 @@ class TaskLife:
         self._scheduler = scheduler
         self._events = events
         self._next_pid = structs.member(facts.symbols["init_pid_ns"], "pid_namespace.idr.idr_next")
+        self._forking: tuple[int, int] | None = None
+        """Address of the task that is about to take its child's pid, and this pid; or None."""
+        self._others_next: int | None = None
+        """Pid that the next task gets after this child has its pid, or None."""
+        machine.call_at(facts.symbols["alloc_pid"], self._numbering)
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
         machine.call_at(facts.symbols["delayed_put_task_struct"], self._freed)
@@ -57,8 +62,7 @@ class TaskLife:
         Raises: KernelError EAGAIN, ENOMEM.
         """
         known = set(self._table.by_address)
-        next_pid = self._structs.load_s32(self._next_pid)
-        self._structs.store("<I", self._next_pid, pid)
+        self._forking = parent.address, pid
         self._scheduler.begin(parent, SYSCALL, _CLONE, (_CLONE_FILES | _SIGCHLD,))
         child: LinuxTask | None = None
 
@@ -70,8 +74,8 @@ class TaskLife:
             return not parent.pending and (child is not None or parent.result < 0)
 
         self._scheduler.run_until(is_done)
-        # Kernel threads get the same pids as without this fork.
-        self._structs.store("<i", self._next_pid, next_pid)
+        self._forking = None
+        self._number_others()
         if child is None:
             raise KernelError(-parent.result if parent.result < 0 else EAGAIN)
         child.owner = parent.owner
@@ -115,10 +119,27 @@ class TaskLife:
 
     # Events in the guest's kernel
 
+    def _numbering(self) -> None:
+        """Let the child of the awaited fork get its pid, before the kernel chooses a pid for a new task.
+
+        Kernel threads that are created meanwhile get the same pids as without this fork.
+        """
+        if self._forking is not None and self._table.running() == self._forking[0]:
+            self._others_next = self._structs.load_s32(self._next_pid)
+            self._structs.store("<I", self._next_pid, self._forking[1])
+            self._forking = None
+
+    def _number_others(self) -> None:
+        """Continue the pids of other tasks after a child has its pid, or its clone has failed."""
+        if self._others_next is not None:
+            self._structs.store("<i", self._next_pid, self._others_next)
+            self._others_next = None
+
     def _forked(self) -> None:
         """Report a fork to the observers before the child executes anything."""
         child = self._machine.regs.di
         parent = self._table.running()
+        self._number_others()
         for notify in self._events.forked:
             notify(self._table.pid_of(parent), self._table.pid_of(child))
 
