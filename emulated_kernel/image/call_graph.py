@@ -86,13 +86,18 @@ class FunctionCalls:
     def of(self, address: int) -> int:
         """Return the kinds of calls that can execute the function at an address of text.
 
-        Calls of all kinds may execute text that is before the first function.
+        Calls of all kinds may execute text outside the image's functions, such as a module's.
         """
         if self._known is None:
             return Calls.ALL
         starts, masks = self._known
         at = bisect_right(starts, address) - 1
-        return masks[at] if at >= 0 else Calls.ALL
+        return masks[at] if at >= 0 and address < self._end else Calls.ALL
+
+    @cached_property
+    def _end(self) -> int:
+        """Address after the last function."""
+        return max(symbol.address + symbol.size for symbol in self._image.kallsyms.symbols if symbol.is_text)
 
 
 def _starts(image: KernelImage) -> list[int]:

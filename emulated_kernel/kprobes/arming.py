@@ -97,6 +97,11 @@ class Arming:
             self._breakpoints.clear(*trapping)
         if self._optimizer is not None:
             self._optimizer.flush()
+            # Linux: probes that wait to be freed keep their breakpoints until the worker runs.
+            # Deviates: a hit would call the handlers of a probe that is registered there meanwhile.
+            waiting = [head for head in self._optimizer.freeing if head.is_disabled and not head.is_gone]
+            if waiting:
+                self._breakpoints.clear(*waiting)
         self._log("kprobes: Kprobes globally disabled")
 
     def _enabled(self) -> tuple[list[AggrKprobe], list[AggrKprobe]]:

@@ -24,9 +24,11 @@ class WatchedCalls:
         self._functions = FunctionCalls(image)
         self._words = text.ledger.words
         self._kernels_count = text.count
-        self._patched = 0
-        self._is_stale = False
-        """Whether the text may have changed since `_patched` was found."""
+        self._found = 0, 0
+        """Count of the ledger's changes, and the kinds of calls that could execute patched text then.
+
+        Both are in one tuple, because threads without the lock replace them.
+        """
         self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text is in more kinds of calls; they may run the guest.
 
@@ -43,27 +45,40 @@ class WatchedCalls:
 
     def execute_patches(self, kind: int) -> bool:
         """Return True if the kernel's own code can execute patched text in a call of a kind."""
-        if self._is_stale:
-            self._is_stale = False
-            self._patched = self._find()
-        return bool(self._patched & kind)
+        return bool(self._patched() & kind)
+
+    def _patched(self) -> int:
+        """Return the kinds of calls that can execute patched text."""
+        changes, patched = self._found
+        now = self._text.ledger.changes
+        if changes != now:
+            patched = self._find()
+            self._found = now, patched
+        return patched
 
     def _find(self) -> int:
         # A copy: another thread may change the text meanwhile.
-        words = list(self._words)
+        words = list(self._words.items())
         if len(words) > _MAX_WORDS:
             return Calls.ALL
         found = 0
-        for word in words:
-            found |= self._functions.of(word * 8) | self._functions.of(word * 8 + 7)
+        for word, kept in words:
+            # A word may contain the end of one function and the start of the next one.
+            mask = kept >> 64
+            first = (mask & -mask).bit_length() - 1 >> 3
+            last = mask.bit_length() - 1 >> 3
+            found |= self._functions.of(word * 8 + first) | self._functions.of(word * 8 + last)
         return found
 
-    def _before_change(self, address: int) -> None:
-        self.execute_patches(Calls.ALL)
-        more = self._functions.of(address) & ~self._patched
+    def _before_change(self, address: int, size: int) -> None:
+        patched = self._patched()
+        more = self._functions.of(address) | self._functions.of(address + size - 1)
+        if len(self._words) + (size + 14) // 8 > _MAX_WORDS:
+            # Afterwards _find() may give up.
+            more = Calls.ALL
+        more &= ~patched
         if more:
             self._tell(names_end=bool(more & Calls.NAMES))
-        self._is_stale = True
 
     def open_files(self) -> None:
         """Open the open files of all mounts in the guest too, before more text is patched. Lock: needs."""

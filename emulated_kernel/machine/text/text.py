@@ -48,9 +48,11 @@ def shrink_dict(table: dict[int, Any], before: int) -> bool:
 class OriginalBytes(Mapping[int, int]):
     """Address -> original byte, for each byte that differs from it; the bytes of a word share one entry."""
 
-    __slots__ = ("words",)
+    __slots__ = ("changes", "words")
 
     def __init__(self) -> None:
+        self.changes = 0
+        """Count of the changes of `words` so far, each of which is complete."""
         self.words: dict[int, int] = {}
         """Address / 8 -> original bytes that differ, and from bit 64 on a mask, 0xFF for each such byte."""
 
@@ -87,6 +89,7 @@ class OriginalBytes(Mapping[int, int]):
             else:
                 self.words.pop(word, None)
             done += len(new)
+        self.changes += 1
 
 
 class Text:
@@ -117,7 +120,7 @@ class Text:
         """Address of a patched byte -> original byte. Only Text changes the ledger."""
         self.before_first_change: list[Callable[[], object]] = []
         """Functions to call before the first change of unmodified original text; they may run the guest."""
-        self.before_change: Callable[[int], object] | None = None
+        self.before_change: Callable[[int, int], object] | None = None
         """Function to call before each poke of original text, with its address; it may run the guest."""
         self.watcher: TextWatcher | None = None
         self._cpus = cpus
@@ -176,7 +179,7 @@ class Text:
                 if not words:
                     self._announce(va)
                 if self.before_change is not None and self.is_original(va):
-                    self.before_change(va)
+                    self.before_change(va, len(data))
                 self._write(va, data)
                 pages.add(va & -PAGE_SIZE)
                 if len(done) < _FLUSH_FROM:
@@ -185,6 +188,8 @@ class Text:
             if len(done) >= _FLUSH_FROM:
                 self._engine.flush_code()
                 if shrink_dict(words, before):
+                    # Another thread may have read the dict while it was empty.
+                    self.ledger.changes += 1
                     self._memory.give_back(pages - {word * 8 & -PAGE_SIZE for word in words})
             else:
                 for va, data in done:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from emulated_kernel.guests.builtin import watched_calls
 from emulated_kernel.image import call_graph
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.call_graph import Calls, FunctionCalls
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
@@ -261,3 +264,108 @@ def test_without_the_file_of_the_image_all_calls_are_watched(text: str | None, t
     functions = FunctionCalls(load_image(copy))
     assert functions.of(image.kallsyms.by_name("vfs_read")[0].address) == Calls.ALL
     assert FunctionCalls(image).of(image.kallsyms.by_name("vfs_read")[0].address) == Calls.READS
+
+
+# Patches that make more calls noticed
+
+
+def enable(kernel: Kernel, event: str, symbol: str) -> None:
+    kernel.write_file("tracing/kprobe_events", f"p:{event} {symbol}\n")
+    kernel.write_file(f"tracing/events/kprobes/{event}/enable", "1")
+
+
+def hits_of_reads(kernel: Kernel, mount: Mount, handle: int, event: str = "seen") -> int:
+    """Return the number of hits of a kprobe event by three reads of an open file."""
+
+    def hits() -> int:
+        lines = [line.split() for line in kernel.read_file("tracing/kprobe_profile").splitlines()]
+        return next(int(line[1]) for line in lines if line[0] == event)
+
+    before = hits()
+    for _ in range(3):
+        mount.read(CLIENT, handle, 20, 0)
+    return hits() - before
+
+
+@pytest.fixture
+def watching() -> Iterator[tuple[Kernel, Mount]]:
+    watch = ScriptedWatch(comms={FIRST_PID: "client", FIRST_PID + 1: "other"})
+    with Kernel(MachineConfig(), watch) as kernel:
+        yield kernel, kernel.mount()
+
+
+def test_a_function_is_not_its_neighbour_in_a_word(watching: tuple[Kernel, Mount]) -> None:
+    """No call executes dump_stack, but a function that ends in the same 8 bytes is executed."""
+    kernel, mount = watching
+    [probed] = kernel.image.kallsyms.by_name("dump_stack")
+    functions = FunctionCalls(kernel.image)
+    assert (functions.of(probed.address), functions.of(probed.address & -8)) == (0, Calls.ALL)
+    enable(kernel, "seen", "vfs_read")
+    handle = mount.open(CLIENT, "/kprobes/list", os.O_RDONLY)
+    enable(kernel, "further", "dump_stack")
+    assert hits_of_reads(kernel, mount, handle) == 3
+
+
+def test_files_stay_open_when_many_places_are_patched(watching: tuple[Kernel, Mount]) -> None:
+    kernel, mount = watching
+    enable(kernel, "seen", "vfs_read")
+    handle = mount.open(CLIENT, "/kprobes/list", os.O_RDONLY)
+    functions = FunctionCalls(kernel.image)
+    words = kernel.machine.text.ledger.words
+    checker = kernel.kprobes.probe_checker
+    places = (
+        place
+        for symbol in kernel.image.kallsyms.symbols
+        if symbol.is_text and symbol.size and not functions.of(symbol.address)
+        for place in sorted(checker.boundaries(symbol))
+    )
+    while len(words) <= watched_calls._MAX_WORDS:
+        with suppress(KernelError):
+            kernel.register_kprobe(Kprobe(addr=next(places), post_handler=lambda _kprobe, _regs: None))
+    assert hits_of_reads(kernel, mount, handle) == 3
+
+
+def test_files_are_opened_between_the_steps_of_a_write(
+    watching: tuple[Kernel, Mount], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client opens a file while another one enables many events, of which the last notice opens."""
+    kernel, mount = watching
+    enable(kernel, "writes", "vfs_write")
+    events = ["p:many/seen vfs_read", "p:many/opens vfs_open", *(f"p:many/e{n} crc16" for n in range(200))]
+    handle = mount.open(OTHER._replace(uid=0), "/tracing/kprobe_events", os.O_WRONLY | os.O_APPEND)
+    for line in events:
+        mount.write(OTHER._replace(uid=0), handle, f"{line}\n".encode(), 0)
+    handles: list[int] = []
+    lock = type(kernel.lock)
+    yield_lock = lock.yield_lock
+
+    def yields(self: ControlLock) -> None:
+        yield_lock(self)
+        if not handles:
+            handles.append(mount.open(CLIENT, "/kprobes/list", os.O_RDONLY))
+
+    monkeypatch.setattr(lock, "yield_lock", yields)
+    handle = mount.open(OTHER._replace(uid=0), "/tracing/events/many/enable", os.O_WRONLY)
+    mount.write(OTHER._replace(uid=0), handle, b"1", 0)
+    assert kernel.guest.watched.execute_patches(Calls.NAMES)
+    assert hits_of_reads(kernel, mount, handles[0]) == 3
+
+
+def test_a_question_during_a_change_is_asked_again(
+    watching: tuple[Kernel, Mount], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests ask without the lock, also after the notice of a patch and before the patch."""
+    kernel, _ = watching
+    watched = kernel.guest.watched
+    enable(kernel, "first", "crc16")
+    text = kernel.machine.text
+    before_change = text.before_change
+    assert before_change is not None
+
+    def asked(va: int, size: int) -> None:
+        before_change(va, size)
+        watched.execute_patches(Calls.ALL)
+
+    monkeypatch.setattr(text, "before_change", asked)
+    enable(kernel, "seen", "vfs_read")
+    assert watched.execute_patches(Calls.READS)

@@ -299,11 +299,16 @@ class BuiltinCalls(GuestCalls):
 
         The write may arm a probe that notices other calls. The guest cannot open files during the write.
         """
-        if not self._watched.execute_patches(Calls.NAMES):
-            self._watched.open_files()
+        self._open_before_write()
         return file.fd
 
+    def _open_before_write(self) -> None:
+        if not self._watched.execute_patches(Calls.NAMES):
+            self._watched.open_files()
+
     def _write(self, write: PendingWrite, fd: int, served: Callable[[], int], consume: RunOnce[int]) -> int:
+        # Clients may have opened further files since the previous step of this write.
+        self._open_before_write()
         task = self._clients.task_for_control(write.client)
         if task is not None:
             try:
