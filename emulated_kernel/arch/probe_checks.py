@@ -258,10 +258,22 @@ class ProbeChecker(ABC, Generic[Analysis]):
         size = len(self.landing_pad)
         # A function whose first instruction is an fentry site has no landing pad. Linux replaces unneeded
         # pads by nops.
-        may_have = size and start not in self.mcount
-        if may_have and (start + size in self.mcount or self._is_pad(start)) and self._has_pads:
+        may_have = self._has_pads and start not in self.mcount
+        if may_have and (start + size in self.mcount or self._is_pad(start)):
             body += size
         return body if addr in (start, body) else None
+
+    def moved_place(self, where: Location) -> tuple[Location, bool]:
+        """Return the place at which a probe for `where` is put, and whether it is a function's entry.
+
+        A probe on a function's landing pad is moved to the instruction after the pad.
+        Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
+        """
+        addr = where.symbol.address + where.offset
+        entry = self.function_entry(where, addr)
+        if entry is None or entry == addr:
+            return where, entry is not None
+        return replace(where, offset=where.offset + entry - addr), True
 
     def is_entry_site(self, where: Location) -> bool:
         """Return True if an fentry site belongs to the function that it lies in.
@@ -272,8 +284,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return not where.offset or (where.offset <= len(self.landing_pad) and self._has_pads)
 
     def _is_pad(self, addr: int) -> bool:
-        is_text = _span(self._text_ranges, addr) is not None
-        return is_text and self._image.read(addr, len(self.landing_pad)) == self.landing_pad
+        size = len(self.landing_pad)
+        start = _span(self._text_ranges, addr)
+        is_text = start is not None and start == _span(self._text_ranges, addr + size - 1)
+        return is_text and self._image.read(addr, size) == self.landing_pad
 
     @cached_property
     def _has_pads(self) -> bool:

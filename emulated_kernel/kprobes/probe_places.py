@@ -10,7 +10,6 @@ from emulated_kernel.image.kallsyms import Kallsyms, Location
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import replace
 
 
 class ProbePlaces:
@@ -42,11 +41,8 @@ class ProbePlaces:
         where = self._symbols.lookup(addr)
         if where is None:
             raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
-        entry = self._checker.function_entry(where, addr)
-        if entry is not None and entry != addr:
-            where = replace(where, offset=where.offset + entry - addr)
-            addr = entry
-        return GuestAddr(addr), where, entry is not None
+        moved, on_entry = self._checker.moved_place(where)
+        return GuestAddr(addr + moved.offset - where.offset), moved, on_entry
 
     def function_entry(self, kprobe: Kprobe) -> GuestAddr:
         """Return the probed address of a probe that must be on a function's entry.

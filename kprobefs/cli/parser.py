@@ -369,7 +369,7 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
     command.add_argument(
         "--profile",
         metavar="P",
-        help="profile whose rules apply (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
+        help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
     _add_cpu(command)
     _add_strategy(command)

@@ -412,6 +412,7 @@ def _report(line: Line, refused: DefinitionError) -> str:
     text = line.typed or line.text
     report = f"{place}: {refused}\n    {text}"
     cursor = -1 if refused.cursor is None else refused.cursor - len(line.text) + len(text)
-    if 0 <= cursor <= len(text):
-        report += f"\n    {' ' * cursor}^"
+    if cursor >= 0:
+        # Linux: the position of a value that is missing at the end of a filter is behind the text.
+        report += f"\n    {' ' * min(cursor, len(text))}^"
     return "\n".join(map(escape_for_terminal, report.split("\n")))

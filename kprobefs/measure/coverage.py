@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactic, Tactics
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.kprobes.profile import profile_named, with_strategy
+from emulated_kernel.kprobes.profile import with_strategy
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.errors import CliError, ExitStatus, explained
@@ -23,7 +23,7 @@ from kprobefs.common.progress import Progress
 from kprobefs.common.terminal import wrap
 from kprobefs.measure import coverage_subject
 from kprobefs.measure.coverage_subject import Subject
-from kprobefs.measure.verdicts import Judge, ProbeOutcome, default_profile, outcome_of
+from kprobefs.measure.verdicts import Judge, ProbeOutcome, chosen_profile, outcome_of
 
 _PIECE = 1 << 16
 """Size in bytes of the functions that a process examines at a time."""
@@ -96,9 +96,8 @@ def coverage(
     Raises: CliError (the profile is unknown, or has no optimizer; a process has ended).
     """
     first = group[0]
-    name = profile_name or default_profile(first.arch)
     try:
-        profile = with_strategy(profile_named(name), strategy)
+        profile = with_strategy(chosen_profile(profile_name, first.arch, first.tables), strategy)
         judges = [Judge(subject, profile) for subject in group]
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error

@@ -11,7 +11,9 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactics
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Location, Symbol
-from emulated_kernel.kprobes.profile import Profile, with_strategy
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.kprobes.profile import Profile, profile_named, with_strategy
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.measure.coverage_subject import Subject
 
@@ -59,9 +61,16 @@ class Verdict:
         return outcome_of(None if self.rejection is None else self.rejection.reason)
 
 
-def default_profile(arch: str) -> str:
-    """Return the name of the profile that applies to an architecture, if the user names none."""
-    return RISCV_PROFILE if arch.startswith("riscv") else X86_PROFILE
+def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile:
+    """Return the profile `name`; if the user names none, the profile that applies to a kernel.
+
+    A distribution's kernel has the rules of its own version. Raises: KernelError (no such profile).
+    """
+    if name is None and isinstance(tables, LinuxKernel):
+        from emulated_kernel.guests.linux.probing.detect_interface import profile_of
+
+        return profile_of(tables)
+    return profile_named(name or (RISCV_PROFILE if arch.startswith("riscv") else X86_PROFILE))
 
 
 class Judge:
@@ -92,14 +101,28 @@ class Judge:
             self._others[name] = found
         return found
 
+    def place(self, where: Location) -> Location:
+        """Return the place at which Linux puts a probe for `where`: after the landing pad of a function."""
+        return self.checker.moved_place(where)[0]
+
+    def _entry(self, symbol: Symbol) -> int:
+        """Return the address of a probe on a function's first instruction."""
+        return symbol.address + self.place(Location(symbol, 0)).offset
+
     def reasons(self, symbol: Symbol) -> Collection[RejectReason | Tactics | None]:
-        """Return the result of ProbeChecker.reasons() for each instruction of a function except filler."""
+        """Return the result of ProbeChecker.reasons() for each instruction of a function except filler.
+
+        A landing pad counts as the instruction to which Linux moves its probe.
+        """
         if self.is_notrace(symbol):
             found: Mapping[int, RejectReason | Tactics | None] = dict.fromkeys(
                 self.checker.boundaries(symbol), RejectReason.NOTRACE
             )
         else:
             found = self.checker.reasons(symbol)
+        entry = self._entry(symbol)
+        if entry != symbol.address and entry in found:
+            found = {**found, symbol.address: found[entry]}
         code = self._filled_code(symbol)
         start = symbol.address
         end = start + len(code)
@@ -118,7 +141,10 @@ class Judge:
         return self.subject.tables.read(symbol.address, symbol.size).rstrip(filler)
 
     def verdicts(self, symbol: Symbol) -> dict[int, Verdict]:
-        """Return address of each instruction of a function -> verdict; filler is left out."""
+        """Return address of each instruction of a function -> verdict; filler is left out.
+
+        A landing pad has the verdict on the instruction to which Linux moves its probe.
+        """
         forbidden = Rejection(RejectReason.NOTRACE, symbol.address) if self.is_notrace(symbol) else None
         found: dict[int, Verdict] = {}
         code = self._filled_code(symbol)
@@ -131,10 +157,14 @@ class Judge:
                 rejection = region
             is_jump = rejection is None and isinstance(region, Region)
             found[addr] = Verdict(rejection, region if is_jump and isinstance(region, Region) else None)
+        entry = self._entry(symbol)
+        if start in found and entry in found:
+            found[start] = found[entry]
         return found
 
     def verdict(self, where: Location) -> Verdict:
-        """Return the verdict on any address, which may be inside an instruction."""
+        """Return the verdict on a probe for any address, which may be inside an instruction."""
+        where = self.place(where)
         addr = where.symbol.address + where.offset
         checker = self.checker
         refused = (

@@ -77,7 +77,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
         "place": explained.place.text,
         "symbol": explained.symbol.name,
         "module": explained.place.where.module,
-        "offset": explained.place.where.offset,
+        "offset": explained.probed.offset,
         "address": f"{explained.address:#x}",
         "kernel": kernel.title,
         "arch": kernel.arch,

@@ -13,7 +13,7 @@ from emulated_kernel.arch.analysis.disassembly import address_names
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.entry_values import EntryValues
-from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.linux.btf_declaration import Parameter, Prototype, prototype
 from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART
 from emulated_kernel.util.errors import KernelError
@@ -108,10 +108,20 @@ class Explanation:
         module = "" if where.module is None else f"{where.module}:"
         return f"{module}{where.name}+{where.offset:#x}" if where.offset else f"{module}{where.name}"
 
+    @cached_property
+    def probed(self) -> Location:
+        """The place at which Linux puts the probe: after the landing pad if the user names a function."""
+        return self.judge.place(self.place.where)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether Linux puts the probe after the landing pad at the place."""
+        return self.probed.offset != self.place.where.offset
+
     @property
     def address(self) -> int:
-        """Address of the place."""
-        return self.place.address
+        """Address at which Linux puts the probe."""
+        return self.symbol.address + self.probed.offset
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -292,7 +302,7 @@ class Explanation:
         elif (count := self.kernel.argument_count(self.symbol.name)) is not None:
             word = self.judge.arch.word_size
             parameters = (Parameter("", "", word, f"x{8 * word}", False),) * count
-        on_entry = not self.place.where.offset
+        _, on_entry = self.judge.checker.moved_place(self.probed)
         return arguments_at(self.judge.arch, self.entry_values, self.address, parameters, on_entry=on_entry)
 
     @property

@@ -18,7 +18,7 @@ from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.image.text_tables import ProbedTables, Range
 from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
 from emulated_kernel.image.types_file import load_types
-from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile, profile_named, with_strategy
+from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile, with_strategy
 from emulated_kernel.trace.events import syscall_events
 from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
@@ -27,7 +27,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
 from kprobefs.measure.coverage_subject import Subject, booted_kernel
-from kprobefs.measure.verdicts import Judge, default_profile
+from kprobefs.measure.verdicts import Judge, chosen_profile
 
 _ALLOWED = "kprobes_allow_optimization"
 """Symbol of the variable behind sysctl debug.kprobes-optimization."""
@@ -248,11 +248,9 @@ def _planned(
                 return _booted(image, profile_name, cpu)
             return _distributed(image, profile_name)
         name = arch or "x86_64"
-        profile = _profile(profile_name, name)
-        cpu_description = "the emulated CPU"
-        return PlannedKernel(
-            f"kprobefs's own kernel for {name}", name, load_image(None, name), profile, cpu_description
-        )
+        core = load_image(None, name)
+        profile = _profile(profile_name, name, core)
+        return PlannedKernel(f"kprobefs's own kernel for {name}", name, core, profile, "the emulated CPU")
 
 
 def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
@@ -264,7 +262,7 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
         f"Linux {kernel.release}",
         "x86_64",
         kernel,
-        _linux_profile(profile_name, kernel),
+        _profile(profile_name, "x86_64", kernel),
         cpu_description,
     )
     made.image = image
@@ -275,7 +273,7 @@ def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
     """Return the kernel of an image after its boot on a production CPU."""
     kernel, report = booted_kernel(image, cpu)
     title = f"Linux {kernel.release}"
-    profile = _linux_profile(profile_name, kernel)
+    profile = _profile(profile_name, "x86_64", kernel)
     made = PlannedKernel(title, "x86_64", kernel, profile, report.cpu_description)
     made.image = image
     made.remarks = tuple(report.remarks)
@@ -291,7 +289,7 @@ def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
         f"Linux {kernel.release}, a dump",
         "x86_64",
         kernel,
-        _linux_profile(profile_name, kernel),
+        _profile(profile_name, "x86_64", kernel),
         "",
     )
     made.is_dump = True
@@ -309,15 +307,8 @@ def _cpu_model(kernel: LinuxKernel) -> str:
         return "unknown"
 
 
-def _linux_profile(name: str | None, kernel: LinuxKernel) -> Profile:
-    """Return the profile with a name, or the one that follows a distribution's kernel, as for a mount."""
-    from emulated_kernel.guests.linux.probing.detect_interface import profile_of
-
-    return profile_of(kernel) if name is None else _profile(name, "x86_64")
-
-
-def _profile(name: str | None, arch: str) -> Profile:
+def _profile(name: str | None, arch: str, tables: ProbedTables) -> Profile:
     try:
-        return profile_named(name or default_profile(arch))
+        return chosen_profile(name, arch, tables)
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error

@@ -107,6 +107,8 @@ def _verdict(explained: Explanation) -> Iterator[str]:
     if inside is not None:
         because += f", inside {inside.text} at +{inside.offset:#x}"
     yield f"{explained.verdict.outcome.value}{because}"
+    if explained.is_moved:
+        yield f"Linux puts the probe at +{explained.probed.offset:#x}, after the landing pad"
     yield f"for {explained.kernel.cpu_description}"
     yield from explained.kernel.remarks
     answered: dict[tuple[ProbeOutcome, str], list[str]] = {}

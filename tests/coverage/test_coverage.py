@@ -138,6 +138,27 @@ def test_a_distribution_s_kernel_once_for_each_kind_of_returns(
     assert read["reasons"]["function jumps into the indirect- or return-thunks here"] == 9
 
 
+def test_the_rules_are_those_of_the_kernels_own_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Coverage and explain choose the same rules. 6.12 optimizes shifts, 6.1 does not."""
+    source = made.Kernel()
+    at = source.function("vfs_read", CALL_FENTRY + bytes.fromhex("48c1e003") + MOVES + b"\xc3")
+    source.table("mcount_loc", at.to_bytes(8, "little"))
+    optimized = []
+    for release in (b"6.1.0-made", b"6.12.0-mad"):
+        file = tmp_path / release.decode()
+        file.write_bytes(made.vmlinuz(source.elf().replace(b"6.1.0-made", release), "xz"))
+        (found,) = counted(capsys, "--image", str(file))
+        optimized.append(found["verdicts"]["optimized"])
+        assert main(["explain", "--image", str(file), "vfs_read+5", "--json"]) == 0
+        (explained,) = json.loads(capsys.readouterr().out)
+        assert found["profile"] == explained["profile"]
+        outcomes = [each["verdict"] for each in explained["instructions"]]
+        assert outcomes.count("optimized") == optimized[-1]
+    assert optimized[1] > optimized[0] > 0
+
+
 def test_tables_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["coverage", "--image", linux(tmp_path)]) == 0
     captured = capsys.readouterr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
@@ -15,28 +16,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
+from emulated_kernel.image.builtin_image import load_image
+from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import declaration, prototype
 from emulated_kernel.image.linux.btf_members import members_at, size_of
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.profile import PROFILES
+from emulated_kernel.kprobes.profile import PROFILES, profile_named
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, UnusableFile
 from kprobefs.cli.main import main
 from kprobefs.common.errors import CliError
-from kprobefs.measure.verdicts import ProbeOutcome, default_profile
+from kprobefs.definitions.syntax import Line
+from kprobefs.measure.verdicts import ProbeOutcome, chosen_profile, outcome_of
 from kprobefs.plan.arrows import arrows, gutter
+from kprobefs.plan.check import check_lines
+from kprobefs.plan.explain import as_dict
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.place import find_place
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from kprobefs.plan.text import WIDTH, as_text
 from tests.image.linux import debian, made
+from tests.image.test_what_probing_faces import IBT
 from tests.project.readme import blocks, steps
 
 Answer = dict[str, Any]
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "plan-probes.md"
 ARCHES = ("x86_64", "i386", "riscv64", "riscv64i")
 CALL_FENTRY = b"\xe8\0\0\0\0"
+ENDBR64 = bytes.fromhex("f30f1efa")
 BODY = bytes.fromhex("53 4889fb 4889d8 31f6 5b")  # push %rbx; mov %rdi,%rbx; mov %rbx,%rax; xor; pop
 
 
@@ -223,6 +231,41 @@ def test_the_kernel_accepts_each_fetch_argument() -> None:
 
 
 # Text, pictures and pages
+
+
+@pytest.fixture(scope="module")
+def padded() -> PlannedKernel:
+    """The built-in kernel whose functions begin with landing pads."""
+    return PlannedKernel("pads", "x86_64", load_image(IBT, "x86_64"), profile_named("linux-6.12"), "")
+
+
+def test_a_probe_on_a_landing_pad_is_moved_to_the_fentry_site(padded: PlannedKernel) -> None:
+    """A symbol, its address and the address after the pad are one place, as for a registered probe."""
+    start = padded.tables.kallsyms.lookup_name("gcd")
+    assert start is not None
+    for place in ("gcd", f"{start:#x}", "gcd+4"):
+        found = Explanation(padded, find_place(place, padded.tables))
+        (answer,) = check_lines(padded, [Line("", 1, f"p:a {place}")])
+        assert found.address == answer.address == start + 4
+        assert found.verdict.outcome.value == answer.outcome == "ftrace"
+        assert [insn.mode for insn in found.insns[:2]] == ["ftrace", "ftrace"]
+        assert [argument.fetches[0] for argument in found.arguments] == ["a=$arg1:u64", "b=$arg2:u64"]
+        text = as_text(found, whole=False)
+        assert ("Linux puts the probe at +0x4" in text) == (place != "gcd+4")
+        assert as_dict(found)["offset"] == 4
+
+
+def test_coverage_counts_a_landing_pad_as_explain_does(padded: PlannedKernel) -> None:
+    judge = padded.judge
+    symbols = [each for each in judge.subject.symbols if each.name.startswith("vfs_")]
+    assert len(symbols) > 5
+    for symbol in symbols:
+        verdicts = judge.verdicts(symbol)
+        outcomes = Counter(each.outcome for each in verdicts.values())
+        assert Counter(outcome_of(reason) for reason in judge.reasons(symbol)) == outcomes
+        has_pad = judge.subject.tables.read(symbol.address, 4) == ENDBR64
+        assert outcomes[ProbeOutcome.FTRACE] == 1 + has_pad
+        assert all(judge.verdict(Location(symbol, at - symbol.address)) == verdicts[at] for at in verdicts)
 
 
 def test_text_has_at_most_80_columns(kernel: PlannedKernel) -> None:
@@ -423,7 +466,7 @@ def test_the_guide_shows_what_the_command_prints(
 
 @pytest.mark.parametrize(("arch", "profile"), [("x86_64", "linux-6.1"), ("riscv64", "riscv-optprobes-2023")])
 def test_the_default_profile_of_an_architecture(arch: str, profile: str) -> None:
-    assert default_profile(arch) == profile
+    assert chosen_profile(None, arch, load_image(None, arch)).name == profile
 
 
 # Hostile kernels

@@ -53,7 +53,7 @@ def package(tmp_path: Path, data: bytes) -> ModuleFiles:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_is_found_in_any_order(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_files, "_KEPT", 2 * SIZE + 10_000)
+    monkeypatch.setattr(module_files, "_CACHE_BYTES", 2 * SIZE + 10_000)
     files = package(tmp_path, KINDS[kind])
     for name in random.Random(kind).choices(MODULES, k=40):
         assert files.read(name)[-1] == (name.replace("-", "_"), CONTENTS[name])
