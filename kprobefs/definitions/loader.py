@@ -279,7 +279,9 @@ class Loader:
             now = self._read(f"{array}error_log")
             self._error_logs[array] = now
             message, cursor = _last_error(now, value) if now != before else ("", None)
-            reason = f"{message}: {error.strerror}" if message else str(error.strerror)
+            # The C library's text for EILSEQ is about characters.
+            why = "EILSEQ" if error.errno == errno.EILSEQ else str(error.strerror)
+            reason = f"{message}: {why}" if message else why
             at = None if cursor is None or column is None else column + cursor
             raise DefinitionError(reason, at) from None
 

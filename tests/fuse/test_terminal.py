@@ -687,6 +687,19 @@ class TestTrace:
                 "                     ^",
             ]
             assert "understood as a line of kprobe_events: the event reads at vfs_read; " in other.stderr
+            # Linux: the position of the missing value is behind the end of the filter.
+            for text, lines in (
+                (("p:vfs_raed",), ["      ^", "    nearest: vfs_read, vfs_write, vfs_rmdir"]),
+                (("p:vfs_read c=$arg3", "-f", "c >"), ["       ^"]),
+            ):
+                wrong = kprobefs("trace", *text, "-m", str(directory), "--", "true", program=REAL_PROGRAM)
+                assert wrong.stderr.splitlines()[2:-1] == lines
+            inside = kprobefs(
+                "trace", "p:vfs_read+1", "-m", str(directory), "--", "true", program=REAL_PROGRAM
+            )
+            assert "trace: Probe point is not an instruction boundary: EILSEQ\n" in inside.stderr
+            applied = kprobefs("apply", "-m", str(directory), "/tmp", program=REAL_PROGRAM)
+            assert applied.stderr == "kprobefs: /tmp: Is a directory; to select a mount, use -m DIR\n"
             command = ("trace", "-f", "foo > 1", "p:vfs_read", "t:sched:sched_switch", "-m", str(directory))
             wrong = kprobefs(*command, "--", "true", program=REAL_PROGRAM)
             assert wrong.returncode == ExitStatus.FAILURE
