@@ -37,6 +37,9 @@ RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
 STRATEGIES = tuple(profile.STRATEGIES)
 SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
 
+KERNELS_VERSION = "kernel's version"
+"""Name in `status` of the profile that follows a distribution's kernel."""
+
 
 @dataclass(frozen=True)
 class MountOptions:
@@ -84,7 +87,7 @@ class MountOptions:
         if self.kprobes == KERNEL_KPROBES:
             return KERNEL_KPROBES
         is_builtin = self.vmcore is None and self.machine.image is None
-        return self.machine.profile if is_builtin or not self.follows_version else "that of the kernel"
+        return self.machine.profile if is_builtin or not self.follows_version else KERNELS_VERSION
 
 
 Builder = Callable[[MountOptions], "Mount"]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MARKER = "architectures"
 KERNELS_MARKER = "kernels"
+KERNELS_ARCH = "x86_64"
+"""Architecture of the kernels that the marker `kernels` finds."""
 END_TIMEOUT = 20.0
 """Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
@@ -44,8 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test run once for each architecture or kernel that its marker names."""
     kernels = metafunc.definition.get_closest_marker(KERNELS_MARKER)
     if kernels is not None:
-        if not kernels.args or "kprobefs_image" not in metafunc.fixturenames:
-            why = "the test uses no mount of kprobefs" if kernels.args else "no version given"
+        if why := _wrong_versions(metafunc, kernels.args):
             pytest.fail(f"{metafunc.definition.nodeid}: {KERNELS_MARKER}: {why}", pytrace=False)
         metafunc.parametrize("kprobefs_image", kernels.args, indirect=True)
     marker = metafunc.definition.get_closest_marker(MARKER)
@@ -60,6 +61,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         why = f"no architecture: {unknown}; {known}" if unknown else "the test uses no fixture of kprobefs"
         pytest.fail(f"{metafunc.definition.nodeid}: {MARKER}: {why}", pytrace=False)
     metafunc.parametrize("kprobefs_arch", names, indirect=True)
+
+
+def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> str:
+    """Return the reason why the marker `kernels` with these versions does not fit the test, or ""."""
+    if not versions:
+        return "no version given"
+    for version in versions:
+        # The number 6.10 is 6.1.
+        if not isinstance(version, str):
+            return f'{version!r} is not a string; write a version as "6.1"'
+    if "kprobefs_image" not in metafunc.fixturenames:
+        return "the test uses no mount of kprobefs"
+    marker = metafunc.definition.get_closest_marker(MARKER)
+    if marker is not None and set(marker.args) != {KERNELS_ARCH}:
+        return (
+            f"distributions' kernels run on {KERNELS_ARCH} only; leave the marker {MARKER} out, "
+            "or write a test of its own for the other architectures"
+        )
+    return ""
 
 
 @pytest.fixture
@@ -79,12 +99,16 @@ def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
     wanted = getattr(request, "param", None)
     if wanted is None:
         return None
+    from kprobefs.common.errors import CliError
     from kprobefs.common.kernel_packages import KERNELS, find
 
     arch, _, version = str(wanted).rpartition(":")
-    if arch not in ("", "x86_64"):
-        pytest.skip(f"{wanted}: distributions' kernels run on x86_64 only")
-    found = find(version)
+    if arch not in ("", KERNELS_ARCH):
+        pytest.skip(f"{wanted}: distributions' kernels run on {KERNELS_ARCH} only")
+    try:
+        found = find(version)
+    except CliError as error:
+        pytest.fail(f"{wanted}: {error}", pytrace=False)
     if found is None:
         pytest.skip(f"{wanted}: no such kernel; run kprobefs images fetch, or name its file in ${KERNELS}")
     return found
@@ -170,7 +194,7 @@ def _mounted(options: list[str]) -> Iterator[Path]:
         process.wait(END_TIMEOUT)
         # If the mount has failed, the error was read already.
         if process.stderr is not None and not process.stderr.closed and (hint := process.stderr.read()):
-            warnings.warn(hint.strip(), stacklevel=1)
+            warnings.warn(hint.strip().replace("--clock real", 'clock="real"'), stacklevel=1)
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()

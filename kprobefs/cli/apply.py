@@ -59,7 +59,8 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
         try:
             found = _read(file) if files else dropins.read(Path(file))
         except OSError as error:
-            failed.append(escape_for_terminal(f"{file}: {error.strerror}"))
+            remedy = "; to select a mount, use -m DIR" if os.path.isdir(file) else ""
+            failed.append(escape_for_terminal(f"{file}: {error.strerror}{remedy}"))
         except CliError as failure:
             failed.append(escape_for_terminal(str(failure)))
         else:

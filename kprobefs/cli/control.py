@@ -34,11 +34,21 @@ class MountStatus:
             f"{self.daemon.arch},",
             f"{self.daemon.layout},",
             *([f"kernel {self.daemon.kernel},"] if self.daemon.kernel else []),
-            *([f"kprobes of {self.daemon.profile},"] if self.daemon.profile else []),
+            *([self._kprobes(self.daemon.profile)] if self.daemon.profile else []),
             *([f"{self.daemon.traps} traps,"] if self.daemon.traps else []),
             *([f"state in {self.daemon.state},"] if self.daemon.state else []),
             self.daemon.started,
         ]
+
+    @staticmethod
+    def _kprobes(profile: str) -> str:
+        """Return words that name the implementation of the kprobes, and its profile."""
+        # Not above: it would make umount load the profiles.
+        from kprobefs.mount_options import KERNEL_KPROBES
+
+        if profile == KERNEL_KPROBES:
+            return "kprobes of the kernel,"
+        return f"kprobes of kprobefs, profile: {profile},"
 
     def as_dict(self) -> dict[str, object]:
         """Return an object for JSON with the keys directory, condition and daemon (its record or None)."""

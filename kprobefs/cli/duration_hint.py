@@ -19,13 +19,16 @@ SHARE = 0.9
 If the probed function reads files, reading the histogram adds a few hits of other durations.
 """
 HINT = (
-    "the durations of {event} are in one bucket, because the clock is virtual: it advances with readings, "
-    "and not with the work done; use --clock real"
+    "the durations of {event} count readings of the virtual clock, which advances with readings and not with "
+    "the work done; use --clock real"
 )
 
 
-def virtual_durations(directory: str) -> str:
-    """Return a hint if nearly all durations of a histogram are in one bucket, else "".
+def virtual_durations(directory: str, *, is_builtin: bool = True) -> str:
+    """Return a hint if the durations of a histogram are those of the virtual clock, else "".
+
+    In kprobefs's own kernel (`is_builtin`) such durations are nearly all in one bucket. A distribution's
+    kernel reads its clock for other reasons, too, and its virtual clock advances by random steps.
 
     Only histograms of synthetic events are examined, and only if a trigger in the mount at `directory`
     computes with `common_timestamp`. The mount must be about to end: all probes are disarmed, since they
@@ -37,7 +40,8 @@ def virtual_durations(directory: str) -> str:
         events = [line.split()[0] for line in (tracefs / "synthetic_events").read_text().splitlines()]
         for event in events:
             found = _entries(tracefs / "events" / "synthetic" / event / "hist")
-            if sum(found) >= FEWEST and max(found) >= SHARE * sum(found) and any(_measures(tracefs)):
+            share = SHARE if is_builtin else 0.0
+            if sum(found) >= FEWEST and max(found) >= share * sum(found) and any(_measures(tracefs)):
                 return HINT.format(event=event)
     return ""
 

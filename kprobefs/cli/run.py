@@ -74,7 +74,7 @@ def run(
             if tracing is None and options.machine.clock == CLOCKS[0]:
                 from kprobefs.cli.duration_hint import virtual_durations
 
-                if hint := virtual_durations(directory):
+                if hint := virtual_durations(directory, is_builtin=options.machine.image is None):
                     print(f"kprobefs: {escape_for_terminal(hint)}", file=sys.stderr)
             if tracing is not None:
                 from kprobefs.cli.scratch_copies import report_results

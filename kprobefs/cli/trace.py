@@ -9,6 +9,8 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from difflib import get_close_matches
+from errno import EINVAL
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})")
 """Pattern for the name of a session's instance and group of probes, which own_name() returns."""
+SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
+PREFIXES = (4, 2)
+"""Numbers of first characters that a similar symbol shares with a wrong name; the greater is tried first."""
+MAX_NEAREST = 3
+"""Maximum number of similar symbols that a message names."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
@@ -154,13 +161,18 @@ class AttachedProbes:
     def _define(self, probes: Sequence[AskedProbe]) -> None:
         self._apply(
             [("trace", probe.definition, probe.typed) for probe in probes],
-            {probe.typed: probe.understood for probe in probes},
+            {probe.typed: probe for probe in probes},
         )
         for event, name in self._named():
             if not self._files.exists(f"{self._files.tracefs()}events/{event}"):
                 raise CliError(
                     f"{escape_for_terminal(name)}: no such event, so the command was not run; see events/"
                 )
+
+    def _advice(self, probe: AskedProbe) -> str:
+        """Return a line of advice about a probe that was refused: similar symbols, or its meaning."""
+        symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
+        return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 
     def _prepared_output(self) -> TraceOutput:
         """Return the output, with the layouts of the events and a probe for each probed return."""
@@ -213,9 +225,35 @@ class AttachedProbes:
         graph = self._session.request.graph
         if graph is not None:
             options = [f"options/{name} = 1" for name in self._session.kind.graph_options]
-            self._apply([("--graph", f"set_graph_function = {graph}", graph)])
+            self._set_graph(graph)
             lines = ["tracing_on = 0", "current_tracer = function_graph", *options]
             self._apply([("trace", line, "") for line in lines])
+
+    def _set_graph(self, graph: str) -> None:
+        """Select the function of the call graph. Raises: CliError."""
+        try:
+            self._files.write(f"{self._files.tracefs()}set_graph_function", f"{graph}\n")
+        except OSError as error:
+            # Linux: EINVAL if no function has the name or matches the pattern.
+            why = str(error.strerror)
+            if error.errno == EINVAL:
+                remedy = self._nearest(graph) or "see available_filter_functions"
+                why = f"no such function can be traced; {remedy}"
+            raise CliError(f"--graph {escape_for_terminal(graph)}: {why}") from None
+
+    def _nearest(self, name: str) -> str:
+        """Return words that name the symbols most similar to `name`, which does not exist, or ""."""
+        known: set[str] = set()
+        with suppress(OSError):
+            symbols = (line.split()[2:3] for line in self._kallsyms.read_text().splitlines())
+            known = {word for words in symbols for word in words}
+        if name in known or not SYMBOL.fullmatch(name):
+            return ""
+        for length in PREFIXES:
+            begun = sorted(each for each in known if each.startswith(name[:length]))
+            if found := get_close_matches(name, begun, MAX_NEAREST):
+                return f"nearest: {', '.join(map(escape_for_terminal, found))}"
+        return ""
 
     def _switch_on(self, reader: int) -> None:
         """Enable all events, and exclude this process and the `reader` of records from tracing."""
@@ -240,12 +278,12 @@ class AttachedProbes:
         return [(event, event.removeprefix(prefix).replace("/", ":")) for event in self._session.events]
 
     def _apply(
-        self, lines: Sequence[tuple[str, str, str]], understood: Mapping[str, str] | None = None
+        self, lines: Sequence[tuple[str, str, str]], probes: Mapping[str, AskedProbe] | None = None
     ) -> None:
         """Apply lines to the mount's files.
 
         An item of `lines` has the name that messages give to the line, the line, and the user's own text.
-        `understood`: the user's text -> how it was understood. Raises: CliError.
+        `probes`: the user's text -> the probe. Raises: CliError.
         """
         from kprobefs.definitions.loader import Loader
         from kprobefs.definitions.syntax import Line
@@ -254,9 +292,9 @@ class AttachedProbes:
         if failed := loader.apply([Line(place, 0, text, typed) for place, text, typed in lines]):
             for message in failed:
                 print(message, file=sys.stderr)
-                for typed, meaning in (understood or {}).items():
+                for typed, probe in (probes or {}).items():
                     if message.split("\n")[1:2] == [f"    {escape_for_terminal(typed)}"]:
-                        print(f"    understood as {escape_for_terminal(meaning)}", file=sys.stderr)
+                        print(f"    {self._advice(probe)}", file=sys.stderr)
             raise CliError("the probes can't be defined, so the command was not run")
 
     def _stop(self, reader: RecordReader, *, has_failed: bool) -> None:

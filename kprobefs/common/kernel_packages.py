@@ -134,7 +134,7 @@ def find(version: str, arch: str = "x86_64") -> Path | None:
     """Return the file of a kernel whose release begins with `version`, or None if none is at hand.
 
     The newest of the files in KERNELS is taken, then of the fetched packages, then of the kernels that were
-    booted, then of the host's.
+    booted, then of the host's. Raises: CliError (a path in KERNELS cannot be read).
     """
     if arch != "x86_64":
         return None
@@ -157,7 +157,13 @@ def _is_of(release: str, version: str) -> bool:
 def _named() -> Iterator[Path]:
     for word in filter(None, os.environ.get(KERNELS, "").split(":")):
         path = Path(word)
-        yield from path.iterdir() if path.is_dir() else (path,)
+        try:
+            path.stat()
+            found = [*path.iterdir()] if path.is_dir() else [path]
+        except OSError as error:
+            why = f"{error.strerror}; correct the path or leave it out"
+            raise CliError(f"${KERNELS}: {word}: {why}", ExitStatus.USAGE) from error
+        yield from found
 
 
 def _booted() -> Iterator[Path]:

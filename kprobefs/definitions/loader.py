@@ -279,7 +279,9 @@ class Loader:
             now = self._read(f"{array}error_log")
             self._error_logs[array] = now
             message, cursor = _last_error(now, value) if now != before else ("", None)
-            reason = f"{message}: {error.strerror}" if message else str(error.strerror)
+            # The C library's text for EILSEQ is about characters.
+            why = "EILSEQ" if error.errno == errno.EILSEQ else str(error.strerror)
+            reason = f"{message}: {why}" if message else why
             at = None if cursor is None or column is None else column + cursor
             raise DefinitionError(reason, at) from None
 
@@ -412,6 +414,7 @@ def _report(line: Line, refused: DefinitionError) -> str:
     text = line.typed or line.text
     report = f"{place}: {refused}\n    {text}"
     cursor = -1 if refused.cursor is None else refused.cursor - len(line.text) + len(text)
-    if 0 <= cursor <= len(text):
-        report += f"\n    {' ' * cursor}^"
+    if cursor >= 0:
+        # Linux: the position of a value that is missing at the end of a filter is behind the text.
+        report += f"\n    {' ' * min(cursor, len(text))}^"
     return "\n".join(map(escape_for_terminal, report.split("\n")))

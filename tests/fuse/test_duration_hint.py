@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
+from tests.image.linux.debian import package
 
 MEASURED = """\
 cd "$KPROBEFS/tracing"
@@ -33,8 +34,20 @@ DURATION = MEASURED.replace("VALUE", "common_timestamp-$t")
 )
 def test_equal_durations(script: str, is_given: bool) -> None:
     done = kprobefs("run", "--", "sh", "-c", script, program=REAL_PROGRAM)
-    hint = "kprobefs: the durations of lat are in one bucket, because the clock is virtual"
+    hint = "kprobefs: the durations of lat count readings of the virtual clock"
     assert done.stderr.startswith(hint) is is_given
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("clock", ["virtual", "real"])
+def test_durations_of_a_distributions_kernel(clock: str) -> None:
+    """They are in several buckets, and with the virtual clock as meaningless."""
+    image = str(package("linux-image-cloud-amd64"))
+    script = DURATION.replace("../dev/zero", "../scratch/file").replace("cd", "echo text > scratch/file; cd")
+    script = f'cd "$KPROBEFS"; {script}'
+    done = kprobefs("run", "--image", image, "--clock", clock, "--", "sh", "-c", script, program=REAL_PROGRAM)
+    assert done.stderr.startswith("kprobefs: the durations of lat count readings") is (clock == "virtual")
 
 
 @needs_fuse

@@ -231,7 +231,8 @@ class TestMount:
     def test_status_for_people(self, mounted: Daemon) -> None:
         result = kprobefs("status")
         daemon = (
-            f"pid {mounted.process.pid}, x86_64, full, kernel built-in, kprobes of linux-6.1, native traps, "
+            f"pid {mounted.process.pid}, x86_64, full, kernel built-in, "
+            "kprobes of kprobefs, profile: linux-6.1, native traps, "
         )
         assert f"serving {mounted.directory} {daemon}" in result.stdout
         assert "\033" not in result.stdout

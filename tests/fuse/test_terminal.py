@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from emulated_kernel.util.config import MachineConfig
 from kprobefs.cli import tour, trace_output, trace_records
 from kprobefs.cli.control import MountStatus
 from kprobefs.cli.main import main
@@ -32,6 +33,7 @@ from kprobefs.common import mountpoints, terminal
 from kprobefs.common.daemon_registry import Daemon as Record
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import MountState, our_mounts
+from kprobefs.mount_options import MountOptions
 from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, environment, eventually, kprobefs, needs_fuse
 from tests.sample import share
 
@@ -307,6 +309,17 @@ def test_text_for_pipes_has_a_line_each() -> None:
     assert head.split() == ["EVENT", "MODE", "HITS/S", "HITS", "MISSED", "COST", "REASON"]
     assert line.split("  ") == [word for word in line.split("  ") if "\n" not in word]
     assert line.split() == ["g/a", "int3", "2.0", "5", "0", "12.0", "ns", "one"]
+
+
+@pytest.mark.parametrize(
+    ("kprobes", "words"),
+    [("kprobefs", "kprobes of kprobefs, profile: kernel's version,"), ("kernel", "kprobes of the kernel,")],
+)
+def test_status_names_the_kprobes_over_an_image(kprobes: str, words: str) -> None:
+    machine = MachineConfig(image=Path("/k.deb"))
+    options = MountOptions("/a", machine, kprobes=kprobes, follows_version=True)
+    record = Record(7, "/a", "x86_64", "full", "1", "now", kernel="/k.deb", profile=options.profile_name)
+    assert words in MountStatus("/a", MountState.SERVING, record).details
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100])
@@ -674,6 +687,19 @@ class TestTrace:
                 "                     ^",
             ]
             assert "understood as a line of kprobe_events: the event reads at vfs_read; " in other.stderr
+            # Linux: the position of the missing value is behind the end of the filter.
+            for text, lines in (
+                (("p:vfs_raed",), ["      ^", "    nearest: vfs_read, vfs_write, vfs_rmdir"]),
+                (("p:vfs_read c=$arg3", "-f", "c >"), ["       ^"]),
+            ):
+                wrong = kprobefs("trace", *text, "-m", str(directory), "--", "true", program=REAL_PROGRAM)
+                assert wrong.stderr.splitlines()[2:-1] == lines
+            inside = kprobefs(
+                "trace", "p:vfs_read+1", "-m", str(directory), "--", "true", program=REAL_PROGRAM
+            )
+            assert "trace: Probe point is not an instruction boundary: EILSEQ\n" in inside.stderr
+            applied = kprobefs("apply", "-m", str(directory), "/tmp", program=REAL_PROGRAM)
+            assert applied.stderr == "kprobefs: /tmp: Is a directory; to select a mount, use -m DIR\n"
             command = ("trace", "-f", "foo > 1", "p:vfs_read", "t:sched:sched_switch", "-m", str(directory))
             wrong = kprobefs(*command, "--", "true", program=REAL_PROGRAM)
             assert wrong.returncode == ExitStatus.FAILURE

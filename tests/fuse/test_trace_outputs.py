@@ -261,3 +261,18 @@ def test_a_call_graph_needs_a_mount_of_its_own() -> None:
     done = kprobefs("trace", "--graph", "vfs_read", "-m", "/nowhere", "--", "true")
     assert done.returncode == 2
     assert "trace --graph: the function graph tracer is one for all users of a mount" in done.stderr
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    ("function", "remedy"),
+    [
+        ("vfs_raed", "nearest: vfs_read, vfs_write, vfs_rmdir"),
+        ("nosuch*", "see available_filter_functions"),
+    ],
+)
+def test_a_call_graph_of_no_function(function: str, remedy: str) -> None:
+    done = kprobefs("trace", "--graph", function, "--", "true", program=REAL_PROGRAM)
+    assert done.returncode == 1
+    assert done.stderr == f"kprobefs: --graph {function}: no such function can be traced; {remedy}\n"

@@ -100,6 +100,34 @@ def test_a_wrong_marker_is_told(marker: str, why: str, tmp_path: Path) -> None:
     assert not marker or told.endswith(f"there are {', '.join(ARCHITECTURES)}")
 
 
+@pytest.mark.parametrize(
+    ("markers", "why"),
+    [
+        ("kernels(6.10)", '6.1 is not a string; write a version as "6.1"'),
+        ("kernels()", "no version given"),
+        ('kernels("5.10")|architectures("x86_64", "i386")', "distributions' kernels run on x86_64 only"),
+        ('kernels("5.10")|architectures()', "distributions' kernels run on x86_64 only"),
+    ],
+)
+def test_wrong_kernels_are_found_at_collection(markers: str, why: str, tmp_path: Path) -> None:
+    lines = [f"@pytest.mark.{marker}" for marker in markers.split("|")]
+    text = "\n".join(["import pytest", *lines, "def test_it(tracefs): pass\n"])
+    (tmp_path / "test_it.py").write_text(text)
+    result = run_pytest(tmp_path, "--collect-only")
+    assert result.returncode != 0
+    assert [line for line in result.stdout.splitlines() if f"test_it: kernels: {why}" in line]
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_kernels_of_a_wrong_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KPROBEFS_KERNELS", str(tmp_path / "none"))
+    (tmp_path / "test_it.py").write_text(KERNELS)
+    result = run_pytest(tmp_path)
+    assert result.returncode != 0
+    assert f"$KPROBEFS_KERNELS: {tmp_path / 'none'}: No such file or directory; correct" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+
+
 @needs_fuse
 @pytest.mark.mounted
 @pytest.mark.parametrize(

@@ -137,7 +137,9 @@ class DecodeCache:
         node = self._root
         for byte in code[: size - 1]:
             node = node.setdefault(byte, {})
-        for last in _alike(code[size - 1]) if _ends_in_registers(insn) else code[size - 1 : size]:
+        # Other relocations depend on whether the instruction is defined, and so on its operands.
+        is_shared = facts.relocation is Relocation.COPY and _ends_in_registers(insn)
+        for last in _alike(code[size - 1]) if is_shared else code[size - 1 : size]:
             node[last] = facts
         return facts
 
@@ -187,8 +189,11 @@ def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason |
     from iced_x86 import Code, Decoder, EncodingKind, FlowControl, Mnemonic
 
     decoded = Decoder(bits, code).decode()
-    if not decoded or decoded.len != insn.length or is_exception_insn(insn):
+    if is_exception_insn(insn):
         return Relocation.REFUSED
+    if not decoded or decoded.len != insn.length:
+        # Linux copies undefined instructions, too.
+        return Relocation.COPY if rejection is None else Relocation.REFUSED
     if insn.rip_relative and insn.address_size != bits // 8:
         return Relocation.REFUSED
     flow = decoded.flow_control

@@ -230,6 +230,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         self.bits = bits
         self._rules = rules
         self._facts = DecodeCache(bits, rules)
+        self._is_extended = strategy is not None and strategy.beyond is not None
         super().__init__(image, strategy, disassembler, ftrace=ftrace)
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
@@ -245,7 +246,8 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
             super().text_layout(image),
             entry_text=between("__entry_text_start", "__entry_text_end"),
             thunks=thunks,
-            return_thunks=frozenset(filter(None, map(lookup, _RETURN_THUNKS)) if thunks else ()),
+            # Only the extended strategy asks for them.
+            return_thunks=frozenset(filter(None, map(lookup, _RETURN_THUNKS)) if self._is_extended else ()),
         )
 
     def fentry_nop(self, code: bytes) -> bytes:

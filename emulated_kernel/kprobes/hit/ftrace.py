@@ -97,6 +97,8 @@ class FtraceSites:
         self._calling: dict[int, int] = {}
         """Site that is armed -> target of its call."""
         self._with_regs: set[int] = set()
+        self.keeps_history = False
+        """Whether `touched` and `modified` are kept. They take megabytes when all functions are traced."""
         self.touched: set[int] = set()
         """Sites that have ever been armed. Mirrors: FTRACE_FL_TOUCHED (v6.12)."""
         self.modified: set[int] = set()
@@ -411,9 +413,10 @@ class FtraceSites:
         targets = ((site, self._target(site)) for site in calls - busy)
         starting = {site: target for site, target in targets if self._calling.get(site) != target}
         stopping = (sites - calls - busy) & self._calling.keys()
-        for ops in self._ops:
-            if ops.modifies_ip:
-                self.modified |= ops.sites & calls
+        if self.keeps_history:
+            for ops in self._ops:
+                if ops.modifies_ip:
+                    self.modified |= ops.sites & calls
         self._start_and_stop(starting, stopping)
         for site in stopping:
             self._route(site)
@@ -433,7 +436,8 @@ class FtraceSites:
             insns[site] = self._text.original(site, self._arch.call_size)
             breakpoints[site] = self._skip
             del self._calling[site]
-        self.touched.update(starting)
+        if self.keeps_history:
+            self.touched.update(starting)
         self._split_jumps.start_again([*(starting.keys() & self._calling.keys()), *stopping])
         self._calling.update(starting)
         if insns:

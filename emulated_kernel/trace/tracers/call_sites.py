@@ -45,6 +45,8 @@ class KernelFunctions:
         self._has_trampolines = arch.has_ops_trampolines
         self._has_subops = InterfaceRule.FUNCTION_SUBOPS in interface
         self._has_flags = InterfaceRule.FUNCTION_FLAGS in interface
+        if sites is not None:
+            sites.keeps_history = self._has_flags or InterfaceRule.FUNCTION_FILES in interface
         self._word_size = arch.word_size
         self._hit = hit
         hit.has_several = True

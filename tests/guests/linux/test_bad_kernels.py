@@ -64,12 +64,14 @@ BAD = {
 }
 
 
-def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], image: bytes, kprobes: str) -> str:
+def refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], image: bytes, kprobes: str, *options: str
+) -> str:
     """What `mount` says; it leaves nothing in its directory, in the cache and among the mounts."""
     file, directory = tmp_path / "image", tmp_path / "mnt"
     file.write_bytes(image)
     directory.mkdir(exist_ok=True)
-    status = main(["mount", "--kprobes", kprobes, "--image", str(file), str(directory)])
+    status = main(["mount", "--kprobes", kprobes, "--image", str(file), *options, str(directory)])
     out, err = capsys.readouterr()
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert str(directory) not in Path("/proc/self/mounts").read_text(encoding="utf-8")
@@ -129,6 +131,15 @@ def test_hostile_kernels_end_with_their_boot(
     assert why in said
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_kernel_that_ends_on_one_cpu_names_the_cpu_and_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(tmp_path, capsys, kernel(HALT), KERNEL_KPROBES, "--cpu", "milan")
+    assert "doesn't boot on AMD EPYC 7003 (Milan): it halted for good" in said
+    assert said.endswith("; choose another --cpu, or omit it\n")
+
+
 def test_damaged_files_by_the_dozen(tmp_path: Path) -> None:
     """A short form of stress.linux.images_mutated."""
     mutated = Mutated(seed=3, directory=tmp_path)
@@ -149,11 +160,10 @@ def no_room() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelOffsets]:
+def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelOffsets, None]:
     """In place of a booted kernel."""
-    return LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0), KernelOffsets(
-        "", {}, {}, {}, 0
-    )
+    machine = LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0)
+    return machine, KernelOffsets("", {}, {}, {}, 0), None
 
 
 @pytest.mark.parametrize("place", ["full", "read-only", "a file"])

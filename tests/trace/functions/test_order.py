@@ -27,6 +27,7 @@ ARGUMENTS = {PLAIN: (12, 18), STEPPED: (49,)}
 
 class _Graph(GraphUser):
     data_size = 0
+    symbols = ("enter", "return")
 
     def __init__(self, tell: Callable[[], object]) -> None:
         self._tell = tell

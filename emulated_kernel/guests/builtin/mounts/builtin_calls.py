@@ -285,7 +285,8 @@ class BuiltinCalls(GuestCalls):
     def _plan(self, write: PendingWrite) -> Callable[[], int]:
         inner = write.inner
         fd = None
-        if self._guest.is_watched(Calls.WRITES) and not inner.node.replaces_kernel:
+        # Not only WRITES: the end of a write that enables sys_exit_write is recorded, as in Linux.
+        if self._guest.is_watched(Calls.ALL) and not inner.node.replaces_kernel:
             fd = self._fd_to_write(write.file)
         if fd is None:
             if inner.node.notes_writer and not self._runner.is_dead:

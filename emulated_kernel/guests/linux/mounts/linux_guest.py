@@ -283,7 +283,10 @@ class LinuxGuest:
         `opens`: see Request. If it is True, one file may remain in `closes.taken`.
         """
         closes = self.closes
-        self._begin()
+        if self.begins is not None:
+            self.begins()
+        if self.control_closes.deferred:
+            self.control_closes.flush()
         if opens and len(closes.deferred) == 1 and closes.taken is None:
             closes.take()
         elif closes.deferred or closes.taken is not None:
@@ -294,15 +297,12 @@ class LinuxGuest:
             closes.flush()
         return task
 
-    def _begin(self) -> None:
+    def settle(self) -> None:
+        """Begin a request that comes from no client: make all deferred closes in the guest. Lock: needs."""
         if self.begins is not None:
             self.begins()
         if self.control_closes.deferred:
             self.control_closes.flush()
-
-    def settle(self) -> None:
-        """Begin a request that comes from no client: make all deferred closes in the guest. Lock: needs."""
-        self._begin()
         self.closes.flush()
 
     def end(self, *, has_failed: bool) -> None:
