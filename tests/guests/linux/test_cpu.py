@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
@@ -121,6 +122,19 @@ def test_only_the_first_cpu_of_cpuinfo_counts_and_other_parts_are_not_kept() -> 
 def test_an_incomplete_archive_names_what_it_lacks(parts: dict[str, str], why: str) -> None:
     with pytest.raises(KernelError, match=why):
         cpu_of_archive("it", parts_of(archive(**parts)))
+
+
+def test_the_command_in_the_error_makes_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of /proc/cpuinfo is no archive; the shell command in the error writes the parts of one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "copy").write_text(INFO)
+    with pytest.raises(KernelError, match="no cpuinfo in the archive") as refused:
+        production_cpu(str(tmp_path / "copy"))
+    command = str(refused.value.strerror).split("`")[1]
+    # tail fails if the host has no such directory below /sys.
+    subprocess.run(["sh", "-c", command], capture_output=True, check=False)
+    parts = parts_of((tmp_path / "FILE").read_text())
+    assert {"/proc/cpuinfo", "/proc/cmdline", "/proc/sys/kernel/osrelease"} <= parts.keys()
 
 
 @given(st.text(max_size=2000) | st.text("=> <\n:0x19avp/cuinfo ", max_size=400))
