@@ -85,7 +85,10 @@ class ModuleFiles:
         return list(found.items())
 
     def _find(self, names: set[str]) -> dict[str, bytes]:
-        """Return name -> contents for those of `names` that a source has. Raises: OSError, UnusableFile."""
+        """Return module name -> file contents, for those of `names` that a package or directory contains.
+
+        Raises: OSError, UnusableFile.
+        """
         found: dict[str, bytes] = {}
         for source in self._sources():
             found |= source.read(names - found.keys()) or {}
