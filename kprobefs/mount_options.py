@@ -32,7 +32,7 @@ ARCHITECTURES = tuple(config.ARCHITECTURES)
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
-"""Profiles that a distribution's kernel can have in place of the one that follows its version."""
+"""Values of --profile for a distribution's kernel. Without --profile, its version selects the profile."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
 STRATEGIES = tuple(profile.STRATEGIES)
 SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)

@@ -106,7 +106,7 @@ class CodePart:
 
 @dataclass(frozen=True, slots=True)
 class ReturnDispatch:
-    """A return trampoline that looks for a handler in guest code before it traps to Python.
+    """Code of a return trampoline that looks for a compiled handler, and traps to Python if it finds none.
 
     Offsets are in bytes from the start of the code.
     """

@@ -131,9 +131,10 @@ class ProbeText:
         return "\n".join(self._arch.disassemble(self._text.current(va, size), va, self._symbol))
 
     def _parts(self, parts: tuple[CodePart, ...], end: int, head: AggrKprobe | None) -> Iterator[str]:
-        """Iterate over the lines of code that ends at `end`: title of each part, and its instructions.
+        """Yield a title line for each part of generated code, and a line for each of its instructions.
 
-        The line of an instruction has address, bytes, mnemonic and operands.
+        The line of an instruction has address, bytes, mnemonic and operands. `end`: address after the
+        last part. `head`: the probe whose code is named in operands, such as `detour+0x10`, or None.
         """
         name = self._names(head)
         for part, following in zip(parts, (*[part.start for part in parts[1:]], end), strict=True):

@@ -1,4 +1,4 @@
-"""GracePeriod: the guest's jiffies, its tasks and the text that they use; DelayedWork: work due later."""
+"""GracePeriod finds the text that CPUs and tasks still use; DelayedWork calls a function at a later jiffy."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Engine(CodeCache):
         self.parked: BaseException | None = None
         """Exception that a callback raised, stored until TrapHooks.check() raises it; else None."""
         self.is_interrupted = False
-        """Whether a SIGINT arrived during a run. The caller of the guest raises it after the operation."""
+        """Whether a SIGINT arrived during a run. Code that runs the guest then calls raise_interrupt()."""
         self._bind()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             # signal() raises ValueError in other threads; only the main thread runs signal handlers.

@@ -44,7 +44,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class StatfsLayout:
-    """A structure of statfs(2)."""
+    """Layout of one variant of struct statfs, such as the struct statfs64 of i386."""
 
     fields: struct.Struct
     """Layout: type, block size, five counts, two words of fsid, name length, fragment size, flags."""

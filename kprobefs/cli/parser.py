@@ -67,6 +67,22 @@ class _ArgumentParser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)
 
 
+class _OneKernel(argparse.Action):
+    """Action of an option that names a kernel, of a command for one kernel: the option is given only once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        del parser, option_string
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, "explain takes one kernel; check and coverage compare several")
+        setattr(namespace, self.dest, values)
+
+
 def terminal_columns() -> int:
     """Return the width of the terminal as shutil does: $COLUMNS, that of standard output, or 80."""
     try:
@@ -415,9 +431,14 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         "--arch", metavar="A", help="the built-in kernel of this architecture (default: x86_64)"
     )
     what.add_argument(
-        "--image", metavar="F", help="a vmlinuz, a vmlinux, a Debian package, or host (the running kernel)"
+        "--image",
+        metavar="F",
+        action=_OneKernel,
+        help="a vmlinuz, a vmlinux, a Debian package, or host (the running kernel)",
     )
-    what.add_argument("--vmcore", metavar="F", help="the kernel in this ELF vmcore, as it was running")
+    what.add_argument(
+        "--vmcore", metavar="F", action=_OneKernel, help="the kernel in this ELF vmcore, as it was running"
+    )
     command.add_argument(
         "--profile",
         metavar="P",

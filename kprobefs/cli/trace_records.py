@@ -23,7 +23,7 @@ FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 CALL = re.compile(
     rf"(?P<before>{HEAD})sys_(?P<name>\w+)(?P<text>\((?P<arguments>.*)\)| -> (?P<result>0x[0-9a-f]+))$"
 )
-"""Matches a line of an event of a single system call, which shows the call instead of the event's name."""
+"""Matches a line of a sys_enter_NAME or sys_exit_NAME event: `sys_NAME(...)` or `sys_NAME -> 0x...`."""
 PRINT_FMT = re.compile(r'^print fmt: "((?:[^"\\]|\\.)*)"(.*)', re.MULTILINE)
 STACK = re.compile(rf"{HEAD}<stack trace>$")
 FRAME = re.compile(r" => (.*)$")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
@@ -20,11 +20,11 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.errors import CliError, ExitStatus, explained
 from kprobefs.common.progress import Progress
-from kprobefs.common.terminal import wrap
 from kprobefs.measure import coverage_subject
 from kprobefs.measure.coverage_subject import Subject
 from kprobefs.measure.verdicts import Judge, ProbeOutcome, chosen_profile, outcome_of
 
+_WIDTH = 80
 _PIECE = 1 << 16
 """Size in bytes of the functions that a process examines at a time."""
 Reasons = Counter[RejectReason | Tactics | None]
@@ -314,10 +314,10 @@ def tables(found: Coverage) -> Iterator[str]:
     rate = counted / found.seconds if found.seconds else 0
     title = found.subject.title
     arch = found.subject.arch
-    yield f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {found.profile}"
+    yield _wrapped(f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {found.profile}", "  ")
     yield f"{counted:,} instructions of {len(found.symbols):,} functions; {rate:,.0f} a second of CPU time"
     for remark in found.subject.remarks:
-        yield wrap(remark, sys.stdout, "  ")
+        yield _wrapped(remark, "  ")
     yield ""
     verdicts = by_verdict(total)
     registered = counted - verdicts[ProbeOutcome.REFUSED.value]
@@ -333,24 +333,30 @@ def tables(found: Coverage) -> Iterator[str]:
     for reason, number in total.most_common():
         if isinstance(reason, RejectReason):
             head = f"{outcome_of(reason).value:<12}{number:>13,}{share(number, counted):>9}  "
-            yield wrap(f"{head}{reason.value}", sys.stdout, " " * len(head))
+            yield _wrapped(f"{head}{reason.value}", " " * len(head))
     if found.tactics:
         yield ""
         yield f"{'tactic':<25}{'jumps':>9}  optimized only with it, perhaps with others too"
         for tactic, number in found.tactics.most_common():
             head = f"{tactic.name.lower():<20}{number:>14,}  "
-            yield wrap(f"{head}{tactic.value}", sys.stdout, " " * len(head))
+            yield _wrapped(f"{head}{tactic.value}", " " * len(head))
     yield ""
     width = max(len(name) for name in (*found.sections, "section"))
+    widths = {verdict: max(len(verdict.value) + 1, 9) for verdict in ProbeOutcome}
     yield f"{'section':<{width}}{'instructions':>14}" + "".join(
-        f"{verdict.value:>12}" for verdict in ProbeOutcome
+        f"{verdict.value:>{widths[verdict]}}" for verdict in ProbeOutcome
     )
     for name, reasons in found.sections.items():
         parts = by_verdict(reasons)
         shares = "".join(
-            f"{share(parts[verdict.value], parts['instructions']):>12}" for verdict in ProbeOutcome
+            f"{share(parts[verdict.value], parts['instructions']):>{widths[verdict]}}"
+            for verdict in ProbeOutcome
         )
         yield f"{name:<{width}}{parts['instructions']:>14,}{shares}"
+
+
+def _wrapped(text: str, indent: str) -> str:
+    return fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def share(number: int, of: int) -> str:

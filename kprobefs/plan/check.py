@@ -10,6 +10,7 @@ from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import Parameter
 from emulated_kernel.image.linux.btf_members import members_at, pointed_to, size_of
 from emulated_kernel.trace.fetch.fetchargs import ProbeArg
+from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.text.chars import argv_split
@@ -38,6 +39,13 @@ WARNINGS = {
     "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
 }
 """Name of each warning -> its meaning."""
+_OTHER_KINDS = {
+    "s": None,
+    "e": InterfaceRule.EVENT_PROBES,
+    "f": InterfaceRule.FPROBE_EVENTS,
+    "t": InterfaceRule.TRACEPOINT_EVENTS,
+}
+"""Letter of a kind of events that are no kprobe events -> rule of the interfaces that have it; None: all."""
 _EXPRESSION = re.compile(
     r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
     r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"
@@ -100,7 +108,7 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
 
 
 def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
-    if _is_foreign(line.text):
+    if _is_foreign(line.text, kernel.interface):
         return Answer(line, UNCHECKED)
     events = engine.kprobe_events
     before = set(events.probes())
@@ -115,19 +123,27 @@ def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
     return _created(kernel, line, added[0])
 
 
-def _is_foreign(text: str) -> bool:
-    """Return True if a line defines an event of another kind: a uprobe, event probe, fprobe or the like."""
+def _is_foreign(text: str, interface: Interface) -> bool:
+    """Return True if a line defines an event of another kind that the kernel has: a uprobe or the like."""
     found = DEFINITION.match(text)
     if found is None:
         return False
-    return found["kind"] not in "prj" or found["rest"].startswith(("/", "."))
+    kind = found["kind"]
+    if kind in _OTHER_KINDS:
+        rule = _OTHER_KINDS[kind]
+        return rule is None or rule in interface
+    return kind in "pr" and found["rest"].startswith(("/", "."))
 
 
 def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: KernelError) -> Answer:
     number = errno.errorcode.get(error.errno or 0, "?")
     logged = engine.error_log.last
     if logged is None:
-        message = f"{number}: {error.strerror}"
+        found = DEFINITION.match(line.text)
+        why = error.strerror
+        if found is not None and found["kind"] not in "prj":
+            why = f"this kernel has no events of kind {found['kind']}"
+        message = f"{number}: {why}"
         return Answer(line, number, findings=[Finding(number, True, message)])
     rule = logged.error.name
     message = f"{number}: {logged.text}{_hint(kernel, line, rule, error)}"

@@ -14,6 +14,10 @@ from kprobefs.measure.verdicts import ProbeOutcome
 
 _WIDTH = 80
 _COLUMN = 12
+_NARROW_COLUMN = 10
+"""Width of a column if there are many."""
+_HEAD_WIDTH = 20
+"""Least width of the first column."""
 _MOST = 20
 """Maximum number of functions in the comparison of kernels."""
 
@@ -89,8 +93,16 @@ def _compared(found: Sequence[Coverage]) -> Iterator[str]:
 
 
 def _row(head: str, columns: Sequence[str]) -> str:
-    room = max(_WIDTH - _COLUMN * len(columns), 24)
-    return f"{head[:room]:<{room}}" + "".join(f"{column:>{_COLUMN}}" for column in columns)
+    """Return a row of the table; columns that do not fit are on further lines."""
+    width = _COLUMN if _COLUMN * len(columns) <= _WIDTH - _HEAD_WIDTH else _NARROW_COLUMN
+    most = (_WIDTH - _HEAD_WIDTH) // width
+    room = _WIDTH - width * min(len(columns), most)
+    lines = []
+    for start in range(0, len(columns), most):
+        cells = "".join(f"{column:>{width}}" for column in columns[start : start + most])
+        lines.append(f"{head[:room]:<{room}}{cells}")
+        head = ""
+    return "\n".join(lines)
 
 
 def _differing(found: Sequence[Coverage]) -> list[tuple[str, list[int | None]]]:

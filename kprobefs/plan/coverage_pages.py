@@ -59,6 +59,8 @@ def write_pages(directory: Path, found: Sequence[Coverage]) -> None:
 
     Existing files with other names are kept. Raises: CliError (a file can't be written).
     """
+    if directory.exists() and not directory.is_dir():
+        raise CliError(f"{directory}: not a directory; --html takes a directory for pages")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if len(found) == 1:

@@ -293,7 +293,10 @@ class Explanation:
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
-        """The function's parameters with fetch arguments at the place; empty if a probe is refused."""
+        """The function's parameters, with the fetch arguments that read them at the explained address.
+
+        Empty if a probe at this address is refused.
+        """
         if self.verdict.outcome is ProbeOutcome.REFUSED:
             return ()
         parameters: tuple[Parameter, ...] = ()

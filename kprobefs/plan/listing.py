@@ -1,4 +1,4 @@
-"""The disassembly in an explanation: the instructions to show, and notes on their verdicts."""
+"""The disassembly in an explanation: its rows, and notes on why probes are refused or not optimized."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The rows of a disassembly, and the notes that explain their verdicts."""
+    """The rows of a disassembly, and notes on why probes on its instructions are refused or not optimized."""
 
     rows: tuple[Row, ...]
     notes: tuple[tuple[str, str], ...]

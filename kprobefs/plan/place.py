@@ -15,6 +15,8 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{1,16}|[0-9]{1,20}")
 _SHOWN = 3
 """Maximum number of similar symbols that an error message names."""
+_SIMILAR = 0.7
+"""Least similarity, from 0 to 1, of a symbol that an error message names."""
 _PREFIX = 4
 """Number of first characters that a symbol must share with a wrong name to be compared with the name."""
 
@@ -27,6 +29,8 @@ class Place:
     where: Location
     others: tuple[Symbol, ...]
     """Other symbols with the same name; the kernel refuses the name if there are any."""
+    passed: Symbol | None = None
+    """The named symbol, if the offset leads out of it; the kernel accepts such a place."""
 
     @property
     def address(self) -> int:
@@ -38,6 +42,7 @@ def find_place(text: str, tables: ProbedTables) -> Place:
     """Return the place that `text` names in a kernel. Raises: CliError (the kernel has no such place)."""
     kallsyms = tables.kallsyms
     others: tuple[Symbol, ...] = ()
+    symbol = None
     if _NUMBER.fullmatch(text):
         address = int(text, 0) if text.startswith("0x") else int(text)
     else:
@@ -46,7 +51,8 @@ def find_place(text: str, tables: ProbedTables) -> Place:
     where = kallsyms.lookup(address)
     if where is None or not any(start <= address < end for start, end in tables.text_ranges):
         raise _not_text(text, address, where, tables)
-    return Place(text, where, others)
+    passed = symbol if symbol is not None and symbol.address != where.symbol.address else None
+    return Place(text, where, others, passed)
 
 
 def module_of(text: str) -> str | None:
@@ -60,6 +66,8 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
     name, plus, number = text.partition("+")
     if plus and not _NUMBER.fullmatch(number):
         raise CliError(f"{_shown(text)}: the offset is no number; give SYMBOL+0x1f", ExitStatus.USAGE)
+    if not name:
+        raise CliError(f"'{_shown(text)}': no symbol is named; give SYMBOL+0x1f", ExitStatus.USAGE)
     found = kallsyms.by_name(name)
     if not found:
         is_in_module = module_of(name) is not None
@@ -74,7 +82,7 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
 def _nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
     module = tables.find(name.partition(":")[0]) if isinstance(tables, LiveImage) else None
     known = [] if module is None else [f"{module.name}:{symbol.name}" for symbol in module.symbols]
-    return get_close_matches(name, list(dict.fromkeys(known)), _SHOWN, 0.6)
+    return get_close_matches(name, list(dict.fromkeys(known)), _SHOWN, _SIMILAR)
 
 
 def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
@@ -88,7 +96,7 @@ def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
     for length in (_PREFIX, 2, 0):
         head = name[:length].encode("utf-8", "replace")
         names = _starting(head, kallsyms)
-        if found := get_close_matches(name, names, _SHOWN, 0.6):
+        if found := get_close_matches(name, names, _SHOWN, _SIMILAR):
             return found
     return []
 

@@ -96,6 +96,9 @@ def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
         yield "arguments", [_argument(argument) for argument in explained.arguments]
     if explained.never_returns:
         yield "returns", ["never, on no path: a return probe is never hit"]
+    if (passed := explained.place.passed) is not None:
+        where = explained.place.where
+        yield "place", [f"outside of {passed.name}, which has {passed.size} bytes: {where}"]
     if explained.place.others:
         known = ", ".join(f"{each.address:#x}" for each in explained.place.others)
         yield "name", [f"the kernel refuses it: it also names {known}; give an address instead"]

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from kprobefs.cli.main import main
 from kprobefs.definitions.syntax import Line
@@ -173,10 +174,35 @@ def test_a_removed_probe_takes_no_jump() -> None:
     assert (answer.outcome, answer.findings, removal.outcome) == ("optimized", [], "removed")
 
 
-@pytest.mark.parametrize("text", ["e:x sched.sched_switch", "s:x int a", "p:x /bin/sh:0x10", "f:x vfs_read"])
-def test_other_kinds_of_events_are_not_checked(text: str) -> None:
-    (answer,) = checked(text)
+@pytest.mark.parametrize(
+    ("text", "profile"),
+    [
+        ("e:x sched.sched_switch", "linux-6.1"),
+        ("s:x int a", "linux-6.1"),
+        ("p:x /bin/sh:0x10", "linux-6.1"),
+        ("f:x vfs_read", "linux-6.12"),
+        ("t:x sched_switch", "linux-6.12"),
+    ],
+)
+def test_other_kinds_of_events_are_not_checked(text: str, profile: str) -> None:
+    (answer,) = check_lines(planned_kernel(None, None, None, profile), [Line("", 1, text)])
     assert (answer.outcome, answer.findings) == ("unchecked", [])
+
+
+@pytest.mark.parametrize("profile", ["linux-5.10", "linux-6.1", "linux-6.12"])
+def test_a_kind_that_the_kernel_lacks_is_refused_as_on_a_mount(profile: str) -> None:
+    """The oracle is dynamic_events of a kernel with the same profile, which is offered the same lines."""
+    texts = ("q:x foo bar", "e:x sched.sched_switch", "f:x vfs_read", "t:x sched_switch", "s:x int a")
+    planned = planned_kernel(None, None, None, profile)
+    with Kernel(MachineConfig(profile=profile)) as kernel:
+        for text in texts:
+            (answer,) = check_lines(planned, [Line("", 1, text)])
+            expected = "unchecked"
+            try:
+                kernel.write_file("tracing/dynamic_events", text)
+            except KernelError as error:
+                expected = errno.errorcode[error.errno or 0]
+            assert (answer.outcome, answer.is_error) == (expected, expected != "unchecked")
 
 
 def test_settings_are_no_definitions() -> None:

@@ -356,6 +356,10 @@ def test_each_arrow_has_one_head_and_lines_without_gaps(jumps: list[tuple[int, i
         (["ext4:ext4_read"], "modules"),
         (["vfs_read", "--profile", "windows"], "no profile"),
         (["vfs_read", "--arch", "vax"], "vax"),
+        (["vfs_read", "--image", "/a", "--image", "/b"], "explain takes one kernel; check and coverage"),
+        (["vfs_read", "--vmcore", "/a", "--vmcore", "/b"], "explain takes one kernel; check and coverage"),
+        ([""], "'': no symbol is named"),
+        (["+5"], "'+5': no symbol is named"),
         (["vfs_read", "--image", "/nonexistent"], "/nonexistent"),
         (["vfs_read", "--image", "/etc/passwd"], "/etc/passwd"),
         (["vfs_read", "--vmcore", "/etc/passwd"], "/etc/passwd"),
@@ -374,6 +378,18 @@ def test_a_wrong_name_names_symbols_that_exist(wrong: str, capsys: pytest.Captur
     for name in names:
         assert main(["explain", name, "--json"]) in (0, 2)
         assert "no such symbol" not in capsys.readouterr().err
+
+
+def test_a_name_that_resembles_none_gets_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nearest" not in refused(capsys, "xyzzyplugh+5")
+
+
+def test_an_offset_out_of_the_named_function_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel accepts the place, which is in another function."""
+    assert main(["explain", "gcd+0x1000"]) == 0
+    assert "place      outside of gcd, which has" in capsys.readouterr().out
+    assert main(["explain", "gcd+5"]) == 0
+    assert "outside of" not in capsys.readouterr().out
 
 
 # Kernels of distributions

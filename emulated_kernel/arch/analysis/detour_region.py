@@ -24,7 +24,7 @@ class ScratchRegisters:
     entry: str
     """Register that is dead before the replaced instructions."""
     exit: str
-    """Register that is dead after the replaced instructions."""
+    """Register that is dead after the replaced instructions, so that the jump back may overwrite it."""
 
 
 @dataclass(frozen=True, slots=True)

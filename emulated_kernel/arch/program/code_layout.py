@@ -20,7 +20,7 @@ class Encoding:
     jump: bytes
     """Machine code of a jump without its target."""
     hole: int
-    """Offset of the missing target in `jump`."""
+    """Offset in `jump` at which the target is to be filled in."""
     patch_jump: Patch
     """Function that fills in the target of a jump or branch; the value is the target's offset in the code."""
     patch_slot: Patch

@@ -62,7 +62,7 @@ class Relocation(Enum):
     SHADOW = auto()
     """The instruction is copied together with the next one, before which it delays interrupts."""
     LEAVE = auto()
-    """A return or an indirect jump, which is copied. The code after the copy is never executed."""
+    """A return or an indirect jump, which the detour copies. The code after the copy is never executed."""
     JUMP = auto()
     BRANCH = auto()
     """A conditional jump."""

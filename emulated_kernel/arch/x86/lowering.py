@@ -131,7 +131,7 @@ _NONE: frozenset[str] = frozenset()
 SLOT_FLAGS = -1
 """Slot number of the saved flags. The slot number of a saved register is the register's number."""
 SLOT_SP = -2
-"""Slot number of the probed code's stack pointer, which is computed instead of saved."""
+"""Pseudo slot number of the probed code's stack pointer, which is computed from sp and has no saved copy."""
 
 
 def _overwrites_flags(program: Program, encoder: Encoder) -> bool:

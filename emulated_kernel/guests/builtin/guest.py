@@ -169,10 +169,10 @@ class Guest:
         )
 
     def close_file(self, fd: int, number: int | None = None) -> None:
-        """Close the descriptor `fd` by the task that ran last.
+        """Close the guest's descriptor `fd` by a system call of the task that ran last.
 
         Usually it is the task of the process that closes the file; FUSE does not report that process.
-        `number` is the number of the descriptor in the process.
+        `number`: the descriptor's number in that process, which the guest's close(2) gets as its argument.
         """
         task = self.runner.at_hand or self.processes.init
         if number is None:

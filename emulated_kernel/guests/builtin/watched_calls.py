@@ -9,7 +9,10 @@ from emulated_kernel.image.call_graph import Calls, FunctionCalls
 from emulated_kernel.machine.text.text import Text
 
 _MAX_WORDS = 64
-"""Maximum number of patched words that are looked up. With more of them, all calls are watched."""
+"""Maximum number of patched words whose functions are looked up to find the kinds of calls to watch.
+
+If more words are patched, all calls are watched.
+"""
 
 
 class WatchedCalls:

@@ -38,9 +38,9 @@ _UNKNOWN = "?"
 _STARTS_PER_LOOK = 32
 """Number of processes without a pidfd that are checked at one look; each check takes 10 us."""
 _CHECK = 0.1
-"""Seconds between two checks whether the host's kernel still reports events.
+"""Seconds between two checks whether the host's kernel still reports process events.
 
-Another listener can make it stop.
+Another program that listens to these events can make the kernel stop reporting them.
 """
 _MAX_LOOKS_WITHOUT_EVENT = 3
 """Number of successive looks with new pids but no event after which events are no longer relied on.

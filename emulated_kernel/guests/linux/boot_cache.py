@@ -205,11 +205,17 @@ def _booted(
         _prepare(tasks)
     except GuestFault as fault:
         machine.close()
-        raise KernelError(ENOEXEC, f"{kernel.release} doesn't boot: {fault}") from fault
+        raise KernelError(ENOEXEC, _failed_boot(kernel.release, cpu, fault)) from fault
     except BaseException:
         machine.close()
         raise
     return machine, facts, shown
+
+
+def _failed_boot(release: str, cpu: ProductionCpu | None, fault: GuestFault) -> str:
+    if cpu is None:
+        return f"{release} doesn't boot: {fault}"
+    return f"{release} doesn't boot on {cpu.title}: {fault}; choose another --cpu, or omit it"
 
 
 def _prepare(tasks: LinuxTasks) -> None:

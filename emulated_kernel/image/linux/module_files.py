@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from errno import ENOENT
 from glob import escape
 from pathlib import Path
@@ -33,20 +33,29 @@ _PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-mo
 """Patterns for the file names of packages with modules; `{}` is the kernel's release."""
 
 
+_SHOWN = 3
+"""Maximum number of similar names that an error names."""
+_SIMILAR = 0.7
+"""Least similarity, from 0 to 1, of a name that an error names."""
+
+
 class ModuleFiles:
     """Module files of a kernel: finds a module and its dependencies, and reads their files.
 
     A read can take seconds, because it unpacks a package up to the module.
     """
 
-    def __init__(self, image: Path, release: str, given: Sequence[Path] = ()) -> None:
+    def __init__(self, image: Path, release: str, given: Sequence[Path] | None = None) -> None:
         """Search the packages and directories `given`, then the sources that belong to the kernel.
+
+        `given` is None if the user has no way to give any; then no error advises it.
 
         The sources of the kernel are the package `image`, and the packages next to it with modules of
         `release`. If `image` is no package, the directory of `release` in /lib/modules is a source too.
         """
         self._release = release
-        self._given = [_source(path) for path in given]
+        self._takes_more = given is not None
+        self._given = [_source(path) for path in given or ()]
         self._image = image
         self._siblings: dict[Path, _Package] = {image: _Package(image)}
         self._directory = _Directory(Path("/lib/modules") / release / "kernel")
@@ -76,7 +85,10 @@ class ModuleFiles:
         return list(found.items())
 
     def _find(self, names: set[str]) -> dict[str, bytes]:
-        """Return name -> contents for those of `names` that a source has. Raises: OSError, UnusableFile."""
+        """Return module name -> file contents, for those of `names` that a package or directory contains.
+
+        Raises: OSError, UnusableFile.
+        """
         found: dict[str, bytes] = {}
         for source in self._sources():
             found |= source.read(names - found.keys()) or {}
@@ -102,9 +114,15 @@ class ModuleFiles:
         )
 
     def _missing(self, name: str) -> str:
-        """Return the error text for a module that no source has, with the packages to add."""
+        """Return the error text for a module that no source has: similar names, or the packages to add."""
+        from difflib import get_close_matches
+
+        known = sorted({each for source in self._sources() for each in source.names})
+        if near := get_close_matches(name, known, _SHOWN, _SIMILAR):
+            return f"no module {name} comes with this kernel; nearest: {', '.join(near)}"
         packages = " or ".join(each + self._release for each in _MODULE_PACKAGES)
-        return f"no module {name} comes with this kernel; put {packages} next to it, or give --modules"
+        more = ", or give --modules" if self._takes_more else ""
+        return f"no module {name} comes with this kernel; put {packages} next to it{more}"
 
 
 class _Directory:
@@ -112,6 +130,11 @@ class _Directory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the modules below the directory."""
+        return {name for path in self._path.rglob("*.ko*") if (name := _module(path.name))}
 
     def read(self, names: set[str]) -> dict[str, bytes]:
         """Return name -> contents for the modules of `names` below the directory. Raises: OSError."""
@@ -136,6 +159,11 @@ class _Package:
     def is_package(self) -> bool:
         """Whether the file is a package, as far as the last read() knows."""
         return self._is_package
+
+    @property
+    def names(self) -> Set[str]:
+        """Names of the modules in the package, as far as it was searched."""
+        return self._places.keys()
 
     def _forget(self, found_as: tuple[int, ...] = ()) -> None:
         self._identity = found_as

@@ -28,7 +28,7 @@ def unmapped(va: int) -> str:
 
 @contextmanager
 def read_as(what: str) -> Iterator[None]:
-    """Make UnusableFile errors of the `with` block name `what`, such as "module (x)", not a kernel."""
+    """Let UnusableFile errors of the `with` block say `what`, such as "module (x)", instead of "kernel"."""
     try:
         yield
     except UnusableFile as error:

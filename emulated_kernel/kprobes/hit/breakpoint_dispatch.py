@@ -276,7 +276,7 @@ class BreakpointDispatch:
         self.breakpoints[trap] = Redirect(trap + self._breakpoint_size, _pass)
 
     def remove_detour(self, trap: int) -> None:
-        """Drop the route of a detour's breakpoint, before the detour is freed."""
+        """Stop handling a detour's breakpoint, which is at address `trap`, before the detour is freed."""
         self.breakpoints.pop(trap, None)
 
 

@@ -186,8 +186,9 @@ class FtraceSites:
             on_return(site, frame)
 
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:
-        """Return a handler that calls several users.
+        """Return a handler that calls the handlers of several users of a site, with in_ops_list set.
 
+        `ends`: clear in_ops_list after the last call. If False, one of `calls` clears it.
         Mirrors: kernel/trace/ftrace.c:__ftrace_ops_list_func (v6.1).
         """
         call_each = _each([*calls, self._list_ends] if ends else calls)

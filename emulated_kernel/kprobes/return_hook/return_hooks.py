@@ -415,9 +415,9 @@ class ReturnHooks:
             self._abandon(self._tasks.current())
 
     def _abandon(self, task: int) -> None:
-        """Remove a task's newest calls, until a call's frame is on one of the guest's stacks.
+        """Remove a task's newest hooked calls, until a call's frame is on a stack that the task can use.
 
-        These are the task's stack and the CPU's interrupt stack. Raises: MemoryFault.
+        These stacks are the task's own and the current CPU's interrupt stack. Raises: MemoryFault.
         """
         low = self._memory.read_word(task + self._abi["task_struct.stack"])
         area = self._machine.per_cpu_bases[self._machine.cpu]

@@ -14,7 +14,10 @@ _MREMAP_FIXED = 2
 
 @dataclass(frozen=True)
 class PersistentLayout:
-    """Layout of the file, in bytes. Machines with the same image and number of CPUs have equal layouts."""
+    """Layout of the file that holds record memory, in bytes.
+
+    The layout is equal for all machines with the same image and number of CPUs.
+    """
 
     cells_at: tuple[int, ...]
     """File offset of the cells of each CPU."""

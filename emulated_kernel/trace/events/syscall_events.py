@@ -117,7 +117,10 @@ class SyscallEvent(TraceEvent):
 
     @abstractmethod
     def words(self, raw: bytes, hit: ProbeHit) -> bytes:
-        """Return the data that the event records. `raw`: words after the call's number in a raw record."""
+        """Return the event's payload after the call's number.
+
+        `raw`: the part after the call's number of a raw_syscalls record.
+        """
 
     def print_line(
         self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False

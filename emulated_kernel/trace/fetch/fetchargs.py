@@ -265,7 +265,10 @@ class _ArgParser:
         self._named: NamedArgs | None = None
         """The compiler of the name that determined the BTF type of the value, or None."""
         self._end = 0
-        """Column of the innermost expression that was parsed last."""
+        """Column of errors found after the parse: the last field or the operand of the outermost dereference.
+
+        0 if the argument has neither, or if the interface lacks InterfaceRule.LATE_CHECKS.
+        """
 
     def parse(self, name: str, size: int) -> ProbeArg:
         """Compile the argument. `size` is the size of the arguments before it, in bytes.

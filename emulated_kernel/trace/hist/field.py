@@ -329,7 +329,7 @@ def divide_by_constant(value: int, divisor: int) -> int:
 
 
 Operation = Callable[..., int]
-"""Function that computes an operator from numbers; only the low 64 bits of its result are used."""
+"""Function that applies an operator to numbers; only the low 64 bits of its result are used."""
 OPERATIONS: dict[Operator, Operation] = {
     Operator.PLUS: operator.add,
     Operator.MINUS: operator.sub,

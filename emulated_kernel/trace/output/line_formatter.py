@@ -76,7 +76,7 @@ class FlagColumns:
 
 
 DEFAULT_COLUMNS = FlagColumns()
-"""The columns of Linux 6.1."""
+"""The columns of a record's flags in Linux 6.1."""
 _LAZY = EntryFlag.IRQS_NOSUPPORT
 """Flag of a pending lazy reschedule, in versions that have it."""
 _RESCHED = (".", "n", "p", "N", "l", "b", "L", "B")

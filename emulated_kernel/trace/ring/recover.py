@@ -228,7 +228,10 @@ class _DamagedBuffer:
         return [self.table[SLOTS + (control.head_slot + i) % count] for i in range(used)]
 
     def is_count_wrong(self, page: _RecoveredPage) -> bool:
-        """Return True if the number of a page's events differs from the count when the tail left the page."""
+        """Return True if a page has another number of valid events than the writer stored for it.
+
+        The writer stores the number when the tail leaves the page. For the tail page, return False.
+        """
         is_left = page.number != self.control.tail_page
         return is_left and page.count != self.table[SLOTS + self.count + page.number]
 

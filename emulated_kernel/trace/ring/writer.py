@@ -281,12 +281,12 @@ class RingWriter:
         control.write_ptr = 0
 
     def _move_tail(self, state: tuple[int, ...], tail: int, time_stamp: int) -> bool:
-        """Close the tail page, and make the next page of the ring the tail page, with this time.
+        """Close the tail page, and make the ring's next page the tail page, which begins at `time_stamp`.
 
-        `state`: result of check(). `tail`: bytes of data on the tail page. If the buffer is full and must not
-        overwrite events, count a dropped event and return False.
+        `state`: result of check(). `tail`: bytes of data on the old tail page. If the buffer is full and must
+        not overwrite events, count a dropped event and return False.
 
-        Guest code that records calls this once per page, so that all of it is in one function.
+        For speed, this is one long function: the guest's recording code calls it for each page.
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
         """
         words = self._words

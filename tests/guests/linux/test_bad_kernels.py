@@ -64,12 +64,14 @@ BAD = {
 }
 
 
-def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], image: bytes, kprobes: str) -> str:
+def refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], image: bytes, kprobes: str, *options: str
+) -> str:
     """What `mount` says; it leaves nothing in its directory, in the cache and among the mounts."""
     file, directory = tmp_path / "image", tmp_path / "mnt"
     file.write_bytes(image)
     directory.mkdir(exist_ok=True)
-    status = main(["mount", "--kprobes", kprobes, "--image", str(file), str(directory)])
+    status = main(["mount", "--kprobes", kprobes, "--image", str(file), *options, str(directory)])
     out, err = capsys.readouterr()
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert str(directory) not in Path("/proc/self/mounts").read_text(encoding="utf-8")
@@ -127,6 +129,15 @@ def test_hostile_kernels_end_with_their_boot(
     said = refusal(tmp_path, capsys, kernel(code), KERNEL_KPROBES)
     assert "doesn't boot" in said
     assert why in said
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_kernel_that_ends_on_one_cpu_names_the_cpu_and_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(tmp_path, capsys, kernel(HALT), KERNEL_KPROBES, "--cpu", "milan")
+    assert "doesn't boot on AMD EPYC 7003 (Milan): it halted for good" in said
+    assert said.endswith("; choose another --cpu, or omit it\n")
 
 
 def test_damaged_files_by_the_dozen(tmp_path: Path) -> None:

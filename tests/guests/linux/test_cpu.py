@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
@@ -18,7 +19,12 @@ from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot_cache import kernel_as_booted, started_with_kernel
 from emulated_kernel.guests.linux.cpu.cpu_archive import cpu_of_archive, parts_of, production_cpu
 from emulated_kernel.guests.linux.cpu.cpu_models import MODELS
-from emulated_kernel.guests.linux.cpu.cpuid_answers import ARCH_CAPABILITIES, MICROCODE, CpuidAnswers
+from emulated_kernel.guests.linux.cpu.cpuid_answers import (
+    ARCH_CAPABILITIES,
+    MICROCODE,
+    MISC_ENABLE,
+    CpuidAnswers,
+)
 from emulated_kernel.guests.linux.cpu.cpuid_bits import AX, BITS, BX, CX, DX, KEPT_OUT
 from emulated_kernel.guests.linux.cpu.derived_bits import decided_bits, derived_bits
 from emulated_kernel.guests.linux.cpu.production_cpu import AMD, INTEL, ProductionCpu, from_text
@@ -41,6 +47,8 @@ from tests.guests.linux.files import Files
 RECORDED = sorted(Path(__file__).with_name("cpus").glob("*.cpu"))
 SERVER = "skylake-sp"
 """A CPU with page table isolation, on which one thread of a core sees the other's secrets."""
+SHORT_COPIES = "sapphire-rapids"
+"""A CPU on which also short copies are fast, with all features of the Intel models."""
 PLACE = "tcp_sendmsg+5"
 GETPID = 39
 XSAVES = b"\x48\x0f\xc7\x2f"
@@ -116,6 +124,19 @@ def test_an_incomplete_archive_names_what_it_lacks(parts: dict[str, str], why: s
         cpu_of_archive("it", parts_of(archive(**parts)))
 
 
+def test_the_command_in_the_error_makes_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of /proc/cpuinfo is no archive; the shell command in the error writes the parts of one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "copy").write_text(INFO)
+    with pytest.raises(KernelError, match="no cpuinfo in the archive") as refused:
+        production_cpu(str(tmp_path / "copy"))
+    command = str(refused.value.strerror).split("`")[1]
+    # tail fails if the host has no such directory below /sys.
+    subprocess.run(["sh", "-c", command], capture_output=True, check=False)
+    parts = parts_of((tmp_path / "FILE").read_text())
+    assert {"/proc/cpuinfo", "/proc/cmdline", "/proc/sys/kernel/osrelease"} <= parts.keys()
+
+
 @given(st.text(max_size=2000) | st.text("=> <\n:0x19avp/cuinfo ", max_size=400))
 def test_any_text_is_an_archive_or_refused(text: str) -> None:
     with suppress(KernelError):
@@ -185,6 +206,8 @@ def test_cpuid_answers_for_the_cpu_only_what_the_emulator_can(name: str) -> None
     revision = answers.registers[MICROCODE] >> (32 if cpu.vendor == INTEL else 0)
     assert revision == cpu.microcode
     assert answers.registers.get(ARCH_CAPABILITIES, 0) == cpu.capabilities
+    # Fast strings are on, without which Linux clears features of Intel's CPUs.
+    assert answers.registers.get(MISC_ENABLE) == (1 if cpu.vendor == INTEL else None)
     assert from_text(cpu.as_text()) == cpu
 
 
@@ -283,6 +306,21 @@ def test_offline_text_has_alternatives_of_features_that_the_emulator_lacks(image
     numbers = feature_numbers(kernel)
     assert numbers["xsaves"] not in booted[0].shown_cpu.features
     assert numbers["smap"] in booted[0].shown_cpu.features
+
+
+@pytest.mark.parametrize("name", [SERVER, SHORT_COPIES])
+@pytest.mark.usefixtures("booted")
+def test_a_kernel_keeps_the_features_of_fast_copies(image: Path, name: str) -> None:
+    """memmove() of 5.10 and 6.1 writes beyond the end of short copies if the guest has fsrm without erms."""
+    tasks, kernel = started_with_kernel(str(image), debian_kernel.SEED, MODELS[name])
+    numbers = feature_numbers(kernel)
+    shown = tasks.shown_cpu
+    tasks.machine.close()
+    assert shown is not None
+    copies = {"rep_good", "erms", "fsrm"}
+    assert {
+        feature for feature in copies if numbers[feature] in shown.features
+    } == copies & shown.cpu.features
 
 
 def test_bits_of_cpuid_have_the_kernels_names(image: Path) -> None:

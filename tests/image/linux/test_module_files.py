@@ -63,6 +63,22 @@ def test_each_is_found_in_any_order(kind: str, tmp_path: Path, monkeypatch: pyte
     assert [name for name, _ in files.read("made-3")] == ["made_5", "made_1", "made_20", "made_3"]
 
 
+def test_a_wrong_name_names_similar_modules(tmp_path: Path) -> None:
+    """The advice to give packages is for names that no module resembles."""
+    directory = tmp_path / "given" / "kernel"
+    directory.mkdir(parents=True)
+    (directory / "nf_tables.ko").write_bytes(made_module([]))
+    package(tmp_path, next(iter(KINDS.values())))
+    files = ModuleFiles(tmp_path / "made.deb", "6.1.0-made", (directory,))
+    for wrong, right in (("nf_tabels", "nf_tables"), ("mde_3", "made_3")):
+        with pytest.raises(KernelError, match=rf"no module {wrong} comes with .*; nearest: .*{right}"):
+            files.read(wrong)
+    with pytest.raises(KernelError, match="or give --modules"):
+        files.read("zzz")
+    with pytest.raises(KernelError, match=r"next to it$"):
+        ModuleFiles(tmp_path / "made.deb", "6.1.0-made").read("zzz")
+
+
 def test_packages_and_directories_with_more_modules(tmp_path: Path) -> None:
     """Those that are given come first; those next to the kernel's file are for its release."""
     directory = tmp_path / "given" / "kernel"

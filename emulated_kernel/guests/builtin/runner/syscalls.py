@@ -36,7 +36,7 @@ _ENTRY = struct.Struct("<QIBB")
 _ENTRY_SIZE = 16
 """Size in bytes of a struct host_entry with an empty name."""
 _OUTPUT = 64 << 10
-"""Offset of a call's output in its user buffer, in bytes. The slots of names precede the output."""
+"""Offset in a user buffer of the data that a system call returns, in bytes. The slots of paths precede it."""
 _REPLY = 8192
 """Size in bytes of the guest's buffer for replies. Mirrors: HOST_REPLY_SIZE of the guest's host_abi.h."""
 _SLOT = 2 * PATH_MAX
@@ -174,7 +174,10 @@ class Syscalls:
     def _at_path(
         self, task: GuestTask, name: str, path: int, *args: int, hostfs: HostfsHandler | None = None
     ) -> int:
-        """Make a system call on the path at address `path`, or the newer call if the guest lacks `name`."""
+        """Make the system call `name` on the path at address `path`.
+
+        If the guest lacks this call, make the newer call that replaces it, such as openat for open.
+        """
         if name in self._nr or name not in _AT:
             return self.call(task, name, path, *args, hostfs=hostfs)
         instead, flags = _AT[name]

@@ -29,7 +29,7 @@ Two changes within a shorter time may leave a file with the same timestamps.
 
 
 class Reading(NamedTuple):
-    """A file that is about to be read, and its remembered result.
+    """A file that is about to be read, and the remembered result of an earlier reading.
 
     `stored`: the result that remember() has stored for this content, or None. `is_settled`: the change time
     identifies the content, so a result may be remembered.

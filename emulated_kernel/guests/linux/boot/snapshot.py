@@ -28,6 +28,7 @@ from emulated_kernel.guests.linux.boot.digest_cache import (
     notes,
     remember,
 )
+from emulated_kernel.guests.linux.cpu.cpuid_answers import CpuidAnswers
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu, from_text
 from emulated_kernel.guests.linux.initramfs import initramfs
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, checked_offsets
@@ -86,8 +87,8 @@ def directory() -> Path:
 def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
     """Return the path of the snapshot for the kernel in the file `source`, booted on a production CPU.
 
-    The path depends on the hash of the file, the seed, the boot parameters, the CPU and the library's
-    version.
+    The path depends on the hash of the file, the seed, the boot parameters, the CPU with its registers, and
+    the library's version.
     Raises: OSError.
     """
     reading, whole = _digest(source, *identity(source))
@@ -98,6 +99,7 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
     digest.update(initramfs())
     if cpu is not None:
         digest.update(cpu.as_text().encode())
+        digest.update(repr(sorted(CpuidAnswers(cpu).registers.items())).encode())
     found = _named(digest.hexdigest())
     # The whole file was read, although it has a snapshot: remember the digest. (A file that never boots has
     # none.)

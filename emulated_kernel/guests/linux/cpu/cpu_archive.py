@@ -67,6 +67,12 @@ _PARAMETERS = frozenset(
     ]
 )
 """Parameters of the kernel's command line that decide how the kernel uses its CPU."""
+_COMMAND = (
+    "tail -n +1 /proc/cpuinfo /proc/cmdline /proc/sys/kernel/osrelease "
+    "/sys/devices/system/cpu/vulnerabilities/* /sys/devices/system/cpu/smt/*"
+)
+"""Command whose output is an archive of the machine's CPU."""
+_REMEDY = f"make it on the machine with `{_COMMAND} > FILE`"
 _SOURCE = "/proc/cpuinfo and the files of vulnerabilities"
 
 
@@ -118,7 +124,7 @@ def cpu_of_archive(title: str, parts: Mapping[str, str]) -> ProductionCpu:
     info = _first_cpu(_part(parts, "cpuinfo"))
     said = dict(_vulnerabilities(parts))
     if not said:
-        raise KernelError(EINVAL, "no files of vulnerabilities in the archive; make the archive again")
+        raise KernelError(EINVAL, f"no files of vulnerabilities in the archive; {_REMEDY}")
     vendor = info.get("vendor_id", "")
     family, model, stepping = (_number(info, key) for key in ("cpu family", "model", "stepping"))
     flags = tuple(info.get("flags", "").split())
@@ -167,7 +173,7 @@ def _part(parts: Mapping[str, str], end: str, *, needed: bool = True) -> str:
         if name == end or name.endswith(f"/{end}"):
             return text
     if needed:
-        raise KernelError(EINVAL, f"no {end} in the archive; make the archive again")
+        raise KernelError(EINVAL, f"no {end} in the archive; {_REMEDY}")
     return ""
 
 

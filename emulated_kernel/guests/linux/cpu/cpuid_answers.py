@@ -13,8 +13,17 @@ Leaf = tuple[int, int, int, int]
 MICROCODE = 0x8B
 FEATURE_CONTROL = 0x3A
 ARCH_CAPABILITIES = 0x10A
+MISC_ENABLE = 0x1A0
 _VMX_ON = 5
 """Value of IA32_FEAT_CTL: the firmware has allowed VMX outside of SMX, and locked the register."""
+_FAST_STRINGS = 1
+"""Value of IA32_MISC_ENABLE: `rep movs` and `rep stos` are fast.
+
+Without this bit, Linux clears `rep_good` and `erms` of an Intel CPU, but not `fsrm`. With `fsrm` alone,
+memmove() of 5.10 and 6.1 writes beyond the end of short copies.
+
+Mirrors: arch/x86/kernel/cpu/intel.c:early_init_intel (v6.1)
+"""
 _VENDOR = 0
 _BASIC = 1
 _TOPOLOGY = 0xB
@@ -90,6 +99,8 @@ class CpuidAnswers:
         found = {MICROCODE: cpu.microcode << 32 if cpu.vendor == INTEL else cpu.microcode}
         if "arch_capabilities" in cpu.flags:
             found[ARCH_CAPABILITIES] = cpu.capabilities
+        if cpu.vendor == INTEL and "rep_good" in cpu.flags:
+            found[MISC_ENABLE] = _FAST_STRINGS
         if "vmx" in cpu.flags:
             found[FEATURE_CONTROL] = _VMX_ON
         return found

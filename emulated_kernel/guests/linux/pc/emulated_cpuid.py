@@ -9,7 +9,7 @@ from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.unicorn_engine import Engine
 
 _EXTENDED = 0x80000000
-"""First of the extended leaves; the first leaf of each kind has the number of the last one."""
+"""First extended leaf of cpuid. In eax, leaf 0 has the last basic leaf, and this one the last extended."""
 _CODE = 0x1000
 _CPUID_AND_HALT = b"\x0f\xa2\xf4"
 _MOST = 1 << 10

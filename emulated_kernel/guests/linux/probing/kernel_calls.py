@@ -21,9 +21,9 @@ from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
 
 _TEXT = 0xFFFFFFFF70010000
+"""Address of the page with this module's code, after the host's other code in the kernel."""
 CALLS = range(_TEXT, _TEXT + PAGE_SIZE)
 """Range of addresses of this module's code."""
-"""Address of the page with this module's code, after the host's other code in the kernel."""
 _MAKER = 0x100
 """Offset of the work function in the page with the code."""
 _THREAD = 0x200
@@ -38,7 +38,7 @@ _LONGEST = 60_000_000
 _RESULT = 56
 """Offset of the result in a mailbox; the function and its arguments precede it."""
 _STATE = 64
-"""Offset of the state in a mailbox; 0: the call has not returned."""
+"""Offset of a call's state in its mailbox. The state is 0 until the call has returned or failed."""
 _TASK = 72
 """Offset of the thread's task_struct address in a mailbox."""
 _WORK = 128
