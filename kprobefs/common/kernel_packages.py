@@ -18,8 +18,6 @@ NAME = re.compile(r"debian:(?P<suite>[a-z][a-z0-9-]*)(?:/(?P<flavour>[a-z0-9]+))
 USAGE = "debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud"
 FLAVOURS = {"amd64": "linux-image-amd64", "cloud": "linux-image-cloud-amd64", "rt": "linux-image-rt-amd64"}
 """Flavour -> Debian's package that depends on the present kernel of this flavour."""
-ARCHIVE = "http://deb.debian.org/debian"
-"""Archive of Debian's packages for hosts whose own apt uses none."""
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 SOURCES = ("sources.list", "sources.list.d/*.list", "sources.list.d/*.sources")
 PACKAGE = re.compile(
@@ -74,7 +72,7 @@ class _Apt:
         (lists / "partial").mkdir(parents=True)
         sources = work / "sources.list"
         keys = f"[signed-by={KEYS}] " if KEYS.exists() else ""
-        sources.write_text(f"deb {keys}{_archive()} {suite} main\n")
+        sources.write_text(f"deb {keys}{_archive(name)} {suite} main\n")
         settings = {
             "Dir::Etc::sourcelist": sources,
             "Dir::Etc::sourceparts": "/nonexistent",
@@ -119,15 +117,17 @@ class _Apt:
         return done.stdout
 
 
-def _archive() -> str:
-    """Return the archive of Debian's packages that the host's apt uses, or Debian's own."""
+def _archive(name: str) -> str:
+    """Return the archive of Debian's packages that the host's apt uses. Raises: CliError (it uses none)."""
     for pattern in SOURCES:
         for file in sorted(Path("/etc/apt").glob(pattern)):
             with suppress(OSError):
                 for word in file.read_text(errors="replace").split():
                     if word.startswith("http") and word.rstrip("/").endswith("/debian"):
                         return word
-    return ARCHIVE
+    raise CliError(
+        f"{name}: apt has no archive of Debian's packages; add it to apt's sources, or use --image FILE"
+    )
 
 
 def find(version: str, arch: str = "x86_64") -> Path | None:
