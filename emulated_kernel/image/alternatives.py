@@ -22,6 +22,7 @@ _NOPS = (
     b"\x0f\x1f\x80\x00\x00\x00\x00",
     b"\x0f\x1f\x84\x00\x00\x00\x00\x00",
 )
+"""Number of bytes -> the nop of this size."""
 
 
 class Alternative(NamedTuple):
@@ -49,9 +50,10 @@ def replaced(entry: Alternative, code: bytes) -> bytes:
     if code[:1] and code[0] in _RELATIVE:
         (offset,) = struct.unpack_from("<i", code, 1)
         code = code[:1] + struct.pack("<i", offset + entry.replacement - entry.site) + code[5:]
-    return code + _nops(entry.size - len(code))
+    return code + nops(entry.size - len(code))
 
 
-def _nops(size: int) -> bytes:
+def nops(size: int) -> bytes:
+    """Return nops of `size` bytes, each as long as possible. Mirrors: add_nops() (v6.1)."""
     longest = len(_NOPS) - 1
     return _NOPS[longest] * (size // longest) + _NOPS[size % longest]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from typing import NamedTuple
 
+from emulated_kernel.image.alternatives import nops
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 
 _FLAGS = "x86_cap_flags"
@@ -19,18 +20,6 @@ _CALL = 0xE8
 _JUMP = 0xE9
 _SHORT_JUMP = b"\xeb"
 _NOP = 0x90
-_LONGEST_NOP = 8
-_NOPS = (
-    b"",
-    b"\x90",
-    b"\x66\x90",
-    b"\x0f\x1f\x00",
-    b"\x0f\x1f\x40\x00",
-    b"\x0f\x1f\x44\x00\x00",
-    b"\x66\x0f\x1f\x44\x00\x00",
-    b"\x0f\x1f\x80\x00\x00\x00\x00",
-    b"\x0f\x1f\x84\x00\x00\x00\x00\x00",
-)
 _LAYOUTS = {12: "<iiHBB", 13: "<iiHBBx", 14: "<iiIBB"}
 """Size of struct alt_instr -> its fields: before v6.3, with padlen before v5.13, and since v6.3."""
 _INVERTED_16 = 1 << 15
@@ -149,5 +138,4 @@ def _replacement(kernel: LinuxKernel, entry: _Alternative) -> bytes:
 def _with_long_nops(code: bytes) -> bytes:
     """Return code with its nops at the end made as long as possible."""
     kept = code.rstrip(bytes((_NOP,)))
-    room = len(code) - len(kept)
-    return kept + _NOPS[_LONGEST_NOP] * (room // _LONGEST_NOP) + _NOPS[room % _LONGEST_NOP]
+    return kept + nops(len(code) - len(kept))
