@@ -35,7 +35,7 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
     if log_file is None:
         _start_logging(logging.INFO, STANDARD_ERROR)
     else:
-        descriptor = open_log(str(log_file), options.directory, anew=False)
+        descriptor = open_log(str(log_file), options.directory, truncates=False)
         _start_logging(logging.INFO, descriptor)
     Service(options, build, applies_definitions=True).run(lambda: None, lambda: None, lambda: None)
 
@@ -243,7 +243,7 @@ class DaemonStart:
         output = open_log(
             str(self._log_file),
             self._options.directory,
-            anew=self._is_own_log,
+            truncates=self._is_own_log,
             is_explicit=not self._is_own_log,
         )
         for target, source in ((0, null), (1, output), (2, output)):

@@ -21,12 +21,12 @@ def check_log(path: str, directory: str, *, is_explicit: bool) -> None:
     os.close(_open(path, directory, 0, is_explicit=is_explicit))
 
 
-def open_log(path: str, directory: str, *, anew: bool, is_explicit: bool = True) -> int:
-    """Open the log for appending and return its descriptor; truncate it first if `anew` is True.
+def open_log(path: str, directory: str, *, truncates: bool, is_explicit: bool = True) -> int:
+    """Open the log for appending and return its descriptor; truncate it first if `truncates` is True.
 
     Raises: CliError.
     """
-    return _open(path, directory, os.O_TRUNC if anew else 0, is_explicit=is_explicit)
+    return _open(path, directory, os.O_TRUNC if truncates else 0, is_explicit=is_explicit)
 
 
 def _open(path: str, directory: str, flags: int, *, is_explicit: bool) -> int:

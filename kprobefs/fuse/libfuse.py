@@ -712,7 +712,7 @@ class SessionLoop:
     The loop itself answers READ, RELEASE, and WRITE of files whose writes do not wait. It also answers
     LOOKUP, GETATTR and OPEN of control files with known nodes. It passes all other requests to libfuse.
 
-    close(2) returns when its RELEASE is in the queue of /dev/fuse, but nobody waits for the reply. If an
+    close(2) returns when its RELEASE is in the queue of /dev/fuse, but no program waits for the reply. If an
     open file acts when it is closed, a thread that has read a request therefore first waits for earlier
     RELEASEs of other threads.
 

@@ -151,7 +151,7 @@ class FunctionCounter:
             if jobs < 2 or len(pieces) < 2:
                 counted: Iterable[list[list[Counting]]] = map(self._count_piece, pieces)
             else:
-                # What is decoded before the fork is shared by the processes.
+                # Processes share the memory of all code that is decoded before the fork.
                 self.counting(symbols[0])
                 counted = self._count_in_processes(pieces, jobs)
             for piece, found in zip(pieces, counted, strict=True):

@@ -238,7 +238,7 @@ class Browser:
                 assert "error" not in answer, answer
                 result: dict[str, Any] = answer["result"]
                 return result
-        pytest.skip("the browser ended")
+        raise EOFError(f"the browser ended before it answered {method}")
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         while True:
@@ -300,6 +300,11 @@ def test_the_index_is_sorted_and_opened_in_a_browser(pages: Path, tmp_path: Path
     if CHROMIUM is None:
         pytest.skip("no Chromium")
     browser = Browser(tmp_path)
+    try:
+        browser.call("Browser.getVersion")
+    except EOFError:
+        browser.close()
+        pytest.skip(f"{CHROMIUM} does not start on this host")
     try:
         tab = Tab(browser, pages / "index.html")
         names = tab.column(0)

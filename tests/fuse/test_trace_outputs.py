@@ -168,7 +168,7 @@ def test_a_call_graph_is_nested_slices(graph: Path) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_a_call_graph_in_each_kind_of_file(work: Path, graph: Path) -> None:
-    """The same calls, with the same durations, by three ways through the mount."""
+    """Three ways through the mount show the same calls with the same durations."""
     found = json.loads(traced(work, "graph.json", *GRAPH).read_text())
     exits = [each["fields"] for each in found if each["event"] == "funcgraph_exit"]
     expected = sorted((each["name"], each["dur"]) for each in slices(graph))

@@ -1,4 +1,4 @@
-"""What `save` writes of the files and options that came after Linux 6.1."""
+"""`save` writes the settings of files and options that came after Linux 6.1."""
 
 from __future__ import annotations
 

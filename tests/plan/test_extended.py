@@ -20,7 +20,7 @@ EXTENDED = ("--strategy", "extended")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """What a command prints as JSON."""
+    """Return the JSON that a command prints."""
     assert main([*arguments, *EXTENDED, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -166,7 +166,7 @@ def test_recorded_leaves_of_cpuid_beat_flags() -> None:
 
 
 def test_every_model_derives_from_its_own_words_what_its_table_says() -> None:
-    """What a CPU of the table must have, if a kernel said of it what it says."""
+    """The table's features of a CPU are those that derive from a kernel's report on this CPU."""
     immune = dict.fromkeys(("meltdown", "mds", "l1tf"), "Not affected")
     hidden, capabilities = derived_bits(INTEL, 6, 106, ("arch_capabilities", "ibrs_enhanced"), immune)
     assert capabilities == 1 << 0 | 1 << 1 | 1 << 5

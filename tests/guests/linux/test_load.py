@@ -35,7 +35,7 @@ def probed() -> tuple[LinuxEngine, ExecObserver]:
 
 @pytest.mark.parametrize("kind", list(WorkloadKind))
 def test_each_kind_is_seen(probed: tuple[LinuxEngine, ExecObserver], kind: WorkloadKind) -> None:
-    """By as many hits as its rounds have calls; at its end nothing of it is left."""
+    """A load causes as many hits as its rounds make calls, and leaves nothing at its end."""
     found, executions = probed
     tasks = found.tasks
     syscalls = LinuxSyscalls(tasks)

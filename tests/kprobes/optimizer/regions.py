@@ -113,7 +113,7 @@ def undefined_flags(code: bytes, addr: int, bits: int) -> int:
 
 
 def exits(probed: Probed, address: int, size: int) -> tuple[int, ...]:
-    """Where the instructions there may lead to: behind them, and the targets of their direct branches."""
+    """Return the exits of the instructions: the address after them, and the targets of direct branches."""
     arch = probed.kernel.arch
     end = address + size
     code = probed.kernel.machine.text.original(address, size)
@@ -275,7 +275,7 @@ class Bench:
     def expect(self, start: State, live: Live | None = None, loose: int = 0) -> Expected:
         """Run the unprobed piece.
 
-        `live`: what may not differ at the exit that it takes, if not everything, but for the flags `loose`.
+        `live`: registers and flags that must be equal at the exit taken, except the flags `loose`; None: all.
         """
         end = self._run(start)
         free = range(start.sp - self.frame, start.sp)
@@ -337,7 +337,7 @@ def optimizable(probed: Probed) -> Iterator[tuple[str, int, int]]:
 
 
 def refused_by_linux(probed: Probed) -> Iterator[tuple[str, int, int]]:
-    """Those that a jump needs tactics for."""
+    """Return the places at which only the extended strategy writes a jump."""
     return (place for place in optimizable(probed) if probed.region(place[2]).linux is not None)
 
 

@@ -1,4 +1,4 @@
-"""The extended strategy in the kernel: jumps where Linux's rule refuses them, and nobody notices."""
+"""The extended strategy: its jumps, which Linux's rule refuses, change no result of the probed code."""
 
 from __future__ import annotations
 

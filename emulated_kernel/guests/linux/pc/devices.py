@@ -185,8 +185,8 @@ class Pc:
     def read_tsc(self) -> int:
         """Advance the time by a random step and return it, as the result of rdtsc.
 
-        The step varies, because some code waits until it has read two different values. If the time follows
-        the host's and is behind it by more than the step, advance it to the host's.
+        The step varies, because some code waits until it has read two different values. If the
+        guest's time follows the host's and lags by more than the step, it advances to the host's time.
         """
         state = (self._cells[_STEPS] * STEP_FACTOR + STEP_ADDEND) & _MASK
         self._cells[_STEPS] = state
