@@ -411,7 +411,7 @@ class Kprobes:
         self._refresh(head)
 
     def resolve_probed_address(self, address: int) -> ProbedPlace | None:
-        """Map an address in a slot, detour or stub to the probed instruction; return None for others."""
+        """Map an address in a slot, detour or stub to the probed instruction; return None for any other."""
         for head in self.table:
             insn = head.insn
             slot = None if insn is None else insn.slot

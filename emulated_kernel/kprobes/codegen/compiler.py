@@ -139,7 +139,7 @@ class Compiler:
         return self.enabled and self.load()
 
     def may_make(self, handlers: int = 1) -> bool:
-        """Reserve the compilation of some handlers; return False if it must wait for a later request."""
+        """Reserve the compilation of `handlers` handlers; return False if a later request must do it."""
         if self._turn != self._lock.turn:
             self._turn = self._lock.turn
             self._left = MAX_HANDLERS
