@@ -86,11 +86,14 @@ class Detour:
 
 
 class OriginalPlace(NamedTuple):
-    """The instruction in probed code to which an address in relocated instructions belongs."""
+    """Place in the probed code that corresponds to an address in relocated instructions.
+
+    `address`: address of the original instruction.
+    """
 
     address: int
     pushed: int = 0
-    """Number of bytes that the relocated instruction has pushed so far."""
+    """Number of bytes that the relocated instruction has pushed before it reached the address."""
     is_calling: bool = False
     """Whether the next instruction is the jump at the end of a relocated call."""
 
@@ -443,7 +446,7 @@ class Arch(ABC):
         """
 
     def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:
-        """Return the first of the named policies that this architecture has, or None."""
+        """Return the first of the named policies that this architecture has, or None if it has none."""
         return next((self.strategies[name] for name in names if name in self.strategies), None)
 
     @abstractmethod

@@ -283,7 +283,7 @@ class FrameSearch:
         The continuations of calls are searched first, as calls are more likely to return.
         """
         self.guessed: set[int] = set()
-        """Addresses that no known path reaches, such as padding."""
+        """Addresses that no known path reaches, such as padding, from which _guess() continued the search."""
         self._jumped: Frame | None = None
         """Frame before the latest indirect jump."""
 
@@ -359,7 +359,10 @@ class FrameSearch:
             self._pending.append(to)
 
     def _guess(self) -> bool:
-        """Continue with unreached code, assuming that an indirect jump leads there through a table."""
+        """Continue the search at the next unreached address, as if an indirect jump led to it through a table.
+
+        Return False if no indirect jump was found, or if no address is left.
+        """
         if self._jumped is None:
             return False
         at = next((at for at in self._insns if at not in self.frames), None)

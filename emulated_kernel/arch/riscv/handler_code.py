@@ -53,7 +53,7 @@ def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakp
 def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
     """Return the code with short branches if they reach their targets, else with far branches.
 
-    `make` takes whether branches are far.
+    `make(far)` generates the code, with far branches if `far` is True.
     """
     try:
         return make(False)
@@ -80,8 +80,9 @@ def _save_all(
 def _save_live(
     body: RiscvLowering, live: LiveRegisters, above: int = 0
 ) -> tuple[bytes, bytes, dict[int, int]]:
-    """Return code that saves registers, code that restores them, and slot number -> word of code to load it.
+    """Return code that saves registers, code that restores them, and a map of slots for _patch_slot().
 
+    The map is slot number -> instruction word (load or move) that reads the saved value.
     `above`: number of bytes that the trampoline has pushed on the probed code's stack.
     """
     used = body.used
@@ -163,6 +164,9 @@ class RiscvReturnCode(ReturnCode):
         return lay_out(body, before, b"", slots, leave)
 
     def _saving(self, program: Program, *, far: bool) -> tuple[RiscvLowering, bytes, bytes, dict[int, int]]:
-        """Return a lowered program, code that saves and restores its registers around it, and its slots."""
+        """Lower a program, and generate code that saves the registers that it changes.
+
+        Return the lowered program, the saving code, the restoring code, and the slots as _save_live() does.
+        """
         body = RiscvLowering(program, self.live, _NO_CONSTANTS, self._breakpoint, far=far)
         return body, *_save_live(body, self.live, _RETURN_WORD)

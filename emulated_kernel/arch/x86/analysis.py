@@ -96,7 +96,10 @@ class FunctionFlow:
         self.hazards = dict[RejectReason, int]()
         """Each reason that forbids optimization in the whole function -> the lowest address with it."""
         self.jumps_through_register = False
-        """Whether an indirect jump is a hazard, or a jump to another thunk than a return thunk."""
+        """Whether a jump that is a hazard may lead anywhere: an indirect jump, or one to a thunk for such jumps.
+
+        A jump to a return thunk does not count.
+        """
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
         self.facts = known.all(code, function.addr, bug_size)

@@ -314,7 +314,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     @property
     def _address_sign(self) -> int:
-        """The upper half of the addresses to which an immediate of 32 bits is sign-extended."""
+        """The upper 32 bits of the addresses that a sign-extended immediate of 32 bits can hold."""
         return 0xFFFFFFFF << 32 if self.bits == 64 else 0
 
     def label_size(self, code: bytes) -> int:

@@ -100,7 +100,7 @@ _LINE = 256
 _MAX_OPEN = 32
 """Maximum number of files /proc/PID/syscall that stay open."""
 _TRIES = 20
-"""Maximum number of reads of /proc/PID/syscall while the process is still running.
+"""Maximum number of reads of /proc/PID/syscall to wait until the process sleeps in its call.
 
 A process that has just sent its request may not sleep yet.
 """

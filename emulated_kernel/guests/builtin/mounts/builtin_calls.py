@@ -45,7 +45,7 @@ class BuiltinCalls(GuestCalls):
         self._stand_in: int | None = None
         """The guest's descriptor of the file that stands in for all control files in reads; at first None."""
         self._sight = Sight.MEMORY
-        """Result of Guest.sight() when `_sight_turn` was the turn of the control lock."""
+        """Cached result of Guest.sight(); valid while the control lock's turn equals `_sight_turn`."""
         self._sight_turn = -2
         self._asleep: WeakKeyDictionary[GuestTask, ControlFile] = WeakKeyDictionary()
         """Task -> control file that the task wanted when its last read of the stand-in slept or failed."""
