@@ -18,7 +18,7 @@ from kprobefs.cli.trace_records import RecordParser, text_line
 
 READ_SIZE = 1 << 16
 LAST_STACK_WORD = {(1 << 64) - 1, (1 << 32) - 1}
-"""Value of the word that may end a recorded stack."""
+"""Values of the word that may end a recorded stack, for 64-bit and 32-bit kernels."""
 
 
 @dataclass

@@ -359,7 +359,7 @@ class FrameSearch:
             self._pending.append(to)
 
     def _guess(self) -> bool:
-        """Continue the search at the next unreached address, as if an indirect jump led to it through a table.
+        """Continue the search at the next unreached address, as if an indirect jump led to it.
 
         Return False if no indirect jump was found, or if no address is left.
         """

@@ -96,10 +96,7 @@ class FunctionFlow:
         self.hazards = dict[RejectReason, int]()
         """Each reason that forbids optimization in the whole function -> the lowest address with it."""
         self.jumps_through_register = False
-        """Whether a jump that is a hazard may lead anywhere: an indirect jump, or one to a thunk for such jumps.
-
-        A jump to a return thunk does not count.
-        """
+        """Whether an indirect jump is a hazard, or the function jumps to a thunk that is no return thunk."""
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
         self.facts = known.all(code, function.addr, bug_size)

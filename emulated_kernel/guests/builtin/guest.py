@@ -130,7 +130,12 @@ class Guest:
         data: bytes = b"",
         kept: ExitStack | None = None,
     ) -> int:
-        """Make a call and return its result. If the task sleeps in an equal call, continue that call."""
+        """Make the read or write call `name` on the guest's descriptor `fd`, and return its result.
+
+        If the task sleeps in an equal call, continue that call. `serve` answers the guest's requests to the
+        host. `data` is written to a buffer in user memory, which the caller frees by closing `kept`. Without
+        `kept`, the call uses the shared buffer for reads.
+        """
         nr = self.syscalls.number(name)
         sleeping = task.request
         if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):

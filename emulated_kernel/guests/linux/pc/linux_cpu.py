@@ -372,8 +372,9 @@ class LinuxCpu:
         return Gate(entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE)
 
     def watch_gate(self, words: TrapWords, vector: int, ram: int) -> None:
-        """Set the words of the gate of `vector` that the host's routine for traps compares.
+        """Fill in `words`, by which the host's routine for traps checks that it may deliver `vector` itself.
 
+        They are addresses of CPU state in this process, and the present content of the IDT's gate for `vector`.
         `ram`: address of RAM in this process.
         """
         state = self._state
