@@ -219,7 +219,7 @@ class _Graph:
         return self._closure([*own, *self._around_calls(), *(each for each in entries if each is not None)])
 
     def _around_calls(self) -> Iterable[int]:
-        """Return the functions that dispatch system calls, and all from which these are called."""
+        """Return the functions that dispatch system calls, and their direct and indirect callers."""
         found = set(self._dispatchers)
         while more := {f for f, to in self._leads_to.items() if not to.isdisjoint(found)} - found:
             found |= more

@@ -36,7 +36,7 @@ PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Added to an errno, the exit status of a RecordReader's process that could not write records."""
+"""Sum of this number and an errno: exit status of a RecordReader's process that could not write records."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ The address of the real detour is chosen when the probe is registered. Texts wit
 """
 _PAGE = 1 << 12
 EXTENDED = "extended"
-"""Text for probes that only the strategy optimizes."""
+"""Outcome that is shown for a probe that the kernel's strategy optimizes and Linux's rule does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class FrameInsn:
     effect: Effect
     flow: Flow = Flow.NEXT
     target: int | None = None
-    """Address that a direct jump, branch or call goes to."""
+    """Address that a direct jump, branch or call goes to; None for other instructions."""
 
 
 class FunctionFrames:
@@ -285,7 +285,7 @@ class FrameSearch:
         self.guessed: set[int] = set()
         """Addresses that no known path reaches, such as padding, from which _guess() continued the search."""
         self._jumped: Frame | None = None
-        """Frame before the latest indirect jump."""
+        """Frame before the latest indirect jump that the search has reached; None before the first one."""
 
     def run(self) -> bool:
         """Run the search; return False if a call or trap turned out to be a dead end."""

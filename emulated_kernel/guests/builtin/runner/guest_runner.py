@@ -354,7 +354,10 @@ class GuestRunner:
         raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
 
     def _go_on(self, task: GuestTask, slept: int) -> bool:
-        """Prepare the guest's next run on behalf of this task; return True if a jiffy had to pass."""
+        """Prepare the guest's next run on behalf of this task; return True if a jiffy had to pass.
+
+        `slept`: number of jiffies for which the task has slept in its call so far.
+        """
         if self._at is CpuPosition.IDLE:
             assert task.request is not None
             self._await_time(task.request, slept)

@@ -160,6 +160,7 @@ def save(
 ) -> None:
     """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
+    `facts`: offsets of the kernel. `cells`: offsets that find_exception_cells() returned.
     `source`: the kernel's file. `parts`: name -> further data to keep. `shown`: None if
     the guest sees the emulated CPU.
     """

@@ -66,7 +66,10 @@ _DEPTH = 4
 """Maximum number of records under construction; making a record may hit another tracepoint."""
 Switch = Callable[[bool], None]
 SwitchStub = Callable[["EventBatch", int, bool], None]
-"""Function that takes a batch, the index of a tracepoint in it, and whether its stub is called."""
+"""Function that makes a tracepoint call its stub or stop to call it.
+
+Its arguments are a batch, the index of the tracepoint in the batch, and whether to call the stub.
+"""
 log = logging.getLogger("kprobefs.linux")
 
 
