@@ -368,8 +368,8 @@ def _complete_mounts(work: Path) -> None:
 def _lay_switch(ours: str, switch: str, work: Path) -> None:
     """Mount a switch of the mount at its path below /proc/sys, even if the host's kernel lacks it.
 
-    `ours`: path of the switch in kprobefs's mount. `switch`: its path below /proc/sys. `work`: directory for a
-    temporary mount.
+    `ours`: path of the switch in kprobefs's mount. `switch`: its path below /proc/sys.
+    `work`: directory for a temporary mount.
     """
     group, name = os.path.split(switch)
     place = f"{SYSCTL}/{group}"
