@@ -160,6 +160,7 @@ class ReturnCode(ABC):
 
         If `program` finds a handler, it ends in a JumpTo to that handler. `own` is the address that hooked
         functions return to; None means this trampoline's entry.
+        `saves_all`: the trampoline saves all registers; see the class.
         """
 
     @abstractmethod
@@ -326,7 +327,10 @@ class Arch(ABC):
 
     @abstractmethod
     def entry_frame(self, *, by_interrupt: bool) -> Frame:
-        """Return the stack frame before a function's first instruction."""
+        """Return the stack frame before a function's first instruction.
+
+        `by_interrupt`: an interrupt enters the function, instead of a call.
+        """
 
     def traced_entry(self) -> Frame:
         """Return the stack frame before the first instruction of a trampoline that an fentry site calls.

@@ -115,7 +115,10 @@ class EntryValues:
 
     @property
     def returns(self) -> bool:
-        """Whether control may leave the function otherwise than by a call that does not return."""
+        """Whether a path through the function may lead to a return or to another function.
+
+        If False, each path ends in a loop, a trap, or a call that does not return.
+        """
         search = self._search
         if search is None or self._has_jump_table:
             return True

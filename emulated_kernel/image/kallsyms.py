@@ -296,7 +296,10 @@ class Kallsyms:
         return None
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        """Return the whole text of /proc/kallsyms: all lines of kallsyms_lines()."""
+        """Return the whole text of /proc/kallsyms: all lines of kallsyms_lines().
+
+        `zero_addresses`: the reader has no CAP_SYSLOG.
+        """
         return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
 
     @property

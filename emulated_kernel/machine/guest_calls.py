@@ -44,6 +44,7 @@ class HostCalls:
 
         Raises: GuestFault (it ended in an exception without a fixup, or in a hypercall), BudgetExceeded (it
         didn't return in time), TypeError (too many arguments).
+        `variadic`: the function is declared with `...`, so CpuModel.variadic_arguments pass the arguments.
         """
         if len(args) > MAX_ARGUMENTS:
             raise TypeError(f"{len(args)} arguments; at most {MAX_ARGUMENTS} are passed")

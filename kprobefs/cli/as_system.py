@@ -108,6 +108,7 @@ def enter_namespace(*, real_root: bool = False) -> None:
 
     Raises: CliError (also if an open file of this process would give the command access to the host's
     tracefs).
+    `real_root`: root's command keeps this process's rights, so open files and directories need no check.
     """
     uid = os.geteuid()
     gid = os.getegid()
@@ -337,6 +338,7 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
 
     Without such a mount, the kernel refuses `unshare --mount-proc` in a user namespace. The mount is
     read-only, so user namespaces can mount only a read-only /proc.
+    `real_root`: the command keeps this process's rights.
     """
     _mount("tmpfs", DEBUG, 0, "tmpfs")
     place = f"{DEBUG}/{PRISTINE_PROC}"
@@ -452,7 +454,10 @@ def _system_call(number: int, what: str, *arguments: int | bytes) -> int:
 
 
 def _call(name: str, what: str, *arguments: object) -> int:
-    """Call a function of the C library. Raises: CliError (its result is negative)."""
+    """Call a function of the C library. Raises: CliError (its result is negative).
+
+    `what`: what the call does, for the message.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     result = int(getattr(libc, name)(*arguments))
     if result < 0:

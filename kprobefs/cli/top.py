@@ -481,6 +481,7 @@ def picture(view: View, probes: Probes, console: Console) -> Group:
 def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
     """Show the probes every `delay` seconds until `q` or for `count` updates; without a terminal, print text.
 
+    `as_json`: print each update as JSON.
     Raises: CliError.
     """
     probes = Probes(directory)

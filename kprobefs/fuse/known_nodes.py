@@ -119,7 +119,10 @@ class KnownNodes:
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:
-        """Begin with the root's node only. If `may_last` is False, no name ever gets a validity."""
+        """Begin with the root's node only. If `may_last` is False, no name ever gets a validity.
+
+        `names`: the mount, which is asked about its names.
+        """
         self._names = names
         self.device = -1
         """Descriptor of /dev/fuse."""

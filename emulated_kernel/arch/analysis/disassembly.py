@@ -96,7 +96,10 @@ class Disassembler:
         ]
 
     def _named(self, text: str, addr: int, size: int, name: AddressName) -> str:
-        """Return the text of an x86 instruction with names and hexadecimal numbers."""
+        """Return the text of an x86 instruction with names and hexadecimal numbers.
+
+        `size`: size of the instruction at `addr` in bytes, after which relative targets begin.
+        """
 
         def shown(found: re.Match[str]) -> str:
             number = int(found[1], 0)

@@ -236,6 +236,7 @@ def find_frames(
     A call or trap may never return, so it determines the frame after it only if no other path leads there. If
     another path arrives with a different stack pointer, the call is recorded as a dead end and the search
     restarts.
+    `by_interrupt`: an interrupt enters the function, so the ip that it goes back to is no return address.
     """
     found = search_frames(insns, entries, ways, stack_pointer)
     return FunctionFrames(found.frames, by_interrupt, found.exits)

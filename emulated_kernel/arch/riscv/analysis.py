@@ -56,7 +56,10 @@ class RiscvFunctionAnalysis:
     """A function decoded once, with the branches and the data flow that probe checks need."""
 
     def __init__(self, function: Function, *, compressed: bool, fentry: Set[int] = frozenset()) -> None:
-        """Decode a function. `fentry`: addresses of the kernel's fentry sites."""
+        """Decode a function. `fentry`: addresses of the kernel's fentry sites.
+
+        `compressed`: the kernel uses RVC.
+        """
         self.function = function
         self.fentry = fentry
         self._compressed = compressed

@@ -71,7 +71,10 @@ def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
 
 
 def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn, bytes]]:
-    """Iterate over a region's instructions except padding: address, instruction, and code for a copy."""
+    """Iterate over a region's instructions except padding: address, instruction, and code for a copy.
+
+    `to`: address of the first copy. `compressed`: the kernel uses RVC.
+    """
     scratch = _NUMBERS[_scratch(region).exit]
     copied = region.code[: region.length - region.padding]
     for at, insn in decode_all(copied, region.addr, compressed=compressed):

@@ -67,6 +67,7 @@ def _save_all(
     """Return a program's code within code that saves all registers in a frame (struct pt_regs).
 
     At each host call of the program, sp points at the complete frame.
+    `far`: branches may lead farther than 4 KiB.
     """
     # `completed` changes only t0, which programs don't use.
     completed = pt_regs.complete(set_register(T0, constants["ip"]))
@@ -157,7 +158,10 @@ class RiscvReturnCode(ReturnCode):
     def _in_frame(
         self, program: Program, before: bytes = b"", leave: bytes = b"", *, far: bool
     ) -> HandlerCode:
-        """Wrap a program to run on the frame in which the return trampoline has saved the registers."""
+        """Wrap a program to run on the frame in which the return trampoline has saved the registers.
+
+        `far`: branches may lead farther than 4 KiB.
+        """
         body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far)
         slots = {number: in_slot(WORD * number) for number in body.slots}
         slots[SP] = in_register(SP, RETURN_ROOM)
@@ -167,6 +171,7 @@ class RiscvReturnCode(ReturnCode):
         """Lower a program, and generate code that saves the registers that it changes.
 
         Return the lowered program, the saving code, the restoring code, and the slots as _save_live() does.
+        `far`: branches may lead farther than 4 KiB.
         """
         body = RiscvLowering(program, self.live, _NO_CONSTANTS, self._breakpoint, far=far)
         return body, *_save_live(body, self.live, _RETURN_WORD)

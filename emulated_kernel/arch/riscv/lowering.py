@@ -140,6 +140,7 @@ class RiscvLowering(Lowering):
         """Lower all ops of a program to code.
 
         `live` is None if all registers are already saved. `far`: branches may lead farther than 4 KiB.
+        `before_host`: code to insert before each host call.
         """
         registers = frozenset() if live is None else live.registers
         order = _preference(registers, registers_read(program))

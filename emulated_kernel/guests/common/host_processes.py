@@ -85,11 +85,14 @@ class ProcessWatch:
         return pid
 
     def host_pid(self, number: int) -> int:
-        """Return the host's pid of a process with this pid in the guest."""
+        """Return the host's pid of the process that has the pid `number` in the guest."""
         return number
 
     def parent(self, number: int) -> int | None:  # noqa: ARG002
-        """Return the guest's pid of a process's parent if forks() does not report the parent, else None."""
+        """Return the guest's pid of the parent of process `number`, or None.
+
+        It is None if forks() reports the parent.
+        """
         return None
 
     def has_events(self) -> bool:

@@ -75,7 +75,10 @@ def known_faults(cpu: CpuModel) -> tuple[tuple[bytes, int, int, Vector], ...]:
 
 
 def exception_state(bench: Bench, cells: tuple[int, int, int] | None, cpu: int | None) -> ExceptionState:
-    """Return the fastest available reader of exception state."""
+    """Return the fastest available reader of exception state.
+
+    `cells`: result of find_exception_cells(). `cpu`: result of find_cpu_state().
+    """
     if cells is None:
         return CleanContextExceptionState(bench.engine, bench.regs)
     first, error_code, in_flight = cells

@@ -200,7 +200,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._found = f"{len(found)} records, {found.torn} torn"
 
     def refuse(self, reason: Exception) -> None:
-        """Rename the files of the earlier state, because it cannot be used."""
+        """Rename the files of the earlier state, because it cannot be used.
+
+        `reason`: the exception that restoring the state raised.
+        """
         self._set_aside(str(reason), self._directory.journal, *self._directory.records())
 
     def _set_aside(self, why: str, *paths: Path) -> None:

@@ -178,6 +178,7 @@ class GuestRunner:
 
         Raises: WouldBlock (the task sleeps in a control file; call `resume` later), KernelError EIO (the
         guest is dead, or the call killed its task), EDEADLK (called from a probe's handler).
+        `nr`: number of the call. `hostfs` serves the control file that the call works on.
         """
         return self.run(task, Request(nr, args, hostfs))
 

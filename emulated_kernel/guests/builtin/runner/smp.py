@@ -83,7 +83,7 @@ class SmpGuestRunner(GuestRunner):
         self._at, self._user = self._seats[number]
 
     def _seat(self, number: int) -> tuple[CpuPosition, GuestTask | None]:
-        """Return the position of a CPU and its task in user mode."""
+        """Return the position of CPU `number` and its task in user mode, or None if it has none."""
         return (self._at, self._user) if number == self._machine.cpu else self._seats[number]
 
     def _step(self) -> None:

@@ -59,7 +59,7 @@ class BuiltinWorkloads:
         return kinds_of(self._guest)
 
     def workload(self, kind: WorkloadKind, pid: int) -> BackgroundWorkload:
-        """Return a workload; see WorkloadHost."""
+        """Return a workload of the kind `kind`, whose task gets the pid `pid`; see WorkloadHost."""
         return BackgroundWorkload(self._guest, kind, pid)
 
     def slice_begins(self) -> None:

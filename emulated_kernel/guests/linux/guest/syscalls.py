@@ -232,6 +232,8 @@ class LinuxSyscalls:
     ) -> int:
         """Call read(2), or pread64(2) if `offset` is given; return the number of bytes, for read_data().
 
+        `size`: maximum number of bytes. `may_block`: if the read sleeps longer than PATIENCE, raise Blocked.
+        `service`: the host's work in the call, as in write().
         Raises: Blocked.
         """
         patience = PATIENCE if may_block else _LONG

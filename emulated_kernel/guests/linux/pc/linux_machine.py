@@ -417,7 +417,10 @@ class LinuxMachine:
                 self.engine.raise_interrupt()
 
     def _fault(self, error: int, *, expired: bool) -> GuestFault:
-        """Return the fault that ended a run, after which the guest is dead."""
+        """Return the fault that ended a run, after which the guest is dead.
+
+        `error`: Unicorn's error code, or 0. `expired`: the watchdog has stopped the run.
+        """
         ip = self.regs.ip
         if expired:
             # Unicorn: a store in flight at an asynchronous stop is done twice, so the guest cannot continue.

@@ -326,6 +326,7 @@ class KernelTracepoints:
         """Switch an event that has regfunc and unregfunc, which are called before its key is switched.
 
         If the key cannot be switched, the registration is undone.
+        `number`: index of the event's tracepoint in the batch. `on`: enable the event; otherwise disable it.
         Raises: as `register`.
         """
         self._prepare(batch)
@@ -339,10 +340,11 @@ class KernelTracepoints:
             raise
 
     def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
-        """Call an event's regfunc or unregfunc. Raises: KernelError (with regfunc's errno), as `call`.
+        """Call an event's regfunc if `on` is True, otherwise its unregfunc.
 
         Deviates: the unregfunc of a module in the state GOING is not called, because the kernel is in the
         middle of the unload.
+        Raises: KernelError (with regfunc's errno), as `call`.
         """
         if batch.is_going:
             return
@@ -373,6 +375,7 @@ class KernelTracepoints:
     def _switch(self, event: KernelEvent, batch: EventBatch, number: int, on: bool) -> None:
         """Switch an event: set the functions of its tracepoint and its static key.
 
+        `number`: index of the event's tracepoint in the batch. `on`: enable the event; otherwise disable it.
         Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1).
         """
         self._prepare(batch)

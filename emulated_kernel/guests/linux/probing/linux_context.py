@@ -98,7 +98,10 @@ class LinuxContext(HitContext):
         preemption: bool,
         need_resched: int,
     ) -> None:
-        """Read the context of hits. `need_resched`: see RunningLinux."""
+        """Read the context of hits. `need_resched`: see RunningLinux.
+
+        `preemption`: the kernel was built with CONFIG_PREEMPTION.
+        """
         self._task_flag = need_resched
         self._memory = machine.memory
         self._damage = machine.damage
