@@ -201,7 +201,7 @@ class _Graph:
                     self._targets.add(value)
 
     def _system_calls(self) -> dict[str, int]:
-        """Return name of a system call -> its function."""
+        """Return name of a system call -> address of the function that implements it."""
         size = self._image.bits // 8
         found = {}
         for name, number in self._image.abi.items():

@@ -69,7 +69,7 @@ class ControlFile(FileDescription):
         self.number: int | None = None
         """The descriptor's number in the process that opened the file, or None if it is unknown."""
         self.task: Any = None
-        """The guest's task that made the last call on the file, or None; only GuestCalls uses it."""
+        """The guest's task that made the last call on the file, or None before it. Only GuestCalls uses it."""
 
     @property
     def stream(self) -> bool:
@@ -276,7 +276,7 @@ class PendingWrite:
         Raises: YieldLock (more steps follow), KernelError.
         """
         self.plan: Callable[[], int] | None = None
-        """Function that does one step, or None. GuestCalls.write() stores it here between its calls."""
+        """Function that does one step; None before the first step. GuestCalls.write() keeps it here."""
         self.kept = ExitStack()
         """Resources of the guest's call, which are released when the write has ended."""
 

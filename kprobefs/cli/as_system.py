@@ -215,7 +215,7 @@ def _lay_over(directory: str, work: Path, *, real_root: bool) -> None:
 
 
 def _tree_of_host(fstype: str, work: Path) -> int | None:
-    """Return a detached mount of a directory of the host's tracefs or debugfs, or None.
+    """Return a detached mount of a directory of the host's tracefs or debugfs; None if it can't be mounted.
 
     The caller covers this mount with kprobefs's own mount, so that each table of mounts has a line for it.
     The user namespace locks both mounts. If the file system has an empty directory, return a mount of it.

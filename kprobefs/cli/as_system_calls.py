@@ -296,7 +296,7 @@ def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
 
 
 def errno_of(action: Callable[[], None]) -> int:
-    """Return the errno with which an action fails in a forked process, or 0."""
+    """Return the errno with which an action fails in a forked process, or 0 if it succeeds."""
     child = os.fork()
     if not child:
         status = errno.EIO

@@ -206,7 +206,7 @@ class View:
     is_reversed: bool = False
     chosen: int = 0
     opened: str = ""
-    """Name of the event whose close-up is shown, or ""."""
+    """Name of the event whose close-up is shown, or "" if the list is shown."""
     scrolled: int = 0
     """Number of lines of the close-up's code that are above the screen."""
     shows_keys: bool = False

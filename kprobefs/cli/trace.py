@@ -51,7 +51,7 @@ class TraceRequest:
     has_stacks: bool = False
     """Record the stack at each hit."""
     graph: str | None = None
-    """Function whose calls are recorded, or None."""
+    """Function whose call graph is recorded; None if no call graph is."""
 
 
 class TraceSession:
@@ -242,7 +242,7 @@ class AttachedProbes:
             raise CliError(f"--graph {escape_for_terminal(graph)}: {why}") from None
 
     def _nearest(self, name: str) -> str:
-        """Return words that name the symbols most similar to `name`, which does not exist, or ""."""
+        """Return words that name the symbols most similar to the unknown `name`, or "" if none is similar."""
         known: set[str] = set()
         with suppress(OSError):
             symbols = (line.split()[2:3] for line in self._kallsyms.read_text().splitlines())

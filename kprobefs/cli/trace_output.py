@@ -184,7 +184,10 @@ class DatOutput(RawOutput):
 
 
 class FoldedOutput(RawOutput):
-    """Writes stacks for flame graphs, with their number of records or the nanoseconds of a call graph."""
+    """Writes folded stacks for flame graphs, each with its number of records.
+
+    If a call graph is recorded, each stack has its nanoseconds instead.
+    """
 
     needs_stacks = True
 

@@ -362,7 +362,7 @@ class _ExistingTriggers:
                 self._listed.setdefault(key, []).append(trigger)
 
     def has(self, text: str) -> bool:
-        """Return True if a listed trigger is the wanted one."""
+        """Return True if the trigger file has listed the trigger that the line `text` sets."""
         wanted = _Trigger(text)
         return any(each.covers(wanted) for each in self._listed.get(wanted.key(), ()))
 

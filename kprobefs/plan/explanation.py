@@ -140,7 +140,10 @@ class Explanation:
 
     @property
     def extended_reason(self) -> str:
-        """The tactics that a jump at the place needs, or the rule by which the strategy refuses it, or ""."""
+        """The tactics that a jump at the place needs, or the rule by which the strategy refuses the jump.
+
+        "" if there is nothing to explain.
+        """
         verdict = self.extended
         if verdict is None or self._extended is None:
             return ""

@@ -188,7 +188,7 @@ def _labelled(label: str, texts: Iterable[str]) -> Iterator[str]:
 
 
 def relocated(insn: DetourInsn) -> str:
-    """Return the mark of a copied instruction that differs from the original, or ""."""
+    """Return the mark of a copied instruction that differs from its original; "" for other instructions."""
     return "  (relocated)" if insn.is_relocated else ""
 
 

@@ -103,7 +103,7 @@ class RiscvFunctionAnalysis:
         return decode_insn(self.function.code[at : at + RVI_SIZE], compressed=self._compressed)
 
     def jump_into(self, inside: range) -> int | None:
-        """Return the address of the first jump or branch whose target is in `inside`, or None."""
+        """Return the address of the first jump or branch with a target in `inside`; None if there is none."""
         if self._sources.keys().isdisjoint(inside):
             return None
         return min((source for to in inside for source in self._sources.get(to, ())), default=None)

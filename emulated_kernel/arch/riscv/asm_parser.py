@@ -157,7 +157,7 @@ class _SourceLine:
         return value
 
     def cell_operand(self) -> tuple[str, int] | None:
-        """Return the cell that the instruction accesses and the offset in it, or None."""
+        """Return the cell's name and the offset in it if the instruction accesses a cell, else None."""
         takes = self.name in _LOADS or self.name in _STORES or self.name == "la"
         if not takes or len(self.operands) < 2:
             return None

@@ -152,7 +152,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.insns
 
     def check_insn(self, analysis: RiscvFunctionAnalysis, addr: int) -> Rejection | None:
-        """Return the rejection of an instruction that can't be executed out of line, or None.
+        """Return the rejection of the instruction if it can't be executed out of line; otherwise None.
 
         Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_prepare_kprobe (v6.1).
         """

@@ -113,7 +113,7 @@ class FunctionFlow:
         return min(found, key=lambda jump: jump.source)
 
     def branch_into(self, inside: range) -> RelativeBranch | None:
-        """Return the first jump or call of the function whose target is in `inside`, or None."""
+        """Return the first jump or call of the function with a target in `inside`; None if there is none."""
         branches = self._branches
         first = bisect_left(branches, (inside.start, 0))
         found = branches[first : bisect_left(branches, (inside.stop, 0), first)]

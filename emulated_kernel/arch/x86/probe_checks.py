@@ -270,7 +270,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return analysis.flow.facts
 
     def check_insn(self, analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
-        """Return the rejection of an instruction that can't be executed out of line, or None.
+        """Return the rejection of the instruction if it can't be executed out of line; otherwise None.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe (v6.1).
         """

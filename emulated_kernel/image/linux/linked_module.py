@@ -144,7 +144,7 @@ class _Linker:
         raise unusable(f"it writes outside of its sections, at {address:#x}")
 
     def relocate(self, resolve: Callable[[str], int | None]) -> None:
-        """Apply the relocations; `resolve` returns the address of a symbol of the kernel, or None."""
+        """Apply the relocations; `resolve` returns a symbol's address, or None if the kernel lacks it."""
         symbols = self._elf.symbols
         for name, section in self._elf.sections.items():
             target = self._elf.sections.get(name.removeprefix(".rela"))

@@ -241,7 +241,7 @@ class LinuxKernel:
         return self.kallsyms.lookup_name("preempt_schedule") is not None
 
     def per_cpu(self, name: str) -> int | None:
-        """Return the per-CPU offset of a variable, or None.
+        """Return the per-CPU offset of a variable, or None if the kernel doesn't have it.
 
         The variable has its own symbol or, from v6.2 to v6.14, is a member of pcpu_hot. Since v6.15, the
         variables are linked at addresses of the kernel, and the offset is negative: base + offset wraps.

@@ -119,7 +119,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         """Held by the thread that writes the queue. A thread that holds it does not take the control lock."""
         self._own = threading.local()
         self._failure = ""
-        """Reason why nothing is saved at present, or ""."""
+        """Reason why nothing is saved at present, or "" if the state is saved."""
         self._again_at = 0.0
         """Monotonic time of the next attempt to save."""
         self._found = "nothing"

@@ -83,7 +83,7 @@ class Request:
     hostfs: HostfsHandler | None
     started: bool = False
     waits_for_host: type[WouldBlock] | None = None
-    """Reason why the task sleeps in a control file until `GuestRunner.resume` is called, or None."""
+    """Class of the exception that made the task sleep until `GuestRunner.resume` is called, or None."""
     elsewhere: Callable[[], int] | None = None
     """Action of a DeferToGuest exception, which runs before the task repeats its request.
 

@@ -80,7 +80,7 @@ class DeferredCloses(Generic[File]):
         self.defer: Callable[[File], None] = self.deferred.append
         """Queue a file, to be closed before the next request. Lock: leaves."""
         self.taken: File | None = None
-        """The file that the guest closes together with the next open, or None. Lock: needs."""
+        """The file that the guest closes together with the next open; None if there is none. Lock: needs."""
 
     def take(self) -> None:
         """Take the only deferred file, so that the following open closes it. Lock: needs."""
