@@ -69,7 +69,7 @@ class ControlFile(FileDescription):
         self.number: int | None = None
         """The descriptor's number in the process that opened the file, or None if it is unknown."""
         self.task: Any = None
-        """The guest's task that made the last call on the file, or None before it. Only GuestCalls uses it."""
+        """The guest's task that made the last call on the file; None before. Only GuestCalls uses it."""
 
     @property
     def stream(self) -> bool:

@@ -74,7 +74,7 @@ h (of a struct open_how).
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
 _PLAIN_OPENS = frozenset({"open", "openat"})
 _CREATING = os.O_CREAT | os.O_EXCL | os.O_DIRECTORY
-"""Flags that forbid to skip the read of an open(2)'s path: its lookup may end the call or create the file."""
+"""Flags of an open(2) whose path must be read: the call may end at its lookup, or create the file."""
 SIZES = {"t": 32, "h": 24}
 """Letter of a structure in `ARGUMENTS` -> size of that structure in bytes."""
 

@@ -66,7 +66,10 @@ class _Interrupt:
         self._used = 0
 
     def flag_set_by(self, listing: str, tail: int) -> int:
-        """Return the flag that code sets before its last instruction, which has `tail` bytes."""
+        """Return the thread flag that is set when only the last instruction of `listing` is left to run.
+
+        `listing`: code of the interrupt. `tail`: size of its last instruction in bytes.
+        """
         machine = self._machine
         physical, entry = (start + self._used for start in self._thunk.stub_text)
         code = machine_code(listing, entry, self._symbols)
