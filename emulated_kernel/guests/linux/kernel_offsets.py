@@ -28,7 +28,7 @@ SYSCALL_WORK = "task_struct.thread_info.syscall_work"
 TRACE_SYSCALLS = "syscall_regfunc", "syscall_unregfunc"
 """Symbols of the functions that set and clear the flag of traced system calls in all tasks.
 
-They are wanted only of kernels without SYSCALL_WORK.
+KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 """
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"

@@ -67,7 +67,7 @@ class Pc:
     def __init__(self, seed: int) -> None:
         self._follower: TimeFollower | None = None
         self.words = TscWords(tsc=10**9, steps=seed)
-        """The TSC, and the state of the generator of its random steps; the host's routine for rdtsc uses both."""
+        """The TSC and the generator of its random steps; the host's routine for rdtsc uses both."""
         self._cells = memoryview(self.words).cast("B").cast("Q")
         self._wall: Callable[[], int] | None = None
         """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
