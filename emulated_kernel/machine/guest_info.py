@@ -66,7 +66,7 @@ class SlabCache:
 
     name: str
     objects: int
-    """Number of objects in use."""
+    """Number of the cache's objects that are in use."""
     pages: int
     """Number of pages that the cache holds."""
 

@@ -167,7 +167,7 @@ class MemoryBudget:
         self._share = share
         self.user = user
         self.used = 0
-        """Number of bytes in use."""
+        """Number of bytes that all users together have in use."""
         self._by_user: Counter[int] = Counter()
 
     @property

@@ -554,7 +554,7 @@ class ControlFs(FileSystem):
                     self.calls.looked_up(informed, path, found)
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """Implement FileSystem.readdir, by the tree."""
+        """Implement FileSystem.readdir by the tree of nodes."""
         del client
         with self.lock:
             return self.tree.readdir(path)

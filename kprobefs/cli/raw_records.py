@@ -32,7 +32,7 @@ Value = int | str | list[int]
 
 @dataclass(frozen=True)
 class RawField:
-    """A field of an event."""
+    """A field of an event's records, as the event's `format` file describes it."""
 
     name: str
     kind: str
@@ -111,10 +111,10 @@ def _field(found: re.Match[str]) -> RawField:
 
 @dataclass(frozen=True)
 class RawRecord:
-    """A record of a trace."""
+    """A decoded record of a trace."""
 
     time: int
-    """Nanoseconds of the trace's clock."""
+    """Time of the record, in nanoseconds of the trace's clock."""
     cpu: int
     pid: int
     event: RawFormat

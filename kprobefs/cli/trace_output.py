@@ -226,7 +226,7 @@ def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tupl
 class _OpenCall:
     name: str
     start: int
-    """Time of the entry in nanoseconds."""
+    """Time of the call's entry in nanoseconds."""
     children: int = 0
     """Nanoseconds in the calls of this call."""
 

@@ -25,12 +25,12 @@ MAX_NAME = 40
 
 @dataclass(frozen=True)
 class AskedProbe:
-    """One probe of the command line."""
+    """A probe that the command line requests."""
 
     typed: str
     """The probe as the user has typed it."""
     event: str
-    """The event, as group/name."""
+    """The event that records the probe's hits, as group/name."""
     definition: str = ""
     """The line that defines the event, or "" if the kernel has the event already."""
     place: str = ""

@@ -84,7 +84,7 @@ _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata",
 _OPTIONS = {"__per_cpu_offset": "CONFIG_SMP", "page_offset_base": "CONFIG_RANDOMIZE_MEMORY"}
 """Symbol -> build option without which a kernel does not have the symbol."""
 _DATA_TYPES = frozenset("bBdD")
-"""Types of symbols of variables."""
+"""Letters that nm prints for symbols of variables."""
 
 
 class LinuxKernel:

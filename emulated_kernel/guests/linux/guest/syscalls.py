@@ -206,7 +206,7 @@ class LinuxSyscalls:
             self.on_path(init, "unlinkat", _MODULE, 0)
 
     def delete_module(self, task: LinuxTask, name: str) -> None:
-        """Unload a module."""
+        """Unload the module `name` by a system call of the task."""
         self._path(task, name)
         with self._tasks.machine.ticking_in(_MODULES):
             self._call(task, _DELETE_MODULE, BUFFER, os.O_NONBLOCK, patience=_LONG)

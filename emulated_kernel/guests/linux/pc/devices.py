@@ -156,7 +156,7 @@ class Pc:
 
     @property
     def is_real(self) -> bool:
-        """Whether the time follows the host's."""
+        """Whether the PC's time follows the host's time."""
         return self._wall is not None
 
     def follow_wall(self, wall: Callable[[], int] = monotonic_ns) -> None:

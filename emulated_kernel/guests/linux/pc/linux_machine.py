@@ -90,7 +90,7 @@ class LinuxMachine:
     ) -> None:
         self.memory = LinuxMemory(ram)
         self.damage = DamageReports()
-        """Reports damaged data of the guest."""
+        """Object that logs which data of the guest are damaged."""
         self.pc = Pc(seed)
         engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
         self.engine = engine

@@ -215,7 +215,7 @@ class KernelTracepoints:
         self._points: dict[int, Tracepoint] = {}
         """Address that serves as a trace_event_file -> tracepoint."""
         self.by_name: dict[str, Tracepoint] = {}
-        """GROUP:EVENT -> tracepoint."""
+        """Name of an event as GROUP:EVENT -> its tracepoint."""
         self._pending: list[tuple[int, int, int, int]] = []
         """Records under construction: trace_event_buffer, file, address and size of each."""
         self._places = 0
