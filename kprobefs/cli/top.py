@@ -418,7 +418,7 @@ def keys(width: int, height: int) -> Group:
 def marked_bytes(text: str, width: int) -> list[Text]:
     """Return the lines of a file `bytes`; each current byte that differs from the original is marked.
 
-    Instructions that do not fit behind their bytes within `width` columns have lines of their own.
+    Instructions that do not fit after their bytes within `width` columns have lines of their own.
     """
     from rich.text import Text
 

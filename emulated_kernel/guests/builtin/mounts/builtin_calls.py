@@ -43,7 +43,10 @@ class BuiltinCalls(GuestCalls):
         self._watched = guest.watched
         self._runner = guest.runner
         self._stand_in: int | None = None
-        """The guest's descriptor of the file that stands in for all control files in reads; at first None."""
+        """The guest's descriptor of the open file that tasks read in place of any control file.
+
+        None until the first read that uses it.
+        """
         self._sight = Sight.MEMORY
         """Cached result of Guest.sight(); valid while the control lock's turn equals `_sight_turn`."""
         self._sight_turn = -2
