@@ -24,7 +24,7 @@ FILE_NAME = "calls.json"
 ARCHITECTURES = ("i386", "x86_64")
 """Architectures whose machine code can be analysed."""
 _LIMIT = 1 << 20
-"""Maximum size of the file in bytes."""
+"""Maximum size in bytes of the file FILE_NAME of an image."""
 _TABLE = "sys_call_table"
 _NUMBER = "nr."
 """Prefix of a system call's number in the image's ABI table."""

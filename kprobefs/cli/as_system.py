@@ -106,9 +106,9 @@ def enter_namespace(*, real_root: bool = False) -> None:
 
     An ordinary user becomes root of a user namespace.
 
+    `real_root`: root's command keeps this process's rights, so open files and directories need no check.
     Raises: CliError (also if an open file of this process would give the command access to the host's
     tracefs).
-    `real_root`: root's command keeps this process's rights, so open files and directories need no check.
     """
     uid = os.geteuid()
     gid = os.getegid()

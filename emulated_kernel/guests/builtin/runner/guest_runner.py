@@ -176,9 +176,9 @@ class GuestRunner:
     def syscall(self, task: GuestTask, nr: int, *args: int, hostfs: HostfsHandler | None = None) -> int:
         """Run a system call in a task and return its result, which may be a negative errno.
 
+        `nr`: number of the call. `hostfs` serves the control file that the call works on.
         Raises: WouldBlock (the task sleeps in a control file; call `resume` later), KernelError EIO (the
         guest is dead, or the call killed its task), EDEADLK (called from a probe's handler).
-        `nr`: number of the call. `hostfs` serves the control file that the call works on.
         """
         return self.run(task, Request(nr, args, hostfs))
 
