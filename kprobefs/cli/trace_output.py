@@ -205,7 +205,10 @@ class FoldedOutput(RawOutput):
 
 
 def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tuple[int, list[str], int]]:
-    """Yield pid, stack from the root on, and weight of each stack record and of each graph exit."""
+    """Yield pid, stack from the root on, and weight, for each stack record and each graph exit.
+
+    The weight is 1 for a stack record. For a graph exit, it is the nanoseconds outside of nested calls.
+    """
     graph: dict[int, list[_OpenCall]] = defaultdict(list)
     for record in found:
         name = record.event.name

@@ -228,7 +228,10 @@ class Guest:
             raise
 
     def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:
-        """Write strings to the buffer; return MAX_ARGUMENTS words, with the strings' addresses."""
+        """Write the strings in `args` to the buffer; return the words to pass, one for each argument.
+
+        The word of a string is its address. Zeros fill the list up to MAX_ARGUMENTS words.
+        """
         words = []
         at = buffer + _STRINGS
         for arg in args:

@@ -183,7 +183,7 @@ class LinuxWorkloads:
         return self._guest.is_dead
 
     def kinds(self) -> Collection[WorkloadKind]:
-        """Return all kinds; see WorkloadHost."""
+        """Return all kinds of workloads, since the kernel has their system calls; see WorkloadHost."""
         return list(WorkloadKind)
 
     def workload(self, kind: WorkloadKind, pid: int) -> LinuxWorkload:
