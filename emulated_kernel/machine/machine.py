@@ -299,6 +299,17 @@ class Machine(ProbedMachine):
             for cpu in self.cpus
         ]
 
+    def all_registers(self) -> list[dict[str, int]]:
+        numbers = self.model.all_registers
+        here = self.cpu
+        return [
+            {
+                name: self._engine.reg_read(register) if cpu.number == here else cpu.saved_register(register)
+                for name, register in numbers.items()
+            }
+            for cpu in self.cpus
+        ]
+
     def send_back(self, number: int, ip: int) -> None:
         if self.is_running and number != self.cpu:
             self.cpus[number].put("ip", ip)

@@ -60,6 +60,10 @@ class ProbedMachine(ABC):
         """Return the instruction and stack pointers of all CPUs, indexed by number."""
 
     @abstractmethod
+    def all_registers(self) -> list[dict[str, int]]:
+        """Return the registers of all CPUs, indexed by number: name in pt_regs -> value."""
+
+    @abstractmethod
     def send_back(self, number: int, ip: int, /) -> None:
         """During a run, let another CPU continue at `ip`; do nothing for the current CPU."""
 

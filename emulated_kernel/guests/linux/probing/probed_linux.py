@@ -91,6 +91,7 @@ class ProbedLinux(ProbedMachine):
         super().__init__()
         machine = tasks.machine
         machine.take_breakpoints()
+        self._read = machine.engine.reg_read
         self.damage = machine.damage
         self.model = LinuxCpuModel(_layout(tasks, kernel))
         self.regs = machine.regs
@@ -115,6 +116,9 @@ class ProbedLinux(ProbedMachine):
 
     def positions(self) -> list[tuple[int, int]]:
         return [(self.regs.ip, self.regs.sp)]
+
+    def all_registers(self) -> list[dict[str, int]]:
+        return [{name: self._read(number) for name, number in self.model.all_registers.items()}]
 
     def send_back(self, _number: int, _ip: int, /) -> None:
         """Do nothing, because there is no other CPU."""
