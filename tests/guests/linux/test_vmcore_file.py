@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import struct
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from elftools.elf.elffile import ELFFile
@@ -15,11 +18,12 @@ from emulated_kernel.guests.common.vmcore_file import write_core
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.mounts.probed_tree import vmcoreinfo
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.image.linux.debug_file import linux_debug_file
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.machine.core_dump import RAM_OFFSET, register_names
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from tests.guests.linux.probing import engine
+from tests.guests.linux.probing import engine, kernel
 from tests.oracle.inside import write
 
 ROOT = Client(os.getpid(), 0, 0)
@@ -36,6 +40,14 @@ def guest() -> LinuxEngine:
         if found.kprobes.optimizer is not None:
             found.kprobes.optimizer.work.flush()
     return found
+
+
+@pytest.fixture(scope="module")
+def debug(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel's symbols and types."""
+    path = tmp_path_factory.mktemp("debug") / "vmlinux.debug"
+    path.write_bytes(linux_debug_file(kernel()))
+    return path
 
 
 def memory(read: Callable[[int, int], bytes], va: int, size: int) -> bytes:
@@ -78,3 +90,44 @@ def test_the_file_is_as_large_as_it_says(guest: LinuxEngine) -> None:
     assert mount.read(ROOT, handle, 4, 0) == b"\x7fELF"
     assert mount.read(ROOT, handle, 4096, size - 1) == b"\0"
     mount.release(handle)
+
+
+def test_drgn_shows_tasks_files_and_mounts(guest: LinuxEngine, debug: Path) -> None:
+    """With types from BTF alone: the helpers of drgn follow the kernel's structures."""
+    drgn = pytest.importorskip("drgn")
+    helpers = pytest.importorskip("drgn.helpers.linux")
+    with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as core:
+        program = drgn.Program()
+        program.set_core_dump(core.fileno())
+        program.load_debug_info([debug])
+        assert program["init_uts_ns"].name.release.string_().decode() == guest.tasks.release
+        tasks = {task.pid.value_(): task.comm.string_() for task in helpers.for_each_task(program)}
+        assert tasks[1] == b"init"
+        assert tasks[2] == b"kthreadd"
+        assert len(tasks) > 20
+        first = helpers.find_task(program, 1)
+        files = [helpers.d_path(file.f_path) for _, file in helpers.for_each_file(first)]
+        mounts = {helpers.mount_dst(mount) for mount in helpers.for_each_mount(program)}
+        assert {b"/", b"/proc"} <= mounts
+        assert all(any(path.startswith(mount) for mount in mounts) for path in files)
+        current = helpers.per_cpu(program["current_task"], 0)
+        assert current.value_() == helpers.cpu_curr(program, 0).value_()
+        frames = [frame.name for frame in program.stack_trace(2)]
+        assert frames[:3] == ["__schedule", "schedule", "kthreadd"]
+
+
+def test_crash_opens_it(guest: LinuxEngine, debug: Path, tmp_path: Path) -> None:
+    crash = shutil.which("crash")
+    if crash is None:
+        pytest.skip("crash is not installed")
+    (tmp_path / "commands").write_text("sys\nrd -8 vfs_read 5\nstruct file.f_pos\nquit\n")
+    with guest.lock:
+        core = write_core(guest.machine, vmcoreinfo(guest))
+        patched = guest.machine.memory.read(guest.kernel.required("vfs_read"), 5)
+    with core, open(tmp_path / "core", "wb") as copy:
+        shutil.copyfileobj(core, copy, 1 << 20)
+    run = [crash, "-s", "-i", "commands", str(debug), "core"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert f"RELEASE: {guest.tasks.release}" in done.stdout, done.stdout + done.stderr
+    assert "loff_t f_pos" in done.stdout
+    assert f"{patched.hex(' ')} " in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from emulated_kernel.image.builtin_image import KernelImage
+from emulated_kernel.image.debug_elf import build_id
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.util.abi import PAGE_SIZE
 
@@ -21,6 +22,7 @@ def vmcoreinfo(machine: Machine, image: KernelImage) -> bytes:
     is_riscv = machine.model.name.startswith("riscv")
     lines = {
         "OSRELEASE": image.version.split()[2],
+        "BUILD-ID": build_id(image).hex(),
         "PAGESIZE": str(PAGE_SIZE),
         "SYMBOL(swapper_pg_dir)": f"{layout.direct_map + root:x}",
         "KERNELOFFSET": "0",
