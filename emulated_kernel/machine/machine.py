@@ -291,6 +291,13 @@ class Machine(ProbedMachine):
         cpu.save()
         here.restore()
 
+    def at_close(self, action: Callable[[], object], /) -> None:
+        self._resources.callback(action)
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     def positions(self) -> list[tuple[int, int]]:
         """Return the instruction and stack pointers of all CPUs, indexed by number."""
         here = self.cpu

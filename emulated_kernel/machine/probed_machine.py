@@ -15,6 +15,7 @@ from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class ProbedMachine(ABC):
@@ -54,6 +55,15 @@ class ProbedMachine(ABC):
     def in_clock_loop(self, address: int) -> bool:
         """Return True if an address is in one of `clock_loops`; handlers must not advance the clock there."""
         return any(address in loop for loop in self.clock_loops)
+
+    @abstractmethod
+    def at_close(self, action: Callable[[], object], /) -> None:
+        """Call a function before the emulator is freed."""
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The emulator."""
 
     @abstractmethod
     def positions(self) -> list[tuple[int, int]]:

@@ -24,7 +24,8 @@ from emulated_kernel.machine.core_dump import RAM_OFFSET, register_names
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux.probing import engine, kernel
-from tests.oracle.inside import write
+from tests.kernel.gdb_client import GdbClient, Request
+from tests.oracle.inside import read, write
 
 ROOT = Client(os.getpid(), 0, 0)
 
@@ -131,3 +132,27 @@ def test_crash_opens_it(guest: LinuxEngine, debug: Path, tmp_path: Path) -> None
     assert f"RELEASE: {guest.tasks.release}" in done.stdout, done.stdout + done.stderr
     assert "loff_t f_pos" in done.stdout
     assert f"{patched.hex(' ')} " in done.stdout
+
+
+def test_gdb_steps_in_a_distributions_kernel(guest: LinuxEngine) -> None:
+    """A breakpoint, a step through the jump of a probe, and the registers at the breakpoint."""
+    mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    handle = mount.create(ROOT, "/scratch/file", 0o644, os.O_RDWR)
+    mount.write(ROOT, handle, b"hello", 0)
+    client = GdbClient(read(mount, "/machine/gdb").strip())
+    place = guest.kernel.required("vfs_read")
+    before = guest.machine.memory.read(place, 16)
+    assert client.ask(f"Z0,{place:x},1") == "OK"
+    client.send("c")
+    request = Request(lambda: mount.read(ROOT, handle, 16, 0))
+    assert client.answer().startswith("T05")
+    assert client.ip == place
+    assert client.memory(place, 16) == before
+    with guest.lock.observing(), write_core(guest.machine, b"") as core:
+        assert place.to_bytes(8, "little") in os.pread(core.fileno(), 1 << 16, 0)
+    client.send("s")
+    assert client.answer().startswith("T05")
+    assert client.ip != place
+    client.close()
+    assert request.done() == b"hello"
+    guest.lock.end_debugging()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from emulated_kernel.guests.common.gdb_file import gdb_file
 from emulated_kernel.guests.common.vmcore_file import VmcoreFile
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -60,6 +61,7 @@ def engine_tree(
     files |= {
         "limits": limits_file(engine.components, engine.limits, _log.info),
         "probes": probes_file(engine.components),
+        "gdb": gdb_file(engine.machine, engine.lock),
         "vmcore": VmcoreFile(engine.machine, partial(vmcoreinfo, engine)),
         **machine,
     }
