@@ -805,6 +805,7 @@ class Kernel:
 
         Raises: KernelError EDEADLK (in a handler).
         """
+        self.lock.end_debugging()
         with self.lock:
             if self._is_closed:
                 return

@@ -294,11 +294,29 @@ class Machine(ProbedMachine):
         cpu.save()
         here.restore()
 
+    def at_close(self, action: Callable[[], object], /) -> None:
+        self._resources.callback(action)
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     def positions(self) -> list[tuple[int, int]]:
         """Return the instruction and stack pointers of all CPUs, indexed by number."""
         here = self.cpu
         return [
             (self.regs.ip, self.regs.sp) if cpu.number == here else (cpu.saved("ip"), cpu.saved("sp"))
+            for cpu in self.cpus
+        ]
+
+    def all_registers(self) -> list[dict[str, int]]:
+        numbers = self.model.all_registers
+        here = self.cpu
+        return [
+            {
+                name: self._engine.reg_read(register) if cpu.number == here else cpu.saved_register(register)
+                for name, register in numbers.items()
+            }
             for cpu in self.cpus
         ]
 

@@ -89,6 +89,10 @@ class ControlFile(FileDescription):
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Return the file's attributes, and let the guest repeat the client's call; see FileDescription."""
         fs = self.fs
+        if fs.lock.is_lent:
+            with fs.lock.observing():
+                self.check()
+                return fs.tree.stat(self.inner.node)
         informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock:
             self.check()
@@ -99,6 +103,8 @@ class ControlFile(FileDescription):
 
     def informed(self, client: Client) -> Client:
         """Return the client with facts, by GuestCalls.informed_of_file(); see FileDescription."""
+        if self.fs.is_observed(self.path, self.flags):
+            return client
         return self.fs.calls.informed_of_file(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
@@ -108,6 +114,10 @@ class ControlFile(FileDescription):
 
     def _read(self, client: Client, size: int, offset: int) -> bytes:
         """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), as read()."""
+        if self.fs.is_observed(self.path, self.flags):
+            with self.fs.lock.observing():
+                self.check()
+                return self.inner.read_step(size, offset)
         with self.fs.lock:
             if self.error:
                 raise self.gone()
@@ -181,7 +191,8 @@ class ControlFile(FileDescription):
         Lock: takes.
         """
         fs = self.fs
-        with fs.lock:
+        is_observer = self.fd is None and fs.is_observed(self.path, self.flags)
+        with fs.lock.observing() if is_observer else fs.lock:
             if self.error:
                 return
             del fs.opened[self]
@@ -218,12 +229,14 @@ class ControlDirectory(OpenDirectory):
 
     def listed(self, client: Client) -> None:
         """Let the guest repeat the client's getdents64(2), by GuestCalls.listed(); see OpenDirectory."""
+        if self.fs.lock.is_lent:
+            return
         with self.fs.lock:
             self.fs.calls.listed(client, self)
 
     def release(self) -> None:
         """Release the description, and close the guest's descriptor; see FileDescription. Lock: takes."""
-        with self.fs.lock:
+        with self.fs.lock.observing() if self.fd is None else self.fs.lock:
             self.fs.opened.pop(self, None)
             if self.fd is not None and not self.error:
                 self.fs.calls.release(self)
@@ -544,11 +557,11 @@ class ControlFs(FileSystem):
         """
         found = None
         try:
-            with self.lock:
+            with self.lock.observing():
                 found = self.tree.getattr(path)
             return found
         finally:
-            if client is not None and self.calls.sees_lookups:
+            if client is not None and self.calls.sees_lookups and not self.lock.is_lent:
                 informed = self.calls.informed(client(), None if found is None else "")
                 with self.lock:
                     self.calls.looked_up(informed, path, found)
@@ -556,7 +569,7 @@ class ControlFs(FileSystem):
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """Return the entries of a directory of the tree; see FileSystem."""
         del client
-        with self.lock:
+        with self.lock.observing():
             return self.tree.readdir(path)
 
     def readlink(self, client: Client, path: str) -> str:
@@ -567,6 +580,9 @@ class ControlFs(FileSystem):
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
         """Open a file by GuestCalls.open(), and report O_TRUNC to the watcher; see FileSystem."""
         if not flags & os.O_TRUNC:
+            if self.is_observed(path, flags):
+                with self.lock.observing():
+                    return self._open_unseen(client, path, flags)
             with self.lock:
                 return self._open(client, path, flags)
         with self.settled(), self._changing():
@@ -574,6 +590,17 @@ class ControlFs(FileSystem):
             if self.watcher is not None:
                 self.watcher.truncated(path)
             return file
+
+    def is_observed(self, path: str, flags: int = os.O_RDONLY) -> bool:
+        """Return True if a request must be served without the guest, because a debugger holds the guest."""
+        return self.lock.is_lent and path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY
+
+    def _open_unseen(self, client: Client, path: str, flags: int) -> ControlFile:
+        """Open a file for a client, without a call of the guest."""
+        file = ControlFile(self, path, flags, client)
+        GuestCalls.open(self.calls, client, file)
+        self.opened[file] = None
+        return file
 
     def _open(self, client: Client, path: str, flags: int) -> ControlFile:
         file = ControlFile(self, path, flags, client)
@@ -589,6 +616,11 @@ class ControlFs(FileSystem):
 
     def opendir(self, client: Client, path: str) -> ControlDirectory:
         """Open a directory, in the guest too if a probe could notice the call; see FileSystem."""
+        if self.lock.is_lent:
+            with self.lock.observing():
+                directory = ControlDirectory(self, path)
+                self.opened[directory] = None
+                return directory
         with self.lock:
             directory = ControlDirectory(self, path)
             self.calls.opendir(client, directory)
@@ -693,12 +725,12 @@ class ControlFs(FileSystem):
         """Implement FileSystem.name_lasts: the kernel's own names last while the guest sees no lookups."""
         if self.calls.sees_lookups:
             return False
-        with self.lock:
+        with self.lock.observing():
             return self.tree.is_kernels_name(path)
 
     def needs_closes(self, path: str) -> bool:
         """Implement FileSystem.needs_closes: return True for directories of instances/."""
-        with self.lock:
+        with self.lock.observing():
             try:
                 above = self.tree.lookup(path.rpartition("/")[0])
             except KernelError:
@@ -755,7 +787,7 @@ class ControlFs(FileSystem):
 
     def is_dead(self) -> bool:
         """Return True if the guest can't run any more, by GuestCalls.is_dead; see FileSystem."""
-        with self.lock:
+        with self.lock.observing():
             return self.calls.is_dead
 
     def settled(self) -> AbstractContextManager[object]:

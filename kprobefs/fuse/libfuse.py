@@ -169,6 +169,18 @@ def context() -> FuseContext:
     return found
 
 
+class _Served(threading.local):
+    pid = 0
+
+
+_served = _Served()
+
+
+def served_pid() -> int:
+    """Return the process whose request the calling thread serves; 0 if it has served none."""
+    return _served.pid
+
+
 def is_interrupted() -> bool:
     """Return True if the client of the request that this thread answers has received a signal."""
     return bool(_libfuse.fuse_interrupted())
@@ -807,6 +819,7 @@ class SessionLoop:
         Return False if there may have been no memory for the reply.
         """
         opcode, unique, node, uid, gid, pid = IN_HEADER.unpack_from(request)
+        _served.pid = pid
         if self._nodes is not None:
             self._nodes.begin(opcode)
         found: bytes | int | None = None

@@ -323,6 +323,11 @@ class Btf:
         word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
         return bool(word >> 24 & 1), word & 0xFF
 
+    def is_bool(self, number: int) -> bool:
+        """Return whether an integer type is `_Bool`."""
+        word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
+        return bool(word >> 24 & 4)
+
     def kind(self, number: int) -> Kind:
         """Return the kind of the type with the id `number`."""
         return self.type(number).kind

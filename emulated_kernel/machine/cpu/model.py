@@ -39,6 +39,8 @@ class CpuModel(ABC):
     """Mask of the flag that enables interrupts."""
     special_registers: Mapping[str, int]
     """Name of a register that probes can only read -> Unicorn's id of the register."""
+    segment_bases: Mapping[str, int] = MappingProxyType({})
+    """Name of the base address of a segment -> Unicorn's id of the register."""
     aliases: Mapping[str, str] = MappingProxyType({})
     """Linux's name of a register -> the machine's name, common to all architectures, such as epc -> ip."""
     arguments: tuple[str, ...]
@@ -76,6 +78,12 @@ class CpuModel(ABC):
     """Mask of the flag that makes the CPU trap after the next instruction; 0 if the CPU has none."""
     cleared_flags: int = 0
     """Mask of the flags that the delivery of an interrupt clears."""
+
+    @property
+    def all_registers(self) -> dict[str, int]:
+        """Name of each register that debuggers show -> Unicorn's id of the register."""
+        flags = {"flags": self.flags_register}
+        return {**self.registers, **self.special_registers, **self.segment_bases, **flags}
 
     @property
     def word_size(self) -> int:

@@ -37,6 +37,7 @@ from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODE
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import library_release
+from emulated_kernel.util.cache_directory import cache_directory
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
@@ -80,8 +81,7 @@ class CachedKernel:
 
 def directory() -> Path:
     """Return the directory of the snapshots, in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"
+    return cache_directory()
 
 
 def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:

@@ -123,6 +123,8 @@ class LinuxMachine:
         self._is_reset = False
         self.last_exception: Trap | None = None
         """The latest exception that was delivered to the guest."""
+        self.before_close: list[Callable[[], object]] = []
+        """Functions to call before the emulator is freed."""
         self.death: str = ""
         """Reason why the guest cannot run any more, or "" while it can."""
         self._hook_instructions()
@@ -465,6 +467,9 @@ class LinuxMachine:
 
     def close(self) -> None:
         """Free the engine and its memory. RAM is unmapped when the last view of it is gone."""
+        for action in self.before_close:
+            action()
+        self.before_close.clear()
         self._watchdog.close()
         self.regs.close()
         self.engine.close()
