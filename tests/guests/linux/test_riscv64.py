@@ -30,6 +30,8 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
+from kprobefs.measure.coverage import by_verdict, coverage
+from kprobefs.measure.coverage_subject import linux_image
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.image.linux.debian import package
 
@@ -164,6 +166,18 @@ def test_an_image_that_is_cut_off(image: Path, tmp_path: Path) -> None:
     with pytest.raises(KernelError, match="truncated") as refused:
         open_kernel(str(cut))
     assert refused.value.errno == ENOEXEC
+
+
+def test_coverage(image: Path) -> None:
+    """By the rules of the series for RISC-V, though the kernel itself has no optprobes."""
+    (subject,) = linux_image(str(image))
+    (found,) = coverage([subject.of_functions("vfs_r*")], None)
+    counts = by_verdict(found.total)
+    assert found.judge.profile.name == "riscv-optprobes-2023"
+    assert found.pairs is not None
+    assert counts["instructions"] == sum(counts.values()) / 2 > 1000
+    assert counts["instructions"] > found.pairs > counts["optimized"] > counts["instructions"] / 5
+    assert counts["ftrace"] == 0
 
 
 # The forms of its file
