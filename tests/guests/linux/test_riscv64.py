@@ -33,6 +33,7 @@ from emulated_kernel.vfs.mount import Mount
 from kprobefs.measure.coverage import by_verdict, coverage
 from kprobefs.measure.coverage_subject import linux_image
 from tests.guests.linux.debian_kernel import SEED, own_cache
+from tests.image.linux import made
 from tests.image.linux.debian import package
 
 META = "linux-image-riscv64"
@@ -194,8 +195,14 @@ def zboot(payload: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     "packed",
-    [made_image(), gzip.compress(made_image()), zboot(gzip.compress(made_image()))],
-    ids=["plain", "gzip", "zboot"],
+    [
+        made_image(),
+        gzip.compress(made_image()),
+        zboot(gzip.compress(made_image())),
+        made.elf([(0xFFFFFFFF80000000, made_image())], machine=243),
+        made.deb({"./boot/vmlinux-6.12": made_image()}),
+    ],
+    ids=["plain", "gzip", "zboot", "vmlinux", "package"],
 )
 def test_forms_of_an_image(packed: bytes, tmp_path: Path) -> None:
     path = tmp_path / "Image"
