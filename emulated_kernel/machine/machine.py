@@ -262,7 +262,7 @@ class Machine(ProbedMachine):
             self.hooks.stop(stop)
 
     def switch_to(self, number: int) -> None:
-        """Make another CPU the current one, and save the state of the previous CPU.
+        """Make CPU `number` the current one, and save the state of the previous CPU.
 
         Raises: HardwareError (called from within a run).
         """
@@ -281,7 +281,10 @@ class Machine(ProbedMachine):
             callback(number)
 
     def start_cpu(self, number: int, entry: int, stack: int) -> None:
-        """Prepare a CPU that is not current: after `switch_to` it starts at `entry`, with interrupts off."""
+        """Prepare CPU `number`, which is not current: after `switch_to` it starts at `entry`.
+
+        Interrupts are off. `stack`: its first stack pointer.
+        """
         here = self.cpus[self.cpu]
         cpu = self.cpus[number]
         here.save()

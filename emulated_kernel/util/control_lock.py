@@ -59,7 +59,7 @@ class ControlLock:
         self._acquire = lock.acquire
         self._release = lock.release
         self._owner = 0
-        """Identifier of the thread that holds the lock, or 0; only assert_held() uses it."""
+        """Identifier of the thread that holds the lock; 0 if it is free. Only assert_held() uses it."""
         self._depth = 0
         self._waiters: set[object] = set()
         """One token for each thread that waits for the lock; each wait has a new token."""

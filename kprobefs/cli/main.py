@@ -257,7 +257,7 @@ def _completion(parsed: argparse.Namespace) -> int:
 
 
 def _directory(parsed: argparse.Namespace) -> str | None:
-    """Return the mount that DIR or --mount names, or None. Raises: CliError (both are given)."""
+    """Return the mount that DIR or --mount names; None without both. Raises: CliError (both are given)."""
     if parsed.directory is not None and parsed.mount is not None:
         raise CliError(f"{parsed.chosen}: DIR and --mount select two mounts; give one", ExitStatus.USAGE)
     return parsed.directory if parsed.mount is None else str(parsed.mount)

@@ -347,7 +347,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return 0
 
     def open(self, path: bytes, file_info: int) -> int:
-        """Open a file.
+        """Open a file, and store its handle in the struct fuse_file_info at the address `file_info`.
 
         Replaces: FUSE.open, which decodes the path by PATH_CODEC and finds the operation by its name.
         Gains: 2 to 3 % of a round of open, read and close.

@@ -103,7 +103,10 @@ class CpuModel(ABC):
 
     @abstractmethod
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
-        """Return the trap for a failed data access of the kernel; `present` means that the page is mapped."""
+        """Return the trap for a failed data access of the kernel; `present` means that the page is mapped.
+
+        `write`: the access was a write.
+        """
 
     def trap_number(self, trap: Trap) -> int:
         """Return the architecture's number of an exception, which Linux passes to fault handlers."""

@@ -182,7 +182,7 @@ class GuestPool:
 
     @property
     def used(self) -> int:
-        """Number of allocated bytes."""
+        """Number of bytes of the window that are allocated now."""
         return self._pool.used
 
     @property

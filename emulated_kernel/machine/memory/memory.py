@@ -148,7 +148,7 @@ class Memory(GuestMemory):
                 yield start + at - offset, length
 
     def find(self, va: int) -> MappedRange | None:
-        """Return the range that contains `va`, or None."""
+        """Return the range that contains `va`, or None if `va` is not mapped."""
         i = bisect_right(self._starts, va) - 1
         return self.ranges[i] if i >= 0 and va < self._ends[i] else None
 

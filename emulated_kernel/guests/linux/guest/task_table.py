@@ -19,7 +19,7 @@ _MAX_PADDING = 64
 
 
 class TaskTable:
-    """Keeps the live client tasks."""
+    """Keeps the live client tasks, by the addresses of their task_structs."""
 
     def __init__(
         self, memory: LinuxMemory, structs: KernelStructs, current_cell: int, stack_top_cell: int

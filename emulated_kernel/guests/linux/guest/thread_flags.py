@@ -24,12 +24,15 @@ RESCHEDULE = """
     e8 rel32:resched_curr   | call resched_curr
     c3                      | ret
 """
-"""Code of the interrupt: resched_curr(run_queue)."""
+"""Code that an interrupt runs to set TIF_NEED_RESCHED of init: resched_curr(run_queue)."""
 TRACE = """
     e8 rel32:syscall_regfunc   | call syscall_regfunc
     e9 rel32:syscall_unregfunc | jmp syscall_unregfunc
 """
-"""Code of the interrupt: syscall_regfunc(); syscall_unregfunc()."""
+"""Code that an interrupt runs to set, and clear again, the flag of traced system calls in all tasks.
+
+It calls syscall_regfunc(), then syscall_unregfunc().
+"""
 _RET_SIZE = 1
 _JMP_SIZE = 5
 
@@ -66,7 +69,10 @@ class _Interrupt:
         self._used = 0
 
     def flag_set_by(self, listing: str, tail: int) -> int:
-        """Return the flag that code sets before its last instruction, which has `tail` bytes."""
+        """Return the thread flag that is set when only the last instruction of `listing` is left to run.
+
+        `listing`: code of the interrupt. `tail`: size of its last instruction in bytes.
+        """
         machine = self._machine
         physical, entry = (start + self._used for start in self._thunk.stub_text)
         code = machine_code(listing, entry, self._symbols)

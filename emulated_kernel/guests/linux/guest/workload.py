@@ -157,7 +157,10 @@ class LinuxWorkload:
         self._call(task, _NANOSLEEP, BUFFER, 0)
 
     def _bound(self, task: LinuxTask, kind: int) -> int:
-        """Switch on the loopback device, and return a socket that is bound to it."""
+        """Switch on the loopback device, and return a socket that is bound to it.
+
+        `kind`: type of the socket, such as SOCK_STREAM.
+        """
         fd = self._call(task, _SOCKET, _AF_INET, kind, 0)
         try:
             self._tasks.copy_to_user(task, BUFFER, struct.pack("<16sH22x", b"lo", _IFF_UP))

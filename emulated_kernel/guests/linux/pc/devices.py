@@ -67,7 +67,7 @@ class Pc:
     def __init__(self, seed: int) -> None:
         self._follower: TimeFollower | None = None
         self.words = TscWords(tsc=10**9, steps=seed)
-        """The time and the state of its steps, which the host's routine for rdtsc advances, too."""
+        """The TSC and the generator of its random steps; the host's routine for rdtsc uses both."""
         self._cells = memoryview(self.words).cast("B").cast("Q")
         self._wall: Callable[[], int] | None = None
         """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
@@ -156,7 +156,7 @@ class Pc:
 
     @property
     def is_real(self) -> bool:
-        """Whether the time follows the host's."""
+        """Whether the PC's time follows the host's time."""
         return self._wall is not None
 
     def follow_wall(self, wall: Callable[[], int] = monotonic_ns) -> None:
@@ -217,7 +217,7 @@ class Pc:
     # Ports
 
     def read_port(self, port: int, size: int) -> int:
-        """Execute the instruction `in`: return the value of a port."""
+        """Execute the instruction `in`: return the value of a port, which has `size` bytes."""
         if port in _PIC_DATA:
             return self._pic_mask[_PIC_DATA.index(port)]
         if port in _UART:

@@ -90,7 +90,7 @@ class LinuxMachine:
     ) -> None:
         self.memory = LinuxMemory(ram)
         self.damage = DamageReports()
-        """Reports damaged data of the guest."""
+        """Object that logs which data of the guest are damaged."""
         self.pc = Pc(seed)
         engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
         self.engine = engine
@@ -419,7 +419,10 @@ class LinuxMachine:
                 self.engine.raise_interrupt()
 
     def _fault(self, error: int, *, expired: bool) -> GuestFault:
-        """Return the fault that ended a run, after which the guest is dead."""
+        """Return the fault that ended a run, after which the guest is dead.
+
+        `error`: Unicorn's error code, or 0. `expired`: the watchdog has stopped the run.
+        """
         ip = self.regs.ip
         if expired:
             # Unicorn: a store in flight at an asynchronous stop is done twice, so the guest cannot continue.
