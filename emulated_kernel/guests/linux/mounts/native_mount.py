@@ -142,7 +142,7 @@ class MachineFs(FileSystem):
         self.guest = guest
         self._texts: dict[str, Callable[[], bytes]] = {
             DMESG: self._log,
-            CPU: lambda: cpu_text(guest.tasks.shown_cpu, guest.tasks.release).encode(),
+            CPU: lambda: cpu_text(guest.tasks).encode(),
             LIMITS: lambda: "".join(limits.open_file_lines()).encode(),
             LOAD: lambda: "".join(guest.loads.text()).encode(),
         }

@@ -44,7 +44,7 @@ class KernelEngine:
 
     A breakpoint without a handler of the engine is the guest's own and is delivered to the guest.
 
-    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are unknown).
+    Raises: KernelError ENOEXEC (another processor), ENOENT, ENODATA (its structures are unknown).
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class KernelEngine:
 
         Over a kernel without preemption, the rules of `profile` for such kernels apply.
         """
+        kernel.check_architecture("x86_64", "--kprobes kprobefs")
         kernel.forbid(REPLACED_FUNCTIONS)
         if not kernel.is_preemptible:
             profile = replace(profile, preemption=False)

@@ -9,6 +9,7 @@ from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE
 from emulated_kernel.guests.linux.pc.linux_clock import LinuxClock
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.probing.kernel_memory import KernelMemory
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
@@ -90,6 +91,7 @@ class ProbedLinux(ProbedMachine):
     def __init__(self, tasks: RunningLinux, kernel: LinuxKernel) -> None:
         super().__init__()
         machine = tasks.machine
+        assert isinstance(machine, PcMachine), "boot_cache refuses other processors"
         machine.take_breakpoints()
         self._linux_engine = machine.engine
         self._at_close = machine.before_close.append

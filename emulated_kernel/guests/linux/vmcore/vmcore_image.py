@@ -12,8 +12,8 @@ from typing import IO
 
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.guest_abi import CURRENT_TASK
 from emulated_kernel.guests.linux.kernel_offsets import (
-    CURRENT_TASK,
     RESCHEDULE,
     RUN_QUEUES,
     THREAD_FLAGS,
