@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from time import sleep
 
 from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE
 from emulated_kernel.machine.probed_machine import ProbedMachine
@@ -14,8 +13,8 @@ from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.util.control_lock import ControlLock
 
 _EVERYWHERE = range(1 << 64)
-_SLICE = 0.01
-"""Seconds between two attempts to stop a guest whose lock is held."""
+_SLICE = 0.05
+"""Seconds for which one attempt to take the lock waits."""
 
 
 class Debugger:
@@ -46,9 +45,12 @@ class Debugger:
         start = machine.model.layout.text_space
         self._host_code = range(start, start + TEXT_SPACE_SIZE)
 
-    def attach(self) -> None:
-        """Hold the guest between two runs. The calling thread waits for the control lock."""
-        with self.lock:
+    def attach(self, is_given_up: Callable[[], bool]) -> None:
+        """Hold the guest between two runs, once no request is served; do nothing if it is given up before."""
+        if not self._take(is_given_up):
+            return
+        self._note_hold()
+        with self.lock.observing():
             if self._hook is None:
                 callback = CODE_CALLBACK(self._before)
                 added = self.machine.engine.add_hook(HOOK_CODE, callback, at=_EVERYWHERE)
@@ -57,28 +59,34 @@ class Debugger:
             self._hook.use(True)
             self.machine.engine.flush_code()
             self.is_attached = True
-        while not self.interrupt():
-            sleep(_SLICE)
 
-    def detach(self, *, is_final: bool = False) -> None:
+    def detach(self, is_given_up: Callable[[], bool]) -> None:
         """Remove all breakpoints, and let the guest run; do nothing if the debugger is not attached.
 
-        `is_final`: the machine ends, and the thread that ends it may hold the lock.
+        `is_given_up`: returns True once the machine ends. The thread that ends it may hold the lock.
         """
         if not self.is_attached:
             return
         self.breakpoints.clear()
         self._steps = False
         self._interrupts = False
+        self.is_attached = False
         if self.is_held:
             self.resume(step=False)
-        if is_final:
+        if not self._take(is_given_up):
             return
-        with self.lock:
-            self.is_attached = False
+        with self.lock.observing():
             if self._hook is not None:
                 self._hook.use(False)
                 self.machine.engine.flush_code()
+        self.lock.end_loan()
+
+    def _take(self, is_given_up: Callable[[], bool]) -> bool:
+        """Lend the lock once no thread holds it; return False if this is given up before."""
+        while not self.lock.try_lend(_SLICE):
+            if is_given_up():
+                return False
+        return True
 
     def resume(self, *, step: bool) -> None:
         """Let the guest run; with `step`, only until the next instruction.

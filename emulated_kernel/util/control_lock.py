@@ -150,9 +150,12 @@ class ControlLock:
         finally:
             self.__exit__()
 
-    def try_lend(self) -> bool:
-        """Lend the lock if no thread holds it and it is not lent, and return True; otherwise return False."""
-        if not self._acquire(False):
+    def try_lend(self, timeout: float = 0.0) -> bool:
+        """Lend the lock if it is not lent and no thread holds it, and return True; otherwise return False.
+
+        Wait at most `timeout` seconds for the thread that holds it.
+        """
+        if not (self._acquire(timeout=timeout) if timeout else self._acquire(False)):
             return False
         try:
             if self._is_lent or self._depth:

@@ -220,6 +220,9 @@ class ControlDirectory(OpenDirectory):
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Return the attributes of the directory, and let the guest repeat the call; see FileDescription."""
         fs = self.fs
+        if fs.lock.is_lent:
+            with fs.lock.observing():
+                return fs.tree.getattr(require_path(self.path))
         informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock:
             if informed is not None:

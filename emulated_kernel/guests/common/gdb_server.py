@@ -5,6 +5,7 @@ Source: the GDB manual, appendix "GDB Remote Serial Protocol".
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -64,14 +65,23 @@ _ADDRESSES = 1 << 64
 
 
 class GdbServer:
-    """Serves `path`, a socket in a directory of its own, which only the daemon's user can open."""
+    """Serves `path`, a socket in a directory of its own, which only the daemon's user can open.
+
+    Raises: KernelError ENAMETOOLONG (a socket's path has at most 107 bytes), OSError.
+    """
 
     def __init__(self, debugger: Debugger) -> None:
         self._debugger = debugger
         self._directory = tempfile.mkdtemp(prefix="kprobefs-gdb-")
         self.path = os.path.join(self._directory, "socket")
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
+        try:
+            self._listener.bind(self.path)
+        except OSError as error:
+            self._listener.close()
+            os.rmdir(self._directory)
+            number = error.errno or errno.ENAMETOOLONG
+            raise KernelError(number, f"gdb: {self.path} cannot be bound; choose a shorter TMPDIR") from error
         os.chmod(self.path, 0o600)
         self._listener.listen(1)
         self._closing = threading.Event()
@@ -102,7 +112,7 @@ class GdbServer:
                 try:
                     GdbSession(self._debugger, connection, self._closing).serve()
                 finally:
-                    self._debugger.detach(is_final=self._closing.is_set())
+                    self._debugger.detach(self._closing.is_set)
 
 
 class GdbSession:
@@ -139,7 +149,7 @@ class GdbSession:
 
     def serve(self) -> None:
         """Hold the guest, and answer packets until the debugger leaves. Raises: OSError."""
-        self._debugger.attach()
+        self._debugger.attach(self._closing.is_set)
         self._thread = self._machine.cpu + 1
         while not self._is_done and not self._closing.is_set():
             packet = self._next(_SLICE)
