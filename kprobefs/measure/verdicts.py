@@ -64,9 +64,10 @@ class Verdict:
 def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile:
     """Return the profile `name`; if the user names none, the profile that applies to a kernel.
 
-    A distribution's kernel has the rules of its own version. Raises: KernelError (no such profile).
+    A distribution's kernel for x86_64 has the rules of its own version.
+    Raises: KernelError (no such profile).
     """
-    if name is None and isinstance(tables, LinuxKernel):
+    if name is None and isinstance(tables, LinuxKernel) and not arch.startswith("riscv"):
         from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 
         return profile_of(tables)

@@ -30,7 +30,7 @@ from kprobefs.measure.coverage_subject import Subject, booted_kernel
 from kprobefs.measure.verdicts import Judge, chosen_profile
 
 _ALLOWED = "kprobes_allow_optimization"
-"""Symbol of the variable behind sysctl debug.kprobes-optimization."""
+"""Symbol of the variable that sysctl debug.kprobes-optimization shows and sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +257,7 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
     from emulated_kernel.guests.linux.table_cache import kernel_from_file
 
     kernel = kernel_from_file(image)
+    kernel.check_architecture("x86_64", "this command")
     cpu_description = "a CPU for which boot writes plain returns" if kernel.returns else "any CPU"
     made = PlannedKernel(
         f"Linux {kernel.release}",
