@@ -248,6 +248,7 @@ def test_forms_of_an_image(packed: bytes, tmp_path: Path) -> None:
 def test_bad_images(packed: bytes, why: str, tmp_path: Path) -> None:
     path = tmp_path / "Image"
     path.write_bytes(packed)
+    assert is_linux(path)
     with pytest.raises(KernelError, match=why) as refused:
         open_vmlinux(str(path))
     assert refused.value.errno == ENOEXEC
