@@ -30,7 +30,7 @@ from kprobefs.measure.coverage_subject import Subject, booted_kernel
 from kprobefs.measure.verdicts import Judge, chosen_profile
 
 _ALLOWED = "kprobes_allow_optimization"
-"""Symbol of the variable behind sysctl debug.kprobes-optimization."""
+"""Symbol of the variable that sysctl debug.kprobes-optimization shows and sets."""
 
 
 @dataclass(frozen=True, slots=True)

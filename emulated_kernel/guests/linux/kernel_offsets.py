@@ -28,7 +28,7 @@ SYSCALL_WORK = "task_struct.thread_info.syscall_work"
 TRACE_SYSCALLS = "syscall_regfunc", "syscall_unregfunc"
 """Symbols of the functions that set and clear the flag of traced system calls in all tasks.
 
-They are wanted only of kernels without SYSCALL_WORK.
+KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 """
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
@@ -80,9 +80,9 @@ TICK_NSEC = "tick_nsec"
 TICK_TIMES = "last_jiffies_update", "tick_next_period"
 """Symbols of the time of the last counted tick and of the time of the next tick."""
 TIMER_BASES = "timer_bases"
-"""Symbol of the CPU's timer wheels, and key of the size of a wheel in KernelOffsets.offsets."""
+"""Symbol of the CPU's timer wheels; in KernelOffsets.offsets, the key of the size of one wheel in bytes."""
 PUNCTUAL = "timer_bases[]"
-"""Key of the number of wheels whose timers wake an idle CPU.
+"""Key in KernelOffsets.offsets of the number of wheels whose timers wake an idle CPU.
 
 These wheels precede the wheel of deferrable timers.
 """
@@ -95,7 +95,7 @@ _OF_TIMERS = "timer_base.next_expiry", "rq.nr_running"
 _BEHIND_COUNT = 8
 """Offset of the timekeeper in tk_core before Linux 6.13, after a sequence count and an empty lock."""
 ORDERS = "zone.free_area[]"
-"""Key of the number of free areas of a zone in KernelOffsets.offsets."""
+"""Key in KernelOffsets.offsets of the number of free areas of a zone, one for each order."""
 _DENTRY_FLAGS = {
     "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
     "DCACHE_MANAGE_TRANSIT": 1 << 18,

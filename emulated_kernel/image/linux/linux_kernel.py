@@ -85,7 +85,7 @@ _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata",
 _OPTIONS = {"__per_cpu_offset": "CONFIG_SMP", "page_offset_base": "CONFIG_RANDOMIZE_MEMORY"}
 """Symbol -> build option without which a kernel does not have the symbol."""
 _DATA_TYPES = frozenset("bBdD")
-"""Types of symbols of variables."""
+"""Letters that nm prints for symbols of variables."""
 
 
 class LinuxKernel:
@@ -254,7 +254,7 @@ class LinuxKernel:
         return self.kallsyms.lookup_name("preempt_schedule") is not None
 
     def per_cpu(self, name: str) -> int | None:
-        """Return the per-CPU offset of a variable, or None.
+        """Return the per-CPU offset of a variable, or None if the kernel doesn't have it.
 
         The variable has its own symbol or, from v6.2 to v6.14, is a member of pcpu_hot. Since v6.15, the
         variables are linked at addresses of the kernel, and the offset is negative: base + offset wraps.

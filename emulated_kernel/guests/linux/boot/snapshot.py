@@ -39,6 +39,7 @@ from emulated_kernel.guests.linux.pc.machines import new_machine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import library_release
+from emulated_kernel.util.cache_directory import cache_directory
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
@@ -83,8 +84,7 @@ class CachedKernel:
 
 def directory() -> Path:
     """Return the directory of the snapshots, in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"
+    return cache_directory()
 
 
 def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
@@ -163,6 +163,7 @@ def save(
 ) -> None:
     """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
+    `facts`: offsets of the kernel. `cells`: offsets that find_exception_cells() returned.
     `source`: the kernel's file. `parts`: name -> further data to keep. `shown`: None if
     the guest sees the emulated CPU.
     """
@@ -287,7 +288,10 @@ class SavedMachine(NamedTuple):
 
 
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
-    """Load a saved machine; return None if its file is missing or damaged. Remove a damaged file."""
+    """Load a saved machine; return None if its file is missing or damaged. Remove a damaged file.
+
+    `with_parts`: also read the snapshot's further data.
+    """
 
     def machine(kept: SnapshotContents) -> SavedMachine:
         return SavedMachine(*_machine(kept.ram, kept.about), kept.parts, _shown(kept.about))
@@ -299,6 +303,7 @@ def load_as(source: Path, made: Callable[[SnapshotContents], T], *, with_parts: 
     """Load a snapshot, and return the result of `made`, which is called with the snapshot's content.
 
     If the file is missing or damaged, return None; a damaged file is removed.
+    `with_parts`: also read the snapshot's further data.
     Raises: KernelError (by `made`, if an intact snapshot is not usable).
     """
     try:
@@ -343,6 +348,7 @@ def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotCon
     """Read the snapshot with descriptor `file`; return None if it is damaged.
 
     `is_checked`: compare the checksums, because the file may have been damaged since it was written.
+    `with_parts`: also read the snapshot's further data.
     Raises: OSError, KeyError, TypeError, ValueError (all: the header is damaged).
     """
     about = _header(file)

@@ -182,7 +182,10 @@ class ClientScheduler:
         patience: int = 0,
         service: Service | None = None,
     ) -> int:
-        """Let a task make a system call, and return the result. Raises: as wait_for_result()."""
+        """Let a task make the system call `number`, and return the result. Raises: as wait_for_result().
+
+        `patience`: as for wait_for_result(). `service`: the host's work in the call, or None.
+        """
         task.service = service
         self.begin(task, self._syscall, number, arguments)
         return self.wait_for_result(task, patience)
@@ -193,6 +196,7 @@ class ClientScheduler:
         """Let a task close the descriptor `closed` and make the system call `number`, both in one run.
 
         Errors of the close are ignored. Return the result of the system call, as wait_for_result().
+        `patience`: as for wait_for_result().
         """
         first, *others = arguments
         self.begin(task, self.stub.two_calls, self._close, (closed, *others), kept=(first, number))

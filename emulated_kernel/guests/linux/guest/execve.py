@@ -34,11 +34,11 @@ class ExecObserver:
         self._machine = tasks.machine
         self._offsets = tasks.facts.offsets
         self._task: LinuxTask | None = None
-        """The task that makes an execve at present, or None."""
+        """The task that makes an execve at present; None if no task does."""
         self._others: tuple[int, int] | None = None
         """Address of the file table's user count, and the number by which the count is lowered at present."""
         self._uid: tuple[int, bytes] | None = None
-        """Address and real value of a uid that is replaced with root's at present, or None."""
+        """Address and real value of the uid that is replaced with root's at present; None if none is."""
         self._returns: set[int] = set()
         """Return addresses of unshare_files() and set_cred_ucounts() at which a hook exists."""
         symbols = tasks.facts.symbols

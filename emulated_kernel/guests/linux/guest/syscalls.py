@@ -184,7 +184,7 @@ class LinuxSyscalls:
             self.on_path(init, "unlinkat", _MODULE, 0)
 
     def delete_module(self, task: LinuxTask, name: str) -> None:
-        """Unload a module."""
+        """Unload the module `name` by a system call of the task."""
         self._path(task, name)
         with self._tasks.machine.ticking_in(self._abi.modules):
             self._call(task, self._number["delete_module"], BUFFER, os.O_NONBLOCK, patience=_LONG)
@@ -210,6 +210,8 @@ class LinuxSyscalls:
     ) -> int:
         """Call read(2), or pread64(2) if `offset` is given; return the number of bytes, for read_data().
 
+        `size`: maximum number of bytes. `may_block`: if the read sleeps longer than PATIENCE, raise Blocked.
+        `service`: the host's work in the call, as in write().
         Raises: Blocked.
         """
         patience = PATIENCE if may_block else _LONG

@@ -44,9 +44,9 @@ class TaskLife:
         self._events = events
         self._next_pid = structs.member(facts.symbols["init_pid_ns"], "pid_namespace.idr.idr_next")
         self._forking: tuple[int, int] | None = None
-        """Address of the task that is about to take its child's pid, and this pid; or None."""
+        """Address of the task that is about to fork, and its child's pid; None while no fork is awaited."""
         self._others_next: int | None = None
-        """Pid that the next task gets after this child has its pid, or None."""
+        """Pid that the next task gets after the awaited child has its pid; None without such a child."""
         machine.call_at(facts.symbols["alloc_pid"], self._numbering)
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)

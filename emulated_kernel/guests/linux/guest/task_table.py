@@ -13,7 +13,7 @@ _MAX_PADDING = 64
 
 
 class TaskTable:
-    """Keeps the live client tasks."""
+    """Keeps the live client tasks, by the addresses of their task_structs."""
 
     def __init__(self, machine: LinuxMachine, structs: KernelStructs, facts: KernelOffsets) -> None:
         """Find the running task; it must be in user mode.

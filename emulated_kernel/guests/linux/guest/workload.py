@@ -149,7 +149,10 @@ class LinuxWorkload:
         self._call(task, "nanosleep", BUFFER, 0)
 
     def _bound(self, task: LinuxTask, kind: int) -> int:
-        """Switch on the loopback device, and return a socket that is bound to it."""
+        """Switch on the loopback device, and return a socket that is bound to it.
+
+        `kind`: type of the socket, such as SOCK_STREAM.
+        """
         fd = self._call(task, "socket", _AF_INET, kind, 0)
         try:
             self._tasks.copy_to_user(task, BUFFER, struct.pack("<16sH22x", b"lo", _IFF_UP))

@@ -130,7 +130,7 @@ class _LoadFile(FileDescription):
 
 
 class MachineFs(FileSystem):
-    """File system of machine/ with dmesg, the kernel log, cpu, limits, and load, which starts workloads.
+    """File system of machine/, with the files dmesg (kernel log), cpu, limits, and load (starts workloads).
 
     Other files are mounted there from the guest's /proc.
     """

@@ -303,11 +303,11 @@ class PcCpu(LinuxCpu):
         regs.flags = x86.FLAG_FIXED | x86.FLAG_IF
 
     def write_msr(self, number: int, value: int) -> None:
-        """Write `value` to a model-specific register."""
+        """Write `value` to the model-specific register `number`."""
         self._engine.reg_write_raw(x86.MSR, x86.Msr(number, value))
 
     def read_msr(self, number: int) -> int:
-        """Return the value of a model-specific register."""
+        """Return the value of the model-specific register `number`."""
         return int(self._engine.reg_read_raw(x86.MSR, x86.Msr(number, 0)).value)
 
     def _set_segment(self, number: int, selector: int, flags: int) -> None:
@@ -424,8 +424,9 @@ class PcCpu(LinuxCpu):
         return Gate(entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE)
 
     def watch_gate(self, words: TrapWords, vector: int, ram: int) -> None:
-        """Set the words of the gate of `vector` that the host's routine for traps compares.
+        """Fill in `words`, by which the host's routine for traps checks that it may deliver `vector` itself.
 
+        They are host addresses of CPU state, and the present content of the IDT's gate for `vector`.
         `ram`: address of RAM in this process.
         """
         state = self._state

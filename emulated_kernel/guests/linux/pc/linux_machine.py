@@ -65,7 +65,7 @@ class LinuxMachine(ABC):
         """The processor, as its kernels see it."""
         self.memory = memory
         self.damage = DamageReports()
-        """Reports damaged data of the guest."""
+        """Object that logs which data of the guest are damaged."""
         self.engine = engine
         self.model = model
         self._ram_address = engine.map_ram(0, memory.ram)
@@ -89,6 +89,8 @@ class LinuxMachine(ABC):
         self._is_reset = False
         self.last_exception: Trap | None = None
         """The latest exception that was delivered to the guest."""
+        self.before_close: list[Callable[[], object]] = []
+        """Functions to call before the emulator is freed."""
         self.death: str = ""
         """Reason why the guest cannot run any more, or "" while it can."""
 
@@ -239,7 +241,10 @@ class LinuxMachine(ABC):
                 self.engine.raise_interrupt()
 
     def _fault(self, error: int, *, expired: bool) -> GuestFault:
-        """Return the fault that ended a run, after which the guest is dead."""
+        """Return the fault that ended a run, after which the guest is dead.
+
+        `error`: Unicorn's error code, or 0. `expired`: the watchdog has stopped the run.
+        """
         ip = self.regs.ip
         if expired:
             # Unicorn: a store in flight at an asynchronous stop is done twice, so the guest cannot continue.
@@ -324,6 +329,9 @@ class LinuxMachine(ABC):
 
     def close(self) -> None:
         """Free the engine and its memory. RAM is unmapped when the last view of it is gone."""
+        for action in self.before_close:
+            action()
+        self.before_close.clear()
         self._watchdog.close()
         self.regs.close()
         self.engine.close()

@@ -94,7 +94,7 @@ class LinuxMemory:
         return found[0]
 
     def read(self, root: int, va: int, size: int) -> bytes:
-        """Return `size` bytes of virtual memory."""
+        """Return `size` bytes at the virtual address `va`."""
         parts = []
         while size:
             here = min(size, PAGE - va % PAGE)

@@ -218,7 +218,7 @@ class LinuxEngine(KernelEngine):
             self._module_events.goes(self._modules.name(module))
 
     def _after_others(self, state: ModuleState, module: int) -> None:
-        """Follow a module's change of state, after all other notifiers of the guest were called."""
+        """Report a module's new state to the engine, after the guest has called all other notifiers."""
         self._notify(state, module)
 
     @cached_property

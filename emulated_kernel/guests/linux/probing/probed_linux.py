@@ -93,6 +93,8 @@ class ProbedLinux(ProbedMachine):
         machine = tasks.machine
         assert isinstance(machine, PcMachine), "boot_cache refuses other processors"
         machine.take_breakpoints()
+        self._linux_engine = machine.engine
+        self._at_close = machine.before_close.append
         self.damage = machine.damage
         self.model = LinuxCpuModel(_layout(tasks, kernel))
         self.regs = machine.regs
@@ -115,8 +117,18 @@ class ProbedLinux(ProbedMachine):
         time = self.records.address(self.records.alloc_percpu(CELL_UNIT))
         self.clock = LinuxClock(machine.pc, kernel, memory, tasks.per_cpu, time)
 
+    def at_close(self, action: Callable[[], object], /) -> None:
+        self._at_close(action)
+
+    @property
+    def engine(self) -> Engine:
+        return self._linux_engine
+
     def positions(self) -> list[tuple[int, int]]:
         return [(self.regs.ip, self.regs.sp)]
+
+    def all_registers(self) -> list[dict[str, int]]:
+        return [{name: self.engine.reg_read(number) for name, number in self.model.all_registers.items()}]
 
     def send_back(self, _number: int, _ip: int, /) -> None:
         """Do nothing, because there is no other CPU."""

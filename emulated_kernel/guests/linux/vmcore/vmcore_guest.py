@@ -15,6 +15,7 @@ from errno import EIO, ENOSPC
 from pathlib import Path
 from typing import IO, TypeVar
 
+from emulated_kernel.guests.common.spill_file import has_space, open_tmpfile
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
@@ -27,7 +28,6 @@ from emulated_kernel.guests.linux.kernel_offsets import (
 )
 from emulated_kernel.guests.linux.pc.linux_cpu import CpuTables
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
-from emulated_kernel.guests.linux.vmcore.spill_file import has_space, open_tmpfile
 from emulated_kernel.guests.linux.vmcore.vmcore_image import (
     ONLINE,
     SAVED_CR4,

@@ -128,7 +128,10 @@ def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, 
 
 
 def _tables(kernel: RunningKernel) -> dict[str, bytes | memoryview]:
-    """Return the tables of a dump's kernel. Raises: KernelError ENOEXEC (they are damaged)."""
+    """Return the tables of a dump's kernel as name of a part -> content, for its snapshot.
+
+    Raises: KernelError ENOEXEC (they are damaged).
+    """
     with _read_as_dump():
         parts = cached_parts(kernel)
     with _read_as_dump("its trace events are damaged: "):
