@@ -257,13 +257,12 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
     from emulated_kernel.guests.linux.table_cache import kernel_from_file
 
     kernel = kernel_from_file(image)
-    kernel.check_architecture("x86_64", "this command")
     cpu_description = "a CPU for which boot writes plain returns" if kernel.returns else "any CPU"
     made = PlannedKernel(
         f"Linux {kernel.release}",
-        "x86_64",
+        kernel.architecture,
         kernel,
-        _profile(profile_name, "x86_64", kernel),
+        _profile(profile_name, kernel.architecture, kernel),
         cpu_description,
     )
     made.image = image

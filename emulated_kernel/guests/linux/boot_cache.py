@@ -25,7 +25,7 @@ from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.guest.thread_flags import with_thread_flags
 from emulated_kernel.guests.linux.guest_abi import X86_64, abi_named
-from emulated_kernel.guests.linux.initramfs import BOOTED, DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
+from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, kernel_offsets
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.machines import find_cells, new_machine
@@ -182,7 +182,7 @@ def _booted(
     cpu: ProductionCpu | None,
 ) -> tuple[LinuxMachine, KernelOffsets, ShownCpu | None]:
     if cpu is not None:
-        kernel.check_architecture(X86_64.name, "--cpu")
+        kernel.check_architecture(X86_64.name, "production CPUs", "; omit --cpu")
     facts = kernel_offsets(kernel)
     ram = mmap.mmap(-1, RAM_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     abi = abi_named(kernel.architecture)
@@ -210,7 +210,7 @@ def _booted(
 def _load(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu | None) -> tuple[int, ...]:
     """Load a kernel into the machine; return the addresses of its rdmsr instructions if it sees `cpu`."""
     if isinstance(machine, RiscvMachine):
-        riscv_boot.load(machine, kernel.vmlinux)
+        riscv_boot.load(machine, kernel)
         return ()
     assert isinstance(machine, PcMachine)
     if cpu is None:
@@ -234,8 +234,6 @@ def _failed_boot(release: str, cpu: ProductionCpu | None, fault: GuestFault) -> 
 def _prepare(tasks: LinuxTasks) -> None:
     tasks.prepare()
     syscalls = LinuxSyscalls(tasks)
-    if not tasks.machine.has_clock:
-        syscalls.set_time(BOOTED)
     for kind, directory in _MOUNTS:
         syscalls.mount(kind, directory)
     for directory, fd in ROOTS.items():

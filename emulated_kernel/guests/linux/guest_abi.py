@@ -116,7 +116,7 @@ RISCV64 = GuestAbi(
         "fchmodat": 53, "fchownat": 54, "openat": 56, "close": 57, "pipe2": 59, "getdents64": 61, "read": 63,
         "write": 64, "pread64": 67, "pwrite64": 68, "ppoll": 73, "readlinkat": 78, "newfstatat": 79,
         "utimensat": 88, "exit_group": 94, "nanosleep": 101, "delete_module": 106,
-        "clock_settime": 112, "syslog": 116, "kill": 129,
+        "syslog": 116, "kill": 129,
         "rt_sigaction": 134, "umask": 166, "socket": 198, "bind": 200, "listen": 201, "connect": 203,
         "clone": 220, "execve": 221, "madvise": 233, "accept4": 242, "finit_module": 273, "renameat": 276,
     }),

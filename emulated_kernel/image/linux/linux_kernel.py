@@ -122,13 +122,13 @@ class LinuxKernel:
         """Name of the kernel's processor, as in MachineConfig.arch."""
         return self.vmlinux.architecture
 
-    def check_architecture(self, name: str, what: str) -> None:
+    def check_architecture(self, name: str, what: str, remedy: str = "") -> None:
         """Check that the kernel is for the processor `name`, because `what` needs one.
 
-        Raises: KernelError ENOEXEC (it is for another processor).
+        `what`: a plural. `remedy`: end of the message. Raises: KernelError ENOEXEC (another processor).
         """
         if self.architecture != name:
-            raise unusable(f"a kernel for {self.architecture}; {what} needs one for {name}")
+            raise unusable(f"a kernel for {self.architecture}, but {what} need one for {name}{remedy}")
 
     # Tables that decide which addresses can be probed
 

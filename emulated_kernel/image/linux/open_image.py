@@ -70,7 +70,8 @@ def is_linux(path: Path) -> bool:
     with open_regular(path) as file:
         start = file.read(_START)
         if not start.startswith(ELF_MAGIC):
-            return any(has_form(start) for has_form in (is_bzimage, is_package, is_image, is_zboot))
+            known = any(has_form(start) for has_form in (is_bzimage, is_package, is_image, is_zboot))
+            return known or _foreign_machine(start) is not None
         try:
             return not ElfReader(file).names_symbol(_OWN_SYMBOL)
         except KernelError:
@@ -145,10 +146,15 @@ def _bounded(file: BinaryIO) -> bytes:
     return file.read(_BZIMAGE_LIMIT)
 
 
+def _foreign_machine(start: bytes) -> str | None:
+    """Return the name of the machine whose Image begins with `start`; None if it is not one of _FOREIGN."""
+    return next((name for at, magic, name in _FOREIGN if start.startswith(magic, at)), None)
+
+
 def _foreign(start: bytes) -> str:
     if not start:
         return "an empty file"
-    machine = next((name for at, magic, name in _FOREIGN if start.startswith(magic, at)), None)
+    machine = _foreign_machine(start)
     if machine is not None:
         return f"a kernel for {machine}; use one for x86_64 or riscv64"
     if start[:2] == b"MZ":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import struct
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
+from kprobefs.cli.main import main
 from kprobefs.measure.coverage import by_verdict, coverage
 from kprobefs.measure.coverage_subject import linux_image
 from tests.guests.linux.debian_kernel import SEED, own_cache
@@ -181,6 +183,24 @@ def test_coverage(image: Path) -> None:
     assert counts["ftrace"] == 0
 
 
+def test_check(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its own interface, which has $arg*, and the registers of its processor."""
+    file = tmp_path / "x.probes"
+    file.write_text("p:a vfs_read $arg*\np:b vfs_read+9\np:c vfs_read ax=%ax\nr:d vfs_read $retval\n")
+    assert main(["check", str(file), "--image", str(image), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    outcomes = [line["outcome"] for line in found["kernels"][0]["lines"]]
+    assert outcomes == ["optimized", "EILSEQ", "EINVAL", "optimized"]
+
+
+def test_explain(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--image", str(image), "vfs_read+8"]) == 0
+    text = capsys.readouterr().out
+    assert "vfs_read+0x8: optimized" in text
+    assert "c.addi16sp sp, -0xa0" in text
+    assert "buf (char *): buf=%a1:x64" in text
+
+
 # The forms of its file
 
 
@@ -228,6 +248,7 @@ def test_forms_of_an_image(packed: bytes, tmp_path: Path) -> None:
 def test_bad_images(packed: bytes, why: str, tmp_path: Path) -> None:
     path = tmp_path / "Image"
     path.write_bytes(packed)
+    assert is_linux(path)
     with pytest.raises(KernelError, match=why) as refused:
         open_vmlinux(str(path))
     assert refused.value.errno == ENOEXEC

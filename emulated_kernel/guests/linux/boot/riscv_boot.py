@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
-from emulated_kernel.guests.linux.initramfs import initramfs
+from emulated_kernel.guests.linux.initramfs import BOOTED, initramfs
 from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.image.linux.vmlinux import LinkedMemory
 
 COMMAND_LINE: Final = (
     "earlycon=sbi keep_bootcon quiet nokaslr no4lvl panic=-1 cryptomgr.notests "
@@ -26,6 +26,8 @@ and two functions that measure a real CPU's time.
 """
 LOAD_ADDRESS: Final = 2 << 20
 """Physical address of the kernel's image, from the start of RAM."""
+_CLOCK = "read_persistent_clock64"
+"""Symbol of the function that reads the time of day at the boot, from a machine's clock chip."""
 _ISA = "rv64imafdc_zicntr_zicsr_zifencei"
 _TIMEBASE = 1_000_000_000
 _RANDOM_SEED = bytes(range(1, 65))
@@ -109,7 +111,7 @@ def device_tree(ram_size: int, initrd: range) -> bytes:
     return tree.blob()
 
 
-def load(machine: RiscvMachine, vmlinux: LinkedMemory) -> None:
+def load(machine: RiscvMachine, kernel: LinuxKernel) -> None:
     """Load the kernel, the initramfs and the device tree, and point the CPU to the kernel's entry.
 
     Raises: KernelError ENOEXEC (the kernel does not fit into RAM).
@@ -121,8 +123,9 @@ def load(machine: RiscvMachine, vmlinux: LinkedMemory) -> None:
     initrd = range(start, start + len(files))
     tree = device_tree(top, initrd)
     tree_at = (start - len(tree)) & -_PAGE
-    first = vmlinux.segments[0].va
-    for segment in vmlinux.segments:
+    segments = kernel.vmlinux.segments
+    first = segments[0].va
+    for segment in segments:
         # The kernel's image is one range of memory, whatever its ELF file says about physical addresses.
         at = LOAD_ADDRESS + segment.va - first
         if at + segment.mem_size > tree_at:
@@ -131,3 +134,13 @@ def load(machine: RiscvMachine, vmlinux: LinkedMemory) -> None:
     ram[initrd.start : initrd.stop] = files
     ram[tree_at : tree_at + len(tree)] = tree
     machine.cpu.power_on(LOAD_ADDRESS, tree_at)
+    clock = kernel.kallsyms.lookup_name(_CLOCK)
+    if clock is not None:
+        machine.call_at(clock, lambda: _tell_time(machine))
+
+
+def _tell_time(machine: RiscvMachine) -> None:
+    """Return from read_persistent_clock64() with the time BOOTED, because the machine has no clock chip."""
+    machine.memory.write(machine.cpu.root, machine.argument(0), struct.pack("<2q", BOOTED, 0))
+    # A write by the API leaves the current block, unlike one to the registers in memory.
+    machine.engine.reg_write(machine.model.registers["ip"], machine.return_address())

@@ -29,7 +29,6 @@ _MODULE = "/module"
 _KMSG = "/kmsg"
 _KMSG_DEVICE = 1 << 8 | 11
 _AT_FDCWD = -100
-_CLOCK_REALTIME = 0
 AT_SYMLINK_NOFOLLOW = 0x100
 AT_REMOVEDIR = 0x200
 _SYSLOG_READ_ALL = 3
@@ -84,12 +83,6 @@ class LinuxSyscalls:
         init = self._tasks.init
         self._path(init, directory)
         self._call(init, self._number["umount2"], BUFFER, _MNT_DETACH)
-
-    def set_time(self, seconds: int) -> None:
-        """Set the guest's time of day, as init; `seconds` since 1970."""
-        init = self._tasks.init
-        self._tasks.copy_to_user(init, _DATA, struct.pack("<2q", seconds, 0))
-        self._call(init, self._number["clock_settime"], _CLOCK_REALTIME, _DATA)
 
     def umask(self, task: LinuxTask, mask: int) -> None:
         """Set the file mode creation mask of a task; forked tasks inherit it."""

@@ -29,12 +29,15 @@ RESCHEDULE = """
     e8 rel32:resched_curr   | call resched_curr
     c3                      | ret
 """
-"""Code of the interrupt: resched_curr(run_queue)."""
+"""Code that an interrupt runs to set TIF_NEED_RESCHED of init: resched_curr(run_queue)."""
 TRACE = """
     e8 rel32:syscall_regfunc   | call syscall_regfunc
     e9 rel32:syscall_unregfunc | jmp syscall_unregfunc
 """
-"""Code of the interrupt: syscall_regfunc(); syscall_unregfunc()."""
+"""Code that an interrupt runs to set, and clear again, the flag of traced system calls in all tasks.
+
+It calls syscall_regfunc(), then syscall_unregfunc().
+"""
 _RET_SIZE = 1
 _JMP_SIZE = 5
 

@@ -49,7 +49,7 @@ class Board(ABC):
     def __init__(self, seed: int) -> None:
         self._follower: TimeFollower | None = None
         self.words = TscWords(tsc=10**9, steps=seed)
-        """The time and the state of its steps, which the host's routine for rdtsc advances, too."""
+        """The TSC and the generator of its random steps; the host's routine for rdtsc uses both."""
         self._cells = memoryview(self.words).cast("B").cast("Q")
         self._wall: Callable[[], int] | None = None
         """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
@@ -123,7 +123,7 @@ class Board(ABC):
 
     @property
     def is_real(self) -> bool:
-        """Whether the time follows the host's."""
+        """Whether the machine's time follows the host's time."""
         return self._wall is not None
 
     def follow_wall(self, wall: Callable[[], int] = monotonic_ns) -> None:

@@ -53,8 +53,6 @@ class LinuxMachine(ABC):
     """The machine's time and devices."""
     cpu: LinuxCpu
     hooks: TrapHooks
-    has_clock = True
-    """Whether the machine has a clock with the time of day."""
 
     def __init__(
         self, abi: GuestAbi, model: CpuModel, engine: Engine, memory: LinuxMemory, budget: float

@@ -34,7 +34,6 @@ class RiscvMachine(LinuxMachine):
     Raises: HardwareError (the library's CPU state cannot be found).
     """
 
-    has_clock = False
     pc: SbiBoard
     cpu: RiscvLinuxCpu
 

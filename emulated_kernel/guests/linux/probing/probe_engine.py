@@ -59,7 +59,7 @@ class KernelEngine:
 
         Over a kernel without preemption, the rules of `profile` for such kernels apply.
         """
-        kernel.check_architecture("x86_64", "--kprobes kprobefs")
+        kernel.check_architecture("x86_64", "kprobefs's kprobes", "; add --kprobes kernel")
         kernel.forbid(REPLACED_FUNCTIONS)
         if not kernel.is_preemptible:
             profile = replace(profile, preemption=False)
