@@ -241,6 +241,14 @@ def test_closing_the_kernel_ends_the_session() -> None:
     client.close()
 
 
+def test_closing_ends_a_session_whose_debugger_reads_no_answers() -> None:
+    guest = Guest("x86_64")
+    client = GdbClient(guest.path)
+    client.send_until_blocked(f"m{guest.address('vfs_read'):x},1000")
+    assert Request(guest.kernel.close).done() is None
+    client.close()
+
+
 def test_any_packet_is_answered(guest: Guest) -> None:
     """Noise, damaged packets, huge sizes: the next debugger finds a guest that works."""
     dice = random.Random(1)
