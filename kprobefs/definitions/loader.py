@@ -365,7 +365,10 @@ class _ExistingTriggers:
 
     def __init__(self, triggers: Iterable[str]) -> None:
         self._listed: dict[tuple[str, ...], list[_Trigger]] = {}
-        """Key of a trigger -> the listed triggers with that key."""
+        """Key of a trigger -> triggers of the file with this key.
+
+        A named histogram is listed under two keys: with its name and without it.
+        """
         self._written: set[tuple[str, ...]] = set()
         """Keys of the triggers that were written after the file was read."""
         for text in triggers:
