@@ -36,8 +36,7 @@ def kprobes_directory(
     sysctl: dict[str, Node] = {}
     if kprobes.optimizer is not None:
         sysctl["optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
-        if log is not None:
-            sysctl["stages"] = _stages_file(kprobes, log)
+        sysctl["stages"] = _stages_file(kprobes, log)
     return Directory(
         0o755,
         {
@@ -66,7 +65,7 @@ def _return_hook_file(hooks: ReturnHooks, log: Callable[[str], None]) -> File:
     return AttributeFile(0o644, lambda: f"{names()}\n", explained(log, "return_hook", select))
 
 
-def _stages_file(kprobes: Kprobes, log: Callable[[str], None]) -> File:
+def _stages_file(kprobes: Kprobes, log: Callable[[str], None] | None) -> File:
     """Return the file `stages`, the switch of the stops after each step of patching.
 
     Below the switch, it has a line for each change of text that has stopped. Linux has no such file.
@@ -88,4 +87,5 @@ def _stages_file(kprobes: Kprobes, log: Callable[[str], None]) -> File:
             raise KernelError(errno.EINVAL, "write 0, 1, 1 MILLISECONDS or next")
         return len(data)
 
-    return CommandFile(0o600, listing(lines), explained(log, "stages", command))
+    execute = command if log is None else explained(log, "stages", command)
+    return CommandFile(0o600, listing(lines), execute)
