@@ -1,0 +1,215 @@
+"""`coverage --results` and `--scheduler`: runs that go on, and a cluster that loses a worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kprobefs.cli.main import main
+from kprobefs.measure.coverage import FunctionCounter
+from tests.coverage.test_coverage import counted, refused
+
+LOST = """
+import os, signal
+from kprobefs.measure.coverage import FunctionCounter
+
+def lost_once(self, number, count=FunctionCounter.count_piece):
+    if number == 2:
+        try:
+            os.close(os.open({mark!r}, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return count(self, number)
+
+# Dask may run this code twice in a worker.
+if FunctionCounter.count_piece.__name__ != "lost_once":
+    FunctionCounter.count_piece = lost_once
+"""
+"""Code for the workers: the first one that counts piece 2 is killed."""
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the pieces that this process has counted."""
+    found: list[int] = []
+    count = FunctionCounter.count_piece
+
+    def noted(self: FunctionCounter, number: int) -> Any:
+        found.append(number)
+        return count(self, number)
+
+    monkeypatch.setattr(FunctionCounter, "count_piece", noted)
+    return found
+
+
+def same_counts(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two results differ at most in their CPU time."""
+    return {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+# Results files
+
+
+def test_a_second_run_counts_only_what_is_missing(
+    tmp_path: Path, pieces: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results"
+    options = "--jobs", "1", "--results", str(file)
+    (whole,) = counted(capsys, *options)
+    assert len(pieces) == len(set(pieces)) > 4
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + len(pieces)
+    # A run that was killed while it wrote the fourth result.
+    file.write_bytes(b"".join(lines[:4]) + lines[4][:100])
+    every = pieces.copy()
+    pieces.clear()
+    (rest,) = counted(capsys, *options)
+    assert pieces == every[3:]
+    assert same_counts(whole, rest)
+    pieces.clear()
+    (again,) = counted(capsys, *options)
+    assert not pieces
+    assert again == rest
+
+
+def test_results_of_other_kernels_and_rules_are_not_used(
+    tmp_path: Path, pieces: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--jobs", "1", "--results", str(tmp_path / "results"), "--function", "vfs_*"
+    seen = [
+        counted(capsys, *options, *more)
+        for more in ((), ("--strategy", "extended"), ("--profile", "djprobe-2007"), ("--arch", "i386"))
+        if not pieces.clear()
+    ]
+    assert all(json.dumps(one) != json.dumps(other) for one in seen for other in seen if one is not other)
+    pieces.clear()
+    assert counted(capsys, *options) == seen[0]
+    assert not pieces
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("int main(void)\n", "not a file of results"),
+        ("int main", "not a file of results"),
+        ('{"kprobefs": "results"}\n[1]\n', "damaged"),
+        ('{"kprobefs": "results"}\n' + "[" * 100000 + "\n", "damaged"),
+        (None, "directory"),
+    ],
+)
+def test_another_file_is_refused_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, why: str
+) -> None:
+    file = tmp_path / "file"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_text(content)
+    assert why in refused(capsys, "--results", str(file)).lower()
+    assert content is None or file.read_text() == content
+
+
+def test_wrong_counts_in_a_file_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results"
+    options = "--results", str(file), "--function", "vfs_*"
+    counted(capsys, *options)
+    head, line = file.read_text().splitlines()
+    key, number, _ = json.loads(line)
+    for wrong in ([], [[]], [[[{"NO_REASON": 1}, 0, 0]]], {}, 1, [[[{"": "x"}, 0, 0]]]):
+        file.write_text(f"{head}\n{json.dumps([key, number, wrong])}\n")
+        assert main(["coverage", *options]) == 1
+        assert "wrong counts" in capsys.readouterr().err
+
+
+# A cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the scheduler of a cluster of two workers, one of which is killed at piece 2."""
+    distributed: Any = pytest.importorskip("distributed", reason="kprobefs[cluster] is not installed")
+    folder = tmp_path_factory.mktemp("cluster")
+    preload = folder / "lost.py"
+    preload.write_text(LOST.format(mark=str(folder / "mark")))
+    options = {
+        "n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None,
+        "preload": [str(preload)], "local_directory": str(folder), "silence_logs": 50,
+    }  # fmt: skip
+    with distributed.LocalCluster(**options) as local:
+        yield local.scheduler_address
+    assert (folder / "mark").exists()
+
+
+def test_a_cluster_that_loses_a_worker_counts_what_a_process_counts(
+    tmp_path: Path, cluster: str, pieces: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (alone,) = counted(capsys, "--jobs", "1")
+    every = pieces.copy()
+    pieces.clear()
+    options = "--scheduler", cluster, "--results", str(tmp_path / "results")
+    (shared,) = counted(capsys, *options)
+    assert same_counts(alone, shared)
+    assert len((tmp_path / "results").read_text().splitlines()) == 1 + len(every)
+    assert not pieces
+
+
+def test_a_matrix_runs_on_the_workers(
+    tmp_path: Path, cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The worker fails before it mounts anything: its file of a kernel does not exist.
+    monkeypatch.chdir(tmp_path)
+    options = "--image", "missing", "--scheduler", cluster
+    assert main(["matrix", *options, "--", "true"]) == 1
+    shown = capsys.readouterr()
+    assert "missing" in shown.out
+    assert (tmp_path / "kprobefs-matrix" / "missing.log").read_text()
+
+
+def test_a_worker_that_reads_another_kernel_is_an_error(
+    cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FunctionCounter, "digest", "0")
+    assert main(["coverage", "--scheduler", cluster]) == 1
+    assert "another kernel" in capsys.readouterr().err
+
+
+def test_other_code_on_the_workers_is_an_error(
+    cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kprobefs.measure.cluster.code_digest", lambda _packages=(): "0")
+    assert main(["coverage", "--scheduler", cluster, "--function", "vfs_*"]) == 1
+    assert "another version" in capsys.readouterr().err
+
+
+def test_a_cluster_without_a_scheduler_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("distributed", reason="kprobefs[cluster] is not installed")
+    monkeypatch.setattr("kprobefs.measure.cluster._PATIENCE", 0.5)
+    assert main(["coverage", "--scheduler", "tcp://127.0.0.1:1"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "dask scheduler" in shown
+    assert main(["coverage", "--scheduler", "nonsense://x"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_options_that_do_not_go_together(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kprobefs.measure.cluster.find_spec", lambda name: name)
+    for command in (["coverage"], ["matrix"]):
+        words = [*command, "--scheduler", "tcp://127.0.0.1:1", "--jobs", "2"]
+        assert main([*words, "--", "true"] if command == ["matrix"] else words) == 2
+        assert "--jobs" in capsys.readouterr().err
+    monkeypatch.setattr("kprobefs.measure.cluster.find_spec", lambda _name: None)
+    for command in (["coverage"], ["matrix"]):
+        words = [*command, "--scheduler", "tcp://127.0.0.1:1"]
+        assert main([*words, "--", "true"] if command == ["matrix"] else words) == 2
+        assert "kprobefs[cluster]" in capsys.readouterr().err
