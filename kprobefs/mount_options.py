@@ -61,11 +61,11 @@ class MountOptions:
     kprobes: str = KPROBES[0]
     """"kprobefs", or "kernel": the distribution's kernel `machine.image` serves its own kprobes."""
     state: str | None = None
-    """Directory in which definitions and records outlive the daemon, or None."""
+    """Directory in which definitions and records outlive the daemon; None if they end with it."""
     modules: tuple[str, ...] = ()
     """Paths of packages and directories with more modules of the distribution's kernel."""
     vmcore: str | None = None
-    """Path of the ELF vmcore whose kernel is mounted, or None."""
+    """Path of the ELF vmcore whose kernel is mounted; None if no vmcore is mounted."""
     cpu: str | None = None
     """Production CPU that a distribution's kernel sees: a model, `host` or an archive's path; or None."""
     follows_version: bool = False

@@ -64,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> str:
-    """Return the reason why the marker `kernels` with these versions does not fit the test, or ""."""
+    """Return the reason why the marker `kernels` with these versions does not fit the test; "" if it fits."""
     if not versions:
         return "no version given"
     for version in versions:

@@ -17,9 +17,11 @@ die() {
 }
 
 # Programs that tests use if they are installed: unmodified tracing tools, compilers, groff, a terminal
-# multiplexer, a wrong clock, a shell linter and gawk.
+# multiplexer, a wrong clock, a shell linter, gawk and debuggers.
 test_tools="perf-tools-unstable linux-perf trace-cmd bpftrace gcc gcc-riscv64-linux-gnu groff tmux faketime \
-shellcheck gawk stress-ng uftrace busybox-static rpm"
+shellcheck gawk stress-ng uftrace busybox-static rpm gdb crash"
+# Packages of PyPI that tests use if they are installed; only wheels, which need no compiler.
+test_wheels="drgn>=0.3,<0.4"
 
 # setup_python: makes $venv with the project and its test requirements. It needs only Python and a network.
 setup_python() {
@@ -39,6 +41,7 @@ setup() {
     [ -z "${venv_is_missing:-}" ] || make_venv
     if [ "$1" = run ]; then install_project run; else install_project test; fi
     [ "$1" != test ] || install_test_tools
+    [ "$1" != test ] || install_test_wheels
 }
 
 # --- distribution packages ----------------------------------------------------------------------
@@ -88,6 +91,17 @@ install_test_tools() (
         apt_install "$package" >/dev/null 2>&1 || say "$package: not available; its tests are skipped"
     done
     printf '%s\n' "$test_tools" >"$stamp"
+)
+
+# Tries once to install each wheel into the venv. If that fails, the tests of the package are skipped.
+install_test_wheels() (
+    stamp=$venv/.test-wheels
+    [ "$(cat "$stamp" 2>/dev/null)" != "$test_wheels" ] || return 0
+    for wheel in $test_wheels; do
+        "$venv/bin/python" -m pip install -q --only-binary :all: "$wheel" >/dev/null 2>&1 ||
+            say "$wheel: not available; its tests are skipped"
+    done
+    printf '%s\n' "$test_wheels" >"$stamp"
 )
 
 apt_install() {

@@ -86,11 +86,14 @@ class Detour:
 
 
 class OriginalPlace(NamedTuple):
-    """The instruction in probed code to which an address in relocated instructions belongs."""
+    """Place in the probed code that corresponds to an address in relocated instructions.
+
+    `address`: address of the original instruction.
+    """
 
     address: int
     pushed: int = 0
-    """Number of bytes that the relocated instruction has pushed so far."""
+    """Number of bytes that the relocated instruction has pushed before it reached the address."""
     is_calling: bool = False
     """Whether the next instruction is the jump at the end of a relocated call."""
 
@@ -157,6 +160,7 @@ class ReturnCode(ABC):
 
         If `program` finds a handler, it ends in a JumpTo to that handler. `own` is the address that hooked
         functions return to; None means this trampoline's entry.
+        `saves_all`: the trampoline saves all registers; see the class.
         """
 
     @abstractmethod
@@ -323,7 +327,10 @@ class Arch(ABC):
 
     @abstractmethod
     def entry_frame(self, *, by_interrupt: bool) -> Frame:
-        """Return the stack frame before a function's first instruction."""
+        """Return the stack frame before a function's first instruction.
+
+        `by_interrupt`: an interrupt enters the function, instead of a call.
+        """
 
     def traced_entry(self) -> Frame:
         """Return the stack frame before the first instruction of a trampoline that an fentry site calls.
@@ -443,7 +450,7 @@ class Arch(ABC):
         """
 
     def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:
-        """Return the first of the named policies that this architecture has, or None."""
+        """Return the first of the named policies that this architecture has, or None if it has none."""
         return next((self.strategies[name] for name in names if name in self.strategies), None)
 
     @abstractmethod

@@ -25,13 +25,13 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 STACK_WORD = "stack"
-"""Beginning of the name of a word on the stack at a function's entry, before its number from 0 on."""
+"""Prefix of the name of a stack word at a function's entry; a number, counted from 0, follows it."""
 _STACK_WORDS = 8
 """Number of stack words above the return address whose entry values are tracked."""
 _PRIVATE = ("private locals", "private parameters")
-"""Entries of Frame.regs for the slots below and above the return address.
+"""Keys in Frame.regs for the stack areas below and above the return address.
 
-No called function knows the address of a slot below the offset in the entry.
+The entry of an area has an offset. No called function knows the address of a slot below this offset.
 """
 _ALL_PRIVATE = 1 << 62
 
@@ -115,7 +115,10 @@ class EntryValues:
 
     @property
     def returns(self) -> bool:
-        """Whether control may leave the function otherwise than by a call that does not return."""
+        """Whether a path through the function may lead to a return or to another function.
+
+        If False, each path ends in a loop, a trap, or a call that does not return.
+        """
         search = self._search
         if search is None or self._has_jump_table:
             return True
@@ -136,7 +139,7 @@ def _with_calls_that_write(insn: FrameInsn, arch: Arch) -> FrameInsn:
 
 
 def _call(effect: Effect, kept: Iterable[str], frame: Frame) -> None:
-    """Apply a call: forget the slots whose address the called function may know.
+    """Apply the effect of a call to a frame: forget the slots whose addresses the called function may know.
 
     An object on the stack lies either below or above the return address.
     """

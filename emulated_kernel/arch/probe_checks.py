@@ -320,7 +320,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return found and self._named(found)
 
     def check_traced(self, addr: int) -> Rejection | None:
-        """Return the rejection of a kprobe event in a function that tracing itself may use, or None.
+        """Return the rejection of a kprobe event at `addr` if tracing itself may use the function, else None.
 
         Mirrors: kernel/trace/trace_kprobe.c:within_notrace_func (v6.1).
         """
@@ -350,7 +350,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return None if entry is None else Rejection(RejectReason.BLACKLISTED, entry)
 
     def _split_from(self, symbol: Symbol) -> int | None:
-        """Return the address of the function that the compiler split `symbol` off from, or None."""
+        """Return the address of the function that the compiler split `symbol` off from; None if unknown."""
         base, dot, _ = symbol.name.partition(".")
         return self._symbols.lookup_name(base) if dot else None
 
@@ -556,6 +556,6 @@ def _inside(addresses: Sequence[int], symbol: Symbol) -> Sequence[int]:
 
 
 def _span(spans: Sequence[tuple[int, int] | tuple[int, int, str]], addr: int) -> int | None:
-    """Return the start of the span that contains `addr`, or None. The spans are sorted and disjoint."""
+    """Return the start of the span that contains `addr`; None if none does. Spans are sorted and disjoint."""
     at = bisect_right(spans, addr, key=itemgetter(0)) - 1
     return spans[at][0] if at >= 0 and addr < spans[at][1] else None

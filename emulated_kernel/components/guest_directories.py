@@ -67,7 +67,10 @@ class GuestDirectories(EventWatcher):
                 self._call(_REMOVES, dentry)
 
     def _call(self, function: str, *args: int | str) -> int:
-        """Return a guest function's result, or 0 if the guest is dead, lacks the function, or dies in it."""
+        """Call a guest function and return its result.
+
+        Return 0 if the guest is dead, lacks the function, or dies in the call.
+        """
         with suppress(KernelError, GuestFault):
             return self._function(function, *args)
         return 0

@@ -33,7 +33,7 @@ class ModuleNotifier:
         forget: Callable[[Sequence[tuple[int, int]], str], None],
         add_events: Callable[[Module], object] = lambda _module: None,
     ) -> None:
-        """Store the parts to update.
+        """Store the registries that follow the guest's modules.
 
         `read` and `name` take the address of a struct module and return its contents and its name. `forget`
         gets the memory ranges that are about to be freed, and the module's name. `add_events` registers the
@@ -64,7 +64,7 @@ class ModuleNotifier:
                 self._leave(self._name(module))
 
     def _arrive(self, module: Module) -> None:
-        """Add a module's symbols and tables, and register the events that waited for it."""
+        """Add a module's symbols and text tables, and register the events that waited for the module."""
         self._live.put(module)
         self._tables_changed()
         self._functions.module_added(module.name, module.mcount)
@@ -73,7 +73,7 @@ class ModuleNotifier:
         self._arrays.module_added(module.name)
 
     def _settle(self, name: str) -> None:
-        """Forget a module's symbols, functions and probes in its init memory, which is about to be freed."""
+        """Forget the symbols, functions and probes in a module's init memory, which is about to be freed."""
         module = self._live.find(name)
         if module is None:
             return
@@ -85,7 +85,7 @@ class ModuleNotifier:
         self._tables_changed()
 
     def _leave(self, name: str) -> None:
-        """Remove a module's symbols and tables, and mark the probes in its text as gone."""
+        """Remove an unloaded module's symbols and text tables; mark the probes in its text as gone."""
         module = self._live.find(name)
         if module is None:
             return

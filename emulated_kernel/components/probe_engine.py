@@ -40,13 +40,13 @@ class ProbedKernel:
     profile: Profile
     cpus: int = 1
     return_hook: str | None = None
-    """Name of the shadow stack of return probes. If it is None, the profile selects one."""
+    """Name of the shadow stack that return probes use, a name in RETURN_HOOKS. None: the profile names it."""
 
 
 def build_probe_engine(kernel: ProbedKernel) -> ProbeRegistries:
     """Build the registries of all kinds of probes; no probe is registered yet.
 
-    The return hooks need the kprobes, which enter the hooks and free their code. Kretprobes and fprobes need
+    The return hooks need the kprobes, which enter the hooks and free their code. Kretprobes and fprobes share
     the first set of return hooks.
     """
     kprobes = _build_kprobes(kernel)

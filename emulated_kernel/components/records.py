@@ -46,7 +46,7 @@ class ProbeRegistries:
 
 @dataclass(frozen=True, eq=False)
 class TracingComponents:
-    """The objects that tracefs shows."""
+    """The components of tracing, from which the tracefs tree is built."""
 
     symbols: KernelSymbols
     system: TracingServices
@@ -60,7 +60,7 @@ class TracingComponents:
     """Returns the lines of the file printk_formats."""
     guest_records: GuestRecords
     handler_costs: HandlerCosts | None
-    """Measurement of handlers' costs; None if the kernel is not kprobefs's own."""
+    """Measures the cost of events' handlers; None if the kernel is not kprobefs's own."""
     dynamic_events: DynamicEvents
     kprobe_events: KprobeEvents
     fprobe_events: FprobeEvents | None

@@ -57,7 +57,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TracedKernel:
-    """The input of build_trace(): a booted kernel of either make, with its tracepoints."""
+    """The input of build_trace(): a booted kernel with its tracepoints.
+
+    The kernel is kprobefs's own or a distribution's.
+    """
 
     machine: ProbedMachine
     live: LiveImage[Any]
@@ -80,11 +83,11 @@ class TracedKernel:
     log: Callable[[str], None]
     """Writes a line to the kernel log."""
     release: str = ""
-    """Release of the kernel, as uname -r prints it; "" selects that of the interface."""
+    """Release of the kernel, as uname -r prints it; "" selects the release that `interface` names."""
     types: Callable[[], Btf | None] = no_types
     """Returns the kernel's BTF, or None if it has none."""
     interface: Interface | None = None
-    """The kernel's version of tracefs; None selects that of the profile."""
+    """The version of tracefs that the kernel shows; None selects the profile's version."""
     printk_formats: Callable[[], Iterable[str]] = tuple
     """Returns the lines of the file printk_formats."""
     has_graph: bool = True
@@ -92,7 +95,7 @@ class TracedKernel:
     other_tracers: Mapping[str, Mapping[str, bool]] | None = None
     """Tracers that the kernel has and kprobefs does not run: name -> option -> whether it is on."""
     marker_ip: int | None = None
-    """Address of the code that writes markers; None selects the start of MARKER_SYMBOL."""
+    """Address that trace_marker's records contain as ip; None selects the start of MARKER_SYMBOL."""
     user_data: UserDataSize | None = None
     """Size of the user memory that records of system calls contain; None if they contain none."""
     measured: Machine | None = None
@@ -162,7 +165,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
 
 
 def _register_static_events(registry: EventRegistry, kernel: TracedKernel, arch: Arch) -> PrintEvent:
-    """Register the kernel's static events and ftrace's entry types; return the event of markers."""
+    """Register the kernel's static events and ftrace's entry types; return the event for trace_marker."""
     for event in kernel.events:
         registry.add(event)
     marker_ip = kernel.marker_ip or kernel.symbols.lookup_name(MARKER_SYMBOL)
@@ -211,7 +214,7 @@ def _build_services(
 
 
 def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface) -> FilterWords:
-    """Return the words of event filters, with the kernel's functions and CPUs."""
+    """Return the features that the kernel's event filters have, with its functions and number of CPUs."""
     symbols = kernel.symbols
 
     def find(place: str | int) -> range | None:
@@ -227,7 +230,7 @@ def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface) -> Fil
 def _build_functions(
     kernel: TracedKernel, engine: ProbeRegistries, arch: Arch, interface: Interface
 ) -> KernelFunctions:
-    """Build the list of traceable functions, by which tracers attach to fentry sites."""
+    """Build the list of traceable functions; tracers use it to attach to fentry sites."""
     kprobes = engine.kprobes
     called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
     return KernelFunctions(
@@ -272,7 +275,7 @@ def _build_graphs(
 def _build_probes(
     kernel: TracedKernel, engine: ProbeRegistries, arch: Arch, addresses: GuestAddresses
 ) -> ProbeEngine:
-    """Build the ProbeEngine, by which dynamic events register their probes."""
+    """Build the ProbeEngine, with which dynamic events register their probes."""
     kprobes = engine.kprobes
     hit = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.hit_trace_ctx)
     return ProbeEngine(

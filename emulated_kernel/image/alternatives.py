@@ -10,7 +10,7 @@ CPU_FEATURES = frozenset({26})
 """X86_FEATURE numbers for which the built-in image has alternatives, and which the emulated CPU has: XMM2."""
 _ENTRY = struct.Struct("<iiHBB")
 _RELATIVE = (0xE8, 0xE9)
-"""Opcodes of call and jmp with a displacement, which depends on the instruction's address."""
+"""Opcodes of call and jmp. Their displacement must be adjusted if the replacement is copied to its site."""
 _NOPS = (
     b"",
     b"\x90",

@@ -24,7 +24,7 @@ FILE_NAME = "calls.json"
 ARCHITECTURES = ("i386", "x86_64")
 """Architectures whose machine code can be analysed."""
 _LIMIT = 1 << 20
-"""Maximum size of the file in bytes."""
+"""Maximum size in bytes of the file FILE_NAME of an image."""
 _TABLE = "sys_call_table"
 _NUMBER = "nr."
 """Prefix of a system call's number in the image's ABI table."""
@@ -201,7 +201,7 @@ class _Graph:
                     self._targets.add(value)
 
     def _system_calls(self) -> dict[str, int]:
-        """Return name of a system call -> its function."""
+        """Return name of a system call -> address of the function that implements it."""
         size = self._image.bits // 8
         found = {}
         for name, number in self._image.abi.items():
@@ -219,7 +219,7 @@ class _Graph:
         return self._closure([*own, *self._around_calls(), *(each for each in entries if each is not None)])
 
     def _around_calls(self) -> Iterable[int]:
-        """Return the functions that dispatch system calls, and all from which these are called."""
+        """Return the functions that dispatch system calls, and their direct and indirect callers."""
         found = set(self._dispatchers)
         while more := {f for f, to in self._leads_to.items() if not to.isdisjoint(found)} - found:
             found |= more

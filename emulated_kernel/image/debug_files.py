@@ -56,7 +56,7 @@ def find_debug_file(elf: Any, path: Path) -> Path:
 
 
 def _debuglink(elf: Any) -> tuple[str, int] | None:
-    """Return the debug file's name and the CRC of its contents, from .gnu_debuglink, or None."""
+    """Return the debug file's name and its CRC from .gnu_debuglink; None without this section."""
     section = elf.get_section_by_name(".gnu_debuglink")
     if section is None:
         return None

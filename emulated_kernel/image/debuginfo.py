@@ -25,7 +25,7 @@ class DescribedFunction:
     """Address ranges of the function: the part with the entry, then parts that the compiler split off."""
 
     def part_at(self, addr: int) -> range | None:
-        """Return the part of the function that contains `addr`, or None."""
+        """Return the part of the function that contains `addr`, or None if no part does."""
         return next((part for part in self.parts if addr in part), None)
 
 

@@ -227,7 +227,7 @@ class Kallsyms:
         return len(self._table.addresses)
 
     def lookup_name(self, name: str) -> int | None:
-        """Return the address of the first symbol with this name, or None.
+        """Return the address of the first symbol with this name, or None if there is none.
 
         Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1)
         """
@@ -266,7 +266,7 @@ class Kallsyms:
         return [self._table.name(index).decode("utf-8", "replace") for index in found]
 
     def lookup(self, address: int) -> Location | None:
-        """Return the symbol that contains an address, or None.
+        """Return the symbol that contains an address, and the offset in it; None if no symbol does.
 
         If several symbols have one address, return the first in the table.
 
@@ -296,7 +296,10 @@ class Kallsyms:
         return None
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        """Return the whole text of /proc/kallsyms: all lines of kallsyms_lines()."""
+        """Return the whole text of /proc/kallsyms: all lines of kallsyms_lines().
+
+        `zero_addresses`: the reader has no CAP_SYSLOG.
+        """
         return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
 
     @property

@@ -98,7 +98,7 @@ class ModuleSymbols:
         return self._by_name.get(name, ())
 
     def lookup(self, address: int) -> Location | None:
-        """Return the module's symbol that contains an address, or None.
+        """Return the module's symbol that contains an address, and the offset in it; None if none does.
 
         Mirrors: find_kallsyms_symbol (v6.1).
         """
@@ -212,7 +212,7 @@ class LiveImage(Generic[Core]):
         self.kallsyms.set_modules(reversed(self._modules.values()))
 
     def find(self, name: str) -> Module | None:
-        """Return the loaded module with this name, or None."""
+        """Return the loaded module with this name, or None if there is none."""
         return self._modules.get(name)
 
     @property

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "types.btf"
 _LIMIT = 16 << 20
-"""Maximum size of the file in bytes."""
+"""Maximum size in bytes of a file with an image's types."""
 
 
 def load_types(image: Path) -> Btf | None:

@@ -1,4 +1,4 @@
-"""Kernel: the public API of a kernel of kprobefs's own. Its methods take the control lock and forward."""
+"""Kernel: the public API of kprobefs's own kernel. Its methods take the control lock and forward calls."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Kernel:
     A probe's handler may call methods that access text, symbols, memory, registers and the clock, and methods
     that report a probe's state. All other methods raise KernelError EDEADLK in a handler.
 
-    Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that does not boot), OSError.
+    Raises: KernelError ENOENT (unknown architecture), ENOEXEC (no image, or one that does not boot), OSError.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Kernel:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the control lock for an operation that a probe's handler may do too.
+        """Hold the control lock for an operation that handlers of probes may call too.
 
         Raises: KernelError ENODEV (closed).
         """
@@ -124,7 +124,7 @@ class Kernel:
 
     @contextmanager
     def _request(self) -> Iterator[None]:
-        """Hold the control lock for a request. Delayed work that is due is done first.
+        """Hold the control lock for a request; first do the delayed work that is due.
 
         Raises: as _control.
         """
@@ -137,9 +137,10 @@ class Kernel:
     def register_kprobe(self, kprobe: Kprobe[RegsT]) -> None:
         """Register a kprobe, and arm it unless it is disabled or all kprobes are disarmed.
 
-        Raises: KernelError EINVAL (a contradictory place, already registered, blacklisted, not in text, code
-        that cannot be assembled), ENOENT (an unknown symbol, or an address in no symbol), EILSEQ (not at an
-        instruction boundary), EOPNOTSUPP (a handler that the profile's kernel does not have), ENOMEM.
+        Raises: KernelError EINVAL (not exactly one of symbol and address, already registered, blacklisted,
+        not in text, code that cannot be assembled), ENOENT (an unknown symbol, or an address in no symbol),
+        EILSEQ (not at an instruction boundary), EOPNOTSUPP (a handler that the profile's kernel does not
+        have), ENOMEM.
 
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
@@ -147,7 +148,7 @@ class Kernel:
             self.kprobes.register_kprobe(kprobe)
 
     def unregister_kprobe(self, kprobe: Kprobe[Any]) -> None:
-        """Disarm and forget a kprobe. If the kprobe is not registered, only its `addr` is reset.
+        """Disarm and forget a kprobe. If it is not registered, only set its `addr` to None.
 
         The optimizer removes a jump later; wait_for_kprobe_optimizer() waits for that.
 
@@ -243,7 +244,7 @@ class Kernel:
             self.kretprobes.register_kretprobe(rp)
 
     def unregister_kretprobe(self, rp: Kretprobe[Any]) -> None:
-        """Unregister a return probe; pending calls return without its handler.
+        """Unregister a return probe; its handler is not called for calls that are still running.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -302,7 +303,7 @@ class Kernel:
             self.fprobes.register_fprobe(fp)
 
     def unregister_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Unregister an fprobe; pending calls return without its handler.
+        """Unregister an fprobe; its exit handler is not called for calls still running.
 
         Raises: KernelError EINVAL (not registered).
 
@@ -455,7 +456,7 @@ class Kernel:
             self.kprobes.set_optimized(kprobe, wanted)
 
     def probe_mode(self, kprobe: Kprobe[Any]) -> str:
-        """Return how hits of a registered probe are handled now.
+        """Return the mode in which hits of a registered probe are handled now.
 
         The modes are "int3", "boosted", "optimized", "ftrace", "disarmed" and "gone".
 
@@ -804,6 +805,7 @@ class Kernel:
 
         Raises: KernelError EDEADLK (in a handler).
         """
+        self.lock.end_debugging()
         with self.lock:
             if self._is_closed:
                 return

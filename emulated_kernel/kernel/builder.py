@@ -129,7 +129,7 @@ def _ranges(symbols: Kallsyms, *names: str) -> list[range]:
 
 
 def _boot(machine: Machine, image: KernelImage, watch: ProcessWatch, lock: ControlLock) -> Guest:
-    """Boot the kernel to its first system call, and apply the limit scratch_bytes to its files."""
+    """Boot the kernel to its first system call, and set the limit `scratch_bytes` of its scratch files."""
     guest = boot_guest(BuiltinKernel(machine, image), watch, TaskEvents(), lock)
     scratch_bytes = machine.config.limits[Limit.SCRATCH_BYTES]
     if scratch_bytes is not None:
@@ -226,7 +226,7 @@ def _build_modules(
     engine: ProbeRegistries,
     tracing: TracingComponents,
 ) -> Modules:
-    """Build the loader of modules, and let the guest's modules register probes by a hypercall."""
+    """Build the loader of modules, and allow the guest's modules to register probes by a hypercall."""
     probes = GuestProbes(
         engine.kprobes, engine.kretprobes, engine.jprobes, machine, arch, guest.runner.note, guest.log
     )

@@ -16,9 +16,9 @@ from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 MAX_HANDLERS = 400
-"""Maximum number of handlers that one request compiles, and therefore of compiled handlers of one address.
+"""Maximum number of handlers that one request compiles, and so the maximum number for one address.
 
-Python calls thousands of handlers as fast as the emulator does.
+Compiling more is useless: with thousands of handlers, guest code is no faster than Python.
 """
 MAX_LATEST = 63
 """Number of latest hits whose cost is kept; it is odd, so that the median is one of the costs."""
@@ -42,7 +42,7 @@ _OPTIMIZED = KprobeFlag.OPTIMIZED.value
 
 
 class HitCost:
-    """Host time for handling hits in Python: from the breakpoint until no more of the hit needs Python."""
+    """Host time of a hit in Python: from the breakpoint until Python has nothing more to do for the hit."""
 
     __slots__ = ("latest",)
 
@@ -92,7 +92,7 @@ class AggrKprobe(AssemblyOwner):
     """Whether Linux has an aggregator: a second probe was registered at the address, or there is a detour."""
     enabled_members: int = field(default=0, init=False, repr=False)
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
-    """The out-of-line form of the probed instruction; None at an fentry site, and after it was freed."""
+    """The out-of-line form of the probed instruction. None at an fentry site, and after it was freed."""
     _cost: HitCost | None = field(default=None, init=False, repr=False)
     list_text: str = field(default="", init=False, repr=False)
     """Symbol and offset, cached when kprobes/list is read; empty in modules, which may be unloaded."""
@@ -171,7 +171,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_optimized(self) -> bool:
-        """Whether hits run the copies in the detour, reached by a jump or by a breakpoint."""
+        """Whether hits run the copied instructions in the detour, which a jump or breakpoint enters."""
         return self.flags._value_ & _OPTIMIZED != 0
 
     @property
@@ -192,7 +192,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_left_open(self) -> bool:
-        """Whether the true result of the pre_handler that ended the latest hit leaves that hit open."""
+        """Whether the latest hit is still open: the pre_handler that ended it has a break_handler with it."""
         return self._stopped_by is not None and self._stopped_by.break_handler is not None
 
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
@@ -215,7 +215,7 @@ class AggrKprobe(AssemblyOwner):
         return reversed(self.members)
 
     def add(self, kprobe: Kprobe) -> None:
-        """Add a member, whose handlers run first.
+        """Add a member; its handlers run before those of older members.
 
         A jprobe runs last, because it does not return to the handlers of other members.
         """
@@ -351,7 +351,7 @@ class AggrKprobe(AssemblyOwner):
         return not any(_runs_python(kprobe) for kprobe in self._enabled())
 
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """Emit the handling of a hit as guest code; return False if it needs Python."""
+        """Emit guest code that handles a hit of kind `way`; return False if Python must handle the hit."""
         if self.has_python_post_handler:
             return False
         for kprobe in self._enabled():
@@ -378,7 +378,7 @@ class AggrKprobe(AssemblyOwner):
 
 
 def is_jprobe(kprobe: Kprobe) -> bool:
-    """Return True if a probe continues elsewhere after its breakpoint, like a jprobe.
+    """Return True if a probe is a jprobe or has a break_handler, so that a hit may continue elsewhere.
 
     An address has at most one such probe.
     """

@@ -105,7 +105,7 @@ class Arming:
         self._log("kprobes: Kprobes globally disabled")
 
     def _enabled(self) -> tuple[list[AggrKprobe], list[AggrKprobe]]:
-        """Return the enabled entries in two lists: entries that fentry sites call, and all others."""
+        """Return two lists of the enabled entries: first those that fentry sites call, then all others."""
         called: list[AggrKprobe] = []
         trapping: list[AggrKprobe] = []
         for head in self._table:
@@ -116,8 +116,9 @@ class Arming:
     # Text of unloaded modules
 
     def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Mark as gone the probes in the ranges [start, end), because the code is about to be freed.
+        """Mark as gone the probes in the address ranges `spans`, because the code is about to be freed.
 
+        Each range has a start and an exclusive end.
         Mirrors: kernel/kprobes.c:kprobes_module_callback (v6.1).
         """
         for head in list(self._table):
@@ -127,9 +128,8 @@ class Arming:
             self._optimizer.leave_text(spans)
 
     def _kill(self, head: AggrKprobe) -> None:
-        """Mark the probes of one address as gone.
+        """Mark the probes of one address as gone. As in Linux, the text is not changed.
 
-        Linux: the text is left as it is.
         Mirrors: kernel/kprobes.c:kill_kprobe (v6.1).
         """
         if head.is_ftrace and not head.is_disabled and not self._table.all_disarmed:
@@ -145,7 +145,7 @@ class Arming:
         self._copies.release(head)
 
     def revive(self, head: AggrKprobe) -> None:
-        """Prepare an address whose probes are gone for new code there; its entry becomes disabled.
+        """Prepare the entry of gone probes for new code at their address; the entry becomes disabled.
 
         Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP (as InsnCopier.prepare).
         Mirrors: the part of kernel/kprobes.c:register_aggr_kprobe (v6.1) for gone probes.

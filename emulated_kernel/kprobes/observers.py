@@ -37,7 +37,10 @@ class Observers:
         self._heads: Sequence[AggrKprobe] | None = ()
 
     def sight(self) -> Sight:
-        """Return the greatest Sight of all patches. A patch that belongs to no probe counts as MEMORY."""
+        """Return the highest Sight of the probes that have patched the text: the most that one can read.
+
+        A patch that belongs to no probe counts as Sight.MEMORY.
+        """
         if self._sites is not None and self._sites.has_tracers:
             return Sight.MEMORY
         heads = self._patching()
@@ -50,7 +53,7 @@ class Observers:
         return seen
 
     def _patching(self) -> Sequence[AggrKprobe] | None:
-        """Return the AggrKprobes that have patched the text, or None if not all patches are theirs.
+        """Return the AggrKprobes that have patched the text, or None if an AggrKprobe made not all patches.
 
         The result is kept until the text changes.
         """
@@ -66,7 +69,7 @@ class Observers:
         return heads
 
     def _are_known(self, heads: Sequence[AggrKprobe]) -> bool:
-        """Return True if all AggrKprobes are still those of their addresses."""
+        """Return True if each of these AggrKprobes is still the table's entry for its address."""
         get = self._table.get
         for head in heads:  # noqa: SIM110 - a generator would cost more calls
             if get(head.address) is not head:

@@ -20,7 +20,7 @@ _LANDING = {
     "call": " (the call leads here)",
     "breakpoint": " (a hit leads here)",
 }
-"""Instruction that leads to the code -> text behind the title of the part that it leads to."""
+"""Kind of instruction that leads to the code -> text after the title of the part that is entered."""
 
 
 class ProbeText:
@@ -83,7 +83,7 @@ class ProbeText:
         return "\n".join((*handler, *self._copy(kprobe)))
 
     def _compiled(self, head: AggrKprobe, code: CompiledCode) -> Iterator[str]:
-        """Iterate over the lines of a handler to which the jump or call in the text leads."""
+        """Yield the lines that show a handler to which the jump or call in the text leads."""
         if head.is_ftrace or head.detour is None:
             way = "call"
             rest: tuple[CodePart, ...] = (CodePart("return", code.copied),)
@@ -93,12 +93,12 @@ class ProbeText:
         yield from self._parts((*_handler(code, way), *rest), code.address + code.size, head)
 
     def _stub(self, head: AggrKprobe | None, code: CompiledCode) -> Iterator[str]:
-        """Iterate over the lines of a handler to which the breakpoint leads."""
+        """Yield the lines that show a handler to which the breakpoint leads."""
         rest = CodePart("go on", code.copied)
         return self._parts((*_handler(code, "breakpoint"), rest), code.address + code.size, head)
 
     def _copy(self, kprobe: Kprobe) -> Iterator[str]:
-        """Iterate over the lines of the code after the handlers: detour, trampoline, slot or emulation."""
+        """Yield the lines that show the code after the handlers: detour, trampoline, slot or emulation."""
         head = self._kprobes.table.valid(kprobe)
         insn = None if head is None else head.insn
         arch = self._arch
@@ -144,7 +144,7 @@ class ProbeText:
                 yield from self._arch.disassemble(code, part.start, name)
 
     def _names(self, head: AggrKprobe | None) -> AddressName:
-        """Return a function that names symbols, and the generated code of a probe."""
+        """Return a function that names addresses in symbols and in the generated code of the probe `head`."""
         trampoline = self._kprobes.trampoline
         spans = [(FTRACE_TRAMPOLINE, trampoline)] if trampoline is not None else []
         if head is not None:
@@ -161,7 +161,7 @@ class ProbeText:
 
 
 def _handler(code: CompiledCode, way: str) -> Iterator[CodePart]:
-    """Iterate over the parts of a compiled handler. `way`: key of _LANDING, by which hits enter."""
+    """Yield the parts of a compiled handler. `way`: instruction by which hits enter it, a key of _LANDING."""
     if code.entry > code.address:
         yield CodePart("rare cases of the handler", code.address)
     yield CodePart(f"handler{_LANDING[way]}", code.entry)

@@ -25,7 +25,7 @@ class GracePeriod:
         self.jiffies = jiffies
         """Function that returns the present time in jiffies (units of 1/HZ seconds)."""
         self.yield_to_tasks = yield_to_tasks
-        """Function that gives the CPU to each runnable task once."""
+        """Function that runs each runnable task of the guest once."""
         self.frozen = frozen
         """Function that returns a context with all tasks frozen; it yields False if a task doesn't freeze."""
         self.in_use_ranges: Callable[[Sequence[Span]], Collection[Span]] = kernel.in_use_ranges

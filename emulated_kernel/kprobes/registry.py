@@ -47,12 +47,12 @@ from emulated_kernel.util.errors import KernelError
 
 
 class ProbedPlace(NamedTuple):
-    """The place in probed code to which an address in generated code belongs."""
+    """The place in probed code that corresponds to an address in generated code."""
 
     address: int
     """Address of the original instruction that the CPU is about to execute."""
     detour: tuple[int, range] | None = None
-    """Entry and addresses of the detour or stub, if the address is before its copied instructions."""
+    """Entry address of the detour or stub, and range of its addresses. None after the detour's handlers."""
     pushed: int = 0
     """Number of bytes that the copy of the instruction has pushed so far."""
     is_calling: bool = False
@@ -315,7 +315,7 @@ class Kprobes:
                 self._arming.arm(head)
 
     def _aggregate(self, head: AggrKprobe) -> None:
-        """Prepare an address with a single probe for further probes.
+        """Prepare an address with a single probe for further probes: mark it, and make its detour.
 
         Mirrors: kernel/kprobes.c:alloc_aggr_kprobe, init_aggr_kprobe (v6.1).
         """
@@ -411,7 +411,7 @@ class Kprobes:
         self._refresh(head)
 
     def resolve_probed_address(self, address: int) -> ProbedPlace | None:
-        """Map an address in a slot, detour or stub to the probed instruction; return None for others."""
+        """Map an address in a slot, detour or stub to the probed instruction; return None for any other."""
         for head in self.table:
             insn = head.insn
             slot = None if insn is None else insn.slot
@@ -429,12 +429,12 @@ class Kprobes:
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
-        """Return the detour of the probe's address, even if no jump leads to it, or None."""
+        """Return the detour of the probe's address, even if no jump leads to it; None if there is none."""
         head = self.table.valid(kprobe)
         return None if head is None else head.detour
 
     def mode(self, kprobe: Kprobe) -> str:
-        """Return the mode of a probe, by which its hits are taken now; see report.mode."""
+        """Return the mode in which hits of a probe are handled now; see report.mode."""
         return report.mode(self.table, kprobe)
 
     def reason(self, kprobe: Kprobe) -> str:

@@ -58,7 +58,7 @@ def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> st
 
 
 def _tactics(head: AggrKprobe) -> str:
-    """Return the tactics that a probe's jump needs, and Linux's reason against it; empty without tactics."""
+    """Return the tactics that a probe's jump needs, and Linux's rule against the jump; "" without tactics."""
     detour = head.detour
     if detour is None or detour.region.linux is None:
         return ""
@@ -67,7 +67,7 @@ def _tactics(head: AggrKprobe) -> str:
 
 
 def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe) -> str:
-    """Return the rule that now prevents a jump, and that may cease to apply while the probe is armed."""
+    """Return the present rule against a jump; such a rule may cease to apply while the probe is armed."""
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
     if not optimizer.allowed:

@@ -42,6 +42,7 @@ class HostCalls:
     def call(self, address: int, *args: int, variadic: bool = False) -> int:
         """Call a function with up to six arguments of one word each; return its result register.
 
+        `variadic`: the function is declared with `...`, so CpuModel.variadic_arguments pass the arguments.
         Raises: GuestFault (it ended in an exception without a fixup, or in a hypercall), BudgetExceeded (it
         didn't return in time), TypeError (too many arguments).
         """

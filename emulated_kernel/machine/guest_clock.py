@@ -19,7 +19,10 @@ _JNE = 0x75
 
 
 def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
-    """Yield the loops in i386 text at `va` that advance the clock with cmpxchg8b and repeat if that fails."""
+    """Yield the loops in i386 text at `va` that advance the clock with cmpxchg8b and repeat if that fails.
+
+    `cells`: address of the clock's cells, which is in the code of each loop.
+    """
     exchange = _CMPXCHG8B + cells.to_bytes(4, "little")
     at = text.find(exchange)
     while at >= 0:

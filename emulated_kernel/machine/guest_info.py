@@ -66,7 +66,7 @@ class SlabCache:
 
     name: str
     objects: int
-    """Number of objects in use."""
+    """Number of the cache's objects that are in use."""
     pages: int
     """Number of pages that the cache holds."""
 
@@ -128,6 +128,7 @@ class ModuleInfo:
     def line(self, *, zero_address: bool) -> str:
         """Return the module's line of /proc/modules.
 
+        `zero_address`: show 0 instead of the module's address.
         Mirrors: kernel/module/procfs.c:m_show (v6.1).
         """
         used_by = "".join(f"{name}," for name in self.used_by) or "-"

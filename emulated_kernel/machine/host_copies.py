@@ -99,7 +99,7 @@ class HostCopies:
         )
 
     def _draw_map(self) -> None:
-        """Store the mapped ranges for the routine."""
+        """Store the guest's mapped ranges in the memory map that the copy routine reads."""
         # Invariant: in the routine, the sum of an address in a range and a size does not overflow.
         highest = _WORD - LONGEST_COPY * self._cpu.word_size
         ranges = [each for each in self._memory.ranges if each.end <= highest]

@@ -10,7 +10,7 @@ class InstructionCount:
 
     def __init__(self, engine: Engine) -> None:
         self.value = 0
-        """Number of instructions since the constructor."""
+        """Number of instructions that were executed since the constructor."""
         engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
         # Translated code calls the hook only if it was translated after the hook was added.
         engine.flush_code()

@@ -262,7 +262,7 @@ class Machine(ProbedMachine):
             self.hooks.stop(stop)
 
     def switch_to(self, number: int) -> None:
-        """Make another CPU the current one, and save the state of the previous CPU.
+        """Make CPU `number` the current one, and save the state of the previous CPU.
 
         Raises: HardwareError (called from within a run).
         """
@@ -281,7 +281,10 @@ class Machine(ProbedMachine):
             callback(number)
 
     def start_cpu(self, number: int, entry: int, stack: int) -> None:
-        """Prepare a CPU that is not current: after `switch_to` it starts at `entry`, with interrupts off."""
+        """Prepare CPU `number`, which is not current: after `switch_to` it starts at `entry`.
+
+        Interrupts are off. `stack`: its first stack pointer.
+        """
         here = self.cpus[self.cpu]
         cpu = self.cpus[number]
         here.save()
@@ -291,11 +294,29 @@ class Machine(ProbedMachine):
         cpu.save()
         here.restore()
 
+    def at_close(self, action: Callable[[], object], /) -> None:
+        self._resources.callback(action)
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     def positions(self) -> list[tuple[int, int]]:
         """Return the instruction and stack pointers of all CPUs, indexed by number."""
         here = self.cpu
         return [
             (self.regs.ip, self.regs.sp) if cpu.number == here else (cpu.saved("ip"), cpu.saved("sp"))
+            for cpu in self.cpus
+        ]
+
+    def all_registers(self) -> list[dict[str, int]]:
+        numbers = self.model.all_registers
+        here = self.cpu
+        return [
+            {
+                name: self._engine.reg_read(register) if cpu.number == here else cpu.saved_register(register)
+                for name, register in numbers.items()
+            }
             for cpu in self.cpus
         ]
 

@@ -15,6 +15,7 @@ from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class ProbedMachine(ABC):
@@ -56,8 +57,21 @@ class ProbedMachine(ABC):
         return any(address in loop for loop in self.clock_loops)
 
     @abstractmethod
+    def at_close(self, action: Callable[[], object], /) -> None:
+        """Call a function before the emulator is freed."""
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The emulator."""
+
+    @abstractmethod
     def positions(self) -> list[tuple[int, int]]:
         """Return the instruction and stack pointers of all CPUs, indexed by number."""
+
+    @abstractmethod
+    def all_registers(self) -> list[dict[str, int]]:
+        """Return the registers of all CPUs, indexed by number: name in pt_regs -> value."""
 
     @abstractmethod
     def send_back(self, number: int, ip: int, /) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from errno import EBUSY
 from operator import attrgetter
 
 from emulated_kernel.machine.cpu.registers import Regs
@@ -11,6 +12,7 @@ from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.run_watchdog import Watchdog
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
+from emulated_kernel.util.errors import KernelError
 
 
 class Runner:
@@ -66,7 +68,12 @@ class Runner:
         return self._why_stopped(self.hooks.run(self.regs.ip), self.watchdog.has_expired)
 
     def check_stopped(self) -> None:
-        """Check that the guest isn't running. Raises: HardwareError (the guest is running)."""
+        """Check that the guest isn't running.
+
+        Raises: HardwareError (the guest is running), KernelError EBUSY (a debugger holds it).
+        """
+        if self._engine.is_held:
+            raise KernelError(EBUSY, "a debugger holds the guest")
         if self.is_running:
             raise HardwareError("the guest runs already: not allowed in a hook")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.util
 import mmap
 import os
@@ -17,6 +18,7 @@ from typing import TypeVar
 
 from emulated_kernel.machine import pending_sigint
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.errors import KernelError
 
 ARCH_X86 = 4
 ARCH_RISCV = 8
@@ -116,6 +118,8 @@ class Engine(CodeCache):
         self.handle = handle
         self.exit_switch: memoryview | None = None
         """Unicorn's field no_exit_request, if quirks.stops.find_exit_switch found it."""
+        self.is_held = False
+        """Whether a debugger holds the guest, which must not run then."""
         self.parked: BaseException | None = None
         """Exception that a callback raised, stored until TrapHooks.check() raises it; else None."""
         self.is_interrupted = False
@@ -255,7 +259,12 @@ class Engine(CodeCache):
             self.flush_code()
 
     def start(self, address: int) -> int:
-        """Run from `address` until the guest halts or is stopped; return the uc_err."""
+        """Run from `address` until the guest halts or is stopped; return the uc_err.
+
+        Raises: KernelError EBUSY (a debugger holds the guest).
+        """
+        if self.is_held:
+            raise KernelError(errno.EBUSY, "a debugger holds the guest")
         return int(self._emu_start(self.handle, address, 0, 0, 0))
 
     def is_interrupted_again(self) -> bool:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic, sleep
 from typing import Self
+
+from emulated_kernel.util.errors import KernelError
 
 MAX_YIELD_SECONDS = 0.05
 """Maximum time in seconds for which yield_lock() waits."""
 PATIENCE = 0.1
 """Time in seconds for which a thread waits for the lock before it enters `ControlLock.waiting`."""
+
+
+LOAN_SLICE = 0.25
+"""Seconds between two checks, in a request that waits for a debugger, whether its client was killed."""
 
 
 class _Pause(str):
@@ -32,11 +39,15 @@ class ControlLock:
     __slots__ = (
         "_acquire",
         "_depth",
+        "_is_lent",
         "_owner",
         "_release",
+        "_returned",
         "_waiters",
         "at_release",
+        "end_debugging",
         "is_abandoned",
+        "is_dying",
         "turn",
         "user",
         "waiting",
@@ -48,7 +59,7 @@ class ControlLock:
         self._acquire = lock.acquire
         self._release = lock.release
         self._owner = 0
-        """Identifier of the thread that holds the lock, or 0; only assert_held() uses it."""
+        """Identifier of the thread that holds the lock; 0 if it is free. Only assert_held() uses it."""
         self._depth = 0
         self._waiters: set[object] = set()
         """One token for each thread that waits for the lock; each wait has a new token."""
@@ -72,10 +83,20 @@ class ControlLock:
         Such a write must stop with EINTR. The FUSE daemon sets this attribute; without it, no write stops.
         """
 
+        self.is_dying: Callable[[], bool] = lambda: False
+        """Function that returns True if the process whose request the calling thread serves was killed."""
+        self.end_debugging: Callable[[], object] = lambda: None
+        """Function that ends a debugger's session, before the kernel is closed; call it without the lock."""
+        self._is_lent = False
+        """Whether a debugger holds the guest. Then only observers get the lock."""
+        self._returned = threading.Event()
+
     def __enter__(self) -> Self:
         if not self._acquire(False):
             self._wait()
         if not self._depth:
+            if self._is_lent:
+                self._await_return()
             self._owner = threading.get_ident()
             self.turn += 1
             self.user = 0
@@ -106,6 +127,91 @@ class ControlLock:
                     self._acquire()
         finally:
             self._waiters.discard(wait)
+
+    # Loans to a debugger
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a debugger holds the guest."""
+        return self._is_lent
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Hold the lock in the block, which runs no guest code, even while the lock is lent."""
+        if not self._acquire(False):
+            self._wait()
+        if not self._depth:
+            self._owner = threading.get_ident()
+            self.turn += 1
+            self.user = 0
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self.__exit__()
+
+    def try_lend(self, timeout: float = 0.0) -> bool:
+        """Lend the lock if it is not lent and no thread holds it, and return True; otherwise return False.
+
+        Wait at most `timeout` seconds for the thread that holds it.
+        """
+        if not (self._acquire(timeout=timeout) if timeout else self._acquire(False)):
+            return False
+        try:
+            if self._is_lent or self._depth:
+                return False
+            self._lend()
+            return True
+        finally:
+            self._release()
+
+    def end_loan(self) -> None:
+        """End a loan, so that all threads get the lock again."""
+        self._is_lent = False
+        self._returned.set()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lend the lock during the block, in which the calling thread, which holds it, has to wait.
+
+        The thread gets the lock back before any thread that is not an observer.
+        """
+        self.assert_held()
+        depth = self._depth
+        user = self.user
+        self._lend()
+        self._depth = 0
+        self._owner = 0
+        for _ in range(depth):
+            self._release()
+        try:
+            # Other threads serve requests meanwhile.
+            with self.waiting():
+                yield
+        finally:
+            for _ in range(depth):
+                self._acquire()
+            self._depth = depth
+            self._owner = threading.get_ident()
+            self.user = user
+            self.end_loan()
+
+    def _lend(self) -> None:
+        self._returned.clear()
+        self._is_lent = True
+
+    def _await_return(self) -> None:
+        """Give the acquired lock back until the loan ends, and acquire it again.
+
+        Raises: KernelError EINTR (the client of the request was killed).
+        """
+        while self._is_lent:
+            self._release()
+            with self.waiting():
+                while not self._returned.wait(LOAN_SLICE):
+                    if self.is_dying():
+                        raise KernelError(errno.EINTR, "a debugger holds the guest")
+            self._acquire()
 
     def yield_lock(self) -> None:
         """Wait until the threads that wait for the lock have taken it, for at most MAX_YIELD_SECONDS.

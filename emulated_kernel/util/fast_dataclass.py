@@ -67,7 +67,7 @@ else:
     from types import CellType, FunctionType, MemberDescriptorType
 
     _MISSING = object()
-    """Stands for a default that a field does not have."""
+    """Marker in place of a default that a field does not have."""
 
     class _Factory:
         """Class of the marker that is a parameter's default in `__init__` if the field has a factory."""

@@ -30,9 +30,12 @@ class Limit(Enum):
     HIST_BYTES = "hist_bytes"
     """Maximum size of the host's memory for keys and variables of all histograms, in bytes."""
     USER_HIST_BYTES = "user_hist_bytes"
-    """Maximum part of HIST_BYTES of a user who is neither root nor the owner of the mount."""
+    """Maximum part of HIST_BYTES that one user takes, who is neither root nor the owner of the mount."""
     USER_RECORD_BYTES = "user_record_bytes"
-    """Maximum size of all ring buffers and snapshots that such a user has allocated, in bytes."""
+    """Maximum size in bytes of all ring buffers and snapshots that one user has allocated.
+
+    It limits users who are neither root nor the owner of the mount.
+    """
     SCRATCH_BYTES = "scratch_bytes"
     """Maximum size of the data in scratch/ and dev/, in bytes; data takes whole pages."""
     RUN_BUDGET_MS = "run_budget_ms"
@@ -164,7 +167,7 @@ class MemoryBudget:
         self._share = share
         self.user = user
         self.used = 0
-        """Number of bytes in use."""
+        """Number of bytes that all users together have in use."""
         self._by_user: Counter[int] = Counter()
 
     @property

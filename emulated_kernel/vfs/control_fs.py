@@ -69,7 +69,7 @@ class ControlFile(FileDescription):
         self.number: int | None = None
         """The descriptor's number in the process that opened the file, or None if it is unknown."""
         self.task: Any = None
-        """The guest's task that made the last call on the file, or None; only GuestCalls uses it."""
+        """The guest's task that made the last call on the file; None before. Only GuestCalls uses it."""
 
     @property
     def stream(self) -> bool:
@@ -78,7 +78,7 @@ class ControlFile(FileDescription):
 
     @property
     def acts_on_close(self) -> bool:
-        """Implement FileDescription.acts_on_close, by the node's open file."""
+        """Whether release() has an effect that other files show; see FileDescription."""
         return self.inner.acts_on_close
 
     @property
@@ -87,8 +87,12 @@ class ControlFile(FileDescription):
         return self.inner.node.reads_host and self.inner.writable
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """Implement FileDescription.getattr, and let the guest repeat the client's call."""
+        """Return the file's attributes, and let the guest repeat the client's call; see FileDescription."""
         fs = self.fs
+        if fs.lock.is_lent:
+            with fs.lock.observing():
+                self.check()
+                return fs.tree.stat(self.inner.node)
         informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock:
             self.check()
@@ -98,30 +102,36 @@ class ControlFile(FileDescription):
             return fs.tree.stat(self.inner.node)
 
     def informed(self, client: Client) -> Client:
-        """Implement FileDescription.informed, by GuestCalls.informed_of_file()."""
+        """Return the client with facts, by GuestCalls.informed_of_file(); see FileDescription."""
+        if self.fs.is_observed(self.path, self.flags):
+            return client
         return self.fs.calls.informed_of_file(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Implement FileDescription.read, by GuestCalls.read()."""
+        """Read from the file step by step, by GuestCalls.read(); see FileDescription."""
         step = partial(self._read, client, size, offset)
         return retry_yielding_lock(self.fs.lock, step, _go_on)
 
     def _read(self, client: Client, size: int, offset: int) -> bytes:
         """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), as read()."""
+        if self.fs.is_observed(self.path, self.flags):
+            with self.fs.lock.observing():
+                self.check()
+                return self.inner.read_step(size, offset)
         with self.fs.lock:
             if self.error:
                 raise self.gone()
             return self.fs.calls.read(client, self, size, offset)
 
     def read_page(self, client: Client, size: int, offset: int) -> bytes:
-        """Implement FileDescription.read_page, by GuestCalls.read_page()."""
+        """Return a page of the file, by GuestCalls.read_page(); see FileDescription."""
         del offset
         with self.fs.lock:
             self.check()
             return self.fs.calls.read_page(client, self, size)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Implement FileDescription.write, piece by piece.
+        """Write data to the file, piece by piece; see FileDescription.
 
         If the write names files of the host, read them first, without the lock.
         """
@@ -148,13 +158,13 @@ class ControlFile(FileDescription):
             raise KernelError(errno.EINTR, "the process was killed")
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """Implement FileDescription.poll, by the node's open file. Lock: takes."""
+        """Return the node's ready events as a poll mask; see FileDescription. Lock: takes."""
         with self.fs.lock:
             self.check()
             return self.inner.poll(notify)
 
     def wait(self, timeout: float) -> None:
-        """Implement FileDescription.wait, by the node's open file."""
+        """Wait until the node's open file may be ready; see FileDescription."""
         self.inner.wait(timeout)
 
     def give_up(self, client: Client, error: int) -> None:
@@ -181,7 +191,8 @@ class ControlFile(FileDescription):
         Lock: takes.
         """
         fs = self.fs
-        with fs.lock:
+        is_observer = self.fd is None and fs.is_observed(self.path, self.flags)
+        with fs.lock.observing() if is_observer else fs.lock:
             if self.error:
                 return
             del fs.opened[self]
@@ -207,8 +218,11 @@ class ControlDirectory(OpenDirectory):
         self.number: int | None = None
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """Implement FileDescription.getattr, and let the guest repeat the client's call."""
+        """Return the attributes of the directory, and let the guest repeat the call; see FileDescription."""
         fs = self.fs
+        if fs.lock.is_lent:
+            with fs.lock.observing():
+                return fs.tree.getattr(require_path(self.path))
         informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock:
             if informed is not None:
@@ -217,13 +231,15 @@ class ControlDirectory(OpenDirectory):
             return fs.tree.getattr(require_path(self.path))
 
     def listed(self, client: Client) -> None:
-        """Implement OpenDirectory.listed, by GuestCalls.listed()."""
+        """Let the guest repeat the client's getdents64(2), by GuestCalls.listed(); see OpenDirectory."""
+        if self.fs.lock.is_lent:
+            return
         with self.fs.lock:
             self.fs.calls.listed(client, self)
 
     def release(self) -> None:
-        """Implement FileDescription.release, and close the guest's descriptor. Lock: takes."""
-        with self.fs.lock:
+        """Release the description, and close the guest's descriptor; see FileDescription. Lock: takes."""
+        with self.fs.lock.observing() if self.fd is None else self.fs.lock:
             self.fs.opened.pop(self, None)
             if self.fd is not None and not self.error:
                 self.fs.calls.release(self)
@@ -276,7 +292,7 @@ class PendingWrite:
         Raises: YieldLock (more steps follow), KernelError.
         """
         self.plan: Callable[[], int] | None = None
-        """Function that does one step, or None. GuestCalls.write() stores it here between its calls."""
+        """Function that does one step; None before the first step. GuestCalls.write() keeps it here."""
         self.kept = ExitStack()
         """Resources of the guest's call, which are released when the write has ended."""
 
@@ -532,7 +548,7 @@ class ControlFs(FileSystem):
         return [opened for opened in self.opened if isinstance(opened, ControlFile)]
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
-        """Implement FileSystem.informed, by GuestCalls.informed()."""
+        """Return the client with facts about its process, by GuestCalls.informed(); see FileSystem."""
         return self.calls.informed(client, opened)
 
     # Names
@@ -544,19 +560,19 @@ class ControlFs(FileSystem):
         """
         found = None
         try:
-            with self.lock:
+            with self.lock.observing():
                 found = self.tree.getattr(path)
             return found
         finally:
-            if client is not None and self.calls.sees_lookups:
+            if client is not None and self.calls.sees_lookups and not self.lock.is_lent:
                 informed = self.calls.informed(client(), None if found is None else "")
                 with self.lock:
                     self.calls.looked_up(informed, path, found)
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """Implement FileSystem.readdir, by the tree."""
+        """Return the entries of a directory of the tree; see FileSystem."""
         del client
-        with self.lock:
+        with self.lock.observing():
             return self.tree.readdir(path)
 
     def readlink(self, client: Client, path: str) -> str:
@@ -565,8 +581,11 @@ class ControlFs(FileSystem):
             return self.tree.readlink(client, path)
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
-        """Implement FileSystem.open, by GuestCalls.open(), and report O_TRUNC to the watcher."""
+        """Open a file by GuestCalls.open(), and report O_TRUNC to the watcher; see FileSystem."""
         if not flags & os.O_TRUNC:
+            if self.is_observed(path, flags):
+                with self.lock.observing():
+                    return self._open_unseen(client, path, flags)
             with self.lock:
                 return self._open(client, path, flags)
         with self.settled(), self._changing():
@@ -574,6 +593,17 @@ class ControlFs(FileSystem):
             if self.watcher is not None:
                 self.watcher.truncated(path)
             return file
+
+    def is_observed(self, path: str, flags: int = os.O_RDONLY) -> bool:
+        """Return True if a request must be served without the guest, because a debugger holds the guest."""
+        return self.lock.is_lent and path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY
+
+    def _open_unseen(self, client: Client, path: str, flags: int) -> ControlFile:
+        """Open a file for a client, without a call of the guest."""
+        file = ControlFile(self, path, flags, client)
+        GuestCalls.open(self.calls, client, file)
+        self.opened[file] = None
+        return file
 
     def _open(self, client: Client, path: str, flags: int) -> ControlFile:
         file = ControlFile(self, path, flags, client)
@@ -588,7 +618,12 @@ class ControlFs(FileSystem):
             return self.tree.create(path)
 
     def opendir(self, client: Client, path: str) -> ControlDirectory:
-        """Implement FileSystem.opendir. The guest opens the directory too if a probe could notice."""
+        """Open a directory, in the guest too if a probe could notice the call; see FileSystem."""
+        if self.lock.is_lent:
+            with self.lock.observing():
+                directory = ControlDirectory(self, path)
+                self.opened[directory] = None
+                return directory
         with self.lock:
             directory = ControlDirectory(self, path)
             self.calls.opendir(client, directory)
@@ -596,14 +631,17 @@ class ControlFs(FileSystem):
             return directory
 
     def chdir(self, client: Client, path: str) -> None:
-        """Implement FileSystem.chdir, by GuestCalls.chdir()."""
+        """Report a client's new working directory to the guest, by GuestCalls.chdir(); see FileSystem."""
         with self.lock:
             self.calls.chdir(client, path)
 
     # Changes
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """Implement FileSystem.mkdir, and report to the watcher. In instances/, create a trace array."""
+        """Create a directory, and report it to the watcher; see FileSystem.
+
+        In instances/, a new directory is a new trace array.
+        """
         with self.settled(), self._changing():
             self.note_user(client)
             tree = self.tree
@@ -614,7 +652,7 @@ class ControlFs(FileSystem):
                 self.watcher.made(path)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """Implement FileSystem.rmdir, and report to the watcher."""
+        """Remove a directory, and report the removal to the watcher; see FileSystem."""
         with self.settled(), self._changing():
             tree = self.tree
             self.calls.change(client, ("rmdir", "unlinkat"), path, lambda: tree.rmdir(client, path))
@@ -665,19 +703,19 @@ class ControlFs(FileSystem):
             self.tree.mknod(client, path, mode)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
-        """Implement FileSystem.chmod by the tree, after the guest repeated the client's call."""
+        """Set the permission bits of a node, after the guest repeated the client's call; see FileSystem."""
         with self.lock:
             self.calls.repeat_call(client, path, ("chmod", "fchmodat"), ("fchmod",))
             self.tree.chmod(client, path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """Implement FileSystem.chown by the tree, after the guest repeated the client's call."""
+        """Set the owner and group of a node, after the guest repeated the client's call; see FileSystem."""
         with self.lock:
             self.calls.repeat_call(client, path, ("chown", "lchown", "fchownat"), ("fchown",))
             self.tree.chown(client, path, uid, gid)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Implement FileSystem.utimens by the tree, after the guest repeated the client's call."""
+        """Set the times of a node, after the guest repeated the client's call; see FileSystem."""
         with self.lock:
             self.calls.repeat_call(client, path, ("utimensat",), ("utimensat",))
             self.tree.utimens(client, path, atime_ns, mtime_ns)
@@ -690,12 +728,12 @@ class ControlFs(FileSystem):
         """Implement FileSystem.name_lasts: the kernel's own names last while the guest sees no lookups."""
         if self.calls.sees_lookups:
             return False
-        with self.lock:
+        with self.lock.observing():
             return self.tree.is_kernels_name(path)
 
     def needs_closes(self, path: str) -> bool:
         """Implement FileSystem.needs_closes: return True for directories of instances/."""
-        with self.lock:
+        with self.lock.observing():
             try:
                 above = self.tree.lookup(path.rpartition("/")[0])
             except KernelError:
@@ -709,7 +747,7 @@ class ControlFs(FileSystem):
     # For the daemon
 
     def open_in_guest(self, *, names_end: bool = True) -> None:
-        """Implement FileSystem.open_in_guest, by GuestCalls.open_unseen()."""
+        """Open the open files in the guest too, by GuestCalls.open_unseen(); see FileSystem."""
         self.lock.assert_held()
         if names_end:
             self._end_names(None)
@@ -751,8 +789,8 @@ class ControlFs(FileSystem):
         return any(file.inner.is_between_parts for file in self.files())
 
     def is_dead(self) -> bool:
-        """Implement FileSystem.is_dead, by GuestCalls.is_dead."""
-        with self.lock:
+        """Return True if the guest can't run any more, by GuestCalls.is_dead; see FileSystem."""
+        with self.lock.observing():
             return self.calls.is_dead
 
     def settled(self) -> AbstractContextManager[object]:
@@ -760,7 +798,10 @@ class ControlFs(FileSystem):
         return nullcontext() if self.watcher is None else _settled(self.watcher)
 
     def close(self) -> None:
-        """Implement FileSystem.close. Releasing an open file wakes the threads that wait for the file."""
+        """Release all open files, because the mount ends; see FileSystem.
+
+        The release of an open file wakes the threads that wait for the file.
+        """
         with self.settled(), self.lock:
             files = self.files()
             super().close()

@@ -501,12 +501,18 @@ class Mount:
         for notify in pollers:
             notify()
 
+    @property
+    def is_debugged(self) -> bool:
+        """Whether a debugger holds the guest. Lock: leaves."""
+        return self._root.lock.is_lent
+
     def is_dead(self) -> bool:
         """Return True if the guest cannot run any more. Lock: takes, as every request does."""
         return self._root.is_dead()
 
     def close(self) -> None:
         """End the mount: wake all waiters, and refuse further requests with EIO."""
+        self._root.lock.end_debugging()
         self._closed = True
         # Hazard: clear the handles before waiting for the lock, so that woken waiters find no handle.
         self._handles = {}

@@ -106,6 +106,7 @@ def enter_namespace(*, real_root: bool = False) -> None:
 
     An ordinary user becomes root of a user namespace.
 
+    `real_root`: root's command keeps this process's rights, so open files and directories need no check.
     Raises: CliError (also if an open file of this process would give the command access to the host's
     tracefs).
     """
@@ -214,7 +215,7 @@ def _lay_over(directory: str, work: Path, *, real_root: bool) -> None:
 
 
 def _tree_of_host(fstype: str, work: Path) -> int | None:
-    """Return a detached mount of a directory of the host's tracefs or debugfs, or None.
+    """Return a detached mount of a directory of the host's tracefs or debugfs; None if it can't be mounted.
 
     The caller covers this mount with kprobefs's own mount, so that each table of mounts has a line for it.
     The user namespace locks both mounts. If the file system has an empty directory, return a mount of it.
@@ -337,6 +338,7 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
 
     Without such a mount, the kernel refuses `unshare --mount-proc` in a user namespace. The mount is
     read-only, so user namespaces can mount only a read-only /proc.
+    `real_root`: the command keeps this process's rights.
     """
     _mount("tmpfs", DEBUG, 0, "tmpfs")
     place = f"{DEBUG}/{PRISTINE_PROC}"
@@ -366,7 +368,11 @@ def _complete_mounts(work: Path) -> None:
 
 
 def _lay_switch(ours: str, switch: str, work: Path) -> None:
-    """Mount a switch of the mount at its path below /proc/sys, even if the host's kernel lacks it."""
+    """Mount a switch of the mount at its path below /proc/sys, even if the host's kernel lacks it.
+
+    `ours`: path of the switch in kprobefs's mount. `switch`: its path below /proc/sys.
+    `work`: directory for a temporary mount.
+    """
     group, name = os.path.split(switch)
     place = f"{SYSCTL}/{group}"
     if not os.path.exists(f"{place}/{name}"):
@@ -448,7 +454,10 @@ def _system_call(number: int, what: str, *arguments: int | bytes) -> int:
 
 
 def _call(name: str, what: str, *arguments: object) -> int:
-    """Call a function of the C library. Raises: CliError (its result is negative)."""
+    """Call a function of the C library. Raises: CliError (its result is negative).
+
+    `what`: what the call does, for the message.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     result = int(getattr(libc, name)(*arguments))
     if result < 0:

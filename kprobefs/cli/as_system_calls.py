@@ -162,7 +162,10 @@ class _Waiting:
 
 
 class _Caller:
-    """The task of a call: its memory and its files, in a thread that serves no other task."""
+    """Access to the memory and the files of a task that waits in a call, for the thread that answers it.
+
+    The thread serves no other task.
+    """
 
     def __init__(self, waiting: _Waiting) -> None:
         """Open the memory of the task that waits, and its directory in /proc. Raises: OSError."""
@@ -203,7 +206,10 @@ class _Caller:
         return self.open(f"fd/{number & 0xFFFFFFFF}", os.O_PATH)
 
     def path_of(self, opened: int) -> str:
-        """Return the path of a file that this process has open. Raises: OSError."""
+        """Return the path of the file that this process has open as descriptor `opened`.
+
+        Raises: OSError.
+        """
         return os.readlink(f"self/fd/{opened}", dir_fd=self._proc)
 
     @property
@@ -221,7 +227,7 @@ class _Caller:
         return self.lookup.open(self.read_text(address))
 
     def read_text(self, address: int) -> bytes:
-        """Return the text at `address`, without its end. Raises: OSError."""
+        """Return the NUL-terminated text at `address`, without the NUL. Raises: OSError."""
         found = b""
         while b"\0" not in found and len(found) < PATH_MAX:
             # The next page may not be mapped.
@@ -246,7 +252,7 @@ class _Caller:
             return errno.EFAULT
 
     def _may_write(self, start: int, end: int) -> bool:
-        """Whether the task may write to all of a range."""
+        """Return True if the task may write to all addresses from `start` up to `end`."""
         with open(os.dup(self._maps), "rb") as lines:
             for line in lines:
                 words = line.split(None, 2)
@@ -290,7 +296,7 @@ def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
 
 
 def errno_of(action: Callable[[], None]) -> int:
-    """Return the errno with which an action fails in a forked process, or 0."""
+    """Return the errno with which an action fails in a forked process, or 0 if it succeeds."""
     child = os.fork()
     if not child:
         status = errno.EIO

@@ -64,10 +64,10 @@ class Call:
 
 @dataclass(frozen=True)
 class _Abi:
-    """System calls of the programs of one architecture."""
+    """Numbers of the system calls that programs of one ABI make, as far as the filter needs them."""
 
     arch: int
-    """AUDIT_ARCH_*"""
+    """Value of AUDIT_ARCH_* for the ABI. The filter compares it with `arch` of struct seccomp_data."""
     calls: dict[int, Call]
     perf_event_open: tuple[int, ...]
 
@@ -86,7 +86,7 @@ class Machine:
     """
 
     def call(self, arch: int, number: int) -> Call:
-        """Return a call of the filter."""
+        """Return the intercepted call that has the number `number` in the ABI with the value `arch`."""
         return next(abi.calls[number] for abi in self.abis if abi.arch == arch)
 
 
@@ -191,7 +191,10 @@ def install_filter(*, own_user: bool, listen: bool) -> int | None:
 
 
 def _filter_code(machine: Machine, *, own_user: bool, listen: bool) -> list[bytes]:
-    """Return the filter's instructions: for each architecture a list of numbers and their verdicts."""
+    """Return the filter's instructions: for each ABI, comparisons of a call's number.
+
+    Intercepted calls are passed to the listener or fail with EACCES. All other calls are allowed.
+    """
     code = [_instruction(_LOAD, _OFFSET_ARCH)]
     for abi in machine.abis:
         verdicts = {

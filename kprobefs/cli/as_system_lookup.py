@@ -18,7 +18,7 @@ from kprobefs.cli.as_system_filter import system_call, this_machine
 CAP_SYS_PTRACE = 1 << 19
 CAP_SYS_ADMIN = 1 << 21
 MAX_LINKS = 40
-"""Mirrors: MAXSYMLINKS."""
+"""Maximum number of symbolic links that one lookup follows. Mirrors: MAXSYMLINKS."""
 _OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS = 2
 _AT_FDCWD = -100
@@ -241,7 +241,7 @@ class Lookup:
         return self._open(own, self._proc)
 
     def _is_magic(self, name: bytes, here: int, process: int) -> bool:
-        """Whether a link leads to a file itself, not to a path."""
+        """Return True if a link in a directory of /proc leads to a file itself, and not to a path."""
         if Found(here).device != Found(process).device:
             return False
         try:
@@ -252,7 +252,10 @@ class Lookup:
         return False
 
     def _follow(self, name: bytes, here: int, process: int) -> int:
-        """Open what a process's link leads to, if the task may."""
+        """Open the file to which a link in a process's /proc directory leads.
+
+        Raises: OSError (EACCES: the task may not follow the links of that process).
+        """
         with self._raised(CAP_SYS_PTRACE):
             if not self.credentials.may_inspect(Credentials(process)):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))

@@ -24,6 +24,7 @@ def install(root: str, *, user: bool) -> list[str]:
     """Write the units below `root`, and reload the running service manager if `root` is /.
 
     Return messages about the changes, and about commands that enable the service. Raises: CliError, OSError.
+    `user`: write the units for a user's service manager instead of the system's.
     """
     is_here = root == "/"
     if user and not is_here:

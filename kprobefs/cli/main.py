@@ -257,7 +257,7 @@ def _completion(parsed: argparse.Namespace) -> int:
 
 
 def _directory(parsed: argparse.Namespace) -> str | None:
-    """Return the mount that DIR or --mount names, or None. Raises: CliError (both are given)."""
+    """Return the mount that DIR or --mount names; None without both. Raises: CliError (both are given)."""
     if parsed.directory is not None and parsed.mount is not None:
         raise CliError(f"{parsed.chosen}: DIR and --mount select two mounts; give one", ExitStatus.USAGE)
     return parsed.directory if parsed.mount is None else str(parsed.mount)
@@ -530,6 +530,13 @@ def _explain(parsed: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
+def _debug_info(parsed: argparse.Namespace) -> int:
+    from kprobefs.plan import debug_info
+
+    debug_info.run(parsed.output, arch=parsed.arch, image=parsed.image)
+    return ExitStatus.OK
+
+
 def _check(parsed: argparse.Namespace) -> int:
     from kprobefs.plan import check_command
 
@@ -668,5 +675,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "coverage": _coverage,
     "explain": _explain,
     "check": _check,
+    "debug-info": _debug_info,
 }
 """Name of a command -> the function that runs it with the parsed options and returns the exit status."""

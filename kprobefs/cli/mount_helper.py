@@ -89,7 +89,7 @@ def _without_defaults(words: Sequence[str]) -> list[str]:
 
 
 def main(of_mount_fuse: Sequence[str] | None = None) -> int:
-    """Mount, and return when the mount answers. Return an exit status of mount(8).
+    """Run the helper: mount, and return an exit status of mount(8) when the mount answers requests.
 
     If mount.fuse(8) is the caller, `of_mount_fuse` has its arguments.
     """

@@ -77,9 +77,12 @@ class _OneKernel(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        del parser, option_string
+        del option_string
         if getattr(namespace, self.dest) is not None:
-            raise argparse.ArgumentError(self, "explain takes one kernel; check and coverage compare several")
+            command = parser.prog.rpartition(" ")[2]
+            raise argparse.ArgumentError(
+                self, f"{command} takes one kernel; check and coverage compare several"
+            )
         setattr(namespace, self.dest, values)
 
 
@@ -261,6 +264,7 @@ def program_parser() -> argparse.ArgumentParser:
     _add_coverage(commands)
     _add_explain(commands)
     _add_check(commands)
+    _add_debug_info(commands)
     for action in commands._get_subactions():
         commands.choices[action.dest].description = f"{str(action.help)[:1].upper()}{str(action.help)[1:]}."
     for command in commands.choices.values():
@@ -420,6 +424,25 @@ def _add_cpu(command: argparse._ActionsContainer) -> None:
         metavar="C",
         help="CPU of the machine with the distribution's kernel: a model (milan, ice-lake-sp, ...), host, or "
         "an archive of the machine's files",
+    )
+
+
+def _add_debug_info(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "debug-info", help="write a kernel's symbols and types to a file for drgn, gdb and crash"
+    )
+    what = command.add_mutually_exclusive_group()
+    what.add_argument(
+        "--arch", metavar="A", help="the built-in kernel of this architecture (default: x86_64)"
+    )
+    what.add_argument(
+        "--image",
+        metavar="F",
+        action=_OneKernel,
+        help="a vmlinuz, a vmlinux, a Debian package, or host (the running kernel)",
+    )
+    command.add_argument(
+        "-o", "--output", metavar="FILE", help="file to write (default: vmlinux-RELEASE.debug)"
     )
 
 

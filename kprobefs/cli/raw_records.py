@@ -15,11 +15,14 @@ from emulated_kernel.util.fast_dataclass import dataclass
 PADDING = 29
 TIME_EXTEND = 30
 TIME_STAMP = 31
-"""Values of type_len of an event header that are no length."""
+"""Values of type_len in an event's header that mean a kind of event, and not the length of its data."""
 ABSOLUTE_BITS = 59
 """Number of bits of an absolute timestamp. The higher bits are those of the page's timestamp."""
 SIZE_MASK = (1 << 27) - 1
-"""Bits of a page's commit word that are its length. The bits above report lost events."""
+"""Mask of the bits in a page's commit word that hold the length of its data.
+
+The bits above them report lost events.
+"""
 FIELD = re.compile(
     r"field:(?P<declaration>[^;]*);\s*offset:(?P<offset>\d+);\s*size:(?P<size>\d+);"
     r"(?:\s*signed:(?P<signed>[01]);)?"
@@ -29,7 +32,7 @@ Value = int | str | list[int]
 
 @dataclass(frozen=True)
 class RawField:
-    """A field of an event."""
+    """A field of an event's records, as the event's `format` file describes it."""
 
     name: str
     kind: str
@@ -108,10 +111,10 @@ def _field(found: re.Match[str]) -> RawField:
 
 @dataclass(frozen=True)
 class RawRecord:
-    """A record of a trace."""
+    """A decoded record of a trace."""
 
     time: int
-    """Nanoseconds of the trace's clock."""
+    """Time of the record, in nanoseconds of the trace's clock."""
     cpu: int
     pid: int
     event: RawFormat

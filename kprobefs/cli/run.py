@@ -157,7 +157,7 @@ class _Runner:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self.pending = 0
-        """Number of a signal that arrived before the command was started, or 0."""
+        """Number of a signal that arrived before the command was started; 0 if none did."""
         self._passed: signal.Signals | None = None
         """The latest signal that was forwarded to the command."""
         self._stdout = stdout

@@ -58,7 +58,10 @@ def _files_below(source: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, scratch: Path, copied: dict[Path, Path], made: list[Path]) -> None:
-    """Copy a file with its mode, or make a directory. Existing files in scratch/ stay unchanged."""
+    """Copy a file with its mode to scratch/, or make a directory. Existing files in scratch/ stay unchanged.
+
+    Add the copy to `copied` (copy -> original), and new directories to `made`.
+    """
     target = scratch / source
     is_directory = source.is_dir()
     for directory in (*reversed(target.parents), *([target] if is_directory else [])):
@@ -84,7 +87,10 @@ def _differ(one: Path, two: Path) -> bool:
 
 
 def _report(names: Sequence[str], what: str) -> None:
-    """Print a one-line message about the files `names`; print nothing if there are none."""
+    """Print a one-line message about the files `names`; print nothing if there are none.
+
+    `what`: what the message says about the files.
+    """
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     if names:
         message = f"{', '.join(names[:NAMES])}{more}: {what}; use absolute paths for files to keep"

@@ -206,7 +206,7 @@ class View:
     is_reversed: bool = False
     chosen: int = 0
     opened: str = ""
-    """Name of the event whose close-up is shown, or ""."""
+    """Name of the event whose close-up is shown, or "" if the list is shown."""
     scrolled: int = 0
     """Number of lines of the close-up's code that are above the screen."""
     shows_keys: bool = False
@@ -418,7 +418,7 @@ def keys(width: int, height: int) -> Group:
 def marked_bytes(text: str, width: int) -> list[Text]:
     """Return the lines of a file `bytes`; each current byte that differs from the original is marked.
 
-    Instructions that do not fit behind their bytes within `width` columns have lines of their own.
+    Instructions that do not fit after their bytes within `width` columns have lines of their own.
     """
     from rich.text import Text
 
@@ -481,6 +481,7 @@ def picture(view: View, probes: Probes, console: Console) -> Group:
 def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
     """Show the probes every `delay` seconds until `q` or for `count` updates; without a terminal, print text.
 
+    `as_json`: print each update as JSON.
     Raises: CliError.
     """
     probes = Probes(directory)

@@ -36,7 +36,7 @@ PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Added to an errno, the exit status of a RecordReader's process that could not write records."""
+"""Sum of this number and an errno: exit status of a RecordReader's process that could not write records."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TraceRequest:
     has_stacks: bool = False
     """Record the stack at each hit."""
     graph: str | None = None
-    """Function whose calls are recorded, or None."""
+    """Function whose call graph is recorded; None if no call graph is."""
 
 
 class TraceSession:
@@ -242,7 +242,7 @@ class AttachedProbes:
             raise CliError(f"--graph {escape_for_terminal(graph)}: {why}") from None
 
     def _nearest(self, name: str) -> str:
-        """Return words that name the symbols most similar to `name`, which does not exist, or ""."""
+        """Return words that name the symbols most similar to the unknown `name`, or "" if none is similar."""
         known: set[str] = set()
         with suppress(OSError):
             symbols = (line.split()[2:3] for line in self._kallsyms.read_text().splitlines())

@@ -31,7 +31,7 @@ class TraceDat:
     printk_formats: str
     saved_cmdlines: str
     pages: Sequence[Sequence[bytes]]
-    """Pages of trace_pipe_raw of each CPU."""
+    """For each CPU, the pages that were read from its trace_pipe_raw."""
     page_size: int
     """Size of a page in bytes, with its head."""
     word_size: int
@@ -39,7 +39,7 @@ class TraceDat:
 
 
 def write(found: TraceDat, file: IO[bytes]) -> None:
-    """Write the file. Raises: OSError."""
+    """Write `found` to `file` in the format of trace.dat. Raises: OSError."""
     head = _head(found)
     # Offset and length of each CPU's pages come before the pages.
     size = len(head) + 16 * len(found.pages)

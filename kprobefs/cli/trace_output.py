@@ -18,7 +18,7 @@ from kprobefs.cli.trace_records import RecordParser, text_line
 
 READ_SIZE = 1 << 16
 LAST_STACK_WORD = {(1 << 64) - 1, (1 << 32) - 1}
-"""Value of the word that may end a recorded stack."""
+"""Values of the word that may end a recorded stack, for 64-bit and 32-bit kernels."""
 
 
 @dataclass
@@ -184,7 +184,10 @@ class DatOutput(RawOutput):
 
 
 class FoldedOutput(RawOutput):
-    """Writes stacks for flame graphs, with their number of records or the nanoseconds of a call graph."""
+    """Writes folded stacks for flame graphs, each with its number of records.
+
+    If a call graph is recorded, each stack has its nanoseconds instead.
+    """
 
     needs_stacks = True
 
@@ -202,7 +205,10 @@ class FoldedOutput(RawOutput):
 
 
 def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tuple[int, list[str], int]]:
-    """Yield pid, stack from the root on, and weight of each stack record and of each graph exit."""
+    """Yield pid, stack from the root on, and weight, for each stack record and each graph exit.
+
+    The weight is 1 for a stack record. For a graph exit, it is the nanoseconds outside of nested calls.
+    """
     graph: dict[int, list[_OpenCall]] = defaultdict(list)
     for record in found:
         name = record.event.name
@@ -223,7 +229,7 @@ def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tupl
 class _OpenCall:
     name: str
     start: int
-    """Time of the entry in nanoseconds."""
+    """Time of the call's entry in nanoseconds."""
     children: int = 0
     """Nanoseconds in the calls of this call."""
 

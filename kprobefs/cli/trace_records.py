@@ -53,7 +53,7 @@ class RecordParser:
         self._last: dict[int, dict[str, object]] = {}
         """CPU -> its last record, for which a stack may follow."""
         self._stack: list[str] | None = None
-        """The stack whose lines follow, or None."""
+        """The stack whose lines are being read; None outside of a stack."""
 
     def add_layout(self, event: str, format_file: str) -> None:
         """Add the layout of an event with this name, from the text of its `format` file."""

@@ -13,7 +13,7 @@ DEFINITION = re.compile(
     r"(?P<kind>[pr]\d*|f\d*)(?::(?:(?P<group>\w+)/)?(?P<event>\w+))?\s+"
     r"(?P<place>(?:[A-Za-z_]|0x)[\w.$:*?]*(?:\+\w+)?(?:%return)?)(?P<arguments>(?:\s.*)?)$"
 )
-"""A line of kprobe_events. Its second word is a place, and no argument."""
+"""Matches a line of kprobe_events whose second word is a place, and not an argument."""
 SHORT = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
 USAGE = (
     "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], a line of kprobe_events (p:EVENT PLACE ...), or t:GROUP:EVENT"
@@ -25,12 +25,12 @@ MAX_NAME = 40
 
 @dataclass(frozen=True)
 class AskedProbe:
-    """One probe of the command line."""
+    """A probe that the command line requests."""
 
     typed: str
-    """The user's own text."""
+    """The probe as the user has typed it."""
     event: str
-    """The event, as group/name."""
+    """The event that records the probe's hits, as group/name."""
     definition: str = ""
     """The line that defines the event, or "" if the kernel has the event already."""
     place: str = ""
@@ -81,7 +81,10 @@ def _parse(text: str, group: str, taken: set[str]) -> AskedProbe:
 
 
 def free_name(place: str, group: str, taken: set[str]) -> str:
-    """Return a name for an event at a place that is not `taken` in its group."""
+    """Return a name for an event, made from `place`, that no event of the group has.
+
+    `taken`: GROUP/NAME of the events that exist.
+    """
     base = re.sub(r"\W", "_", place.rpartition(":")[2])[:MAX_NAME]
     name = base
     while f"{group}/{name}" in taken:

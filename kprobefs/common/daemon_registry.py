@@ -178,7 +178,7 @@ def _lock(file: TextIO) -> bool:
 
 
 def running(directory: str) -> Daemon | None:
-    """Return the live daemon that serves `directory` in this mount namespace, or None."""
+    """Return the live daemon that serves `directory` in this mount namespace; None if none is known."""
     with known(directory) as found:
         return found.daemon if found else None
 

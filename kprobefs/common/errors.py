@@ -19,17 +19,17 @@ class ExitStatus(IntEnum):
     FAILURE = 1
     USAGE = 2
     NOT_MOUNTED = 3
-    """umount, status: kprobefs is not mounted there."""
+    """Exit status of umount and status: kprobefs is not mounted on the given directory."""
     BUSY = 4
-    """status: the mount's kernel is busy with a long request."""
+    """Exit status of status: the mount's kernel is busy with a long request."""
     PANICKED = 5
-    """status: the mount's kernel has stopped for good."""
+    """Exit status of status: the mount's kernel has stopped for good."""
     HUNG = 6
-    """status, mount, umount: the mount's daemon does not answer or does not end."""
+    """Exit status of status, mount and umount: the mount's daemon does not answer or does not end."""
     STALE = 7
-    """status: the mount's daemon is gone."""
+    """Exit status of status: the mount's daemon is gone."""
     RUN_FAILED = 125
-    """run: the mount failed, so the command was not started."""
+    """Exit status of run: the mount failed, so the command was not started."""
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
 

@@ -43,6 +43,8 @@ class MountState(Enum):
     SERVING = "serving"
     BUSY = "busy"
     """The mount's daemon answers, but its kernel is busy with a long request."""
+    DEBUGGED = "debugged"
+    """gdb holds the mount's kernel (machine/gdb). Only files of machine/ are served."""
     PANICKED = "panicked"
     """The mount's kernel has stopped for good; control files still answer."""
     HUNG = "hung"
@@ -55,6 +57,8 @@ class MountState(Enum):
     @property
     def status(self) -> ExitStatus:
         """Exit status of `kprobefs status` for a mount in this state."""
+        if self is MountState.DEBUGGED:
+            return ExitStatus.BUSY
         return ExitStatus.OK if self in (MountState.SERVING, MountState.MOUNTED) else ExitStatus[self.name]
 
 
@@ -220,7 +224,8 @@ class _Question:
             told = self._line(start + ANSWER_TIMEOUT + CONTROL_TIMEOUT)
             if not told:
                 return MountState.BUSY
-            return MountState.PANICKED if told == MountState.PANICKED.value else MountState.SERVING
+            known = (MountState.PANICKED, MountState.DEBUGGED)
+            return next((state for state in known if told == state.value), MountState.SERVING)
         finally:
             os.close(self._pipe)
             os.kill(self._child, signal.SIGKILL)

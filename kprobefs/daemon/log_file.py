@@ -24,6 +24,7 @@ def check_log(path: str, directory: str, *, is_explicit: bool) -> None:
 def open_log(path: str, directory: str, *, truncates: bool, is_explicit: bool = True) -> int:
     """Open the log for appending and return its descriptor; truncate it first if `truncates` is True.
 
+    `is_explicit`: as for check_log().
     Raises: CliError.
     """
     return _open(path, directory, os.O_TRUNC if truncates else 0, is_explicit=is_explicit)

@@ -287,7 +287,10 @@ class Loader:
 
 
 def _has_command(words: Iterable[str], pattern: str, command: str) -> bool:
-    """Return True if a word gives `command` to a function that matches `pattern`."""
+    """Return True if one of `words`, such as `FUNCTION:COMMAND`, has this command and a matching function.
+
+    `pattern`: shell pattern that the word's function must match.
+    """
     for word in words:
         function, _, present = word.partition(":")
         if present == command and fnmatchcase(function, pattern):
@@ -359,7 +362,7 @@ class _ExistingTriggers:
                 self._listed.setdefault(key, []).append(trigger)
 
     def has(self, text: str) -> bool:
-        """Return True if a listed trigger is the wanted one."""
+        """Return True if the trigger file has listed the trigger that the line `text` sets."""
         wanted = _Trigger(text)
         return any(each.covers(wanted) for each in self._listed.get(wanted.key(), ()))
 

@@ -1,6 +1,6 @@
 """KnownNodes: nodes of control files for which kprobefs answers itself, and names that the kernel caches.
 
-libfuse finds a file's path by its node id, in a table behind a lock, and calls back through ctypes. Clients
+libfuse finds a file's path by its node id, in a table with a lock, and calls back through ctypes. Clients
 cannot rename control files, so that the path of a control file's node stays as it is. For these nodes,
 kprobefs keeps the path itself, and answers without libfuse.
 
@@ -44,7 +44,7 @@ from kprobefs.fuse.protocol import (
 )
 
 NAME_VALIDITY = 10
-"""Seconds for which the host's kernel may keep a name, unless it is told that the name has ended."""
+"""Seconds for which the host's kernel may keep a name, unless end_names() has reported its end."""
 MAX_NAMES = 500
 """Maximum number of names that the host's kernel may keep at a time."""
 CACHED_ATTRIBUTES = 500
@@ -119,7 +119,10 @@ class KnownNodes:
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:
-        """Begin with the root's node only. If `may_last` is False, no name ever gets a validity."""
+        """Begin with the root's node only. If `may_last` is False, no name ever gets a validity.
+
+        `names`: the mount, which is asked about its names.
+        """
         self._names = names
         self.device = -1
         """Descriptor of /dev/fuse."""

@@ -169,6 +169,18 @@ def context() -> FuseContext:
     return found
 
 
+class _Served(threading.local):
+    pid = 0
+
+
+_served = _Served()
+
+
+def served_pid() -> int:
+    """Return the process whose request the calling thread serves; 0 if it has served none."""
+    return _served.pid
+
+
 def is_interrupted() -> bool:
     """Return True if the client of the request that this thread answers has received a signal."""
     return bool(_libfuse.fuse_interrupted())
@@ -335,7 +347,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return 0
 
     def open(self, path: bytes, file_info: int) -> int:
-        """Open a file.
+        """Open a file, and store its handle in the struct fuse_file_info at the address `file_info`.
 
         Replaces: FUSE.open, which decodes the path by PATH_CODEC and finds the operation by its name.
         Gains: 2 to 3 % of a round of open, read and close.
@@ -807,6 +819,7 @@ class SessionLoop:
         Return False if there may have been no memory for the reply.
         """
         opcode, unique, node, uid, gid, pid = IN_HEADER.unpack_from(request)
+        _served.pid = pid
         if self._nodes is not None:
             self._nodes.begin(opcode)
         found: bytes | int | None = None

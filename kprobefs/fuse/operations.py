@@ -164,6 +164,7 @@ class Server:
         if not self._options.is_ordered:
             self._lock.waiting = workers.waiting
         self._lock.is_abandoned = operations.is_abandoned
+        self._lock.is_dying = lambda: is_dying(libfuse.served_pid())
         workers.run()
 
     def stop(self) -> None:
@@ -484,7 +485,10 @@ class _Operations:
 
     def readlink(self, path: str) -> str:
         if path == STATE_PATH:
-            found = MountState.PANICKED if self._mount.is_dead() else MountState.SERVING
+            if self._mount.is_debugged:
+                found = MountState.DEBUGGED
+            else:
+                found = MountState.PANICKED if self._mount.is_dead() else MountState.SERVING
             return str(found.value)
         return self._mount.readlink(_client(), path)
 

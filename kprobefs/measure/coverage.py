@@ -499,7 +499,7 @@ def _wrapped(text: str, indent: str) -> str:
 
 
 def share(number: int, of: int) -> str:
-    """Return a share in per cent as text, or "-" if the whole `of` is 0."""
+    """Return what per cent of `of` the count `number` is, as text; return "-" if `of` is 0."""
     return f"{100 * number / of:.1f} %" if of else "-"
 
 

@@ -92,7 +92,12 @@ class Subject:
 
     @property
     def has_optprobes(self) -> bool | None:
-        """Whether the kernel was built with CONFIG_OPTPROBES; None if its symbols do not say so."""
+        """Whether the kernel was built with CONFIG_OPTPROBES; None if its symbols do not say so.
+
+        On RISC-V, only a series that is out of tree has optprobes, which the profile stands for.
+        """
+        if self.arch.startswith("riscv"):
+            return None
         return self._has("arch_prepare_optimized_kprobe")
 
     def _has(self, function: str) -> bool | None:
@@ -120,7 +125,7 @@ def linux_image(source: str) -> Iterator[Subject]:
     for returns in kernel.returns:
         yield Subject(f"Linux {kernel.release}, {returns.value}", "x86_64", kernel.booted(returns))
     if not kernel.returns:
-        yield Subject(f"Linux {kernel.release}", "x86_64", kernel)
+        yield Subject(f"Linux {kernel.release}", kernel.architecture, kernel)
 
 
 def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:

@@ -29,7 +29,7 @@ class Arrow:
 
 
 def arrows(jumps: Iterable[tuple[int, int]], limit: int) -> list[Arrow]:
-    """Return arrows for jumps, in at most `most` lanes. Each jump is (its row, the row of its target).
+    """Return arrows for jumps, in at most `limit` lanes. Each jump is (its row, the row of its target).
 
     Short arrows are next to the listing. Two arrows in one lane do not touch, except if they have the same
     target. A jump for which there is no lane gets no arrow.

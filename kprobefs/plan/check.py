@@ -83,7 +83,7 @@ class Answer:
     address: int = 0
     """The probed address; 0 if there is no probe."""
     probe: TraceKprobe | None = None
-    """The probe that the line has created, or None."""
+    """The probe that the line has created; None if it has created none."""
     extended: str | None = None
     """Outcome by the kernel's strategy; None if there is no strategy or no probe."""
     extended_reason: str = ""
@@ -152,7 +152,7 @@ def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: Ke
 
 
 def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> str:
-    """Return a text to append to an error's message, or "".
+    """Return a hint to append to an error's message, or "" if there is none.
 
     The text has the reason of a refused place, the addresses of an ambiguous symbol, or symbols with names
     similar to an unknown one.

@@ -18,9 +18,9 @@ from kprobefs.measure.verdicts import ProbeOutcome
 _WIDTH = 80
 _COLUMN = 12
 _NARROW_COLUMN = 10
-"""Width of a column if there are many."""
+"""Width in characters of a column of a table, if the table has many columns."""
 _HEAD_WIDTH = 20
-"""Least width of the first column."""
+"""Minimum width in characters of the first column of a table."""
 _MOST = 20
 """Maximum number of functions in the comparison of kernels."""
 

@@ -30,7 +30,7 @@ The address of the real detour is chosen when the probe is registered. Texts wit
 """
 _PAGE = 1 << 12
 EXTENDED = "extended"
-"""Text for probes that only the strategy optimizes."""
+"""Outcome that is shown for a probe that the kernel's strategy optimizes and Linux's rule does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,10 @@ class Explanation:
 
     @property
     def extended_reason(self) -> str:
-        """The tactics that a jump at the place needs, or the rule by which the strategy refuses it, or ""."""
+        """The tactics that a jump at the place needs, or the rule by which the strategy refuses the jump.
+
+        "" if there is nothing to explain.
+        """
         verdict = self.extended
         if verdict is None or self._extended is None:
             return ""

@@ -78,7 +78,7 @@ class _Drawing:
         self.bottom = self._y(len(shown.rows)) + len(shown.notes) * _ROW
 
     def elements(self) -> Iterator[str]:
-        """Yield the SVG elements."""
+        """Yield the SVG elements that draw the listing."""
         title, prototype = self._titles
         yield _text(_MARGIN, self._top - 2 * _ROW, title, "title")
         yield _text(_MARGIN, self._top - _ROW, prototype, "dim")

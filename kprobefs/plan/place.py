@@ -56,7 +56,7 @@ def find_place(text: str, tables: ProbedTables) -> Place:
 
 
 def module_of(text: str) -> str | None:
-    """Return the module in a place of the form MODULE:SYMBOL, or None."""
+    """Return the module in a place of the form MODULE:SYMBOL; None for a place of another form."""
     module, colon, _ = text.partition(":")
     return module if colon else None
 

@@ -30,7 +30,7 @@ from kprobefs.measure.coverage_subject import Subject, booted_kernel
 from kprobefs.measure.verdicts import Judge, chosen_profile
 
 _ALLOWED = "kprobes_allow_optimization"
-"""Symbol of the variable behind sysctl debug.kprobes-optimization."""
+"""Symbol of the variable that sysctl debug.kprobes-optimization shows and sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +260,9 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
     cpu_description = "a CPU for which boot writes plain returns" if kernel.returns else "any CPU"
     made = PlannedKernel(
         f"Linux {kernel.release}",
-        "x86_64",
+        kernel.architecture,
         kernel,
-        _profile(profile_name, "x86_64", kernel),
+        _profile(profile_name, kernel.architecture, kernel),
         cpu_description,
     )
     made.image = image

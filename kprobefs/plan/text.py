@@ -77,7 +77,10 @@ def _insn(row: Row, arrow: str) -> Iterator[str]:
 
 
 def _continued(arrow: str) -> str:
-    """Return the text of arrows below a row, for further lines of an instruction."""
+    """Return the arrow column of a further line of an instruction, below a row with the arrows `arrow`.
+
+    The vertical lines that pass the row continue; all other characters become blanks.
+    """
     return "".join("|" if character in "|,+" else " " for character in arrow)
 
 
@@ -185,7 +188,7 @@ def _labelled(label: str, texts: Iterable[str]) -> Iterator[str]:
 
 
 def relocated(insn: DetourInsn) -> str:
-    """Return the mark of a copied instruction that differs from the original, or ""."""
+    """Return the mark of a copied instruction that differs from its original; "" for other instructions."""
     return "  (relocated)" if insn.is_relocated else ""
 
 

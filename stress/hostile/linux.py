@@ -12,7 +12,6 @@ from emulated_kernel.guests.linux.guest.page_reporting import PageReporting
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.task_table import TaskTable
 from emulated_kernel.guests.linux.initramfs import ROOTS
-from emulated_kernel.guests.linux.kernel_offsets import STACK_TOP
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
 from emulated_kernel.machine.traps.trap import GuestFault
@@ -95,11 +94,10 @@ def readers(engine: LinuxEngine) -> Readers:
     files._words = machine.memory.words
     structs = tasks._structs
     pages = PageReporting(machine.memory, tasks.root, tasks.facts)
-    cells = (tasks.current_cell, tasks.per_cpu + tasks.facts.per_cpu[STACK_TOP])
 
     def adopt() -> object:
         try:
-            table = TaskTable(machine.memory, structs, *cells)
+            table = TaskTable(machine, structs, tasks.facts)
         except GuestFault as fault:
             return fault
         return table.adopt(tasks.init.address)

@@ -97,7 +97,7 @@ def files_below(path: str) -> Iterator[tuple[str, str]]:
         files = kernel.filesystem()
         for entry in files.readdir(path)[2:]:
             opened = files.open(f"{path}/{entry.name}", os.O_RDONLY, client)
-            yield entry.name, opened.read(1 << 20, 0).decode()
+            yield entry.name, opened.read(1 << 20, 0).decode("latin1")
             opened.release()
 
 

@@ -16,7 +16,7 @@ from tests.guests.linux import debian_kernel
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
-EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS = (
+EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS, DEBUGGERS = (
     README.parent / "docs/guide" / name
     for name in (
         "examples.md",
@@ -27,6 +27,7 @@ EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS = (
         "testing.md",
         "library.md",
         "durations.md",
+        "debuggers.md",
     )
 )
 SESSIONS = [
@@ -64,6 +65,17 @@ def test_the_page_of_distributions_kernels_shows_what_debians_shows() -> None:
 def test_the_page_of_durations_shows_what_the_real_clock_shows() -> None:
     session = [step for body in blocks("console real", DURATIONS) for step in steps(body)]
     _compare_session(session, "--clock", "real")
+
+
+@pytest.mark.mounted
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
+@pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
+@pytest.mark.skipif(not KPROBEFS.with_name("drgn").exists(), reason="drgn is not installed")
+def test_the_page_of_debuggers_shows_what_they_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one mount: the tasks, and the file of a read that gdb has stopped."""
+    monkeypatch.setenv("PATH", f"{KPROBEFS.parent}:{os.environ['PATH']}")
+    session = [step for body in blocks("console debugged", DEBUGGERS) for step in steps(body)]
+    _compare_session(session)
 
 
 def _compare_session(session: list[Step], *options: str) -> None:

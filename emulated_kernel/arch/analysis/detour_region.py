@@ -22,7 +22,7 @@ class ScratchRegisters:
     """Registers that the jumps of an optimized probe may overwrite, by pt_regs name."""
 
     entry: str
-    """Register that is dead before the replaced instructions."""
+    """Register that is dead before the replaced instructions; the jump to the detour may overwrite it."""
     exit: str
     """Register that is dead after the replaced instructions, so that the jump back may overwrite it."""
 
@@ -41,7 +41,7 @@ class Region:
     tactics: Tactics = ()
     """The tactics that the jump needs; empty if Linux's rule allows the jump."""
     linux: Rejection | None = None
-    """Linux's rejection of the jump, if the jump needs tactics."""
+    """Linux's rejection of the jump, if the jump needs tactics; otherwise None."""
 
     @property
     def length(self) -> int:

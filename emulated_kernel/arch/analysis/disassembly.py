@@ -23,13 +23,14 @@ _LOWER = re.compile(
     r"(?P<head>(?:jalr|addi) \w+, (?P<source>\w+), |[ls][bhwd]u? \w+, )"
     r"(?P<number>-?0x[0-9a-f]+|-?[0-9]+)(?:\((?P<base>\w+)\))?"
 )
-"""Patterns for the two RISC-V instructions that form an address."""
+"""Pattern for a RISC-V instruction that can add the lower 12 bits of an address to the result of an auipc."""
 
 
 def address_names(lookup: Callable[[int], Location | None]) -> AddressName:
-    """Return a function that names addresses, `lookup` being a function that finds the symbol of an address.
+    """Return a function that names an address by its symbol and offset.
 
-    Read-only data has a name only at a symbol, because most of it, such as strings, has no symbols.
+    `lookup` finds the symbol of an address. An address in read-only data has a name only if it is a symbol's
+    start, because most read-only data, such as strings, has no symbols.
     """
 
     def name(addr: int) -> str | None:
@@ -95,7 +96,10 @@ class Disassembler:
         ]
 
     def _named(self, text: str, addr: int, size: int, name: AddressName) -> str:
-        """Return the text of an x86 instruction with names and hexadecimal numbers."""
+        """Return the text of an x86 instruction with names and hexadecimal numbers.
+
+        `size`: size of the instruction at `addr` in bytes, after which relative targets begin.
+        """
 
         def shown(found: re.Match[str]) -> str:
             number = int(found[1], 0)
@@ -122,9 +126,9 @@ class Disassembler:
 
 
 def _riscv_named(insns: list[tuple[int, int, str]], name: AddressName) -> Iterator[tuple[int, int, str]]:
-    """Iterate over RISC-V instructions, with names of branch targets.
+    """Yield RISC-V instructions (address, size in bytes, text), with names of branch targets.
 
-    An auipc and the instruction after it may form one address.
+    An auipc and the instruction after it may form one address, which is then named as well.
     """
     texts = [_with_target(text, at, name) for at, _, text in insns]
     for number, ((at, _, high), (_, _, low)) in enumerate(pairwise(insns)):

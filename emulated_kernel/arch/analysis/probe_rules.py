@@ -13,7 +13,7 @@ _CORE = "arch/x86/kernel/kprobes/core.c"
 
 
 class ProbeRule(LinuxRule):
-    """A rule, which not all versions of Linux have, about where probes and jumps can be."""
+    """A rule about where probes and jumps can be placed, which only some versions of Linux have."""
 
     EXCEPTION_INSNS = (
         "6.12",

@@ -11,7 +11,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 class RejectSubject(Enum):
-    """Kind of object that a rejection names at its address."""
+    """Kind of object that the text of a rejection shows: the instruction at the address, or a register."""
 
     INSN = auto()
     REGISTER = auto()

@@ -174,7 +174,7 @@ class FrameInsn:
     effect: Effect
     flow: Flow = Flow.NEXT
     target: int | None = None
-    """Address that a direct jump, branch or call goes to."""
+    """Address that a direct jump, branch or call goes to; None for other instructions."""
 
 
 class FunctionFrames:
@@ -236,6 +236,7 @@ def find_frames(
     A call or trap may never return, so it determines the frame after it only if no other path leads there. If
     another path arrives with a different stack pointer, the call is recorded as a dead end and the search
     restarts.
+    `by_interrupt`: an interrupt enters the function, so the ip that it goes back to is no return address.
     """
     found = search_frames(insns, entries, ways, stack_pointer)
     return FunctionFrames(found.frames, by_interrupt, found.exits)
@@ -283,9 +284,9 @@ class FrameSearch:
         The continuations of calls are searched first, as calls are more likely to return.
         """
         self.guessed: set[int] = set()
-        """Addresses that no known path reaches, such as padding."""
+        """Addresses that no known path reaches, such as padding, from which _guess() continued the search."""
         self._jumped: Frame | None = None
-        """Frame before the latest indirect jump."""
+        """Frame before the latest indirect jump that the search has reached; None before the first one."""
 
     def run(self) -> bool:
         """Run the search; return False if a call or trap turned out to be a dead end."""
@@ -359,7 +360,10 @@ class FrameSearch:
             self._pending.append(to)
 
     def _guess(self) -> bool:
-        """Continue with unreached code, assuming that an indirect jump leads there through a table."""
+        """Continue the search at the next unreached address, as if an indirect jump led to it.
+
+        Return False if no indirect jump was found, or if no address is left.
+        """
         if self._jumped is None:
             return False
         at = next((at for at in self._insns if at not in self.frames), None)

@@ -27,7 +27,7 @@ _PART_MASK = (1 << _PART_BITS) - 1
 _ADDRESSES = 1 << 64
 """Number of addresses, modulo which a distance is computed."""
 _LEAST = -1 << 63
-"""The most negative distance that an index can hold."""
+"""Number of 64-bit addresses. Distances between addresses are computed modulo this number."""
 Ways = tuple["array[int]", "array[int]"]
 """Target offsets within one 64 KiB part of the text, and the distance from each target to its source."""
 _NONE: Ways = array("H"), array("q")
@@ -106,7 +106,10 @@ class CodeXrefs:
             self.__dict__.pop(name, None)
 
     def targets(self, region: range) -> set[int]:
-        """Return the addresses in `region` that jump labels, or possible branches from outside, lead to."""
+        """Return the addresses in `region` to which jump labels or outside branches may lead.
+
+        A branch is an outside branch if its source is not in `region`.
+        """
         branches = (*self._own_branches.pairs(region), *self._module_branches.pairs(region))
         found = {target for target, source in branches if source not in region}
         found.update(target for target, _ in self._labels.pairs(region))

@@ -11,7 +11,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CELL_SIZE = 8
-"""Size in bytes of a cell on every architecture."""
+"""Size in bytes of a cell: a variable of per-CPU data that an assembly handler refers to by name."""
 _COMMENT = re.compile(r"#.*|//.*")
 _LABEL = re.compile(r"\s*([A-Za-z_.$][\w.$]*)\s*:")
 _STATEMENT = re.compile(r"[^;]+")

@@ -27,8 +27,9 @@ def overwritten_by_assembly(program: Program) -> frozenset[str]:
 
 
 def cost(name: str, live: Collection[str], reads: Collection[str]) -> int:
-    """Return how expensive the use of a register is: 0 if it is dead and the program doesn't read it.
+    """Return the rank by which registers are chosen for a program; a lower rank is cheaper.
 
+    The rank is 0 if the register is dead and the program doesn't read its value at the hit.
     `live`: registers that the probed code may still read. `reads`: registers that the program reads.
     """
     return 4 * (name in reads) + 2 * (name in live)

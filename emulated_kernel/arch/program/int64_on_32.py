@@ -22,7 +22,7 @@ _ONE_OF_BOTH = {
     Condition.ANY_BIT: (Condition.ANY_BIT, True),
     Condition.NO_BIT: (Condition.ANY_BIT, False),
 }
-"""Condition on 8 bytes -> condition that decides if it holds for a half, and the result in this case."""
+"""Condition on 8 bytes -> condition that decides the result if it holds for either half, and that result."""
 _ORDER = {
     Condition.BELOW: (Condition.BELOW, Condition.BELOW),
     Condition.BELOW_EQ: (Condition.BELOW, Condition.BELOW_EQ),

@@ -324,7 +324,7 @@ class JumpTo(Op):
 
 
 Program = tuple[Op, ...]
-"""Sequence of ops, which ends after the last op. Ops after a Jump run only if a label leads to them."""
+"""Sequence of ops, left after the last one. Ops after a Jump run only if a label leads to them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,10 @@ from enum import Enum, auto
 from emulated_kernel.arch.program.ir import CallHost, Jump, Label, Op, Place, Program
 
 HostAction = Callable[[], bool]
-"""Host's action for a CallHost. If it returns True, control continues after the op, else at its label."""
+"""Function that the host runs for a CallHost op.
+
+If it returns True, control continues after the op, else at the op's label.
+"""
 
 
 class EntryKind(Enum):

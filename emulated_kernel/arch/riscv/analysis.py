@@ -56,7 +56,10 @@ class RiscvFunctionAnalysis:
     """A function decoded once, with the branches and the data flow that probe checks need."""
 
     def __init__(self, function: Function, *, compressed: bool, fentry: Set[int] = frozenset()) -> None:
-        """Decode a function. `fentry`: addresses of the kernel's fentry sites."""
+        """Decode a function. `fentry`: addresses of the kernel's fentry sites.
+
+        `compressed`: the kernel uses RVC.
+        """
         self.function = function
         self.fentry = fentry
         self._compressed = compressed
@@ -100,7 +103,7 @@ class RiscvFunctionAnalysis:
         return decode_insn(self.function.code[at : at + RVI_SIZE], compressed=self._compressed)
 
     def jump_into(self, inside: range) -> int | None:
-        """Return the address of the first jump or branch whose target is in `inside`, or None."""
+        """Return the address of the first jump or branch with a target in `inside`; None if there is none."""
         if self._sources.keys().isdisjoint(inside):
             return None
         return min((source for to in inside for source in self._sources.get(to, ())), default=None)

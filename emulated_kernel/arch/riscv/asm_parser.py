@@ -157,7 +157,7 @@ class _SourceLine:
         return value
 
     def cell_operand(self) -> tuple[str, int] | None:
-        """Return the cell that the instruction accesses and the offset in it, or None."""
+        """Return the cell's name and the offset in it if the instruction accesses a cell, else None."""
         takes = self.name in _LOADS or self.name in _STORES or self.name == "la"
         if not takes or len(self.operands) < 2:
             return None
@@ -168,7 +168,10 @@ class _SourceLine:
         return cell[1], -offset if cell[2] == "-" else offset
 
     def check_effect(self, reads: int, writes: int) -> None:
-        """Refuse an instruction that writes a reserved register, or reads sp. Raises: KernelError EINVAL."""
+        """Refuse the instruction if it writes a reserved register, or reads sp. Raises: KernelError EINVAL.
+
+        `reads`, `writes`: masks of the registers that the instruction reads and writes.
+        """
         for number, why in _RESERVED_REGISTERS.items():
             if writes >> number & 1 or (number == SP and reads >> number & 1):
                 raise self.statement.refused(why)
@@ -194,7 +197,10 @@ class _SourceLine:
         return branch(_BRANCHES[self.name], self.register(0), self.register(1), target - at)
 
     def memory(self, index: int) -> tuple[int, int]:
-        """Return the base register and the offset of a memory operand."""
+        """Return the base register's number and the offset in bytes of the memory operand number `index`.
+
+        Raises: KernelError EINVAL (the operand is no address).
+        """
         found = _MEMORY.fullmatch(self.operands[index])
         base = _NUMBERS.get(found[2].lower()) if found else None
         if found is None or base is None:
@@ -311,7 +317,10 @@ def _nop(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
 
 
 def _branch(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
-    """Encode a branch without its target, or a nop in place of a jump."""
+    """Encode a conditional branch with an offset of 0; return a nop as the placeholder for `j`.
+
+    The caller fills in the target.
+    """
     if line.name == "j":
         line.check_count(1)
         return addi(ZERO, ZERO, 0)

@@ -41,7 +41,7 @@ from emulated_kernel.arch.riscv.relocate import RELOCATED_CALLS, relocate, reloc
 MAX_REGION = 10
 """Maximum size in bytes of a region: three compressed instructions and one of 4 bytes."""
 _MAX_GROWTH = 4 * 10
-"""Upper limit of the bytes by which relocation makes a region longer: four branches of 2 bytes become 12."""
+"""Upper limit of the growth of a region by relocation: each of four 2-byte branches becomes 12 bytes."""
 MAX_COPIED = MAX_REGION + _MAX_GROWTH + LONG_JUMP_SIZE
 MAX_DETOUR = 384
 RETURN_ROOM = SIZE + 2 * WORD
@@ -71,7 +71,10 @@ def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
 
 
 def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn, bytes]]:
-    """Iterate over a region's instructions except padding: address, instruction, and code for a copy."""
+    """Iterate over a region's instructions except padding: address, instruction, and code for a copy.
+
+    `to`: address of the first copy. `compressed`: the kernel uses RVC.
+    """
     scratch = _NUMBERS[_scratch(region).exit]
     copied = region.code[: region.length - region.padding]
     for at, insn in decode_all(copied, region.addr, compressed=compressed):
@@ -82,7 +85,10 @@ def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[t
 
 
 def original_place(region: Region, copied: int, address: int, *, compressed: bool) -> OriginalPlace:
-    """Implement Arch.original_place."""
+    """Implement Arch.original_place: map an address in the relocated instructions to the original one.
+
+    No relocated RISC-V instruction pushes, so `pushed` of the result is 0.
+    """
     at = copied
     for original, insn, code in _relocated_insns(region, copied, compressed=compressed):
         if address < at + len(code):

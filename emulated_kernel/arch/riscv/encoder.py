@@ -148,7 +148,10 @@ def set_register(rd: int, value: int) -> bytes:
 
 @lru_cache(4096)
 def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
-    """Encode rd = `size` bytes at base + a 12-bit offset, extended to a word."""
+    """Encode rd = `size` bytes at base + a 12-bit offset, extended to a word.
+
+    The value is sign-extended if `sign` is set, otherwise zero-extended.
+    """
     unsigned = 0 if sign or size == 8 else _LOAD_UNSIGNED
     return _bytes(i_type(RiscvOpcode.LOAD, rd, _SIZE_BITS[size] | unsigned, base, offset))
 

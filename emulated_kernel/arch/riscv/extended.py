@@ -31,7 +31,7 @@ _LEAVES = (Relocation.LEAVE, Relocation.JUMP)
 
 
 class _Replaced:
-    """The instructions that a jump replaces, and the needs of their relocation."""
+    """The instructions that a jump replaces, with the state of their relocation."""
 
     def __init__(self) -> None:
         self.relocations: list[Relocation] = []
@@ -47,7 +47,7 @@ class _Replaced:
 
 
 def region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that a jump at `addr` replaces by the tactics, or the rejection of the jump."""
+    """Return the region that a jump at `addr` replaces by the tactics, or the first rule that forbids it."""
     for reason in (RejectReason.UNDECODABLE, RejectReason.INDIRECT_JUMP):
         if reason in analysis.hazards:
             return Rejection(reason, analysis.hazards[reason])
@@ -114,7 +114,10 @@ def _instructions(analysis: RiscvFunctionAnalysis, addr: int) -> _Replaced | Rej
 def _leads_on(
     analysis: RiscvFunctionAnalysis, addr: int, at: int, insn: RiscvInsn, kind: Relocation, found: _Replaced
 ) -> Rejection | None:
-    """Note the registers that are free at the target of a relocated jump; return a rejection of the jump."""
+    """Restrict `found.free` to the registers that are free at the target of a relocated jump, call or branch.
+
+    Return a rejection if the jump leads to the probed instruction at `addr`; otherwise None.
+    """
     target: int | None
     if kind in (Relocation.BRANCH, Relocation.JUMP):
         target = at + (insn.relative_target or 0)
@@ -149,9 +152,10 @@ def _free_at(analysis: RiscvFunctionAnalysis, target: int) -> int:
 
 
 def _free_at_entry(analysis: RiscvFunctionAnalysis, target: int) -> int:
-    """Return the mask of the registers that are free at a function's entry.
+    """Return the mask of the registers that are free at a function's entry: only t0, or none.
 
-    An fentry site overwrites t0 while its function is traced. Nothing is known of other entries.
+    t0 is free if the entry is an fentry site, which overwrites t0 while its function is traced. For a
+    function without an fentry site, no register is known to be free.
     """
     return 1 << T0 if target in analysis.fentry else 0
 

@@ -53,7 +53,7 @@ def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakp
 def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
     """Return the code with short branches if they reach their targets, else with far branches.
 
-    `make` takes whether branches are far.
+    `make(far)` generates the code, with far branches if `far` is True.
     """
     try:
         return make(False)
@@ -67,6 +67,7 @@ def _save_all(
     """Return a program's code within code that saves all registers in a frame (struct pt_regs).
 
     At each host call of the program, sp points at the complete frame.
+    `far`: branches may lead farther than 4 KiB.
     """
     # `completed` changes only t0, which programs don't use.
     completed = pt_regs.complete(set_register(T0, constants["ip"]))
@@ -80,8 +81,9 @@ def _save_all(
 def _save_live(
     body: RiscvLowering, live: LiveRegisters, above: int = 0
 ) -> tuple[bytes, bytes, dict[int, int]]:
-    """Return code that saves registers, code that restores them, and slot number -> word of code to load it.
+    """Return code that saves registers, code that restores them, and a map of slots for _patch_slot().
 
+    The map is slot number -> instruction word (load or move) that reads the saved value.
     `above`: number of bytes that the trampoline has pushed on the probed code's stack.
     """
     used = body.used
@@ -156,13 +158,20 @@ class RiscvReturnCode(ReturnCode):
     def _in_frame(
         self, program: Program, before: bytes = b"", leave: bytes = b"", *, far: bool
     ) -> HandlerCode:
-        """Wrap a program to run on the frame in which the return trampoline has saved the registers."""
+        """Wrap a program to run on the frame in which the return trampoline has saved the registers.
+
+        `far`: branches may lead farther than 4 KiB.
+        """
         body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far)
         slots = {number: in_slot(WORD * number) for number in body.slots}
         slots[SP] = in_register(SP, RETURN_ROOM)
         return lay_out(body, before, b"", slots, leave)
 
     def _saving(self, program: Program, *, far: bool) -> tuple[RiscvLowering, bytes, bytes, dict[int, int]]:
-        """Return a lowered program, code that saves and restores its registers around it, and its slots."""
+        """Lower a program, and generate code that saves the registers that it changes.
+
+        Return the lowered program, the saving code, the restoring code, and the slots as _save_live() does.
+        `far`: branches may lead farther than 4 KiB.
+        """
         body = RiscvLowering(program, self.live, _NO_CONSTANTS, self._breakpoint, far=far)
         return body, *_save_live(body, self.live, _RETURN_WORD)

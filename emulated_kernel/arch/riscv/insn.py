@@ -350,13 +350,19 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
 
 
 def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn]]:
-    """Iterate over address and instruction, up to the first undecodable instruction."""
+    """Iterate over address and instruction, up to the first undecodable instruction.
+
+    `compressed`: the kernel uses RVC.
+    """
     for at in attributes_of_all(code, addr, compressed=compressed):
         yield at, decode_insn(code[at - addr : at - addr + RVI_SIZE], compressed=compressed)
 
 
 def attributes_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, RiscvInsnAttributes]:
-    """Return address -> attributes of the instruction, up to the first undecodable instruction."""
+    """Return address -> attributes of the instruction, up to the first undecodable instruction.
+
+    `compressed`: the kernel uses RVC.
+    """
     if not compressed:
         stop = _NOT_RVI.search(code[::RVI_SIZE])
         size = len(code) // RVI_SIZE if stop is None else min(stop.start(), len(code) // RVI_SIZE)

@@ -103,7 +103,10 @@ def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
 
 
 def _patch_slot(code: bytearray, at: int, word: int) -> None:
-    """Replace the placeholder at `at` by `word`, a load or move without rd, with the placeholder's rd."""
+    """Replace the placeholder at offset `at` by the instruction `word`, and keep the placeholder's rd.
+
+    `word` is a load or a move whose field rd is 0.
+    """
     rd = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little")).rd
     code[at : at + 4] = (word | rd << 7).to_bytes(4, "little")
 
@@ -137,6 +140,7 @@ class RiscvLowering(Lowering):
         """Lower all ops of a program to code.
 
         `live` is None if all registers are already saved. `far`: branches may lead farther than 4 KiB.
+        `before_host`: code to insert before each host call.
         """
         registers = frozenset() if live is None else live.registers
         order = _preference(registers, registers_read(program))
@@ -387,10 +391,13 @@ class RiscvLowering(Lowering):
 
 
 def in_slot(offset: int) -> int:
-    """Return the word of a load from sp + `offset` without its rd, which _patch_slot() fills in."""
+    """Return the word of a load from sp + `offset`, with rd = 0; _patch_slot() fills in rd."""
     return int.from_bytes(load(ZERO, SP, offset, WORD), "little")
 
 
 def in_register(number: int, offset: int = 0) -> int:
-    """Return the word of an addi of a register without its rd, which _patch_slot() fills in."""
+    """Return the word of an addi that copies the register `number` plus `offset`, with rd = 0.
+
+    _patch_slot() fills in rd.
+    """
     return int.from_bytes(asm.addi(ZERO, number, offset), "little")

@@ -152,7 +152,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.insns
 
     def check_insn(self, analysis: RiscvFunctionAnalysis, addr: int) -> Rejection | None:
-        """Return the rejection of an instruction that can't be executed out of line, or None.
+        """Return the rejection of the instruction if it can't be executed out of line; otherwise None.
 
         Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_prepare_kprobe (v6.1).
         """
@@ -366,7 +366,7 @@ _OPTIMIZATION_BLOCKERS = _OptimizationBlockers()
 _MOVABLE = bytes(not kind & (SIMULATED | REJECTED) for kind in range(256))
 """Translation table of instruction kinds: 1 if the instruction can be executed out of line, else 0."""
 _NOTHING = bytes(3)
-"""Padding after the kinds of a function's instructions, for rows of four kinds."""
+"""Three zero kinds, appended to the kinds of a function's instructions, so that each has three successors."""
 
 _AUIPC = re.compile(b"(?s)(?=[\x17\x97]...)")
 _PAIR_OPCODES = (RiscvOpcode.OP_IMM, RiscvOpcode.JALR)

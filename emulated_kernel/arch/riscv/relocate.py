@@ -51,7 +51,7 @@ RELOCATED_CALLS = (Relocation.CALL, Relocation.REGISTER_CALL)
 
 @lru_cache(4096)
 def relocation_of(insn: RiscvInsn) -> Relocation:
-    """Return the extended strategy's relocation of an instruction."""
+    """Return the way in which the extended strategy relocates an instruction."""
     if insn.opcode == RiscvOpcode.JAL:
         return {ZERO: Relocation.JUMP, RA: Relocation.CALL}.get(insn.rd, Relocation.REFUSED)
     if insn.opcode == RiscvOpcode.JALR:

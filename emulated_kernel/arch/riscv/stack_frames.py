@@ -44,6 +44,7 @@ def frame_insns(
     """Iterate over a function's instructions: address, and effect on the stack frame.
 
     `switches_stack`: the function switches to a stack that the same code left earlier.
+    `compressed`: the kernel uses RVC.
     """
     upper: tuple[int, int] | None = None
     for at, insn in decode_all(code, addr, compressed=compressed):

@@ -96,7 +96,7 @@ class FunctionFlow:
         self.hazards = dict[RejectReason, int]()
         """Each reason that forbids optimization in the whole function -> the lowest address with it."""
         self.jumps_through_register = False
-        """Whether an indirect jump is a hazard, or a jump to another thunk than a return thunk."""
+        """Whether an indirect jump is a hazard, or the function jumps to a thunk that is no return thunk."""
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
         self.facts = known.all(code, function.addr, bug_size)
@@ -113,7 +113,7 @@ class FunctionFlow:
         return min(found, key=lambda jump: jump.source)
 
     def branch_into(self, inside: range) -> RelativeBranch | None:
-        """Return the first jump or call of the function whose target is in `inside`, or None."""
+        """Return the first jump or call of the function with a target in `inside`; None if there is none."""
         branches = self._branches
         first = bisect_left(branches, (inside.start, 0))
         found = branches[first : bisect_left(branches, (inside.stop, 0), first)]

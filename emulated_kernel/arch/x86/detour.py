@@ -90,7 +90,10 @@ def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, 
 
 
 def original_place(region: Region, copied: int, address: int, bits: int) -> OriginalPlace:
-    """Implement Arch.original_place. After the push of a relocated call, the CPU is still at the call."""
+    """Implement Arch.original_place: map an address in the relocated instructions to the original one.
+
+    A relocated call is a push and a jump. Between the two, the place is still the call, with `pushed` bytes.
+    """
     at = copied
     for original, code in _relocated_insns(region, copied, bits):
         if address < at + len(code):

@@ -145,18 +145,18 @@ def far_ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
 
 
 def call(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
-    """Emulate a direct call."""
+    """Emulate a direct call: push the address of the next instruction, and jump to the target."""
     _push(insn, regs, memory, insn.next_ip)
     regs.ip = insn.target
 
 
 def jmp(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
-    """Emulate a direct jump."""
+    """Emulate a direct jump to the target."""
     regs.ip = insn.target
 
 
 def jcc(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
-    """Emulate a conditional jump."""
+    """Emulate a conditional jump to the target by the condition code and the flags."""
     regs.ip = insn.target if condition_holds(insn.condition, regs.flags) else insn.next_ip
 
 

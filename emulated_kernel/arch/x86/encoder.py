@@ -220,7 +220,7 @@ class Encoder:
         return _registers(self._multiply, dst, src)
 
     def shift_immediate(self, op: int, dst: int, count: int) -> bytes:
-        """Encode a shift of a register by a constant that is less than the word's bits."""
+        """Encode a shift of a register by the constant `count`, which is less than the word's bits."""
         return _registers(self._shift, op, dst) + bytes([count])
 
     def shift_by_cl(self, op: int, dst: int) -> bytes:

@@ -123,7 +123,10 @@ def _is_lea_nop(insn: X86Insn, code: bytes) -> bool:
 def _tactics(
     analysis: X86FunctionAnalysis, addr: int, used: list[Relocation], *, has_padding: bool
 ) -> Tactics:
-    """Return the tactics that a region needs, whose instructions are relocated as `used` says."""
+    """Return the tactics that the jump at `addr` needs.
+
+    `used`: kinds of relocation of the region's instructions. `has_padding`: the region ends with padding.
+    """
     flow = analysis.flow
     needed = {
         Tactic.RETURN_THUNK: RejectReason.THUNK_JUMP in flow.hazards and not flow.jumps_through_register,

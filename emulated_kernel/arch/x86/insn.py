@@ -38,7 +38,7 @@ class Imm(Enum):
     VWORD = auto()
     """Iv: 2, 4 or 8 bytes, as the operand size says."""
     POINTER = auto()
-    """Ap: an offset and a selector."""
+    """Ap: an offset and a selector, the operand of a direct far call or jump."""
     MOFFSET = auto()
     """Ob, Ov: an address of 2, 4 or 8 bytes, as the address size says."""
 

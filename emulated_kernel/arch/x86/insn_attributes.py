@@ -182,7 +182,7 @@ def _facts(insn: X86Insn, code: bytes, bits: int, rules: ProbeRules) -> InsnAttr
 
 
 def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason | None) -> Relocation:
-    """Return the extended strategy's relocation of an instruction, as iced-x86 decodes it.
+    """Return the way in which the extended strategy relocates an instruction, as iced-x86 decodes it.
 
     `rejection` is the reason why Linux cannot probe the instruction or execute it in a detour, or None.
     """
@@ -220,7 +220,7 @@ def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason |
 
 
 def _indirect_relocation(insn: X86Insn, decoded: Any) -> Relocation:
-    """Return the extended strategy's relocation of an indirect jump or call.
+    """Return the way in which the extended strategy relocates an indirect jump or call.
 
     The operand of a relocated call is read after the push, so it must not depend on the stack pointer.
     """

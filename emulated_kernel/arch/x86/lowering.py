@@ -158,6 +158,7 @@ def _preference(bits: int, live: frozenset[str], reads: frozenset[str], saves_fl
 
     The cheapest are dead registers that the program doesn't read. Saving the flags needs ax. If ax is live or
     read, it is pushed and then free for use. Otherwise the flags stay in ax as long as no op needs ax.
+    `saves_flags`: the program overwrites live flags.
     """
 
     def of(number: int) -> int:
@@ -214,7 +215,7 @@ class X86Lowering(Lowering):
     # Pieces of code
 
     def _read_slot(self, dst: int, number: int) -> None:
-        """Emit a load of a saved value into `dst`; lay_out() fills in its offset from sp."""
+        """Emit a load of the saved value in slot `number` into `dst`; lay_out() fills in its offset."""
         self.slots.add(number)
         code = self._encoder.lea_stack(dst) if number == SLOT_SP else self._encoder.load_stack(dst)
         self._code += code
@@ -252,7 +253,7 @@ class X86Lowering(Lowering):
             self._read_slot(number, number)
 
     def _holds_original(self, number: int) -> bool:
-        """Return True if a register contains the probed code's value at the current op on every path.
+        """Return True if register `number` contains the probed code's value at the current op on every path.
 
         If this can be ensured by pinning the register, pin it.
         """

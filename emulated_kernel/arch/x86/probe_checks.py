@@ -270,7 +270,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return analysis.flow.facts
 
     def check_insn(self, analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
-        """Return the rejection of an instruction that can't be executed out of line, or None.
+        """Return the rejection of the instruction if it can't be executed out of line; otherwise None.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe (v6.1).
         """
@@ -314,7 +314,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     @property
     def _address_sign(self) -> int:
-        """The upper half of the addresses to which an immediate of 32 bits is sign-extended."""
+        """The upper 32 bits of the addresses that a sign-extended immediate of 32 bits can hold."""
         return 0xFFFFFFFF << 32 if self.bits == 64 else 0
 
     def label_size(self, code: bytes) -> int:

@@ -68,7 +68,7 @@ def _push_return(address: int, bits: int) -> bytes:
 
 
 def _indirect_jump(code: bytes, insn: X86Insn, addr: int, to: int, bits: int) -> bytes:
-    """Return the jump with the operand of an indirect call."""
+    """Return the indirect jump at `to` that has the same operand as the indirect call `insn` at `addr`."""
     copied = bytearray(copy_instruction(code, addr, to, bits)[0])
     has_sib = insn.mod != _MOD_REGISTER and insn.modrm is not None and insn.modrm & 7 == _RM_SIB
     copied[insn.head_size - 1 - has_sib] ^= _TO_JUMP
@@ -76,7 +76,10 @@ def _indirect_jump(code: bytes, insn: X86Insn, addr: int, to: int, bits: int) ->
 
 
 def _loop(insn: X86Insn, to: int, target: int) -> bytes:
-    """Return a loop or jcxz, which only has a short form, that leads to a long jump or over it."""
+    """Return code at `to` for a loop or jcxz, which only has a short form, with the target `target`.
+
+    The short jump leads to a long jump to the target. If it isn't taken, another jump skips the long jump.
+    """
     prefix = bytes((_ADDRESS_SIZE_PREFIX,)) if _ADDRESS_SIZE_PREFIX in insn.prefixes else b""
     short = prefix + insn.opcode + bytes((_SHORT_JUMP_SIZE,))
     jump = relative_jump(to + len(short) + _SHORT_JUMP_SIZE, target)

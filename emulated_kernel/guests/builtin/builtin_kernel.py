@@ -187,11 +187,11 @@ class BuiltinKernel(TaskStacks):
         return [int(self._exits[1 + index % self._exit_slots * _EXIT_RECORD_WORDS]) for index in new]
 
     def set_field(self, task: int, field: str, value: int) -> None:
-        """Set a 32-bit field of a task_struct."""
+        """Set the 32-bit field `field` of the task_struct at address `task`."""
         self._memory.write_u32(task + self.image.abi[f"task_struct.{field}"], value)
 
     def get_field(self, task: int, field: str) -> int:
-        """Return the value of a 32-bit field of a task_struct."""
+        """Return the value of the 32-bit field `field` of the task_struct at address `task`."""
         return self._memory.read_u32(task + self.image.abi[f"task_struct.{field}"])
 
     def set_owner(self, task: int, uid: int, gid: int) -> None:

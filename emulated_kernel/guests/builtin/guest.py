@@ -130,7 +130,12 @@ class Guest:
         data: bytes = b"",
         kept: ExitStack | None = None,
     ) -> int:
-        """Make a call and return its result. If the task sleeps in an equal call, continue that call."""
+        """Make the read or write call `name` on the guest's descriptor `fd`, and return its result.
+
+        If the task sleeps in an equal call, continue that call. `serve` answers the guest's requests to the
+        host. `data` is written to a buffer in user memory, which the caller frees by closing `kept`. Without
+        `kept`, the call uses the shared buffer for reads.
+        """
         nr = self.syscalls.number(name)
         sleeping = task.request
         if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):
@@ -223,7 +228,10 @@ class Guest:
             raise
 
     def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:
-        """Write strings to the buffer; return MAX_ARGUMENTS words, with the strings' addresses."""
+        """Write the strings in `args` to the buffer; return the words to pass, one for each argument.
+
+        The word of a string is its address. Zeros fill the list up to MAX_ARGUMENTS words.
+        """
         words = []
         at = buffer + _STRINGS
         for arg in args:

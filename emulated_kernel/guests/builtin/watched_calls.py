@@ -60,12 +60,12 @@ class WatchedCalls:
         return patched
 
     def _find(self) -> int:
-        # A copy: another thread may change the text meanwhile.
-        words = list(self._words.items())
-        if len(words) > _MAX_WORDS:
+        if len(self._words) > _MAX_WORDS:
             return Calls.ALL
         found = 0
-        for word, kept in words:
+        # A copy: another thread may change the text meanwhile. The length is checked first, because copying
+        # all words at each change would make arming n probes quadratic.
+        for word, kept in list(self._words.items()):
             # A word may contain the end of one function and the start of the next one.
             mask = kept >> 64
             first = (mask & -mask).bit_length() - 1 >> 3

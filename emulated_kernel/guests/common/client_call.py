@@ -74,7 +74,7 @@ h (of a struct open_how).
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
 _PLAIN_OPENS = frozenset({"open", "openat"})
 _CREATING = os.O_CREAT | os.O_EXCL | os.O_DIRECTORY
-"""Flags with which an open(2) may end at the lookup of an existing file, or must match a new name."""
+"""Flags of an open(2) whose path must be read: the call may end at its lookup, or create the file."""
 SIZES = {"t": 32, "h": 24}
 """Letter of a structure in `ARGUMENTS` -> size of that structure in bytes."""
 
@@ -100,7 +100,7 @@ _LINE = 256
 _MAX_OPEN = 32
 """Maximum number of files /proc/PID/syscall that stay open."""
 _TRIES = 20
-"""Maximum number of reads of /proc/PID/syscall while the process is still running.
+"""Maximum number of reads of /proc/PID/syscall to wait until the process sleeps in its call.
 
 A process that has just sent its request may not sleep yet.
 """

@@ -75,18 +75,24 @@ class ProcessWatch:
     """
 
     def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter the context manager that `waiting` returns while a read of a process's memory takes long."""
+        """From now on, enter the context manager that `waiting` returns during each long read of memory.
+
+        A read of another process's memory takes long if its pages are not available at once.
+        """
 
     def number(self, pid: int) -> int:
         """Return the guest's pid of a host process."""
         return pid
 
     def host_pid(self, number: int) -> int:
-        """Return the host's pid of a process with this pid in the guest."""
+        """Return the host's pid of the process that has the pid `number` in the guest."""
         return number
 
     def parent(self, number: int) -> int | None:  # noqa: ARG002
-        """Return the guest's pid of a process's parent if forks() does not report the parent, else None."""
+        """Return the guest's pid of the parent of process `number`, or None.
+
+        It is None if forks() reports the parent.
+        """
         return None
 
     def has_events(self) -> bool:
@@ -254,7 +260,7 @@ class HostProcesses(ProcessWatch):
         return found
 
     def _related(self, pids: list[int]) -> list[int]:
-        """Return the pids whose parents are unknown, followed, or themselves in the result."""
+        """Return those of `pids` whose parents are unknown or followed, or are in the result themselves."""
         found: dict[int, None] = {}
         for pid in pids:
             parent = self._parents.get(pid)

@@ -69,7 +69,7 @@ class WorkloadHost(Protocol):
         """Return the kinds of workloads whose system calls the kernel has."""
 
     def workload(self, kind: WorkloadKind, pid: int) -> Workload:
-        """Return a workload whose task gets `pid`, which no host process has."""
+        """Return a workload of the kind `kind`. Its task gets the pid `pid`, which no host process has."""
 
     def slice_begins(self) -> None:
         """Prepare the guest for the calls of a slice, as for a client's request."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from errno import EIO, ENOEXEC
 from pathlib import Path
 
-from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.guests.linux.boot import riscv_boot, snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
 from emulated_kernel.guests.linux.boot.snapshot import ShownCpu
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
@@ -24,11 +24,13 @@ from emulated_kernel.guests.linux.guest.cpu_report import (
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.guest.thread_flags import with_thread_flags
+from emulated_kernel.guests.linux.guest_abi import X86_64, abi_named
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, kernel_offsets
-from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
-from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.machines import find_cells, new_machine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
+from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 from emulated_kernel.guests.linux.table_cache import kernel_from_file
 from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
 from emulated_kernel.image.linux.cpu_features import with_features
@@ -148,7 +150,7 @@ def _boot_and_save(
 ) -> tuple[LinuxTasks, LinuxKernel]:
     kernel = open_kernel(str(path))
     try:
-        cells = find_exception_cells()
+        cells = find_cells(abi_named(kernel.architecture))
         machine, facts, shown = _booted(kernel, seed, cells, progress, cpu)
     except HardwareError as error:
         raise KernelError(EIO, f"the emulator can't run it: {error}") from error
@@ -175,31 +177,24 @@ def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
 def _booted(
     kernel: LinuxKernel,
     seed: int,
-    cells: tuple[int, int],
+    cells: Sequence[int],
     progress: Callable[[int, int], None],
     cpu: ProductionCpu | None,
 ) -> tuple[LinuxMachine, KernelOffsets, ShownCpu | None]:
+    if cpu is not None:
+        kernel.check_architecture(X86_64.name, "production CPUs", "; omit --cpu")
     facts = kernel_offsets(kernel)
     ram = mmap.mmap(-1, RAM_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    model = CPU_MODEL if cpu is None else PRODUCTION_MODEL
-    machine = LinuxMachine(ram, seed, cells, _BOOT_BUDGET, model)
+    abi = abi_named(kernel.architecture)
+    machine = new_machine(abi, ram, seed, cells, _BOOT_BUDGET, is_production=cpu is not None)
     shown = None
     try:
-        machine.watch_text(facts.symbols["do_sync_core"])
-        sites = () if cpu is None else tuple(rdmsr_sites(kernel))
-        if cpu is not None:
-            machine.show_cpu(cpu, sites)
-            show_threads(machine, kernel, cpu)
-        if cpu is None:
-            load(machine, kernel.vmlinux)
-        else:
-            # The seed takes the place of rdrand, which the guest lacks.
-            random_seed = _RANDOM_SEED if "rdrand" in cpu.flags else b""
-            load(machine, kernel.vmlinux, (*_PRODUCTION_PARAMETERS, *cpu.parameters), random_seed)
+        machine.follow_text(facts.symbols)
+        sites = _load(machine, kernel, cpu)
         boot(machine, kernel, progress)
         facts = with_thread_flags(machine, facts)
         tasks = LinuxTasks(machine, facts)
-        if cpu is not None:
+        if cpu is not None and isinstance(machine, PcMachine):
             said = guest_vulnerabilities(LinuxSyscalls(tasks))
             shown = ShownCpu(cpu, sites, said, guest_features(machine, kernel))
         _prepare(tasks)
@@ -210,6 +205,24 @@ def _booted(
         machine.close()
         raise
     return machine, facts, shown
+
+
+def _load(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu | None) -> tuple[int, ...]:
+    """Load a kernel into the machine; return the addresses of its rdmsr instructions if it sees `cpu`."""
+    if isinstance(machine, RiscvMachine):
+        riscv_boot.load(machine, kernel)
+        return ()
+    assert isinstance(machine, PcMachine)
+    if cpu is None:
+        load(machine, kernel.vmlinux)
+        return ()
+    sites = tuple(rdmsr_sites(kernel))
+    machine.show_cpu(cpu, sites)
+    show_threads(machine, kernel, cpu)
+    # The seed takes the place of rdrand, which the guest lacks.
+    random_seed = _RANDOM_SEED if "rdrand" in cpu.flags else b""
+    load(machine, kernel.vmlinux, (*_PRODUCTION_PARAMETERS, *cpu.parameters), random_seed)
+    return sites
 
 
 def _failed_boot(release: str, cpu: ProductionCpu | None, fault: GuestFault) -> str:

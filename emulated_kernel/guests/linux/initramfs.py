@@ -1,6 +1,7 @@
 """The guest's initramfs, with the first process: a stub that makes the system calls that the host requests.
 
-The stub's `hlt` raises #GP in user mode, which the host intercepts; the instruction after it is `syscall`.
+The stub begins with an instruction that faults in user mode, such as `hlt`, which the host intercepts. The
+next instruction makes a system call.
 """
 
 from __future__ import annotations
@@ -10,15 +11,35 @@ import struct
 from typing import NamedTuple
 
 from emulated_kernel.util.code_listing import machine_code
+from emulated_kernel.util.config import ElfMachine
 
 _BASE = 0x400000
-STUB = _BASE + 0x1000
-SYSCALL = STUB + 1
-TOUCH = STUB + 5
-"""Address of code that stores al to the page at rdi and to the following pages; ecx: number of pages."""
-TWO_CALLS = STUB + 20
-"""Address of code that makes two system calls. The second one has number rbp and first argument rbx."""
-STUB_LISTING = """
+_START = _BASE + 0x1000
+
+
+class UserStub(NamedTuple):
+    """The code of init. All addresses are virtual."""
+
+    elf_machine: ElfMachine
+    code: bytes
+    syscall: int
+    """Address of the instruction that makes a system call. The stub follows."""
+    touch: int
+    """Address of code that stores a byte to a page and to the following pages.
+
+    The code takes the byte in the register of the system call's number, the first page in that of the first
+    argument, and the number of pages in the register `counter` of GuestAbi.
+    """
+    two_calls: int
+    """Address of code that makes two system calls.
+
+    The registers that GuestAbi calls `kept` have the first argument and the number of the second call.
+    """
+    start: int = _START
+    """Address of the stub, whose first instruction faults in user mode."""
+
+
+X86_LISTING = """
     f4                              | stub: hlt
     0f 05                           | call: syscall
     eb fb                           | jmp stub
@@ -32,7 +53,27 @@ STUB_LISTING = """
     48 89 e8                        | mov rax, rbp
     eb e3                           | jmp call
 """
-CODE = machine_code(STUB_LISTING)
+X86_STUB = UserStub(
+    ElfMachine.X86_64, machine_code(X86_LISTING), _START + 1, touch=_START + 5, two_calls=_START + 20
+)
+RISCV_LISTING = """
+    73 00 50 10 | stub: wfi
+    73 00 00 00 | call: ecall
+    6f f0 9f ff | j stub
+    23 00 15 01 | touch: sb a7, 0(a0)
+    b7 12 00 00 | lui t0, 1
+    33 05 55 00 | add a0, a0, t0
+    13 08 f8 ff | addi a6, a6, -1
+    e3 18 08 fe | bnez a6, touch
+    6f f0 1f fe | j stub
+    73 00 00 00 | two_calls: ecall
+    13 85 04 00 | mv a0, s1
+    93 08 04 00 | mv a7, s0
+    6f f0 5f fd | j call
+"""
+RISCV_STUB = UserStub(
+    ElfMachine.RISCV, machine_code(RISCV_LISTING), _START + 4, touch=_START + 12, two_calls=_START + 36
+)
 BUFFER = 0x600000
 """Virtual address of each task's own buffer for paths and for data that is read and written."""
 BUFFER_SIZE = 1 << 20
@@ -60,7 +101,6 @@ ROOTS = {DEBUGFS: 0, TRACEFS: 1, TMPFS: 2}
 _CLASS64 = 2
 _LITTLE = 1
 _EXECUTABLE = 2
-_X86_64 = 62
 _HEADER_SIZE = 64
 _PROGRAM_SIZE = 56
 _LOAD = 1
@@ -77,26 +117,26 @@ class CpioFile(NamedTuple):
     device: tuple[int, int] = 0, 0
 
 
-def init_program() -> bytes:
+def init_program(stub: UserStub) -> bytes:
     """Return init's program: an ELF file with two segments, the stub and the buffer."""
     sizes = _HEADER_SIZE, _PROGRAM_SIZE, 2, 0, 0, 0
     identity = struct.pack("<4sBBB9x", b"\x7fELF", _CLASS64, _LITTLE, 1)
     header = identity + struct.pack(
-        "<HHIQQQIHHHHHH", _EXECUTABLE, _X86_64, 1, STUB, _HEADER_SIZE, 0, 0, *sizes
+        "<HHIQQQIHHHHHH", _EXECUTABLE, stub.elf_machine, 1, stub.start, _HEADER_SIZE, 0, 0, *sizes
     )
-    size = len(CODE)
-    code = struct.pack("<IIQQQQQQ", _LOAD, _READ_EXEC, STUB - _BASE, STUB, STUB, size, size, 4096)
+    size = len(stub.code)
+    code = struct.pack("<IIQQQQQQ", _LOAD, _READ_EXEC, _START - _BASE, _START, _START, size, size, 4096)
     buffer = struct.pack("<IIQQQQQQ", _LOAD, _READ_WRITE, 0, BUFFER, BUFFER, 0, BUFFER_SIZE, 4096)
-    return (header + code + buffer).ljust(STUB - _BASE, b"\0") + CODE
+    return (header + code + buffer).ljust(_START - _BASE, b"\0") + stub.code
 
 
-def initramfs() -> bytes:
+def initramfs(stub: UserStub) -> bytes:
     """Return the archive: init (also as /bin/sh), a null device and mount points. Its bytes never vary."""
     directories = [CpioFile(name[1:], stat.S_IFDIR | 0o755) for name in _DIRECTORIES]
     null = CpioFile(f"{DEVICES[1:]}/null", stat.S_IFCHR | 0o666, device=_NULL)
     shell = CpioFile(f"{_PROGRAMS[1:]}/sh", stat.S_IFLNK | 0o777, PROGRAM)
     return _cpio(
-        [*directories, null, shell, CpioFile(PROGRAM[1:].decode(), stat.S_IFREG | 0o755, init_program())]
+        [*directories, null, shell, CpioFile(PROGRAM[1:].decode(), stat.S_IFREG | 0o755, init_program(stub))]
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from errno import ENOENT
 from typing import Any
 
+from emulated_kernel.guests.linux.guest_abi import STACK_TOP, abi_named
 from emulated_kernel.guests.linux.inodes import inode_offsets
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
@@ -19,16 +20,15 @@ RESCHEDULE = "resched_curr"
 THREAD_FLAGS = "task_struct.thread_info.flags"
 """Path of the member of task_struct with a task's thread flags."""
 _SYMBOLS = (
-    "alloc_pid", "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",
-    "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "page_offset_base", RESCHEDULE,
-    "wake_up_new_task", "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
+    "alloc_pid", "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit",
+    "emergency_restart", "init_pid_ns", RESCHEDULE, "wake_up_new_task", "wake_up_process", "__per_cpu_offset",
 )  # fmt: skip
 SYSCALL_WORK = "task_struct.thread_info.syscall_work"
 """Path of the member with the flags for system calls since v5.11; before, thread_info.flags has them."""
 TRACE_SYSCALLS = "syscall_regfunc", "syscall_unregfunc"
 """Symbols of the functions that set and clear the flag of traced system calls in all tasks.
 
-They are wanted only of kernels without SYSCALL_WORK.
+KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 """
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
@@ -59,12 +59,10 @@ PID_MAX = "pid_max"
 
 The limit is a variable or, since v6.14, a member of the pid namespace.
 """
-STACK_TOP = "cpu_current_top_of_stack"
-"""Key in KernelOffsets.per_cpu of the word with the end of the running task's struct pt_regs."""
 COARSE_CLOCKS = ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
 """Functions that return the timestamps of files; the second exists since Linux 6.13."""
-TIME_READ = "read_tsc"
-"""Function that reads the clock source `tsc`, the only one that the host supports."""
+TIME_READ = "time_read"
+"""Key of the address of the function that reads the only clock source that the host supports."""
 _OF_TIME = (
     *(f"timekeeper.tkr_mono.{name}" for name in (
         "clock", "mask", "cycle_last", "mult", "shift", "xtime_nsec", "base", "base_real",
@@ -82,16 +80,14 @@ TICK_NSEC = "tick_nsec"
 TICK_TIMES = "last_jiffies_update", "tick_next_period"
 """Symbols of the time of the last counted tick and of the time of the next tick."""
 TIMER_BASES = "timer_bases"
-"""Symbol of the CPU's timer wheels, and key of the size of a wheel in KernelOffsets.offsets."""
+"""Symbol of the CPU's timer wheels; in KernelOffsets.offsets, the key of the size of one wheel in bytes."""
 PUNCTUAL = "timer_bases[]"
-"""Key of the number of wheels whose timers wake an idle CPU.
+"""Key in KernelOffsets.offsets of the number of wheels whose timers wake an idle CPU.
 
 These wheels precede the wheel of deferrable timers.
 """
 _MIGRATING = "tmigr_cpu"
 """Name of a structure that only kernels with two wheels of non-deferrable timers have (since Linux 6.9)."""
-CURRENT_TASK = "current_task"
-"""Symbol of the word with the address of the running task's task_struct."""
 RUN_QUEUES = "runqueues"
 """Symbol of the CPU's run queue."""
 _OF_TICKS = JIFFIES, TICK_NSEC, *TICK_TIMES
@@ -99,7 +95,7 @@ _OF_TIMERS = "timer_base.next_expiry", "rq.nr_running"
 _BEHIND_COUNT = 8
 """Offset of the timekeeper in tk_core before Linux 6.13, after a sequence count and an empty lock."""
 ORDERS = "zone.free_area[]"
-"""Key of the number of free areas of a zone in KernelOffsets.offsets."""
+"""Key in KernelOffsets.offsets of the number of free areas of a zone, one for each order."""
 _DENTRY_FLAGS = {
     "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
     "DCACHE_MANAGE_TRANSIT": 1 << 18,
@@ -115,6 +111,8 @@ class KernelOffsets:
     """Addresses by symbol, and offsets by path of a member."""
 
     release: str
+    architecture: str
+    """Name of the processor, a key of abi_named()."""
     symbols: dict[str, int]
     offsets: dict[str, int]
     per_cpu: dict[str, int]
@@ -132,10 +130,13 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 
     Raises: KernelError ENOEXEC (the kernel lacks one of them), ENODATA (it has no BTF).
     """
-    symbols = {name: kernel.required(name) for name in _SYMBOLS}
-    for name in (*_OPTIONAL, *_OF_NODES, TIME_READ, *COARSE_CLOCKS, *_OF_TICKS):
+    abi = abi_named(kernel.architecture)
+    symbols = {name: kernel.required(name) for name in (*_SYMBOLS, *abi.symbols)}
+    for name in (*_OPTIONAL, *_OF_NODES, *COARSE_CLOCKS, *_OF_TICKS):
         if (address := kernel.kallsyms.lookup_name(name)) is not None:
             symbols[name] = address
+    if (reads := kernel.kallsyms.lookup_name(abi.time_read)) is not None:
+        symbols[TIME_READ] = reads
     if (timekeeper := timekeeper_address(kernel)) is not None:
         symbols[TIMEKEEPER] = timekeeper
     try:
@@ -143,7 +144,9 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
         offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | inode_offsets(kernel.btf)
         offsets[STATE[0]] = kernel.btf.offset(STATE[0] if kernel.btf.has(STATE[0]) else STATE[1])
         offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf) | _of_timers(kernel.btf)
-        per_cpu = _per_cpu_offsets(kernel)
+        offsets |= {path: kernel.btf.offset(path) for path in abi.members}
+        offsets |= {name: kernel.btf.constant(name) for name in abi.constants}
+        per_cpu = _per_cpu_offsets(kernel, abi.per_cpu)
         if not kernel.btf.has(SYSCALL_WORK):
             found = {name: kernel.kallsyms.lookup_name(name) for name in TRACE_SYSCALLS}
             symbols |= {name: address for name, address in found.items() if address is not None}
@@ -151,7 +154,9 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
         if error.errno != ENOENT:
             raise
         raise unusable(error.strerror or "") from None
-    return KernelOffsets(kernel.release, symbols, offsets, per_cpu, dentry_slow_path_flags(kernel.btf))
+    return KernelOffsets(
+        kernel.release, kernel.architecture, symbols, offsets, per_cpu, dentry_slow_path_flags(kernel.btf)
+    )
 
 
 def timekeeper_address(kernel: LinuxKernel) -> int | None:
@@ -173,11 +178,12 @@ def _pid_max(kernel: LinuxKernel) -> int:
     return kernel.required("init_pid_ns") + kernel.btf.offset("pid_namespace.pid_max")
 
 
-def _per_cpu_offsets(kernel: LinuxKernel) -> dict[str, int]:
+def _per_cpu_offsets(kernel: LinuxKernel, needed: tuple[str, ...]) -> dict[str, int]:
     """Return KernelOffsets.per_cpu. Raises: KernelError ENOEXEC, ENOENT, ENODATA (a variable is unknown)."""
-    found = {name: kernel.per_cpu(name) for name in (CURRENT_TASK, RUN_QUEUES, TIMER_BASES)}
-    found[STACK_TOP] = _stack_top(kernel)
-    for name in (CURRENT_TASK, RUN_QUEUES, STACK_TOP):
+    found = {name: kernel.per_cpu(name) for name in (*needed, RUN_QUEUES, TIMER_BASES)}
+    if STACK_TOP in needed:
+        found[STACK_TOP] = _stack_top(kernel)
+    for name in (*needed, RUN_QUEUES):
         if found[name] is None:
             raise unusable(f"its symbols lack {name}")
     return {name: offset for name, offset in found.items() if offset is not None}
@@ -208,7 +214,7 @@ def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("facts: the release is no text")
     # Offsets of variables that are linked at addresses of the kernel are negative.
     distances = [abs(offset) for offset in kept["per_cpu"].values()]
-    others = [value for name, value in kept.items() if name not in ("release", "per_cpu")]
+    others = [value for name, value in kept.items() if name not in ("release", "architecture", "per_cpu")]
     words = (word for each in others for word in (each.values() if isinstance(each, dict) else (each,)))
     if not all(map(is_word, (*distances, *words))):
         raise ValueError("facts: not numbers of 64 bits")

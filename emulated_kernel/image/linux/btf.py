@@ -221,7 +221,7 @@ class Btf:
             raise
 
     def members(self, number: int) -> Iterator[Member]:
-        """Yield the members of the structure or union with a type id, in the order of their declaration."""
+        """Yield the members of the structure or union with the type id `number`, in order of declaration."""
         kind = self.type(number)
         if kind.kind not in (Kind.STRUCT, Kind.UNION):
             return
@@ -240,7 +240,7 @@ class Btf:
         raise unusable("types of its BTF refer to each other in a circle")
 
     def enumerators(self, number: int) -> dict[str, int]:
-        """Return the enumerators of the enum with a type id: name -> value."""
+        """Return the enumerators of the enum with the type id `number`: name -> value."""
         kind = self.type(number)
         big = kind.kind is Kind.ENUM64
         found = {}
@@ -306,7 +306,7 @@ class Btf:
         return self.signature(number)
 
     def signature(self, number: int) -> tuple[int, tuple[Member, ...]]:
-        """Return the id of the result type and the parameters of the prototype with a type id."""
+        """Return the id of the result type and the parameters of the prototype with the type id `number`."""
         proto = self.type(number)
         parameters = (
             struct.unpack_from("<II", self._types, proto.tail + 8 * index) for index in range(proto.count)
@@ -319,16 +319,21 @@ class Btf:
         return element, count
 
     def int_encoding(self, number: int) -> tuple[bool, int]:
-        """Return whether an integer type is signed, and its width in bits."""
+        """Return whether the integer type with the id `number` is signed, and its width in bits."""
         word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
         return bool(word >> 24 & 1), word & 0xFF
 
+    def is_bool(self, number: int) -> bool:
+        """Return whether an integer type is `_Bool`."""
+        word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
+        return bool(word >> 24 & 4)
+
     def kind(self, number: int) -> Kind:
-        """Return the kind of the type with an id."""
+        """Return the kind of the type with the id `number`."""
         return self.type(number).kind
 
     def name(self, number: int) -> str:
-        """Return the name of the type with an id, or "" if it has none."""
+        """Return the name of the type with the id `number`, or "" if it has none."""
         return self.text(self.type(number).name)
 
     def referred(self, number: int) -> int:
@@ -344,7 +349,7 @@ class Btf:
         return self._texts[offset : max(end, offset)].decode("utf-8", "replace")
 
     def type(self, number: int) -> Type:
-        """Return the type with an id. Raises: KernelError ENOEXEC (there is none)."""
+        """Return the type with the id `number`. Raises: KernelError ENOEXEC (there is none)."""
         if not 0 <= number < len(self):
             raise unusable("its BTF refers to a type that it doesn't have")
         if not number:

@@ -40,7 +40,7 @@ class Prototype:
     parameters: tuple[Parameter, ...]
     """The parameters, without "..."."""
     result: Parameter
-    """The result, without a name."""
+    """The function's result, as a parameter without a name."""
 
 
 def prototype(btf: Btf, function: str) -> Prototype:

@@ -9,7 +9,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _POINTER_SIZE = 8
 _DEPTH = 64
-"""Maximum nesting of structures and arrays."""
+"""Maximum nesting of the structures and arrays that are searched for a member."""
 
 
 @dataclass(frozen=True, slots=True)

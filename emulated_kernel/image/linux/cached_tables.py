@@ -52,6 +52,7 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
             unreadable[table] = error.errno or ENOEXEC, error.strerror or ""
     about = {
         "unreadable": unreadable,
+        "architecture": memory.architecture,
         "entry": memory.entry,
         "segments": [(each.va, each.pa, each.mem_size, each.flags) for each in memory.segments],
         "sections": dict(memory.sections),
@@ -90,6 +91,7 @@ class CachedKernelTables(LinuxKernel):
             ),
             {name: Section(*fields) for name, fields in about["sections"].items()},
         )
+        self.vmlinux.architecture = str(about["architecture"])
         kinds = {name.partition(".")[2]: part for name, part in parts.items() if name.startswith("symbols.")}
         self._set_symbols(Kallsyms.of_table(SymbolTable.of_parts(kinds), 0, 1 << 64))
         tables = about["tables"]

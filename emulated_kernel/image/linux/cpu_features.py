@@ -115,7 +115,10 @@ def _alternatives(kernel: LinuxKernel) -> Iterator[_Alternative]:
 
 
 def _chosen(entries: Collection[_Alternative], has: Collection[int]) -> _Alternative | None:
-    """Return the last alternative that holds; None if the original code stays."""
+    """Return the last alternative of an instruction whose condition `has` fulfils.
+
+    `has`: numbers of the CPU's features. Return None if no condition is fulfilled: the original code stays.
+    """
     found = None
     for entry in entries:
         if (entry.feature in has) != entry.is_inverted:

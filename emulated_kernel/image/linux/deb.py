@@ -51,7 +51,7 @@ class PackageTar:
     """
 
     def __init__(self, package: BinaryIO, start: int, end: int, *, is_packed: bool = True) -> None:
-        """Read the archive at an offset of a file. `is_packed`: it is compressed."""
+        """Use the archive between the offsets `start` and `end` of a file. `is_packed`: it is compressed."""
         self._package = package
         self._start = start
         self._end = end

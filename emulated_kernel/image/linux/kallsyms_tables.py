@@ -18,7 +18,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _TOKENS = 256
 _MARKED = 256
-"""Number of symbol names per marker."""
+"""Number of symbol names from one marker to the next."""
 _DIGITS = b"\0" + b"".join(b"%d\0" % digit for digit in range(10))
 """The tokens for "0" to "9" in the token table, and the end of the token before them.
 
@@ -34,7 +34,7 @@ _MAX_TABLES = 64
 """Maximum number of candidate token tables: a hostile image can be full of them."""
 _ALIGNMENT = 8
 _PACKED = 4
-"""Alignment of the tables since v7.0."""
+"""Alignment in bytes of the kallsyms tables since v7.0."""
 _LONGEST = 1 << 9
 """Maximum size in bytes of a symbol's packed name."""
 

@@ -144,7 +144,7 @@ class _Linker:
         raise unusable(f"it writes outside of its sections, at {address:#x}")
 
     def relocate(self, resolve: Callable[[str], int | None]) -> None:
-        """Apply the relocations; `resolve` returns the address of a symbol of the kernel, or None."""
+        """Apply the relocations; `resolve` returns a symbol's address, or None if the kernel lacks it."""
         symbols = self._elf.symbols
         for name, section in self._elf.sections.items():
             target = self._elf.sections.get(name.removeprefix(".rela"))
@@ -248,7 +248,10 @@ class _Linker:
 
 
 def _belongs(section: SectionHeader, is_text: bool, is_init: bool) -> bool:
-    """Return True if a section is loaded into the text or data of the module or of its init functions."""
+    """Return True if a section is loaded into one of the four memory areas of a module.
+
+    `is_text`: the area is for text, not for data. `is_init`: it is for init functions and their data.
+    """
     if not section.flags & SHF_ALLOC or not section.size:
         return False
     in_text = bool(section.flags & SHF_EXECINSTR)

@@ -22,6 +22,7 @@ from emulated_kernel.image.linux.kernel_events import (
     syscall_numbers,
 )
 from emulated_kernel.image.linux.open_image import open_vmlinux
+from emulated_kernel.image.linux.riscv_image import RiscvImage
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, Vmlinux
 from emulated_kernel.image.text_tables import (
@@ -84,7 +85,7 @@ _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata",
 _OPTIONS = {"__per_cpu_offset": "CONFIG_SMP", "page_offset_base": "CONFIG_RANDOMIZE_MEMORY"}
 """Symbol -> build option without which a kernel does not have the symbol."""
 _DATA_TYPES = frozenset("bBdD")
-"""Types of symbols of variables."""
+"""Letters that nm prints for symbols of variables."""
 
 
 class LinuxKernel:
@@ -95,11 +96,10 @@ class LinuxKernel:
 
     bits = 64
 
-    def __init__(self, vmlinux: Vmlinux) -> None:
-        self.vmlinux: LinkedMemory = vmlinux
-        symbols = find_symbols(vmlinux) or [
-            Symbol(name, address, letter) for address, letter, name in vmlinux.symtab
-        ]
+    def __init__(self, vmlinux: LinkedMemory) -> None:
+        self.vmlinux = vmlinux
+        symtab = vmlinux.symtab if isinstance(vmlinux, Vmlinux) else ()
+        symbols = find_symbols(vmlinux) or [Symbol(name, address, letter) for address, letter, name in symtab]
         if not symbols:
             raise unusable(
                 "it has no symbols (neither kallsyms nor a symbol table); a kernel needs CONFIG_KALLSYMS"
@@ -116,6 +116,19 @@ class LinuxKernel:
             raise unusable("its text isn't where its symbols say")
         self.text = Range(start, end)
         self.kallsyms = Kallsyms.of_table(symbols.table, start, last)
+
+    @property
+    def architecture(self) -> str:
+        """Name of the kernel's processor, as in MachineConfig.arch."""
+        return self.vmlinux.architecture
+
+    def check_architecture(self, name: str, what: str, remedy: str = "") -> None:
+        """Check that the kernel is for the processor `name`, because `what` needs one.
+
+        `what`: a plural. `remedy`: end of the message. Raises: KernelError ENOEXEC (another processor).
+        """
+        if self.architecture != name:
+            raise unusable(f"a kernel for {self.architecture}, but {what} need one for {name}{remedy}")
 
     # Tables that decide which addresses can be probed
 
@@ -241,7 +254,7 @@ class LinuxKernel:
         return self.kallsyms.lookup_name("preempt_schedule") is not None
 
     def per_cpu(self, name: str) -> int | None:
-        """Return the per-CPU offset of a variable, or None.
+        """Return the per-CPU offset of a variable, or None if the kernel doesn't have it.
 
         The variable has its own symbol or, from v6.2 to v6.14, is a member of pcpu_hot. Since v6.15, the
         variables are linked at addresses of the kernel, and the offset is negative: base + offset wraps.
@@ -372,4 +385,8 @@ def open_kernel(source: str) -> LinuxKernel:
 
     Raises: KernelError ENOEXEC (not a kernel), ENOENT (the running kernel's file doesn't exist), OSError.
     """
-    return LinuxKernel(open_vmlinux(source))
+    vmlinux = open_vmlinux(source)
+    kernel = LinuxKernel(vmlinux)
+    if isinstance(vmlinux, RiscvImage):
+        vmlinux.check_complete(kernel.required("_edata"))
+    return kernel

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC, is_bzimage, unpack_bzimage
+from emulated_kernel.image.linux.compression import MAGICS, unpack
 from emulated_kernel.image.linux.packages import is_package, read_kernel
+from emulated_kernel.image.linux.riscv_image import RiscvImage, is_image, is_zboot, unpack_zboot
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.image.linux.vmlinux import ElfReader, Vmlinux
+from emulated_kernel.image.linux.vmlinux import FILE_LIMIT, ElfReader, LinkedMemory, Vmlinux
 from emulated_kernel.util.config import HOST
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import open_regular
 
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
-_FOREIGN = ((0x38, b"ARMd", "arm64"), (0x30, b"RISCV", "riscv64"), (4, b"zimg", "another machine"))
+_FOREIGN = ((0x38, b"ARMd", "arm64"), (0x30, b"RISCV", "another RISC-V"))
 """Offset and bytes in the header of a kernel that is no ELF file, and the machine that it is for."""
 _OWN_SYMBOL = "__guest_abi"
 """Name of the symbol of the ABI table, which only images built from image/src have."""
@@ -43,14 +45,20 @@ def kernel_file(source: str) -> Path:
     return host_kernel() if source == HOST else Path(source)
 
 
-def open_vmlinux(source: str) -> Vmlinux:
+def open_vmlinux(source: str) -> LinkedMemory:
     """Unpack and open a kernel; `source` is a path, or `host` for the running kernel.
+
+    Return a Vmlinux for an ELF file, or a RiscvImage for an Image.
 
     Raises: KernelError ENOEXEC (the file isn't a kernel; the message says why), OSError (the file can't be
     read).
     """
-    with open_elf(kernel_file(source)) as file:
-        return Vmlinux(file)
+    with _opened(kernel_file(source)) as file:
+        start = file.read(_START)
+        if start.startswith(ELF_MAGIC):
+            return Vmlinux(file)
+        data = _contents(file, start)
+        return RiscvImage(data) if is_image(data) else Vmlinux(_unpacked(data))
 
 
 def is_linux(path: Path) -> bool:
@@ -62,7 +70,8 @@ def is_linux(path: Path) -> bool:
     with open_regular(path) as file:
         start = file.read(_START)
         if not start.startswith(ELF_MAGIC):
-            return is_bzimage(start) or is_package(start)
+            known = any(has_form(start) for has_form in (is_bzimage, is_package, is_image, is_zboot))
+            return known or _foreign_machine(start) is not None
         try:
             return not ElfReader(file).names_symbol(_OWN_SYMBOL)
         except KernelError:
@@ -78,14 +87,31 @@ def open_elf(path: Path) -> Iterator[BinaryIO]:
     with _opened(path) as file:
         start = file.read(_START)
         file.seek(0)
-        if start.startswith(ELF_MAGIC):
-            yield file
-        elif is_package(start):
-            yield _unpacked(read_kernel(file))
-        elif is_bzimage(start):
-            yield _unpacked(_bounded(file))
-        else:
-            raise unusable(_foreign(start))
+        yield file if start.startswith(ELF_MAGIC) else _unpacked(_contents(file, start))
+
+
+def _contents(file: BinaryIO, start: bytes) -> bytes:
+    """Return the kernel in a file that begins with `start` and is no ELF file: a vmlinux, vmlinuz or Image.
+
+    Raises: KernelError ENOEXEC (it contains no kernel).
+    """
+    if is_package(start):
+        data = _compressed_image(file, start) or read_kernel(file)
+    elif is_bzimage(start) or is_image(start) or is_zboot(start):
+        data = _bounded(file)
+    else:
+        raise unusable(_foreign(start))
+    return unpack_zboot(data) if is_zboot(data[:_START]) else data
+
+
+def _compressed_image(file: BinaryIO, start: bytes) -> bytes | None:
+    """Return the Image that a compressed file contains; None if the file contains something else."""
+    if not start.startswith(MAGICS):
+        return None
+    file.seek(0)
+    pieces = unpack(file, FILE_LIMIT)
+    first = next(pieces, b"")
+    return b"".join((first, *pieces)) if is_image(first) else None
 
 
 def _unpacked(data: bytes) -> BinaryIO:
@@ -120,12 +146,19 @@ def _bounded(file: BinaryIO) -> bytes:
     return file.read(_BZIMAGE_LIMIT)
 
 
+def _foreign_machine(start: bytes) -> str | None:
+    """Return the name of the machine whose Image begins with `start`; None if it is not one of _FOREIGN."""
+    return next((name for at, magic, name in _FOREIGN if start.startswith(magic, at)), None)
+
+
 def _foreign(start: bytes) -> str:
     if not start:
         return "an empty file"
-    machine = next((name for at, magic, name in _FOREIGN if start.startswith(magic, at)), None)
+    machine = _foreign_machine(start)
     if machine is not None:
-        return f"a kernel for {machine}; use one for x86_64"
+        return f"a kernel for {machine}; use one for x86_64 or riscv64"
     if start[:2] == b"MZ":
-        return "an EFI program, but no Linux for x86_64"
-    return "neither a vmlinuz, a vmlinux for x86_64, nor a package (.deb, .rpm, .pkg.tar.zst)"
+        return "an EFI program, but no Linux for x86_64 or riscv64"
+    return (
+        "neither a vmlinuz, vmlinux or Image for x86_64 or riscv64, nor a package (.deb, .rpm, .pkg.tar.zst)"
+    )

@@ -30,8 +30,17 @@ _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
-_MACHINES = {3: "i386", 21: "ppc64", 22: "s390x", 40: "arm", 183: "arm64", 243: "riscv", 258: "loongarch64"}
+_MACHINES = {
+    3: "i386",
+    21: "ppc64",
+    22: "s390x",
+    40: "arm",
+    183: "arm64",
+    243: "32-bit riscv",
+    258: "loongarch64",
+}
 """Number of a machine in an ELF file -> name."""
+_ARCHITECTURES = {ElfMachine.X86_64: "x86_64", ElfMachine.RISCV: "riscv64"}
 _ET_EXEC = 2
 _ET_DYN = 3
 FILE_LIMIT = 256 << 20
@@ -66,6 +75,9 @@ class Section:
 
 class LinkedMemory:
     """The memory of a linked kernel, by virtual address."""
+
+    architecture = "x86_64"
+    """Name of the kernel's processor, as in MachineConfig.arch."""
 
     def __init__(self, entry: int, segments: tuple[LoadSegment, ...], sections: dict[str, Section]) -> None:
         """Store the segments, sorted by address, and name -> section, which may be empty."""
@@ -144,7 +156,7 @@ class LinkedMemory:
 
 
 class ElfReader:
-    """Reader of headers and parts of a linked ELF file for x86_64. Sizes in the file are not trusted.
+    """Reader of headers and parts of a linked ELF file. Sizes in the file are not trusted.
 
     Raises: KernelError ENOEXEC (any other kind of file).
     """
@@ -160,9 +172,10 @@ class ElfReader:
         """Index of the section that contains the names of sections."""
         if magic != b"\x7fELF":
             raise unusable("no ELF file")
-        if (elf_class, order, machine) != (2, 1, ElfMachine.X86_64):
+        if (elf_class, order) != (2, 1) or machine not in _ARCHITECTURES:
             name = _MACHINES.get(machine, f"another machine (number {machine})")
-            raise unusable(f"an ELF file for {name}; use a kernel for x86_64")
+            raise unusable(f"an ELF file for {name}; use a kernel for x86_64 or riscv64")
+        self.architecture = _ARCHITECTURES[machine]
         if kind not in (_ET_EXEC, _ET_DYN):
             raise unusable("an ELF file that isn't linked (a module?), or a dump")
 
@@ -221,7 +234,7 @@ def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, 
 
 
 class Vmlinux(LinkedMemory):
-    """The memory, sections and symbols of a vmlinux, which is a linked ELF file for x86_64.
+    """The memory, sections and symbols of a vmlinux, which is a linked ELF file for x86_64 or riscv64.
 
     The file can be closed after the object was made.
 
@@ -231,6 +244,7 @@ class Vmlinux(LinkedMemory):
     def __init__(self, file: BinaryIO) -> None:
         elf = ElfReader(file)
         super().__init__(elf.entry, self._segments(elf), {})
+        self.architecture = elf.architecture
         self._symbol_table: tuple[list[tuple[int, ...]], bytes, bytes] | None = None
         self._read_sections(elf)
 

@@ -85,7 +85,7 @@ class Compiler:
         self.enabled = profile.compiled
         """Whether the compiler compiles new code. Existing code stays until it is dropped."""
         self.made = 0
-        """Number of handlers compiled so far."""
+        """Number of pieces of guest code compiled so far."""
         self.fixups: dict[int, int] = {}
         """Address of an instruction that may fault -> address at which the CPU continues after the fault."""
         self.codes: dict[CompiledCode, None] = {}
@@ -139,7 +139,7 @@ class Compiler:
         return self.enabled and self.load()
 
     def may_make(self, handlers: int = 1) -> bool:
-        """Reserve the compilation of some handlers; return False if it must wait for a later request."""
+        """Reserve the compilation of `handlers` handlers; return False if a later request must do it."""
         if self._turn != self._lock.turn:
             self._turn = self._lock.turn
             self._left = MAX_HANDLERS
@@ -203,13 +203,17 @@ class Compiler:
         return code
 
     def existing_post_code(self, owner: AggrKprobe, target: int) -> CompiledCode | None:
-        """Return the code that was compiled for this owner and target, or None if there is none."""
+        """Return the post_code that was compiled for this owner and target, or None if there is none yet."""
         return self.asm_thunks.get((owner, target))
 
     def _thunk(
         self, key: tuple[object, ...], emit: EmitAll, behind: int, rest: Rest, *, in_frame: bool = False
     ) -> CompiledCode | None:
-        """Return the code that is kept under `key`; compile it if there is none."""
+        """Return the code that is cached under `key`; if there is none, compile it.
+
+        `emit` adds the handlers to a program. `rest` adds at most `behind` bytes. `in_frame`: the registers
+        are already in a struct pt_regs at sp. Return None if there is no room for the code.
+        """
         made = self.asm_thunks.get(key)
         if made is not None:
             return made
@@ -226,7 +230,10 @@ class Compiler:
         return code
 
     def call(self, head: AggrKprobe, ret: int) -> CompiledCode | None:
-        """Compile the handler that an fentry site calls; it continues at `ret`, a return instruction."""
+        """Compile the handler that an fentry site calls; return None if Python must handle the calls.
+
+        `ret` is the address of a return instruction, at which the handler continues.
+        """
         return self._make(head, EntryKind.CALL, self._arch.jump_size, self._going_on_at(ret))
 
     @_or_none
@@ -275,7 +282,7 @@ class Compiler:
 
     @_or_none
     def as_handler(self, builder: ProgramBuilder, address: int, target: int) -> CompiledCode | None:
-        """Compile a program like a handler of the probe at `address`; it continues at `target`.
+        """Compile a program as a handler of a probe at `address` would be compiled; it continues at `target`.
 
         Return None if there is no room for the code.
         """
@@ -292,10 +299,11 @@ class Compiler:
 
     @_or_none
     def trampoline(self, builder: ProgramBuilder, own: int | None) -> tuple[CompiledCode, int | None] | None:
-        """Compile a return trampoline that looks for handlers; Python handles returns at its only trap.
+        """Compile a return trampoline that looks for compiled handlers, and traps to Python if it finds none.
 
-        Functions return to `own`, or directly to the trampoline. The second item is the address at which
-        handlers in the trampoline's frame continue. Return None if there is no room for the code.
+        `own` is the address that functions return to; None: they return to the trampoline itself. Return the
+        code, and the address at which handlers in the trampoline's frame continue, or None without a frame.
+        If there is no room for the code, return None instead of both.
         """
         program = builder.program()
         saves_all = self.saves_all
@@ -318,7 +326,10 @@ class Compiler:
 
     @_or_none
     def returning(self, builder: ProgramBuilder, finish: int | None) -> CompiledCode | None:
-        """Compile a return handler that a trampoline jumps to; None if there is no room for the code."""
+        """Compile a return handler to which a trampoline jumps; return None if there is no room for the code.
+
+        The handler continues at `finish`. If `finish` is None, it returns from the trampoline itself.
+        """
         returns = self._arch.returns
         assert returns is not None, "it goes with such a trampoline"
         handler = returns.handler(builder.program(), saves_all=self.saves_all)
@@ -329,7 +340,10 @@ class Compiler:
 
     @_or_none
     def _make(self, head: AggrKprobe, way: EntryKind, behind: int, rest: Rest) -> CompiledCode | None:
-        """Compile a probe's actions at a hit; `rest` adds at most `behind` bytes to the code."""
+        """Compile a probe's handlers for hits of kind `way`; return None if Python must handle the hits.
+
+        `rest` adds at most `behind` bytes to the code.
+        """
         builder = ProgramBuilder()
         if not self.may_compile or not head.emit(builder, way):
             return None

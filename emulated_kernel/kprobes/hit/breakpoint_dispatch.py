@@ -55,7 +55,7 @@ class BreakpointDispatch:
         self._on_debug_trap = hits.on_debug_trap
 
     def update(self, head: AggrKprobe) -> None:
-        """Update the routes of the probe's traps after a change of its state, if the probe was ever armed."""
+        """Update the routes of the probe's traps after its state has changed, if it was ever armed."""
         if head.insn is None or head.address in self.breakpoints:
             self.install(head)
 
@@ -255,7 +255,7 @@ class BreakpointDispatch:
     # Removal
 
     def remove(self, head: AggrKprobe) -> None:
-        """Drop the routes of the probe's breakpoints, except the route that `remove_detour` drops."""
+        """Drop the routes of the probe's breakpoints, except one in a detour, which remove_detour() drops."""
         self.drop_code(head)
         if self._table.get(head.address) in (head, None):
             self.breakpoints.pop(head.address, None)
@@ -281,4 +281,4 @@ class BreakpointDispatch:
 
 
 def _pass(_regs: Regs) -> None:
-    """Ignore a trap of a detour whose probe is disabled, or after one round of a repeated instruction."""
+    """Ignore the trap of a detour whose probe is disabled, or after one round of a repeated instruction."""

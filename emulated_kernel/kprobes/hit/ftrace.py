@@ -339,7 +339,7 @@ class FtraceSites:
         self._update([site for site in ops.sites if before.get(site) != codes.get(site)])
 
     def set_assembly(self, ops: FtraceOps, owner: AssemblyOwner | None) -> None:
-        """Set the owner of the assembly handlers that run where Python handles a user's calls, or None."""
+        """Set the owner of the assembly handlers that run when Python handles a user's calls, or None."""
         self._lock.assert_held()
         if ops.assembly is not owner:
             ops.assembly = owner

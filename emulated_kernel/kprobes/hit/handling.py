@@ -417,7 +417,7 @@ class HitHandling:
         return hit
 
     def _end_call(self, head: AggrKprobe, frame: Regs, then: Callable[[], object] | None) -> None:
-        """Run the probe's handlers after the call, in assembly and in Python, and end the hit."""
+        """Run the handlers that follow a call's pre_handlers, in assembly and in Python, and end the hit."""
 
         def end(_live: Regs) -> None:
             behind = frame.ip
@@ -490,7 +490,10 @@ def _hit_again(
     started: int,
     _live: Regs,
 ) -> None:
-    """Continue a hit by a call after its handler in assembly. A closure would slow down all other hits."""
+    """Continue handling a hit by a call in Python, after the assembly handler has run in the guest.
+
+    This is a function, because a closure would slow down all other hits.
+    """
     hit(site, frame, then, started)
 
 

@@ -26,8 +26,8 @@ from emulated_kernel.util.fast_dataclass import dataclass
 class Breakpoints:
     """Writes and removes the breakpoints at probed addresses.
 
-    Linux: on RISC-V, stop_machine() stops all CPUs meanwhile. Deviates: a breakpoint that CPUs may fetch in
-    two parts is written in steps, like a jump.
+    Linux: on RISC-V, stop_machine() stops all CPUs during the write. Deviates: a breakpoint that CPUs may
+    fetch in two parts is written in steps, like a jump.
     Mirrors: arch/*/kernel/**/kprobes.c:arch_arm_kprobe, arch_disarm_kprobe (v6.1).
     """
 

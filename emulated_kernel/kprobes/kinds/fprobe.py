@@ -123,7 +123,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
 
 
 class PartialRegs:
-    """The registers that were saved. Access to another register raises AttributeError."""
+    """View of a hit's registers that has only the saved ones. Access to others raises AttributeError."""
 
     __slots__ = ("_names", "_regs")
 
@@ -302,7 +302,10 @@ class Fprobes:
             registered.code = None
 
     def matching(self, fp: Fprobe) -> tuple[int, ...]:
-        """Return the addresses of the functions that match an fprobe. Raises: KernelError EINVAL (none)."""
+        """Return the addresses of the functions that match an fprobe.
+
+        Raises: KernelError EINVAL (no function matches).
+        """
         found = tuple(
             address
             for name, address in self.functions.items()
@@ -325,7 +328,7 @@ class Fprobes:
     # Registers
 
     def _saved(self, fp: Fprobe) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the names of the registers that the entry and the exit handler get."""
+        """Return two sets of register names: those that the entry handler gets, and those of the exit one."""
         if fp.registers is FprobeRegs.PT_REGS:
             return (frozenset(self._arch.pt_regs),) * 2
         return frozenset(self._arch.ftrace_regs), frozenset(self._arch.return_regs)
@@ -395,7 +398,7 @@ class Fprobes:
         return fp.hook is None or native.emit_entry(builder, EntryKind.CALL, fp.hook, keeps_called=True)
 
     def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Called:
-        """Return the handler of calls of the probe's functions.
+        """Return the function that handles entries of the probe's functions in Python.
 
         `names`: the registers that the probe's handlers can read; None means all.
         Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1).
@@ -423,7 +426,11 @@ class Fprobes:
         return entered
 
     def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[RethookNode, Any], None]:
-        """Return the handler of exits. Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
+        """Return the function that handles exits of the probe's functions in Python.
+
+        `names`: the registers that the exit handler can read; None means all.
+        Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1).
+        """
         word = self._arch.word_size
 
         def returned(instance: RethookNode, regs: Any) -> None:
@@ -440,7 +447,7 @@ class Fprobes:
     def _call(
         self, fp: Fprobe, handler: FprobeHandler | None, address: int, regs: Any, data: memoryview
     ) -> bool:
-        """Call a handler. If it raises, count and report this, and return False."""
+        """Call a handler and return whether its result is true. If it raises, report it and return False."""
         if handler is None:
             return False
         try:
@@ -454,7 +461,7 @@ class Fprobes:
 def _exits(fp: Fprobe, builder: ProgramBuilder, way: EntryKind) -> bool:
     """Emit the exit handler as guest code; return False if Python must handle exits.
 
-    The return hook has put the function's address into SLOT.
+    The return hook has put the function's address into the virtual register SLOT.
     """
     if fp.is_disabled:
         return False

@@ -159,7 +159,7 @@ class HitRing:
         self._memory.free_percpu(self._offset)
 
     def _note(self, address: int, regs: Any) -> None:
-        """Record a hit that has trapped, from Python."""
+        """Record a hit that Python handles, with the probed address and the registers of the hit."""
         cpu = self._machine.cpu
         hits = self._cells[cpu][0]
         values = [getattr(regs, name) for name in self._registers]
@@ -167,7 +167,7 @@ class HitRing:
         self._cells[cpu][0] = hits + 1 & (1 << 8 * self._word) - 1
 
     def _emit(self, builder: ProgramBuilder, address: int | None) -> bool:
-        """Emit code that records a hit at `address` (None: at the address in CALLED). Return True."""
+        """Emit code that records a hit at `address`, or at the address in register CALLED; return True."""
         word = self._word
         at = _AT, word
         builder.emit(

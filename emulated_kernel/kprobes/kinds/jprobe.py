@@ -20,9 +20,9 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 MAX_STACK_SIZE = 64
-"""Number of bytes of the stack that are saved for the probed function.
+"""Maximum size in bytes of the part of the stack that is saved at entry, and restored afterwards.
 
-The jprobe's function may overwrite the arguments there.
+The jprobe's function may overwrite its arguments on the stack.
 """
 
 

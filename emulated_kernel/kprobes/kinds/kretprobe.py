@@ -71,7 +71,7 @@ class Kretprobe(Kprobe[RegsT]):
     """Size in bytes of the data that belong to each call; at most 4096."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
-    """Numbers of missed and returned calls at the last unregistration."""
+    """Number of missed calls and number of handled returns at the last unregistration."""
 
     @property
     def instances_missed(self) -> int:
@@ -177,7 +177,7 @@ class Kretprobes:
             self._kprobes.handler_changed(rp)
 
     def _release(self, rp: Kretprobe) -> None:
-        """Remove the return hook, and keep its counts."""
+        """Remove the return hook, and keep its counts of missed calls and returns in the probe."""
         hook = rp.hook
         if hook is not None:
             rp._ended = (hook.missed, hook.returned)
@@ -199,7 +199,10 @@ class Kretprobes:
     # Hits
 
     def _entry(self, rp: Kretprobe, hook: ReturnHook) -> Callable[[Kprobe, Any], None]:
-        """Return the pre_handler. Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1)."""
+        """Return the pre_handler of the entry probe, which hooks the call.
+
+        Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1).
+        """
         hook_call = self.hooks.hook_call
         entry_handler = rp.entry_handler
 
@@ -217,7 +220,7 @@ class Kretprobes:
         return entered
 
     def _return_handler(self, rp: Kretprobe) -> Callable[[KretprobeInstance, Any], None]:
-        """Return the handler of returns for the return hook.
+        """Return the function that the return hook calls at returns.
 
         Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1).
         """
@@ -245,5 +248,5 @@ def _hook_assembly(rp: Kretprobe, assembled: AssembledHandlers) -> None:
 
 
 def _nothing(_builder: ProgramBuilder, _way: EntryKind) -> bool:
-    """Emit nothing, for a probe without a handler."""
+    """Emit nothing and return True, as the program of a probe without a handler."""
     return True

@@ -140,7 +140,10 @@ class Optimizer:
             self._table.remove(head)
 
     def leave_text(self, spans: Sequence[Span]) -> None:
-        """Mark the probes that wait to be freed as gone if their text is about to be freed."""
+        """Mark unregistered probes that wait to be freed as gone, if their text is about to be freed.
+
+        `spans` has the address ranges of this text.
+        """
         for head in self.freeing:
             if any(start <= head.address < end for start, end in spans):
                 head.flags |= KprobeFlag.GONE
@@ -300,8 +303,8 @@ class Optimizer:
         """Return the ranges that must be quiescent before jumps are written and detours are freed.
 
         The ranges contain the text that jumps will cover, and the slots and detours that jump back into this
-        text. They also contain the slots and detours that will be freed, and the garbage, which may jump into
-        all other ranges.
+        text. They also contain the slots and detours that will be freed, and pieces that DeferredFree has not
+        freed yet. These pieces may jump into all other ranges.
         """
         spans = {*self._garbage.spans}
         for head in self.optimizing:

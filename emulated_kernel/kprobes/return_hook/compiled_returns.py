@@ -82,8 +82,8 @@ class NativeReturns:
     ) -> bool:
         """Emit code at a function's entry that hooks the call, or counts it as missed.
 
-        The code fills the call's data with zeros. With `keeps_called`, which needs EntryKind.CALL, it stores
-        the function's address there. Return False if there is no trampoline yet.
+        The code fills the call's data with zeros. If `keeps_called`, it stores the function's address in the
+        data; `way` must be EntryKind.CALL. Return False if there is no trampoline yet.
         """
         if not self._trampoline.address:
             return False
@@ -99,7 +99,10 @@ class NativeReturns:
         return True
 
     def emit_graph_entry(self, builder: ProgramBuilder, hook: ReturnHook, keep: Keep) -> None:
-        """Emit code at fentry sites that hooks calls for the function graph; `keep` may skip the hooking."""
+        """Emit code at fentry sites that hooks calls for the function graph.
+
+        `keep` emits the code that fills the call's data; this code may skip the hooking.
+        """
         code = self.graph_code
         words = self._data_words(hook)
         done = self._enter(builder, EntryKind.CALL, hook)
@@ -113,7 +116,7 @@ class NativeReturns:
 
     @property
     def graph_code(self) -> RetStackCode:
-        """Emitter of code for the tasks' arrays; only valid if the shadow stack is a RetStack."""
+        """Emitter of code for the tasks' return stacks; it exists only if the shadow stack is a RetStack."""
         assert isinstance(self._code, RetStackCode), "the function graph has its own shadow stack"
         return self._code
 
@@ -128,7 +131,7 @@ class NativeReturns:
         return done
 
     def _find_return(self, builder: ProgramBuilder, way: EntryKind) -> None:
-        """Emit code at a function's entry that sets SLOT and RET to its stack slot and return address."""
+        """Emit code at a function's entry: set SLOT to the address of the stack slot, RET to its content."""
         builder.emit(GetRegister(SLOT, self._sp))
         if self._link is not None:
             builder.emit(GetRegister(RET, self._link))
@@ -208,7 +211,7 @@ class NativeReturns:
             hook.code = None
 
     def _has_trampoline(self) -> bool:
-        """Return True if the native trampoline exists; make it if possible."""
+        """Return True if the native trampoline exists; if it does not, first try to make it."""
         if self._dispatch is None:
             builder = ProgramBuilder()
             self._emit_dispatch(builder)
@@ -244,5 +247,5 @@ class NativeReturns:
 
 
 def _signed(address: int) -> int:
-    """Return an address as a sign-extended 32-bit value; it must be within reach of the guest's text."""
+    """Return the low 32 bits of an address as a signed number; sign extension must restore the address."""
     return (address & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)

@@ -38,7 +38,10 @@ class HookSets(TaskObserver):
         scheduler: GracePeriod,
         chosen: str | None,
     ) -> None:
-        """`chosen` is the name of a shadow stack to use instead of the profile's, or None."""
+        """Make the first set of return hooks, and observe the guest's tasks.
+
+        `chosen` is the name of a shadow stack to use instead of the profile's, or None.
+        """
         self._hits = kprobes.hits
         self._sets: list[ReturnHooks] = []
         self._make = partial(ReturnHooks, machine, abi, arch, kprobes, scheduler, self._sets)
@@ -95,7 +98,7 @@ class HookSets(TaskObserver):
             hooks.look_from(cpu)
 
     def _abandon(self) -> None:
-        """Forget hits and hooked calls of a run on a host stack that has ended."""
+        """Forget hits and hooked calls of a guest function whose run was given up."""
         self._hits.ctlblk.abandon()
         for hooks in self._sets:
             hooks.abandon()

@@ -16,7 +16,7 @@ _TASK_SIZE = 1 << 10
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory in bytes that `probes` hooks of `nodes` instances each take."""
+    """Memory in bytes that `probes` hooks take on a shadow stack, with `nodes` instances per hook."""
 
     stack: str
     probes: int
@@ -27,8 +27,8 @@ class Footprint:
 def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, nodes: int) -> Footprint:
     """Create hooks and the tasks' arrays on a shadow stack, without a kernel; return the memory they use.
 
-    The hook's control block and the heads of its rings are not counted. Source: "Unifying return hooks" (LPC
-    2023).
+    The control blocks of hooks and the heads of their rings are not counted. Source: "Unifying return hooks"
+    (LPC 2023).
     """
     source = _Pages()
     fields = TaskFields(source, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)

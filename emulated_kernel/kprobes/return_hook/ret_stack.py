@@ -167,7 +167,7 @@ class RetStack(ShadowStack):
         self.words[at] = self.words[at] + 1 & (1 << 8 * self.words.word_size) - 1
 
     def _fill(self, node: int, size: int, hook: int) -> None:
-        """Initialize an entry. Its data must become zeros, because another call may have used the words."""
+        """Initialize an entry, with zeros as its data, because another call may have used the words."""
         words = self.words
         word = self.words.word_size
         for at in range(node, node + size * word, word):

@@ -44,7 +44,7 @@ class RethookStack(RethookListStack):
         words[at] = ((words[at] | mask) + 1 & (1 << 8 * words.word_size) - 1) | number
 
     def origin(self, hook: int) -> int:
-        """Return the address of node number 0; a node's number is its distance from this address in words."""
+        """Return the address of an imaginary node 0. A node's number is its distance in words from there."""
         return self._blocks[hook] - self.words.word_size
 
     def _node(self, hook: int, number: int) -> int:

@@ -91,7 +91,7 @@ class RethookListStack(ShadowStack):
         """Return the number of nodes in the pool. Raises: MemoryFault (the pool is damaged)."""
 
     def high_water(self, hook: int) -> int:
-        """Return the highest number of nodes in use at a time: all nodes that ever had a return address.
+        """Return the highest number of nodes in use at a time: those that ever had a return address.
 
         The node that was put back last is taken first, so no further nodes ever get a return address.
         """

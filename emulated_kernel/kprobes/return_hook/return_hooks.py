@@ -180,7 +180,7 @@ class ReturnHooks:
             self.native.drop_handler(hook)
 
     def install(self) -> None:
-        """Create the trampoline, and handle the traps by which the guest calls the host, if not done yet."""
+        """Create the trampoline and register the handlers of its traps, unless this was done before."""
         self.trampoline.install()
         self._install_traps()
 
@@ -261,7 +261,7 @@ class ReturnHooks:
     # The trampoline
 
     def _returned(self, regs: Any, frame: int) -> int:
-        """Call the handlers of the return through `frame`; return the address at which the guest continues.
+        """Call the handlers of all calls that return through `frame`; return the next address of the guest.
 
         Mirrors: kernel/trace/rethook.c:rethook_trampoline_handler (v6.1).
         """
@@ -343,10 +343,10 @@ class ReturnHooks:
         return address
 
     def replaced_by_others(self, hook: ReturnHook) -> int:
-        """Return the address that hooks without a return probe find in the slot of the call that returns.
+        """Return the address that hooks without a return probe find in the stack slot of the returning call.
 
-        All hooks without a return probe, such as those of fprobes, replace the address once. Only a return
-        handler of `hook` may call this method.
+        Hooks without a return probe, such as those of fprobes, share one replacement of the address. Return 0
+        if the address is not known. Only a return handler of `hook` may call this method.
         """
         older = dropwhile(lambda call: call.hook != hook.address, self.stack.pending(self._tasks.current()))
         for call in older:
@@ -358,7 +358,7 @@ class ReturnHooks:
         return 0
 
     def replaced(self, slot: int) -> Iterator[int]:
-        """Iterate over the addresses that hooks have replaced in a stack slot, newest first.
+        """Yield the addresses that hooks have replaced in a stack slot, newest first.
 
         During a task switch the stack may belong to a task that is not current yet, so all tasks are
         searched.
@@ -370,7 +370,7 @@ class ReturnHooks:
                 return
 
     def _nearest_tasks(self) -> Iterator[int]:
-        """Iterate over all tasks, the current one first. Listing the others is slow and seldom needed."""
+        """Yield all tasks, the current one first. Listing the other tasks is slow and seldom needed."""
         current = self._tasks.current()
         yield current
         if self.stack.hooks:

@@ -54,9 +54,9 @@ class Trampoline:
         self.size = 0
         """Size in bytes of the trampoline's code."""
         self.filled_in = 0
-        """Address in the trampoline from which on the real return address has replaced the trampoline's."""
+        """Address in the trampoline. Code from there on finds the real return address in the stack slot."""
         self.native = 0
-        """Address to which calls with a handler in guest code return; 0 while there is no such trampoline."""
+        """Address to which functions return if a hook has a handler in guest code; 0 while there is none."""
         self.native_breakpoint: int | None = None
         """Address of the breakpoint that is the native trampoline in the form BREAKPOINT; else None."""
         self._native_code: CompiledCode | None = None
@@ -99,11 +99,11 @@ class Trampoline:
             self._write(at, self.native)
 
     def is_one(self, address: int) -> bool:
-        """Return True if `address` is an address with which hooks replace return addresses."""
+        """Return True if `address` is a trampoline's address, with which hooks replace return addresses."""
         return address != 0 and address in (self.address, self.native)
 
     def locate(self, address: int) -> tuple[int, int] | None:
-        """Return address and size of the trampoline that contains an address, or None."""
+        """Return the start address and size in bytes of the trampoline that contains `address`, or None."""
         code = self._native_code
         if code is not None and code.contains(address):
             return code.entry, code.address + code.size - code.entry
@@ -128,7 +128,7 @@ class Trampoline:
         self._notify_native()
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:
-        """Replace the return address at a function's entry; return the real one and its stack slot.
+        """Replace the return address at a function's entry; return the real address and the slot's address.
 
         Raises: MemoryFault (the stack is not writable memory).
         """
@@ -155,7 +155,7 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """Return the saved registers, the slot of the return address, and the place for the real address."""
+        """Return the saved registers, the slot of the return address, and where to write the real address."""
         saved = self._frames[regs.sp]
         after = regs.sp + len(self._arch.pt_regs) * self._word
         return saved, after if self._arch.registers.link is None else saved.sp, after

@@ -39,6 +39,8 @@ class CpuModel(ABC):
     """Mask of the flag that enables interrupts."""
     special_registers: Mapping[str, int]
     """Name of a register that probes can only read -> Unicorn's id of the register."""
+    segment_bases: Mapping[str, int] = MappingProxyType({})
+    """Name of the base address of a segment -> Unicorn's id of the register."""
     aliases: Mapping[str, str] = MappingProxyType({})
     """Linux's name of a register -> the machine's name, common to all architectures, such as epc -> ip."""
     arguments: tuple[str, ...]
@@ -78,6 +80,12 @@ class CpuModel(ABC):
     """Mask of the flags that the delivery of an interrupt clears."""
 
     @property
+    def all_registers(self) -> dict[str, int]:
+        """Name of each register that debuggers show -> Unicorn's id of the register."""
+        flags = {"flags": self.flags_register}
+        return {**self.registers, **self.special_registers, **self.segment_bases, **flags}
+
+    @property
     def word_size(self) -> int:
         """Size of a general-purpose register in bytes."""
         return self.bits // 8
@@ -95,7 +103,10 @@ class CpuModel(ABC):
 
     @abstractmethod
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
-        """Return the trap for a failed data access of the kernel; `present` means that the page is mapped."""
+        """Return the trap for a failed data access of the kernel; `present` means that the page is mapped.
+
+        `write`: the access was a write.
+        """
 
     def trap_number(self, trap: Trap) -> int:
         """Return the architecture's number of an exception, which Linux passes to fault handlers."""

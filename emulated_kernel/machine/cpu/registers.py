@@ -131,7 +131,10 @@ class FastRegs(Regs):
     """The flags that Unicorn doesn't compute lazily, such as the trap flag."""
 
     def step(self, on: bool) -> None:
-        """Set or clear the trap flag without an API call, since each stepped instruction does both."""
+        """Set the trap flag if `on` is True, otherwise clear it, without an API call.
+
+        Each stepped instruction needs both.
+        """
         stored = self._stored_flags
         flag = self._trap_flag
         self._stored_flags = stored | flag if on else stored & ~flag

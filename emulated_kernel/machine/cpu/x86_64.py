@@ -59,6 +59,7 @@ class X86_64Cpu(cpu_x86.X86Cpu):
     hypercall_arguments = ("di", "si", "dx", "r10")
     syscall_arguments = ("di", "si", "dx", "r10", "r8", "r9")
     per_cpu_register = cpu_x86.GS_BASE
+    segment_bases = MappingProxyType({"fs_base": cpu_x86.FS_BASE, "gs_base": cpu_x86.GS_BASE})
     repeated_copy = b"\xf3\x48\xa5"
     boot_argument = "di"
 
@@ -77,6 +78,7 @@ class X86_64Cpu(cpu_x86.X86Cpu):
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
         """Return the trap for a failed data access.
 
+        `write`: the access was a write. `present`: the page is mapped.
         Unicorn: a non-canonical address raises #GP for the stack too, whereas a CPU raises #SS.
         """
         if address >> _CANONICAL_BITS not in (0, (1 << 64 - _CANONICAL_BITS) - 1):

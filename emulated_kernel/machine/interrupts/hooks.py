@@ -111,7 +111,10 @@ class TrapHooks:
         return int(self.words.hits)
 
     def set_guest_caller(self, owner: object, calls: bool) -> None:
-        """Add `owner` to `guest_callers`, or remove it. While there is an owner, Python gets all traps."""
+        """Add `owner` to `guest_callers` if `calls` is True, otherwise remove it.
+
+        While there is an owner, Python gets all traps.
+        """
         (self.guest_callers.add if calls else self.guest_callers.discard)(owner)
         self.words.callers = len(self.guest_callers)
 
@@ -208,7 +211,10 @@ class TrapHooks:
         return self._guarded(lambda _data: self._exception(Vector.INVALID_OPCODE))
 
     def _guarded(self, handle: Callable[[int], None]) -> Callable[..., object]:
-        """Return a callback for rare events; `handle` gets the second argument of Unicorn's call."""
+        """Return a callback of Unicorn for rare events, which calls `handle` and stores its exceptions.
+
+        `handle` gets the second argument that Unicorn passes, such as the number of the interrupt.
+        """
         handler_time = self.handler_time
 
         def callback(*args: int) -> bool:

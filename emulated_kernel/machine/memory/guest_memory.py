@@ -6,16 +6,28 @@ import mmap
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import BinaryIO
 
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
+from emulated_kernel.util.fast_dataclass import dataclass
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CHUNK = 64 << 10
 _ROAMED = 1 << 20
 """Minimum size in bytes of the part of a window that is allocated once before freed memory is reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRange:
+    """A virtual range [start, end), mapped to physical memory from `pa` on."""
+
+    start: int
+    end: int
+    pa: int
+    prot: Prot
 
 
 class GuestMemory(ABC):
@@ -43,6 +55,17 @@ class GuestMemory(ABC):
     @abstractmethod
     def translate(self, va: int) -> int:
         """Return the physical address of `va`. Raises: MemoryFault (not mapped)."""
+
+    @abstractmethod
+    def mapped_ranges(self) -> Iterator[MappedRange]:
+        """Yield the ranges of the kernel's address space that are mapped to `ram`, in no certain order."""
+
+    def data_ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield start and size of the parts of `ram` outside of which all bytes are zero."""
+        yield 0, len(self.ram)
+
+    def overlaid(self, start: int, size: int, file: BinaryIO, offset: int) -> None:  # noqa: B027
+        """Note that a range of `ram` is mapped from an offset of `file` from now on."""
 
     @abstractmethod
     def locate_text(self, va: int, size: int) -> int | None:
@@ -159,7 +182,7 @@ class GuestPool:
 
     @property
     def used(self) -> int:
-        """Number of allocated bytes."""
+        """Number of bytes of the window that are allocated now."""
         return self._pool.used
 
     @property

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
-from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory, MappedRange
 from emulated_kernel.machine.memory.paging import PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.memory.sparse import data_ranges
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
-from emulated_kernel.util.fast_dataclass import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class MappedRange:
-    """A virtual range [start, end), mapped to physical memory from `pa` on."""
-
-    start: int
-    end: int
-    pa: int
-    prot: Prot
+def _memory_file(size: int) -> int | None:
+    """Return the descriptor of an unnamed file in memory, whose holes are known; None if there is none."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        file = os.memfd_create("guest-ram", os.MFD_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        os.ftruncate(file, size)
+    except OSError:
+        # RLIMIT_FSIZE limits the file, but not anonymous memory.
+        os.close(file)
+        return None
+    return file
 
 
 class Memory(GuestMemory):
@@ -46,8 +56,15 @@ class Memory(GuestMemory):
         """
         super().__init__(word_size)
         self.ram_size = ram_size
-        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self.ram = mmap.mmap(-1, ram_size + extra_size, flags=flags)
+        self._file = _memory_file(ram_size + extra_size)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0)
+        if self._file is None:
+            self.ram = mmap.mmap(-1, ram_size + extra_size, flags=flags | mmap.MAP_ANONYMOUS)
+        else:
+            weakref.finalize(self, os.close, self._file)
+            self.ram = mmap.mmap(self._file, ram_size + extra_size, flags=flags)
+        self._overlays: list[tuple[int, int, BinaryIO, int]] = []
+        """Ranges of `ram` that are mapped from another file: start, size, the file, offset in the file."""
         self.host_pages = UnitPool(ram_size - host_size, host_size, PAGE_SIZE)
         self.tables = tables(self.ram, self.host_pages)
         self._on_remap = on_remap
@@ -115,8 +132,23 @@ class Memory(GuestMemory):
         self.ranges = kept
         return taken
 
+    def mapped_ranges(self) -> Iterator[MappedRange]:
+        return iter(self.ranges)
+
+    def overlaid(self, start: int, size: int, file: BinaryIO, offset: int) -> None:
+        self._overlays.append((start, size, file, offset))
+
+    def data_ranges(self) -> Iterator[tuple[int, int]]:
+        if self._file is None:
+            yield 0, len(self.ram)
+        else:
+            yield from data_ranges(self._file, 0, len(self.ram))
+        for start, size, file, offset in self._overlays:
+            for at, length in data_ranges(file.fileno(), offset, size):
+                yield start + at - offset, length
+
     def find(self, va: int) -> MappedRange | None:
-        """Return the range that contains `va`, or None."""
+        """Return the range that contains `va`, or None if `va` is not mapped."""
         i = bisect_right(self._starts, va) - 1
         return self.ranges[i] if i >= 0 and va < self._ends[i] else None
 

@@ -24,7 +24,7 @@ class UnitPool:
         self._next = 0
         self._first_fit = first_fit
         self.used = 0
-        """Number of allocated bytes."""
+        """Number of bytes that are allocated now."""
 
     def alloc(self, size: int, limit: int | None = None) -> int:
         """Allocate `size` bytes, aligned to the unit; below address `limit` if there is room.

@@ -208,6 +208,7 @@ class RecordMemory:
             at += size
         for physical, size, offset in ranges:
             map_over(memory.ram, physical, size, descriptor, offset)
+            memory.overlaid(physical, size, file, offset)
             # Hazard: once the pages, which come first, are mapped, further allocations need disk space in the
             # file.
             self._file = file

@@ -140,7 +140,10 @@ def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "
 
 
 def found(function: Callable[..., object], is_there: bool) -> SelfTest:
-    """Return the result of a self-test that searches for hidden state of Unicorn."""
+    """Return the result of the self-test `function`, which searches for hidden state of Unicorn.
+
+    The outcome is OK if the state was found, else FALLBACK.
+    """
     return SelfTest(function.__name__, Outcome.OK if is_there else Outcome.FALLBACK)
 
 

@@ -27,9 +27,9 @@ class HookRange:
         self._cells = None if place < 0 else (ctypes.c_uint64 * 2).from_address(hook + place)
 
     def use(self, on: bool) -> None:
-        """Move the hook to its range or to no address; the caller drops translated code.
+        """Move the hook to its range if `on` is True, otherwise to no address.
 
-        If the hook's range was not found, the hook stays.
+        The caller drops translated code. If the hook's range was not found, the hook stays.
         """
         if self._cells is not None:
             self._cells[0], self._cells[1] = self._at if on else _NOWHERE

@@ -81,7 +81,10 @@ class ContextBadAddress:
 
 
 def find_bad_address(bench: Bench) -> tuple[int, int] | None:
-    """Find offsets of fields in a saved context: first register, address of the last page fault; or None."""
+    """Return the offsets in a saved context of the first register and of the last page fault's address.
+
+    Return None if they are not found.
+    """
     engine = bench.engine
     clean = engine.context_alloc()
     context = engine.context_alloc()

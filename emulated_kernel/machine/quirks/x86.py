@@ -65,7 +65,10 @@ def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
 
 
 def known_faults(cpu: CpuModel) -> tuple[tuple[bytes, int, int, Vector], ...]:
-    """Return tuples: code, value of rbx for it, expected error code and vector; rarest error code first."""
+    """Return faults to raise: code, value of rbx for it, expected error code and vector.
+
+    The fault with the rarest error code comes first.
+    """
     return (
         (_JUMP, cpu.layout.direct_map, 0x11, Vector.PAGE_FAULT),
         (_WRITE, cpu.layout.host_text, 0x3, Vector.PAGE_FAULT),
@@ -75,7 +78,10 @@ def known_faults(cpu: CpuModel) -> tuple[tuple[bytes, int, int, Vector], ...]:
 
 
 def exception_state(bench: Bench, cells: tuple[int, int, int] | None, cpu: int | None) -> ExceptionState:
-    """Return the fastest available reader of exception state."""
+    """Return the fastest available reader of exception state.
+
+    `cells`: result of find_exception_cells(). `cpu`: result of find_cpu_state().
+    """
     if cells is None:
         return CleanContextExceptionState(bench.engine, bench.regs)
     first, error_code, in_flight = cells

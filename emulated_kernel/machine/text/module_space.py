@@ -35,7 +35,7 @@ class ModuleSpace:
         self._pieces: dict[int, _Allocation] = {}
 
     def alloc(self, size: int, *, is_text: bool) -> int:
-        """Allocate `size` bytes: executable and filled with breakpoints, or writable and filled with zeros.
+        """Allocate `size` bytes: executable and filled with breakpoints if `is_text`, else writable zeros.
 
         Raises: HardwareError (no module memory is left).
         """

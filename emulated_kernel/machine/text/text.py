@@ -24,10 +24,10 @@ class TextWatcher(Protocol):
     """Observer of changes of text; stale_fetch.py implements it."""
 
     def written(self, va: int, before: bytes, after: bytes, /) -> None:
-        """Note that text at `va` changed in memory."""
+        """Record that the text at `va` has changed in memory from `before` to `after`."""
 
     def synchronised(self) -> None:
-        """Note that all CPUs have executed a serialising instruction."""
+        """Record that all CPUs have executed a serialising instruction."""
 
 
 def shrink_dict(table: dict[int, Any], before: int) -> bool:

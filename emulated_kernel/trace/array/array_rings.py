@@ -208,7 +208,10 @@ class ArrayRings(ABC):
         self._resize((size_kb << 10) & ((1 << 64) - 1), cpu, errno.ENOMEM)
 
     def _resize(self, size: int, cpu: int | None, while_read: int) -> None:
-        """Resize buffers; `while_read` is the errno if an open trace file reads one of them."""
+        """Resize the buffer of one CPU, or of all if `cpu` is None, to at least `size` bytes per CPU.
+
+        `while_read`: errno of the error if an open trace file reads one of the buffers.
+        """
         self.system.lock.assert_held()
         pages = pages_for(size)
         self.system.is_expanded = True

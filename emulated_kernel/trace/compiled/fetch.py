@@ -42,19 +42,19 @@ from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
 # Virtual registers. TEMP, OTHER and HIGH hold no value between arguments. Code for arguments of type Number
 # does not change POSITION and LIMIT.
 BASE = 0
-"""Virtual register: address of the entry in scratch memory, or of the event in the ring buffer."""
+"""Number of the virtual register with the address of the entry, in scratch memory or the ring buffer."""
 VALUE = 1
-"""Virtual register: the value that is being fetched."""
+"""Number of the virtual register with the value that is being fetched."""
 TEMP = 2
-"""Virtual register: temporary."""
+"""Number of the first virtual register for temporary values."""
 OTHER = 3
-"""Virtual register: second temporary."""
+"""Number of the second virtual register for temporary values."""
 POSITION = 4
-"""Virtual register: address after the strings that were stored so far."""
+"""Number of the virtual register with the address after the strings that were stored so far."""
 LIMIT = 5
-"""Virtual register: maximum address that the copy of a string may reach."""
+"""Number of the virtual register with the maximum address that the copy of a string may reach."""
 HIGH = 6
-"""Virtual register: upper half of a u64 if a word has 4 bytes."""
+"""Number of the virtual register with the upper half of a u64, if a word has 4 bytes."""
 MAX_ELEMENTS = 256
 """Maximum number of array elements in an event's arguments; the code for more elements would be too large."""
 
@@ -158,9 +158,10 @@ class FetchEmitter:
             self._read(VALUE, insn.value, self._word, insn.op is FetchOp.UDEREF, fault)
 
     def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
-        """Emit code that loads the register `dst` from VALUE + offset, or jumps to `fault`.
+        """Emit code that loads `size` bytes from VALUE + `offset` into `dst`, or jumps to `fault`.
 
-        If one instruction is not enough, the code overwrites OTHER.
+        `user`: the address must be in user space. If one instruction is not enough, the code overwrites
+        OTHER.
         """
         base = VALUE
         if user or not fits_displacement(offset):
@@ -215,7 +216,11 @@ class FetchEmitter:
         self._emit(Store(BASE, place, TEMP, size))
 
     def _long_element(self, insn: FetchInsn, bitfield: FetchInsn | None, shift: int, place: int) -> None:
-        """Emit code that stores an element that consists of two words."""
+        """Emit code that stores an element of two words at BASE + `place`.
+
+        `insn`: store operation. `bitfield`: operation with the shifts that extract a bit field, or None.
+        `shift`: offset in bytes of the element from the offset in `insn`.
+        """
         builder = self._builder
         emit = self._emit
         word = self._word

@@ -44,11 +44,11 @@ _DEPTH = 16
 _FLAGS = 20
 # Virtual registers while a call begins or ends.
 _CALL = POSITION
-"""Virtual register: address of the call's frame."""
+"""Number of the virtual register with the address of the call's frame."""
 _CALL_DEPTH = LIMIT
-"""Virtual register: depth of the call."""
+"""Number of the virtual register with the depth of the call."""
 _CALL_FLAGS = HIGH
-"""Virtual register: CallFlag of the call. After the flags are stored, HIGH holds upper halves of times."""
+"""Number of the virtual register with the call's CallFlag. Once stored, HIGH holds halves of times."""
 _CELL = 8
 _HALF = 4
 _INT_MAX = (1 << 31) - 1

@@ -134,7 +134,7 @@ class FrameTables:
 
     @cached_property
     def _ways(self) -> Mapping[int, Sequence[int]]:
-        """Instruction address -> targets in addition to those in its code: by jump labels or fixups."""
+        """Instruction address -> targets that its code does not show, by jump labels and fixups."""
         ways: dict[int, list[int]] = {}
         for code, target, _ in self._image.jump_labels:
             ways.setdefault(code, []).append(target)
@@ -156,7 +156,7 @@ def _exits_to(frames: FunctionFrames, part: range) -> Mapping[int, Frame]:
 
 
 def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:
-    """Apply an instruction's `effect` to the frame, and note where the trampoline's handler has filled it in.
+    """Apply an instruction's `effect` to a frame in which the handler has filled in the return address.
 
     Afterwards only the stack slot at offset `slot` from the CFA holds the real return address.
     """

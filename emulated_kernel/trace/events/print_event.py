@@ -62,7 +62,7 @@ class PrintEvent(FtraceEntryEvent):
     def written(self, recorder: Recorder, text: bytes, hit: ProbeHit) -> Callable[[], None] | None:
         """Run the event's triggers in a trace array before a marker is recorded in it.
 
-        Return a function that runs the triggers for the time after the marker is recorded, or None if the
+        Return a function that runs the triggers that must run after the marker is recorded, or None if the
         event has no triggers.
         Mirrors: tracing_mark_write (v6.1).
         """

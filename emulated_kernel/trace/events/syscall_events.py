@@ -41,8 +41,9 @@ class SyscallTracepoint:
     def __init__(self, raw: Tracepoint, word_size: int, start: int = 0, preempt_count: int = 1) -> None:
         """Create the dispatcher for entries or exits.
 
-        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. At `start` in its records is the number
-        of the system call. `preempt_count` is what the tracepoint adds to the count of the records' context.
+        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. `start` is the offset in bytes of the
+        system call's number in its records. `preempt_count` is what the tracepoint adds to the count of the
+        records' context.
         """
         self._raw = raw
         self._start = start

@@ -16,7 +16,7 @@ DEFAULT_SIZE = 63
 MAX_SIZE = 165
 """Maximum number of bytes of an argument's memory in a record. Mirrors: SYSCALL_FAULT_USER_MAX (v7.2)."""
 _READ_SIZE = MAX_SIZE + 4
-"""Maximum number of bytes that are read."""
+"""Maximum number of bytes of user memory that are read for one argument."""
 _EXTRA = b"..."
 _PRINTABLE = range(0x20, 0x7F)
 
@@ -81,7 +81,7 @@ def captured(arguments: UserArguments, args: Sequence[int], start: int, limit: i
     """Return the end of a record: a `__data_loc` word for each argument's memory, and the memory itself.
 
     `args` are the values of all arguments, and `start` is the offset of the first word in the entry. `limit`
-    is the maximum number of bytes. Memory that cannot be read is empty.
+    is the maximum number of bytes of one argument's memory. Memory that cannot be read is empty.
     Mirrors: kernel/trace/trace_syscalls.c:sys_fault_user, syscall_put_data (v7.2).
     """
     found = [_captured(arguments, args, at, limit, hit) if limit else b"" for at in arguments.positions]
@@ -143,7 +143,7 @@ _O_TMPFILE = 0o20200000
 
 
 def open_flags(flags: int) -> tuple[str, bool]:
-    """Return the text of openat()'s flags, and whether the mode follows.
+    """Return the text of openat()'s flags, and whether the call has a mode, which is shown after them.
 
     Mirrors: kernel/trace/trace_syscalls.c:sys_enter_openat_print (v7.2).
     """

@@ -12,30 +12,30 @@ class FetchOp(Enum):
 
     # Stage 1: load a value.
     REG = auto()
-    """Register `name`."""
+    """Load register `name`."""
     STACK = auto()
-    """Word `value` of the stack; word 0 is at the stack pointer."""
+    """Load word `value` of the stack; word 0 is at the stack pointer."""
     STACKP = auto()
-    """The stack pointer, which is register `name`."""
+    """Load the stack pointer, which is register `name`."""
     RETVAL = auto()
-    """The function's return value, which is in register `name`."""
+    """Load the function's return value, which is in register `name`."""
     IMM = auto()
-    """The number `value`."""
+    """Load the number `value`."""
     COMM = auto()
-    """The address of the current task's name."""
+    """Load the address of the current task's name."""
     ARG = auto()
     """The constant 0, for a function argument that is not in a register, on machines with a link register.
 
     Linux: the argument is not read from the stack on those machines.
     """
     DATA = auto()
-    """The address of the constant bytes `data`."""
+    """Load the address of the constant bytes `data`."""
     EDATA = auto()
-    """Word `value` of the data that the entry of a returning function has stored."""
+    """Load word `value` of the data that the entry of a returning function has stored."""
     TP_ARG = auto()
-    """Field `name` of the entry that an event probe receives."""
+    """Load the field `name` of the entry that an event probe receives."""
     FOFFS = auto()
-    """The address at which the byte at offset `value` of the probed file is mapped."""
+    """Load the address at which the byte at offset `value` of the probed file is mapped."""
     SYMBOL = auto()
     """Placeholder for the symbol expression `name`. resolve_symbol() replaces the placeholder by an IMM.
 

@@ -39,7 +39,7 @@ class FilterWords:
 
 
 NO_WORDS = FilterWords()
-"""The words of Linux 6.1: none."""
+"""The features of filters in Linux 6.1: neither `FIELD.function` nor `CPUS{LIST}`."""
 
 
 def parse_cpus(text: str, cpus: int) -> frozenset[int] | None:

@@ -198,7 +198,10 @@ class ActionMaker:
 
 
 def _same_keys(one: Histogram, other: Histogram) -> bool:
-    """Return True if the keys of both histograms have the same types. Mirrors: compatible_keys (v6.1)."""
+    """Return True if the keys of two histograms have equal types, in order.
+
+    Mirrors: compatible_keys (v6.1).
+    """
     return [(key.type, key.size, key.is_signed) for key in one.keys] == [
         (key.type, key.size, key.is_signed) for key in other.keys
     ]

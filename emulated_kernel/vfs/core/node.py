@@ -199,7 +199,7 @@ class Objects(Generic[T]):
     names: Callable[[], Collection[str]]
     """Returns the current names in the order of readdir. len() of the result must be fast, for nlink."""
     find: Callable[[str], T | None]
-    """Returns the object with a name, or None. The result is the same object while the object exists."""
+    """Returns the object with a name, or None. It is the same object each time while the object exists."""
     make: Callable[[T], Directory]
     """Creates the directory that shows an object."""
 
@@ -253,7 +253,7 @@ class DynamicDirectory(Directory, Generic[T]):
         return super().nlink + len(self._objects.names())
 
     def get(self, name: str) -> Node | None:
-        """Return the fixed child called `name`, or the subdirectory of the object `name`, or None."""
+        """Return the fixed child `name`, or else the subdirectory of the object `name`; None without both."""
         fixed = self._children.get(name)
         if fixed is not None:
             return fixed

@@ -144,7 +144,7 @@ class OpenFile:
         self.flags = flags
         self._cursor = Cursor()
         self._is_part = False
-        """Piece.is_part of the write that is executed now."""
+        """Whether the data that is written now ends in the middle of a line; see Piece.is_part."""
         self._write_at = 0
         """File position of the write that is executed now."""
 

@@ -331,7 +331,7 @@ class PerClientFile(SeqFile):
 
 
 class OpenCommand(_OpenSeq):
-    """An open CommandFile."""
+    """An open CommandFile, whose writes execute commands."""
 
     node: CommandFile
 
@@ -671,7 +671,7 @@ class SysctlFile(OneReadFile):
 
 
 class OpenPipe(OpenFile):
-    """An open PipeFile."""
+    """An open PipeFile, whose reads consume the stream."""
 
     def __init__(self, node: PipeFile, flags: int, client: Client) -> None:
         """Connect to the stream. Raises: KernelError EBUSY (the stream has a reader and allows only one)."""

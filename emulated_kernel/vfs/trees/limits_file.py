@@ -31,7 +31,10 @@ def limits_file(
     log: Callable[[str], None],
     further: Mapping[Limit, GuestLimit] = MappingProxyType({}),
 ) -> Node:
-    """Return the file machine/limits. `further`: limits of this guest; `log`: takes reasons of refusals."""
+    """Return the file machine/limits. `further`: limits that only this kind of guest has.
+
+    `log` writes a line with the reason of a refused command to the kernel log.
+    """
     file = _LimitsFile(kernel, limits, further)
     return SteppedFile(0o644, listing(file.lines), each_line(log, "limits", file.parsed))
 

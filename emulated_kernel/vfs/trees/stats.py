@@ -202,7 +202,10 @@ class _EventStats:
         return bool(found) and all(self._kprobes.table.is_patched(kprobe) for kprobe in found)
 
     def _set_optimized(self, wanted: bool) -> None:
-        """Optimize or unoptimize all probes. Raises: KernelError EOPNOTSUPP (a probe can't be optimized)."""
+        """Optimize all probes if `wanted` is True, otherwise unoptimize them.
+
+        Raises: KernelError EOPNOTSUPP (a probe can't be optimized).
+        """
         for kprobe in self._registered():
             self._kprobes.set_optimized(kprobe, wanted)
 

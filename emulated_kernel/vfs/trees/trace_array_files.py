@@ -169,7 +169,11 @@ def number_file(
     moves: Moves = Moves.BY_BYTES,
     kind: type[AttributeFile] = AttributeFile,
 ) -> File:
-    """Return a file that shows a number or a switch. A write passes the number, as kstrtoul() parses it."""
+    """Return a file that shows the number that `value` returns. A write passes its number to `store`.
+
+    The number is parsed as by kstrtoul(). `moves`: how far a write moves the file position.
+    `kind`: class of the file.
+    """
     return kind(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)), moves)
 
 
@@ -242,7 +246,10 @@ def _per_cpu(array: TraceArray, cpu: int) -> Directory:
 
 
 def _options_directory(options: TraceOptions, *, instance: bool) -> Directory:
-    """Return options/, which has a switch for each option."""
+    """Return options/, which has a switch for each option.
+
+    `instance`: leave out the options of the top array.
+    """
     names = options.names(instance=instance)
     return Directory(
         DIRECTORY,

@@ -119,7 +119,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         """Held by the thread that writes the queue. A thread that holds it does not take the control lock."""
         self._own = threading.local()
         self._failure = ""
-        """Reason why nothing is saved at present, or ""."""
+        """Reason why nothing is saved at present, or "" if the state is saved."""
         self._again_at = 0.0
         """Monotonic time of the next attempt to save."""
         self._found = "nothing"
@@ -200,7 +200,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._found = f"{len(found)} records, {found.torn} torn"
 
     def refuse(self, reason: Exception) -> None:
-        """Rename the files of the earlier state, because it cannot be used."""
+        """Rename the files of the earlier state, because it cannot be used.
+
+        `reason`: the exception that restoring the state raised.
+        """
         self._set_aside(str(reason), self._directory.journal, *self._directory.records())
 
     def _set_aside(self, why: str, *paths: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from emulated_kernel.guests.builtin import watched_calls
+from emulated_kernel.guests.builtin.watched_calls import WatchedCalls
 from emulated_kernel.image import call_graph
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.call_graph import Calls, FunctionCalls
@@ -237,6 +238,30 @@ def opens(kernel: Kernel) -> bool:
     mount.release(mount.open(CLIENT, "/kprobes/list", os.O_RDONLY))
     mount.close()
     return kernel.machine.clock.now_ns() > before
+
+
+class CountedWords(dict[int, int]):
+    """A ledger's words, which count how many of them are read one by one."""
+
+    read = 0
+
+    def items(self) -> ItemsView[int, int]:
+        self.read += len(self)
+        return super().items()
+
+
+def test_a_poke_reads_no_words_if_too_many_are_patched() -> None:
+    with Kernel() as kernel:
+        text = kernel.machine.text
+        start = next(start for start, _end in kernel.image.text_ranges)
+        words = text.ledger.words = CountedWords()
+        WatchedCalls(text, kernel.image)
+        text.poke_batch((start + 8 * number, b"\xcc") for number in range(200))
+        few = words.read
+        assert few > 0
+        text.poke_batch((start + 8 * number, b"\xcc") for number in range(200, 300))
+        assert len(words) > 200
+        assert words.read == few
 
 
 def test_all_calls_are_watched_with_a_module() -> None:

@@ -34,7 +34,7 @@ def _ensure(path: Path) -> Path:
 
 
 @contextmanager
-def _own_cache(meta: str, suite: str) -> Iterator[None]:
+def own_cache(meta: str, suite: str) -> Iterator[None]:
     """Use another directory for the snapshots of other kernels than the usual one.
 
     The snapshots of all kernels together exceed the limit of a cache, so each run would boot them again.
@@ -51,21 +51,21 @@ def _own_cache(meta: str, suite: str) -> Iterator[None]:
 def image(meta: str = META, suite: str = SUITE) -> Path:
     """Its package; it has booted."""
     path = package(meta, suite)
-    with _own_cache(meta, suite):
+    with own_cache(meta, suite):
         return _ensure(path)
 
 
 def tasks(meta: str = META, suite: str = SUITE) -> LinuxTasks:
     """A kernel of its own, just booted."""
     path = image(meta, suite)
-    with _own_cache(meta, suite):
+    with own_cache(meta, suite):
         return started(str(path), SEED)
 
 
 def with_kernel(meta: str = META, suite: str = SUITE) -> tuple[LinuxTasks, LinuxKernel]:
     """The same, with what its file tells."""
     path = image(meta, suite)
-    with _own_cache(meta, suite):
+    with own_cache(meta, suite):
         return started_with_kernel(str(path), SEED)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from emulated_kernel.guests.linux.initramfs import CODE, CpioFile, _cpio, init_program
+from emulated_kernel.guests.linux.initramfs import X86_STUB, CpioFile, _cpio, init_program
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
 from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
@@ -51,7 +51,7 @@ KINDS = (
 
 def initramfs() -> bytes:
     """An init that waits for ever, and a file."""
-    program = init_program()[: -len(CODE)] + PAUSE.ljust(len(CODE), b"\x90")
+    program = init_program(X86_STUB)[: -len(X86_STUB.code)] + PAUSE.ljust(len(X86_STUB.code), b"\x90")
     files = [CpioFile("dir", 0o40755), CpioFile("dir/note", 0o100640, NOTE.encode())]
     return _cpio([*files, CpioFile("init", 0o100755, program)])
 

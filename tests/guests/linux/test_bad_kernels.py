@@ -16,7 +16,7 @@ import pytest
 from emulated_kernel.guests.linux import boot_cache
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
-from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from kprobefs.cli.main import main
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 from stress.linux.images_mutated import Mutated, small_cases, snapshots
@@ -108,7 +108,7 @@ def test_modules_of_no_kernel(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a kernel is taken for a whole one, and a boot may not take long."""
-    facts = KernelOffsets("6.1.0-made", {"do_sync_core": made.TEXT}, {}, {}, 0)
+    facts = KernelOffsets("6.1.0-made", "x86_64", {"do_sync_core": made.TEXT}, {}, {}, 0)
     monkeypatch.setattr(boot_cache, "kernel_offsets", lambda _kernel: facts)
     monkeypatch.setattr(boot_cache, "_BOOT_BUDGET", 0.2)
 
@@ -160,10 +160,10 @@ def no_room() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelOffsets, None]:
+def small_machine(*_arguments: object) -> tuple[PcMachine, KernelOffsets, None]:
     """In place of a booted kernel."""
-    machine = LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0)
-    return machine, KernelOffsets("", {}, {}, {}, 0), None
+    machine = PcMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0)
+    return machine, KernelOffsets("", "x86_64", {}, {}, {}, 0), None
 
 
 @pytest.mark.parametrize("place", ["full", "read-only", "a file"])

@@ -22,7 +22,7 @@ LISTINGS = {
     "maker": kernel_calls.MAKER,
     "thread": kernel_calls.THREAD,
     "control calls": control_calls.STUBS,
-    "stub": initramfs.STUB_LISTING,
+    "stub": initramfs.X86_LISTING,
     "actor": vmcore_files.ACTOR,
     "actor before 6.1": vmcore_files.ACTOR_BEFORE_6_1,
 }

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.guests.common import spill_file
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.pc import linux_machine as machine
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
-from emulated_kernel.guests.linux.vmcore import spill_file, vmcore_files, vmcore_guest, vmcore_image
+from emulated_kernel.guests.linux.vmcore import vmcore_files, vmcore_guest, vmcore_image
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached, started_core
 from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
 from emulated_kernel.image.linux import vmcore

@@ -257,7 +257,7 @@ def test_a_kernel_with_page_table_isolation_is_driven_and_read(booted: Any) -> N
     assert said["mds"] == "Mitigation: Clear CPU buffers; SMT vulnerable"
     assert said["retbleed"] == "Mitigation: IBRS"
     assert kernel.booted_returns is ReturnThunks.PLAIN
-    assert "Mitigation: PTI" in cpu_text(tasks.shown_cpu, tasks.release)
+    assert "Mitigation: PTI" in cpu_text(tasks)
     child = tasks.fork(tasks.init, 4711)
     assert tasks.call(child, GETPID) == child.pid == 4711
     tasks.copy_to_user(child, BUFFER, b"kept")

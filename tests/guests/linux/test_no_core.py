@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from emulated_kernel.guests.common import spill_file
 from emulated_kernel.guests.linux.boot import snapshot
-from emulated_kernel.guests.linux.vmcore import spill_file, vmcore_image
+from emulated_kernel.guests.linux.vmcore import vmcore_image
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached
 from emulated_kernel.image.linux import vmcore
 from emulated_kernel.util.errors import KernelError

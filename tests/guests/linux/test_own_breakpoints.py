@@ -13,6 +13,7 @@ import pytest
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.initramfs import BUFFER
+from emulated_kernel.guests.linux.pc.linux_cpu import PcCpu
 from emulated_kernel.machine.native import host_code
 from emulated_kernel.machine.traps.trap import GuestFault, TrapKind
 from emulated_kernel.util.errors import KernelError
@@ -149,6 +150,7 @@ def test_a_breakpoint_without_a_stack_is_a_double_fault(probed: Probed) -> None:
     machine.memory.ram[text + 0x80 : text + 0x88] = bytes.fromhex("48c7c440000000cc")
     with machine.cpu.as_kernel():
         machine.regs.ip = entry + 0x80
+    assert isinstance(machine.cpu, PcCpu)
     machine.cpu.interrupt(3)
     machine.regs.ip = entry + 0x80
     with pytest.raises(GuestFault, match="no stack for exception 3") as caught:

@@ -14,6 +14,7 @@ from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.guest.passing_time import RealTime
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
+from emulated_kernel.guests.linux.pc.linux_cpu import PcCpu
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.errors import KernelError
@@ -72,6 +73,7 @@ class Shell(Files):
         """A function that returns how many breakpoints the guest has met from now on."""
         traps: list[None] = []
         cpu = self.tasks.machine.cpu
+        assert isinstance(cpu, PcCpu)
         hooks = self.tasks.machine.hooks
         native = hooks.native_traps
         deliver = cpu.interrupt

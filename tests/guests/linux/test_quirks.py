@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.pc.exception_cells import cpu_state, find_exception_cells
-from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.interrupts.exceptions import NONE_IN_FLIGHT
@@ -30,7 +30,7 @@ def test_a_run_that_was_stopped_from_outside_does_not_go_on() -> None:
     ram[0x2000:0x2008] = (0x3003).to_bytes(8, "little")
     ram[0x3000:0x3008] = (0x83).to_bytes(8, "little")
     ram[CODE : CODE + len(ADDS)] = ADDS
-    machine = LinuxMachine(ram, 1, find_exception_cells(), 0.1)
+    machine = PcMachine(ram, 1, find_exception_cells(), 0.1)
     machine.cpu.power_on(CODE, CODE, ROOT, (0, 8))
     machine.regs.bx = CELL
     with pytest.raises(GuestFault, match=r"it ran for too long, and was given up at 0x1000[04]"):
@@ -55,7 +55,9 @@ def test_text_that_is_patched_while_a_client_stands_in_user_mode(guest: LinuxEng
     """What was translated of it is dropped, and the next page fault is a page fault."""
     tasks, calls, hits = guest.tasks, LinuxSyscalls(guest.tasks), list[int]()
     machine = tasks.machine
-    in_flight = ctypes.c_int32.from_address(cpu_state(machine.engine) + find_exception_cells()[1])
+    in_flight = ctypes.c_int32.from_address(
+        cpu_state(machine.engine, machine.model) + find_exception_cells()[1]
+    )
     client = tasks.fork(tasks.init, 4001)
     names = ("vfs_write", "handle_mm_fault", "shmem_write_begin")
     places = [guest.kernel.kallsyms.lookup_name(name) for name in names]

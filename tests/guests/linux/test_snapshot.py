@@ -22,10 +22,11 @@ import pytest
 from emulated_kernel.guests.linux import inodes
 from emulated_kernel.guests.linux import kernel_offsets as facts
 from emulated_kernel.guests.linux.boot import digest_cache, snapshot
+from emulated_kernel.guests.linux.guest_abi import ABIS
 from emulated_kernel.guests.linux.initramfs import initramfs
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
-from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.vmcore import vmcore_image
 from emulated_kernel.guests.linux.vmcore.vmcore_image import VmcoreOffsets
 from kprobefs.cli.main import main
@@ -33,7 +34,7 @@ from kprobefs.common.errors import ExitStatus
 
 RAM = 4 << 20
 FACTS = KernelOffsets(
-    "6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, {"current_task": -16}, 4, 8
+    "6.1.0-test", "x86_64", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, {"current_task": -16}, 4, 8
 )
 CELLS = find_exception_cells()
 PARTS = {"empty": bytes(200_000), "one": b"some", "zeros": bytes(100_000), "long": bytes(70_000) + b"end"}
@@ -55,7 +56,7 @@ def save(path: Path) -> Path:
     ram = mmap.mmap(-1, RAM)
     ram[5 << 16 : (5 << 16) + 9] = b"something"
     ram[RAM - 3 :] = b"end"
-    machine = LinuxMachine(ram, 7, CELLS, 1.0)
+    machine = PcMachine(ram, 7, CELLS, 1.0)
     machine.regs.ax, machine.pc.tsc = 0x1234, 99
     snapshot.save(path, machine, FACTS, CELLS, "vmlinuz-test", PARTS)
     machine.close()
@@ -70,9 +71,12 @@ def test_other_facts_have_another_number() -> None:
         *(facts._OF_NODES, facts._OF_FREE_PAGES, facts._SIZES, facts._DENTRY_FLAGS, facts._OF_TIME),
         *(facts._OF_TICKS, facts._OF_TIMERS, facts.STATE, facts._TIMEKEEPERS),
         *(vmcore_image._SYMBOLS, vmcore_image._PER_CPU, vmcore_image.CLOCK, vmcore_image.ONLINE),
-        initramfs(),
+        *(
+            (abi.symbols, abi.members, abi.constants, abi.per_cpu, abi.time_read, initramfs(abi.stub))
+            for abi in ABIS
+        ),
     )
-    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 26\n": 2886592990}
+    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 30\n": 805232846}
 
 
 def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:

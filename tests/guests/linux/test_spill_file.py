@@ -10,8 +10,8 @@ from typing import IO
 
 import pytest
 
+from emulated_kernel.guests.common import spill_file
 from emulated_kernel.guests.linux.boot import snapshot
-from emulated_kernel.guests.linux.vmcore import spill_file
 from emulated_kernel.util.errors import KernelError
 
 MB = 1 << 20

@@ -21,22 +21,23 @@ _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 META_PACKAGES = ("linux-image-cloud-amd64", "linux-image-amd64")
 
 
-def package(meta: str, suite: str = "") -> Path:
+def package(meta: str, suite: str = "", architecture: str = "") -> Path:
     """The package that a meta package stands for, fetched once; skips the test where it can't be had.
 
     `suite`: of another release of Debian than the one that runs here, out of the archive that this one uses.
+    `architecture`: of another architecture, for which a suite must be named.
     """
-    found = _package(meta, suite)
+    found = _package(meta, suite, architecture)
     if isinstance(found, str):
         pytest.skip(found)
     return found
 
 
 @cache
-def _package(meta: str, suite: str) -> Path | str:
-    directory = _directory() / suite
+def _package(meta: str, suite: str, architecture: str) -> Path | str:
+    directory = _directory() / "-".join(filter(None, (suite, architecture)))
     directory.mkdir(parents=True, exist_ok=True)
-    options = () if not suite or _cached(directory, meta) else _other_release(directory, suite)
+    options = () if not suite or _cached(directory, meta) else _other_release(directory, suite, architecture)
     name = _depends(meta, options) if options or not suite else None
     # Since 6.19 the kernel and its modules have packages of their own.
     binary = _depends(name, options, "linux-binary-") if name else None
@@ -59,7 +60,7 @@ def _cached(directory: Path, name: str) -> Path | None:
     return max((path for path in directory.glob("*.deb") if re.fullmatch(form, path.name)), default=None)
 
 
-def _other_release(directory: Path, suite: str) -> tuple[str, ...]:
+def _other_release(directory: Path, suite: str, architecture: str) -> tuple[str, ...]:
     """Options by which apt knows another release's packages; none where it can't."""
     archives = [
         word
@@ -79,6 +80,11 @@ def _other_release(directory: Path, suite: str) -> tuple[str, ...]:
     settings = ("Dir::Etc::sourcelist", sources), ("Dir::Etc::sourceparts", "/nonexistent")
     places = ("Dir::State::lists", lists / "files"), ("Dir::Cache", lists)
     options = tuple(f"-o{name}={value}" for name, value in settings + places)
+    if architecture:
+        # The packages that are installed here do not count.
+        known = ("APT::Architecture", "APT::Architectures")
+        options += tuple(f"-o{name}={architecture}" for name in known)
+        options += ("-oDir::State::status=/dev/null",)
     try:
         done = subprocess.run(
             ("apt-get", *options, "update", "-qq"), capture_output=True, timeout=_SECONDS, check=False

@@ -43,9 +43,12 @@ class BuiltinCalls(GuestCalls):
         self._watched = guest.watched
         self._runner = guest.runner
         self._stand_in: int | None = None
-        """The guest's descriptor of the file that stands in for all control files in reads; at first None."""
+        """The guest's descriptor of the open file that tasks read in place of any control file.
+
+        None until the first read that uses it.
+        """
         self._sight = Sight.MEMORY
-        """Result of Guest.sight() when `_sight_turn` was the turn of the control lock."""
+        """Cached result of Guest.sight(); valid while the control lock's turn equals `_sight_turn`."""
         self._sight_turn = -2
         self._asleep: WeakKeyDictionary[GuestTask, ControlFile] = WeakKeyDictionary()
         """Task -> control file that the task wanted when its last read of the stand-in slept or failed."""

@@ -60,6 +60,9 @@ class Mounts:
         self._mounts[mount] = None
 
     def _open_in_guest(self, names_end: bool) -> None:
-        """Open the open files of all mounts in the guest too, before a probe can notice more calls."""
+        """Open the open files of all mounts in the guest too, before a probe can notice more calls.
+
+        `names_end`: see FileSystem.open_in_guest.
+        """
         for mount in self._mounts:
             mount.open_in_guest(names_end=names_end)

@@ -297,7 +297,7 @@ class ProcessTracker(TaskObserver):
             task.gid = gid
 
     def _follow_name(self, task: GuestTask, comm: str | None) -> None:
-        """Rename a task whose process has changed its name, without the execve(2) that probably did so.
+        """Rename a task whose process has changed its name; do not repeat the execve(2) that changed it.
 
         The guest repeats the execve at the process's own request. Then its path is known, and whether a trace
         shows the execve does not depend on other processes' requests. A task in a system call keeps its name.

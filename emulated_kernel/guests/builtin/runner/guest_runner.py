@@ -83,7 +83,7 @@ class Request:
     hostfs: HostfsHandler | None
     started: bool = False
     waits_for_host: type[WouldBlock] | None = None
-    """Reason why the task sleeps in a control file until `GuestRunner.resume` is called, or None."""
+    """Class of the exception that made the task sleep until `GuestRunner.resume` is called, or None."""
     elsewhere: Callable[[], int] | None = None
     """Action of a DeferToGuest exception, which runs before the task repeats its request.
 
@@ -176,6 +176,7 @@ class GuestRunner:
     def syscall(self, task: GuestTask, nr: int, *args: int, hostfs: HostfsHandler | None = None) -> int:
         """Run a system call in a task and return its result, which may be a negative errno.
 
+        `nr`: number of the call. `hostfs` serves the control file that the call works on.
         Raises: WouldBlock (the task sleeps in a control file; call `resume` later), KernelError EIO (the
         guest is dead, or the call killed its task), EDEADLK (called from a probe's handler).
         """
@@ -354,7 +355,10 @@ class GuestRunner:
         raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
 
     def _go_on(self, task: GuestTask, slept: int) -> bool:
-        """Prepare the guest's next run on behalf of this task; return True if a jiffy had to pass."""
+        """Prepare the guest's next run on behalf of this task; return True if a jiffy had to pass.
+
+        `slept`: number of jiffies for which the task has slept in its call so far.
+        """
         if self._at is CpuPosition.IDLE:
             assert task.request is not None
             self._await_time(task.request, slept)

@@ -56,7 +56,7 @@ class SmpGuestRunner(GuestRunner):
         """Whether turns have ended at arbitrary instructions, not only where a CPU waits."""
         self._max_turns = MAX_INSTRUCTIONS // quantum if quantum else MAX_WAITS
         self._server: int | None = None
-        """Number of the CPU whose hypercall is being served, or None."""
+        """Number of the CPU whose hypercall is being served, or None if none is."""
         self._unserved: dict[int, Trap] = {}
         """Number of a CPU -> hypercall at which the CPU stopped outside its turn; served in its next turn."""
 
@@ -83,7 +83,7 @@ class SmpGuestRunner(GuestRunner):
         self._at, self._user = self._seats[number]
 
     def _seat(self, number: int) -> tuple[CpuPosition, GuestTask | None]:
-        """Return the position of a CPU and its task in user mode."""
+        """Return the position of CPU `number` and its task in user mode, or None if it has none."""
         return (self._at, self._user) if number == self._machine.cpu else self._seats[number]
 
     def _step(self) -> None:

@@ -166,7 +166,10 @@ class Syscalls:
     def with_path(
         self, task: GuestTask, name: str, path: str, *args: int, hostfs: HostfsHandler | None = None
     ) -> int:
-        """Let a task make a system call whose first argument is a path; return the result."""
+        """Let a task make a system call whose first argument is a path; return the result.
+
+        `args`: the arguments after the path. `hostfs`: as for call().
+        """
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
             return self._at_path(task, name, buffer, *args, hostfs=hostfs)
@@ -177,6 +180,7 @@ class Syscalls:
         """Make the system call `name` on the path at address `path`.
 
         If the guest lacks this call, make the newer call that replaces it, such as openat for open.
+        `args`: the arguments after the path. `hostfs`: as for call().
         """
         if name in self._nr or name not in _AT:
             return self.call(task, name, path, *args, hostfs=hostfs)

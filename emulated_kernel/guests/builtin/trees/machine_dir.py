@@ -11,7 +11,10 @@ from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelComponents
 from emulated_kernel.guests.builtin.modules import Modules
+from emulated_kernel.guests.builtin.readers.vmcoreinfo import vmcoreinfo
 from emulated_kernel.guests.builtin.trees.clock_file import clock_text, parsed_clock
+from emulated_kernel.guests.common.gdb_file import gdb_file
+from emulated_kernel.guests.common.vmcore_file import VmcoreFile
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.limits import UNLIMITED, Limit
 from emulated_kernel.util.safe_read import PATIENCE
@@ -79,6 +82,8 @@ def machine_tree(
         ),
         "limits": limits_file(kernel, kernel.config.limits, guest.log, _guest_limits(kernel)),
         "call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute),
+        "gdb": gdb_file(kernel.machine, kernel.lock),
+        "vmcore": VmcoreFile(kernel.machine, lambda: vmcoreinfo(kernel.machine, image)),
         **further,
     }
 

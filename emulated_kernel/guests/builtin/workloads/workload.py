@@ -59,11 +59,11 @@ class BuiltinWorkloads:
         return kinds_of(self._guest)
 
     def workload(self, kind: WorkloadKind, pid: int) -> BackgroundWorkload:
-        """Return a workload; see WorkloadHost."""
+        """Return a workload of the kind `kind`, whose task gets the pid `pid`; see WorkloadHost."""
         return BackgroundWorkload(self._guest, kind, pid)
 
     def slice_begins(self) -> None:
-        """Count a request; see WorkloadHost."""
+        """Count a request, because a slice of a workload begins; see WorkloadHost."""
         self._requests.request_begins()
 
     def slice_ends(self) -> None:

@@ -12,6 +12,7 @@ from itertools import count
 from emulated_kernel.guests.linux.initramfs import initramfs
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory
@@ -51,7 +52,7 @@ _PROTOCOL = 0x20F
 
 
 def load(
-    machine: LinuxMachine, vmlinux: LinkedMemory, parameters: Sequence[str] = (), random_seed: bytes = b""
+    machine: PcMachine, vmlinux: LinkedMemory, parameters: Sequence[str] = (), random_seed: bytes = b""
 ) -> None:
     """Load the kernel, the initramfs and the boot parameters, and point the CPU to the kernel's entry.
 
@@ -61,7 +62,7 @@ def load(
     """
     ram = machine.memory.ram
     top = len(ram) - HOST_SIZE
-    files = initramfs()
+    files = initramfs(machine.abi.stub)
     initrd = (top - (1 << 20) - len(files)) & -4096
     for segment in vmlinux.segments:
         if segment.pa < _HIGH_RAM or segment.pa + segment.mem_size > initrd:

@@ -18,7 +18,7 @@ from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 SUFFIX = ".read"
 MAKING = ".reading-"
 _LIMIT = 32
-"""Maximum number of notes; beyond it, the least recently used notes are removed."""
+"""Maximum number of notes (files with remembered results); the least recently used ones are removed."""
 _LONGEST = 256
 _SECOND = 10**9
 _SETTLED = 2.0
@@ -97,7 +97,7 @@ def _note(directory: Path, file: int) -> Path:
 
 
 def notes(directory: Path) -> list[Path]:
-    """Return the paths of the notes in a directory."""
+    """Return the paths of all notes, which are files with remembered results, in a directory."""
     return list(directory.glob(f"*{SUFFIX}"))
 
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from emulated_kernel.guests.linux.boot import boot_protocol
+from emulated_kernel.guests.linux.boot import boot_protocol, riscv_boot
 from emulated_kernel.guests.linux.boot.digest_cache import (
     MAKING,
     Reading,
@@ -30,21 +30,25 @@ from emulated_kernel.guests.linux.boot.digest_cache import (
 )
 from emulated_kernel.guests.linux.cpu.cpuid_answers import CpuidAnswers
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu, from_text
+from emulated_kernel.guests.linux.guest_abi import ABIS, abi_named
 from emulated_kernel.guests.linux.initramfs import initramfs
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, checked_offsets
 from emulated_kernel.guests.linux.pc.exception_cells import STATE_SIZE
-from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.machines import new_machine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import library_release
+from emulated_kernel.util.cache_directory import cache_directory
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
 
-_MAGIC = b"kprobefs booted kernel 26\n"
+_MAGIC = b"kprobefs booted kernel 30\n"
 HEADER = 256 << 10
 """Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10
+_COMMAND_LINES = boot_protocol.COMMAND_LINE, riscv_boot.COMMAND_LINE
 NORESERVE = 0x4000
 """MAP_NORESERVE, a flag of mmap(2): a guest may have more memory than the host has available."""
 LIMIT = 600 << 20
@@ -80,8 +84,7 @@ class CachedKernel:
 
 def directory() -> Path:
     """Return the directory of the snapshots, in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"
+    return cache_directory()
 
 
 def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
@@ -93,10 +96,10 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
     """
     reading, whole = _digest(source, *identity(source))
     digest = hashlib.sha256(whole.encode())
-    digest.update(
-        repr((_MAGIC, seed, library_release(), boot_protocol.RAM_SIZE, boot_protocol.COMMAND_LINE)).encode()
-    )
-    digest.update(initramfs())
+    digest.update(repr((_MAGIC, seed, library_release(), boot_protocol.RAM_SIZE, *_COMMAND_LINES)).encode())
+    # The file's hash implies its processor.
+    for abi in ABIS:
+        digest.update(initramfs(abi.stub))
     if cpu is not None:
         digest.update(cpu.as_text().encode())
         digest.update(repr(sorted(CpuidAnswers(cpu).registers.items())).encode())
@@ -153,13 +156,14 @@ def save(
     target: Path,
     machine: LinuxMachine,
     facts: KernelOffsets,
-    cells: tuple[int, int],
+    cells: Sequence[int],
     source: str,
     parts: Mapping[str, bytes | memoryview],
     shown: ShownCpu | None = None,
 ) -> None:
     """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
+    `facts`: offsets of the kernel. `cells`: offsets that find_exception_cells() returned.
     `source`: the kernel's file. `parts`: name -> further data to keep. `shown`: None if
     the guest sees the emulated CPU.
     """
@@ -284,7 +288,10 @@ class SavedMachine(NamedTuple):
 
 
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
-    """Load a saved machine; return None if its file is missing or damaged. Remove a damaged file."""
+    """Load a saved machine; return None if its file is missing or damaged. Remove a damaged file.
+
+    `with_parts`: also read the snapshot's further data.
+    """
 
     def machine(kept: SnapshotContents) -> SavedMachine:
         return SavedMachine(*_machine(kept.ram, kept.about), kept.parts, _shown(kept.about))
@@ -296,6 +303,7 @@ def load_as(source: Path, made: Callable[[SnapshotContents], T], *, with_parts: 
     """Load a snapshot, and return the result of `made`, which is called with the snapshot's content.
 
     If the file is missing or damaged, return None; a damaged file is removed.
+    `with_parts`: also read the snapshot's further data.
     Raises: KernelError (by `made`, if an intact snapshot is not usable).
     """
     try:
@@ -340,6 +348,7 @@ def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotCon
     """Read the snapshot with descriptor `file`; return None if it is damaged.
 
     `is_checked`: compare the checksums, because the file may have been damaged since it was written.
+    `with_parts`: also read the snapshot's further data.
     Raises: OSError, KeyError, TypeError, ValueError (all: the header is damaged).
     """
     about = _header(file)
@@ -364,15 +373,15 @@ def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotCon
 
 def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, KernelOffsets]:
     shown = _shown(about)
-    model = CPU_MODEL if shown is None else PRODUCTION_MODEL
-    machine = LinuxMachine(ram, 0, checked_cells(about), BUDGET, model)
+    abi = abi_named(about["facts"]["architecture"])
+    machine = new_machine(abi, ram, 0, checked_cells(about), BUDGET, is_production=shown is not None)
     try:
-        if shown is not None:
+        if shown is not None and isinstance(machine, PcMachine):
             machine.show_cpu(shown.cpu, shown.rdmsr_sites)
         machine.engine.restore_context(zlib.decompress(bytes.fromhex(about["cpu"])))
         machine.pc.restore(about["pc"])
         facts = KernelOffsets(**checked_offsets(about["facts"]))
-        machine.watch_text(facts.symbols["do_sync_core"])
+        machine.follow_text(facts.symbols)
     except BaseException:
         machine.close()
         raise
@@ -388,15 +397,15 @@ def _shown(about: Mapping[str, Any]) -> ShownCpu | None:
     return ShownCpu(from_text(cpu), tuple(sites), dict(vulnerabilities), tuple(features))
 
 
-def checked_cells(about: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the offsets from find_exception_cells() that a snapshot has kept.
+def checked_cells(about: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the offsets from find_cells() that a snapshot has kept.
 
     Raises: KeyError, TypeError, ValueError (they are missing or invalid).
     """
-    error, in_flight = about["cells"]
-    if not 0 <= min(error, in_flight) <= max(error, in_flight) < STATE_SIZE:
+    cells = tuple(about["cells"])
+    if len(cells) < 2 or not all(is_word(cell) and cell < STATE_SIZE for cell in cells):
         raise ValueError("cells: outside of the CPU state")
-    return error, in_flight
+    return cells
 
 
 def _header(file: int) -> dict[str, Any] | None:

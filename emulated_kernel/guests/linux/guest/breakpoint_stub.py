@@ -8,7 +8,7 @@ the push of the flags changes them. No interrupt arrives in the stub, because th
 from __future__ import annotations
 
 from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
-from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.code_listing import machine_code
@@ -25,7 +25,7 @@ STUB = """
 _CELLS = ("ss", "sp", "cs", "ip", "gate")
 
 
-def install(machine: LinuxMachine, thunk: WakeupThunk) -> None:
+def install(machine: PcMachine, thunk: WakeupThunk) -> None:
     """Let guest code deliver breakpoints in kernel mode, if the gate for breakpoints keeps the stack.
 
     On a host without the routine, Python delivers the exceptions. Python also delivers them if kprobefs

@@ -12,23 +12,16 @@ import struct
 from collections.abc import Callable
 from errno import ESRCH
 from functools import partial
+from operator import attrgetter
 
 from emulated_kernel.guests.linux.guest.linux_task import TASK_INTERRUPTIBLE, Blocked, LinuxTask, Service
-from emulated_kernel.guests.linux.guest.task_table import PT_REGS, TaskTable
-from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
-from emulated_kernel.guests.linux.initramfs import SYSCALL, TOUCH, TWO_CALLS
-from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
+from emulated_kernel.guests.linux.guest.task_table import TaskTable
+from emulated_kernel.guests.linux.guest.wakeup_thunk import Wakeup
 from emulated_kernel.guests.linux.pc.linux_machine import IDLE, IN_CALL, LinuxMachine
 from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault, Trap, TrapKind
 from emulated_kernel.util.errors import KernelError
 
-_CALL_SLOTS = [
-    PT_REGS.index(name) for name in ("di", "si", "dx", "r10", "r8", "r9", "ax", "ip", "cx", "bx", "bp")
-]
 _NO_ARGUMENTS = (0,) * 6
-_ARRIVAL = TSC_KHZ // 1000
-"""Cycles added at each arrival at the stub, because the guest's own housekeeping needs time to pass."""
-_CLOSE = 3
 _MAX_ERRNO = 4095
 _ROUNDS = 1 << 16
 """Maximum number of runs until an expected event; beyond it, the guest is declared dead."""
@@ -45,7 +38,7 @@ class ClientScheduler:
         self,
         machine: LinuxMachine,
         table: TaskTable,
-        thunk: WakeupThunk,
+        thunk: Wakeup,
         current: LinuxTask,
         need_resched: int,
     ) -> None:
@@ -55,7 +48,17 @@ class ClientScheduler:
         self._ram = machine.memory.ram
         self._table = table
         self._by_address = table.by_address
-        self._current = table.current
+        self._running = table.running
+        abi = machine.abi
+        self.stub = abi.stub
+        self._syscall = abi.stub.syscall
+        self._touch = abi.stub.touch
+        names = (*abi.call, "ip", abi.counter, *abi.kept)
+        self._call_slots = [abi.pt_regs.index(name) for name in names]
+        self._result = attrgetter(abi.result)
+        self._close = abi.syscalls["close"]
+        self._arrival = machine.pc.khz // 1000
+        """Cycles added at each arrival at the stub, because the guest's own work needs time to pass."""
         self._thunk = thunk
         self._need_resched = need_resched
         self.current: LinuxTask | None = current
@@ -83,13 +86,13 @@ class ClientScheduler:
             return None
         if stopped is IN_CALL:
             return self._in_call
-        address = self._memory.words[self._current]
+        address = self._running()
         task = self._by_address.get(address) or self._adopt(address)
         if task.pending:
-            result = machine.regs.ax
+            result = self._result(machine.regs)
             task.pending = False
             task.result = result - (1 << 64) if result >> 63 else result
-        machine.pc.pass_time(_ARRIVAL)
+        machine.pc.pass_time(self._arrival)
         self.current = task
         return task
 
@@ -161,7 +164,7 @@ class ClientScheduler:
         return True
 
     def _tsc_in(self, microseconds: int) -> int:
-        return self._machine.pc.tsc + microseconds * TSC_KHZ // 1000
+        return self._machine.pc.tsc + microseconds * self._machine.pc.khz // 1000
 
     def take_interrupts(self) -> None:
         """Deliver the timer interrupts that are due to the task at its stub."""
@@ -179,9 +182,12 @@ class ClientScheduler:
         patience: int = 0,
         service: Service | None = None,
     ) -> int:
-        """Let a task make a system call, and return the result. Raises: as wait_for_result()."""
+        """Let a task make the system call `number`, and return the result. Raises: as wait_for_result().
+
+        `patience`: as for wait_for_result(). `service`: the host's work in the call, or None.
+        """
         task.service = service
-        self.begin(task, SYSCALL, number, arguments)
+        self.begin(task, self._syscall, number, arguments)
         return self.wait_for_result(task, patience)
 
     def call_after_close(
@@ -190,23 +196,25 @@ class ClientScheduler:
         """Let a task close the descriptor `closed` and make the system call `number`, both in one run.
 
         Errors of the close are ignored. Return the result of the system call, as wait_for_result().
+        `patience`: as for wait_for_result().
         """
         first, *others = arguments
-        self.begin(task, TWO_CALLS, _CLOSE, (closed, *others), kept=(first, number))
+        self.begin(task, self.stub.two_calls, self._close, (closed, *others), kept=(first, number))
         return self.wait_for_result(task, patience)
 
     def begin(
         self,
         task: LinuxTask,
         ip: int,
-        ax: int,
+        number: int,
         arguments: tuple[int, ...],
-        cx: int = 0,
+        count: int = 0,
         kept: tuple[int, int] = (0, 0),
     ) -> None:
         """Make the task continue at `ip` in the next run, with the given values of the registers.
 
-        `kept`: rbx and rbp, which calls preserve.
+        `number`: of the system call. `count`: for the stub. `kept`: values of two registers that calls
+        preserve.
         """
         machine = self._machine
         if machine.death:
@@ -215,19 +223,18 @@ class ClientScheduler:
             raise KernelError(ESRCH, f"task {task.pid} has ended")
         if self.current is not None and machine.pc.is_due:
             self.take_interrupts()
-        values = (*arguments, *_NO_ARGUMENTS[len(arguments) :], ax, ip, cx, *kept)
+        values = (*arguments, *_NO_ARGUMENTS[len(arguments) :], number, ip, count, *kept)
         task.pending = True
         if task is self.current:
-            regs = machine.regs
-            regs.di, regs.si, regs.dx, regs.r10, regs.r8, regs.r9, regs.ax, *rest = values
-            regs.ip, regs.cx, regs.bx, regs.bp = rest
             # Entering the system call here is cheaper: the emulated instruction would cost a callback.
-            if ip != TOUCH:
-                machine.cpu.syscall(ip)
+            if ip != self._touch:
+                machine.cpu.syscall(ip, values)
+            else:
+                machine.cpu.set_call(values)
             return
         words = self._memory.words
         base = task.registers >> 3
-        for slot, value in zip(_CALL_SLOTS, values, strict=True):
+        for slot, value in zip(self._call_slots, values, strict=True):
             words[base + slot] = value & _WORD
         self.switch(task)
 
@@ -279,7 +286,7 @@ class ClientScheduler:
 
         Return False if the call has no service.
         """
-        task = self._by_address.get(self._memory.words[self._current])
+        task = self._by_address.get(self._running())
         if task is None or task.service is None:
             return False
         task.waits = True
@@ -292,7 +299,7 @@ class ClientScheduler:
 
         Return False if the task waits for no result.
         """
-        task = self._by_address.get(self._memory.words[self._current])
+        task = self._by_address.get(self._running())
         if task is None or not (task.waits or task in self._answers):
             return False
         answer = self._answers.pop(task, None)

@@ -125,7 +125,7 @@ class LinuxClients:
         return task
 
     def _follow_name(self, task: LinuxTask, comm: str | None) -> None:
-        """Rename a task whose process has changed its name, without the execve(2) that probably did so.
+        """Rename a task whose process has changed its name; do not repeat the execve(2) that changed it.
 
         The guest repeats the execve at the process's own request. Then its path is known, and whether a trace
         shows the execve does not depend on other processes' requests.
@@ -212,7 +212,7 @@ class LinuxClients:
             self._look_for_execs()
 
     def _look_for_execs(self) -> None:
-        """Follow the names of recently forked processes.
+        """Rename the tasks of recently forked processes whose names have changed since the fork.
 
         Reading a name takes a microsecond, so tasks that were forked long ago are skipped.
         """

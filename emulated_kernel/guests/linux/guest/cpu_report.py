@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from emulated_kernel.arch.x86.insn import decode_all
-from emulated_kernel.guests.linux.boot.snapshot import ShownCpu
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
+from emulated_kernel.guests.linux.guest_abi import RISCV64
 from emulated_kernel.guests.linux.initramfs import PROC
-from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.image.linux.cpu_features import capability_words
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.util.errors import KernelError
@@ -82,11 +83,12 @@ class CpuReport:
         return (*found, *cpu.notes)
 
 
-def cpu_text(shown: ShownCpu | None, release: str) -> str:
+def cpu_text(tasks: LinuxTasks) -> str:
     """Return the text of machine/cpu: the CPU that the guest sees, remarks, and its vulnerabilities."""
+    shown = tasks.shown_cpu
     if shown is None:
-        return "the emulator's CPU, which --cpu replaces\n"
-    report = CpuReport(shown.cpu, release, shown.vulnerabilities)
+        return f"the emulator's CPU{'' if tasks.machine.abi is RISCV64 else ', which --cpu replaces'}\n"
+    report = CpuReport(shown.cpu, tasks.release, shown.vulnerabilities)
     lines = [report.cpu_description, *report.remarks]
     lines += [f"{file}: {text}" for file, text in sorted(shown.vulnerabilities.items())]
     return "".join(f"{line}\n" for line in lines)
@@ -110,7 +112,7 @@ def rdmsr_sites(kernel: LinuxKernel) -> Sequence[int]:
     return found
 
 
-def show_threads(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu) -> None:
+def show_threads(machine: PcMachine, kernel: LinuxKernel, cpu: ProductionCpu) -> None:
     """Make the kernel find as many threads in a core as the production CPU has; the guest's core has one.
 
     Since v6.6 a kernel counts threads by the CPUs that the firmware has listed. If more than one thread of a
@@ -156,7 +158,7 @@ def guest_vulnerabilities(syscalls: LinuxSyscalls) -> Mapping[str, str]:
         syscalls.unmount(PROC)
 
 
-def guest_features(machine: LinuxMachine, kernel: LinuxKernel) -> tuple[int, ...]:
+def guest_features(machine: PcMachine, kernel: LinuxKernel) -> tuple[int, ...]:
     """Return the numbers of the CPU features that the kernel has found. Raises: KernelError, MemoryFault."""
     at = kernel.required("boot_cpu_data") + kernel.btf.offset("cpuinfo_x86.x86_capability")
     size = 4 * capability_words(kernel)

@@ -50,7 +50,8 @@ class DcacheReader:
         self._limit = len(self._memory.ram) - PAGE
         self._direct = 0
         self._image = 0
-        self._direct = self._follow(facts.symbols["page_offset_base"], 0)
+        self._direct = machine.direct_map(facts)
+        self._name_hash = name_hash if machine.abi.is_word_hashed else name_hash_by_bytes
         table = facts.symbols["dentry_hashtable"]
         self._image = table - self._memory.translate(machine.cpu.root, table)
         offset = facts.offsets
@@ -180,7 +181,7 @@ class DcacheReader:
         in the hash chain and its sequence count.
         Mirrors: fs/dcache.c:__d_lookup (v6.1)
         """
-        key = name_hash(parent, name)
+        key = self._name_hash(parent, name)
         table, shift = self._hash_table
         unpack = self._dentry.unpack_from
         in_order = self._in_order
@@ -222,3 +223,16 @@ def name_hash(parent: int, name: bytes) -> int:
     y ^= x * _GOLDEN_RATIO & _WORD
     y = y * _GOLDEN_RATIO & _WORD
     return len(name) << 32 | y >> 32
+
+
+@lru_cache(_NAMES)
+def name_hash_by_bytes(parent: int, name: bytes) -> int:
+    """Return the value of name_hash() in a kernel without CONFIG_DCACHE_WORD_ACCESS.
+
+    Mirrors: fs/namei.c:full_name_hash, include/linux/stringhash.h:partial_name_hash (v6.1)
+    """
+    value = parent
+    for byte in name:
+        value = (value + (byte << 4) + (byte >> 4)) * 11 & _WORD
+    # Mirrors: include/linux/hash.h:hash_long
+    return len(name) << 32 | (value * _GOLDEN_RATIO & _WORD) >> 32

@@ -15,7 +15,6 @@ from emulated_kernel.guests.linux.guest.tasks import LinuxTask, LinuxTasks
 from emulated_kernel.guests.linux.initramfs import BUFFER, PROGRAM
 from emulated_kernel.util.errors import KernelError
 
-_EXECVE = 59
 _ARGUMENTS = BUFFER + 8192
 _OPENS = "do_open_execat"
 _UNSHARES = "unshare_files"
@@ -35,11 +34,11 @@ class ExecObserver:
         self._machine = tasks.machine
         self._offsets = tasks.facts.offsets
         self._task: LinuxTask | None = None
-        """The task that makes an execve at present, or None."""
+        """The task that makes an execve at present; None if no task does."""
         self._others: tuple[int, int] | None = None
         """Address of the file table's user count, and the number by which the count is lowered at present."""
         self._uid: tuple[int, bytes] | None = None
-        """Address and real value of a uid that is replaced with root's at present, or None."""
+        """Address and real value of the uid that is replaced with root's at present; None if none is."""
         self._returns: set[int] = set()
         """Return addresses of unshare_files() and set_cred_ucounts() at which a hook exists."""
         symbols = tasks.facts.symbols
@@ -70,7 +69,7 @@ class ExecObserver:
         tasks.copy_to_user(task, _ARGUMENTS, struct.pack("<2Q", BUFFER, 0))
         self._task = task
         try:
-            tasks.call(task, _EXECVE, BUFFER, _ARGUMENTS, 0)
+            tasks.call(task, self._machine.abi.syscalls["execve"], BUFFER, _ARGUMENTS, 0)
         finally:
             self._task = None
             self._unhide()
@@ -89,7 +88,7 @@ class ExecObserver:
         ram = self._machine.memory.ram
         ram[name : name + 8] = struct.pack("<Q", virtual + _NAME)
         ram[text : text + len(PROGRAM) + 1] = PROGRAM + b"\0"
-        self._machine.regs.si = virtual
+        self._machine.set_argument(1, virtual)
 
     def _unsharing(self) -> None:
         """Hide the other users of the file table from unshare_files(), which then does not copy the table.
@@ -119,15 +118,13 @@ class ExecObserver:
             return
         memory = self._machine.memory
         root = self._machine.cpu.root
-        uid = memory.translate(root, self._machine.regs.di + self._offsets["cred.uid"])
+        uid = memory.translate(root, self._machine.argument(0) + self._offsets["cred.uid"])
         self._uid = uid, bytes(memory.ram[uid : uid + 4])
         memory.ram[uid : uid + 4] = bytes(4)
         self._unhide_at_return()
 
     def _unhide_at_return(self) -> None:
-        memory = self._machine.memory
-        root = self._machine.cpu.root
-        back = memory.read_word(root, self._machine.regs.sp)
+        back = self._machine.return_address()
         if back not in self._returns:
             self._returns.add(back)
             self._machine.call_at(back, self._unhide)

@@ -50,7 +50,7 @@ class KernelStructs:
         return int(struct.unpack_from("<i", self._ram, physical)[0])
 
     def store(self, form: str, physical: int, *values: int) -> None:
-        """Store numbers at a physical address in a format of `struct`."""
+        """Store numbers at a physical address, in the format `form` of the module `struct`."""
         struct.pack_into(form, self._ram, physical, *values)
 
     def store_bytes(self, physical: int, data: bytes) -> None:

@@ -50,7 +50,7 @@ class LinuxTask:
     """Return value of the task's latest system call."""
     alive: bool = True
     service: Service | None = None
-    """Function that does the host's work in the task's system call (see Service), or None."""
+    """Function that does the host's work in the task's system call (see Service); None without such work."""
     waits: bool = False
     """True if the task's system call waits for `service`.
 

@@ -18,7 +18,6 @@ from emulated_kernel.guests.linux.kernel_offsets import (
     TICK_TIMES,
     TIMER_BASES,
 )
-from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 
 _TURN = 20_000
 """Maximum length of a turn in microseconds of guest time."""
@@ -64,7 +63,7 @@ class PassingTime:
         self._runnable = 0
         """Physical address of the run queue's number of runnable tasks."""
         tick = self._find_counters()
-        self._tick = tick * TSC_KHZ // _MILLION
+        self._tick = tick * self._pc.khz // _MILLION
 
     def _find_counters(self) -> int:
         """Find the words that ticks change, and return the length of a tick in nanoseconds."""
@@ -138,7 +137,7 @@ class PassingTime:
         if not self._expiries:
             return True
         others = self._words[self._runnable >> 3] >> 8 * (self._runnable & 4) & 0xFFFFFFFF
-        return others > 1 or self._expires_in(_TURN * TSC_KHZ // 1000 // self._tick)
+        return others > 1 or self._expires_in(_TURN * self._pc.khz // 1000 // self._tick)
 
 
 class RealTime:
@@ -162,4 +161,4 @@ class RealTime:
         if behind >= _USUAL_TICK:
             self._tasks.idle(behind // 1000)
         elif behind > 0:
-            self._pc.pass_time(behind * TSC_KHZ // _MILLION)
+            self._pc.pass_time(behind * self._pc.khz // _MILLION)

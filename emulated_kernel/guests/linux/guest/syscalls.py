@@ -23,41 +23,10 @@ _LONG = 60_000_000
 """Maximum microseconds of guest time that calls may sleep for locks and grace periods."""
 _SECOND_PATH = BUFFER + 4096
 _DATA = BUFFER + 8192
-_READ = 0
-_WRITE = 1
-_CLOSE = 3
-_POLL = 7
-_PREAD = 17
-_PWRITE = 18
-_DUP2 = 33
-_TRUNCATE = 76
-_UMASK = 95
-_SYSLOG = 103
-_MOUNT = 165
-_GETDENTS = 217
-_OPENAT = 257
-_MKNOD = 133
-_SYMLINKAT = 266
-_STATFS = 137
-_DELETE_MODULE = 176
-_FINIT_MODULE = 313
-_AT = {
-    "mkdirat": 258, "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
-    "linkat": 265, "readlinkat": 267, "fchmodat": 268, "utimensat": 280,
-}  # fmt: skip
-"""Name of a system call on a path -> its number. The first argument of these calls is a directory."""
-_FCNTL = 72
 _F_SETFL = 4
-_FTRUNCATE = 77
-_UMOUNT = 166
 _MNT_DETACH = 2
 _MODULE = "/module"
 _KMSG = "/kmsg"
-_MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
-"""Range of addresses of modules' code.
-
-Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1).
-"""
 _KMSG_DEVICE = 1 << 8 | 11
 _AT_FDCWD = -100
 AT_SYMLINK_NOFOLLOW = 0x100
@@ -67,8 +36,6 @@ _LOG_SIZE = 256 << 10
 _LISTING = 32 << 10
 _LINE = 900
 """Maximum length in bytes of a line that is written to the kernel log; a log record takes 1,024."""
-_STAT = struct.Struct("<QQQIIIxxxxQqqq6Q24x")
-"""Layout of struct stat. Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1)."""
 _STATFS_HEAD = struct.Struct("<7Q")
 """Layout of struct statfs up to f_ffree.
 
@@ -93,6 +60,13 @@ class LinuxSyscalls:
     def __init__(self, tasks: LinuxTasks) -> None:
         self._tasks = tasks
         self._call = tasks.call
+        self._abi = tasks.machine.abi
+        self._number = number = self._abi.syscalls
+        self._openat = number["openat"]
+        self._close = number["close"]
+        self._read = number["read"]
+        self._pread64 = number["pread64"]
+        self._write = number["write"]
         self._files = tasks.files
         self.is_seekable = tasks.files.is_seekable
         """Function that returns True if lseek(2) works on a descriptor."""
@@ -102,29 +76,33 @@ class LinuxSyscalls:
         init = self._tasks.init
         self._path(init, directory)
         self._tasks.copy_to_user(init, _SECOND_PATH, os.fsencode(source) + b"\0")
-        self._call(init, _MOUNT, _SECOND_PATH, BUFFER, _SECOND_PATH, 0, 0)
+        self._call(init, self._number["mount"], _SECOND_PATH, BUFFER, _SECOND_PATH, 0, 0)
 
     def unmount(self, directory: str) -> None:
         """Unmount the file system on a directory, as init; open files stay usable."""
         init = self._tasks.init
         self._path(init, directory)
-        self._call(init, _UMOUNT, BUFFER, _MNT_DETACH)
+        self._call(init, self._number["umount2"], BUFFER, _MNT_DETACH)
 
     def umask(self, task: LinuxTask, mask: int) -> None:
         """Set the file mode creation mask of a task; forked tasks inherit it."""
-        self._call(task, _UMASK, mask)
+        self._call(task, self._number["umask"], mask)
 
     def log(self) -> bytes:
         """Return the kernel log as syslog(2) returns it to dmesg(1): lines with level and time."""
         init = self._tasks.init
-        size = self._call(init, _SYSLOG, _SYSLOG_READ_ALL, _DATA, _LOG_SIZE)
+        size = self._call(init, self._number["syslog"], _SYSLOG_READ_ALL, _DATA, _LOG_SIZE)
         return self._tasks.copy_from_user(init, _DATA, checked_count(size, _LOG_SIZE))
 
     def say(self, line: str) -> None:
         """Write a line to the kernel log, as init, through a device node that no client can see."""
         init = self._tasks.init
-        self._path(init, _KMSG)
-        self._call(init, _MKNOD, BUFFER, stat.S_IFCHR | 0o600, _KMSG_DEVICE)
+        mode = stat.S_IFCHR | 0o600
+        if "mknod" in self._number:
+            self._path(init, _KMSG)
+            self._call(init, self._number["mknod"], BUFFER, mode, _KMSG_DEVICE)
+        else:
+            self.on_path(init, "mknodat", _KMSG, mode, _KMSG_DEVICE)
         try:
             fd = self.open(init, _KMSG, os.O_WRONLY)
             try:
@@ -157,14 +135,14 @@ class LinuxSyscalls:
             if closed is not None:
                 self.close(task, closed)
             raise
-        arguments = _OPENAT, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode
+        arguments = self._openat, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode
         if closed is None:
             return self._call(task, *arguments, patience=_LONG, service=service)
         return self._tasks.call_after_close(task, closed, *arguments, patience=_LONG)
 
     def close(self, task: LinuxTask, fd: int) -> None:
         """Close a descriptor by `task`, or by init if the task is in a call or has ended."""
-        self._call(task if task.alive and not task.pending else self._tasks.init, _CLOSE, fd)
+        self._call(task if task.alive and not task.pending else self._tasks.init, self._close, fd)
 
     def read_all(self, path: str) -> bytes:
         """Return the content of a whole file, which init reads."""
@@ -185,8 +163,8 @@ class LinuxSyscalls:
         fd = self._unlinked(content)
         try:
             self._path(task, "")
-            with self._tasks.machine.ticking_in(_MODULES):
-                self._call(task, _FINIT_MODULE, fd, BUFFER, 0, patience=_LONG)
+            with self._tasks.machine.ticking_in(self._abi.modules):
+                self._call(task, self._number["finit_module"], fd, BUFFER, 0, patience=_LONG)
         finally:
             self.close(init, fd)
 
@@ -206,19 +184,19 @@ class LinuxSyscalls:
             self.on_path(init, "unlinkat", _MODULE, 0)
 
     def delete_module(self, task: LinuxTask, name: str) -> None:
-        """Unload a module."""
+        """Unload the module `name` by a system call of the task."""
         self._path(task, name)
-        with self._tasks.machine.ticking_in(_MODULES):
-            self._call(task, _DELETE_MODULE, BUFFER, os.O_NONBLOCK, patience=_LONG)
+        with self._tasks.machine.ticking_in(self._abi.modules):
+            self._call(task, self._number["delete_module"], BUFFER, os.O_NONBLOCK, patience=_LONG)
 
     def move(self, task: LinuxTask, old: int, new: int) -> None:
         """Renumber a descriptor: duplicate `old` as `new` by dup2(2), and close `old`."""
-        self._call(task, _DUP2, old, new)
+        self._call(task, self._number["dup2"], old, new)
         self.close(task, old)
 
     def set_status_flags(self, task: LinuxTask, fd: int, flags: int) -> None:
         """Set the status flags of an open file by fcntl(F_SETFL)."""
-        self._call(task, _FCNTL, fd, _F_SETFL, flags)
+        self._call(task, self._number["fcntl"], fd, _F_SETFL, flags)
 
     def begin_read(
         self,
@@ -232,13 +210,15 @@ class LinuxSyscalls:
     ) -> int:
         """Call read(2), or pread64(2) if `offset` is given; return the number of bytes, for read_data().
 
+        `size`: maximum number of bytes. `may_block`: if the read sleeps longer than PATIENCE, raise Blocked.
+        `service`: the host's work in the call, as in write().
         Raises: Blocked.
         """
         patience = PATIENCE if may_block else _LONG
         size = min(size, DATA_SIZE)
         if offset is None:
-            return self._call(task, _READ, fd, _DATA, size, patience=patience, service=service)
-        return self._call(task, _PREAD, fd, _DATA, size, offset, patience=patience)
+            return self._call(task, self._read, fd, _DATA, size, patience=patience, service=service)
+        return self._call(task, self._pread64, fd, _DATA, size, offset, patience=patience)
 
     def read_data(self, task: LinuxTask, count: int, size: int) -> bytes:
         """Return the bytes that begin_read() has read into the task's buffer.
@@ -262,14 +242,18 @@ class LinuxSyscalls:
         data = data[:DATA_SIZE]
         self._tasks.copy_to_user(task, _DATA, data)
         if offset is None:
-            return self._call(task, _WRITE, fd, _DATA, len(data), patience=_LONG, service=service)
-        return self._call(task, _PWRITE, fd, _DATA, len(data), offset, patience=_LONG)
+            return self._call(task, self._write, fd, _DATA, len(data), patience=_LONG, service=service)
+        return self._call(task, self._number["pwrite64"], fd, _DATA, len(data), offset, patience=_LONG)
 
     def poll(self, fd: int, events: int) -> int:
         """Return the poll mask of those `events` that are ready on a descriptor; init makes the call."""
         init = self._tasks.init
-        self._tasks.copy_to_user(init, _DATA, _POLLFD.pack(fd, events, 0))
-        self._call(init, _POLL, _DATA, 1, 0)
+        self._tasks.copy_to_user(init, _DATA, _POLLFD.pack(fd, events, 0) + bytes(16))
+        if "poll" in self._number:
+            self._call(init, self._number["poll"], _DATA, 1, 0)
+        else:
+            # The time to wait, 0, is in the zeros after the request.
+            self._call(init, self._number["ppoll"], _DATA, 1, _DATA + _POLLFD.size)
         return int(_POLLFD.unpack(self._tasks.copy_from_user(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
 
     def lstat(self, path: str) -> Stat:
@@ -289,20 +273,25 @@ class LinuxSyscalls:
         return self._files.fstat(fd)
 
     def _stat(self) -> Stat:
-        data = self._tasks.copy_from_user(self._tasks.init, _DATA, _STAT.size)
-        device, ino, nlink, mode, uid, gid, _, size, _, blocks, *times = _STAT.unpack(data)
+        layout = self._abi.stat
+        device, ino, *members = layout.unpack(
+            self._tasks.copy_from_user(self._tasks.init, _DATA, layout.size)
+        )
+        order = self._abi.stat_order
+        found = dict(zip(order, members, strict=False))
+        times = members[len(order) :]
         atime, mtime, ctime = (times[at] * 10**9 + times[at + 1] for at in (0, 2, 4))
         return Stat(
             ino=shown_ino(ino, device),
-            mode=mode,
-            nlink=nlink,
-            uid=uid,
-            gid=gid,
-            size=size,
+            mode=found["mode"],
+            nlink=found["nlink"],
+            uid=found["uid"],
+            gid=found["gid"],
+            size=found["size"],
             atime_ns=atime,
             mtime_ns=mtime,
             ctime_ns=ctime,
-            blocks=blocks,
+            blocks=found["blocks"],
         )
 
     def listdir(self, path: str) -> list[DirEntry]:
@@ -312,7 +301,7 @@ class LinuxSyscalls:
         fd = self.open(init, path, os.O_RDONLY | os.O_DIRECTORY)
         entries: list[DirEntry] = []
         try:
-            while size := self._call(init, _GETDENTS, fd, _DATA, _LISTING):
+            while size := self._call(init, self._number["getdents64"], fd, _DATA, _LISTING):
                 entries += _entries(
                     self._tasks.copy_from_user(init, _DATA, checked_count(size, _LISTING)), device
                 )
@@ -327,12 +316,12 @@ class LinuxSyscalls:
         return os.fsdecode(self._tasks.copy_from_user(init, _DATA, checked_count(size, 4096)))
 
     def on_path(self, task: LinuxTask, name: str, path: str, *arguments: int) -> int:
-        """Make the system call `name`, a key of _AT, on a path from the guest's root; return its result."""
+        """Make the system call `name`, a key of GuestAbi.syscalls, on a path; return its result."""
         self._tasks.copy_to_user(task, BUFFER, _c_string(path))
-        return self._call(task, _AT[name], _AT_FDCWD, BUFFER, *arguments)
+        return self._call(task, self._number[name], _AT_FDCWD, BUFFER, *arguments)
 
     def on_paths(self, task: LinuxTask, name: str, old: str, new: str, *flags: int) -> None:
-        """Make the system call `name`, a key of _AT, on two paths from the guest's root."""
+        """Make the system call `name`, a key of GuestAbi.syscalls, on two paths from the guest's root."""
         self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(new))
         self.on_path(task, name, old, _AT_FDCWD, _SECOND_PATH, *flags)
 
@@ -340,24 +329,24 @@ class LinuxSyscalls:
         """Create a symbolic link at `path` to `target` by symlinkat(2)."""
         self._path(task, path)
         self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(target))
-        self._call(task, _SYMLINKAT, _SECOND_PATH, _AT_FDCWD, BUFFER)
+        self._call(task, self._number["symlinkat"], _SECOND_PATH, _AT_FDCWD, BUFFER)
 
     def statfs(self, path: str) -> StatFs:
         """Return the capacity of the file system at a path; init makes the call."""
         init = self._tasks.init
         self._path(init, path)
-        self._call(init, _STATFS, BUFFER, _DATA)
+        self._call(init, self._number["statfs"], BUFFER, _DATA)
         _, *room = _STATFS_HEAD.unpack(self._tasks.copy_from_user(init, _DATA, _STATFS_HEAD.size))
         return StatFs(*room)
 
     def truncate(self, task: LinuxTask, path: str, size: int) -> None:
         """Set the size of the file at a path, in bytes."""
         self._path(task, path)
-        self._call(task, _TRUNCATE, BUFFER, size)
+        self._call(task, self._number["truncate"], BUFFER, size)
 
     def ftruncate(self, task: LinuxTask, fd: int, size: int) -> None:
         """Set the size of an open file, in bytes."""
-        self._call(task, _FTRUNCATE, fd, size)
+        self._call(task, self._number["ftruncate"], fd, size)
 
     def utimens(self, task: LinuxTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the times of a file by utimensat(2), which does not follow a symbolic link.

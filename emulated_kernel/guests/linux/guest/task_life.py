@@ -8,15 +8,11 @@ from emulated_kernel.guests.linux.guest.client_scheduler import ClientScheduler
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
 from emulated_kernel.guests.linux.guest.linux_task import LinuxTask
 from emulated_kernel.guests.linux.guest.task_table import TaskTable
-from emulated_kernel.guests.linux.initramfs import SYSCALL
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.util.errors import KernelError
 
-_CLONE = 56
-_EXIT_GROUP = 231
-_KILL = 62
 _CLONE_FILES = 0x400
 _SIGCHLD = 17
 _SIGKILL = 9
@@ -40,15 +36,17 @@ class TaskLife:
         events: TaskEvents,
     ) -> None:
         self._machine = machine
+        self._numbers = machine.abi.syscalls
+        self._syscall = machine.abi.stub.syscall
         self._structs = structs
         self._table = table
         self._scheduler = scheduler
         self._events = events
         self._next_pid = structs.member(facts.symbols["init_pid_ns"], "pid_namespace.idr.idr_next")
         self._forking: tuple[int, int] | None = None
-        """Address of the task that is about to take its child's pid, and this pid; or None."""
+        """Address of the task that is about to fork, and its child's pid; None while no fork is awaited."""
         self._others_next: int | None = None
-        """Pid that the next task gets after this child has its pid, or None."""
+        """Pid that the next task gets after the awaited child has its pid; None without such a child."""
         machine.call_at(facts.symbols["alloc_pid"], self._numbering)
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
@@ -63,7 +61,7 @@ class TaskLife:
         """
         known = set(self._table.by_address)
         self._forking = parent.address, pid
-        self._scheduler.begin(parent, SYSCALL, _CLONE, (_CLONE_FILES | _SIGCHLD,))
+        self._scheduler.begin(parent, self._syscall, self._numbers["clone"], (_CLONE_FILES | _SIGCHLD,))
         child: LinuxTask | None = None
 
         def is_done() -> bool:
@@ -89,10 +87,10 @@ class TaskLife:
         scheduler = self._scheduler
         scheduler.cancel_service(task)
         if task.pending:
-            scheduler.call(init, _KILL, task.pid, _SIGKILL)
+            scheduler.call(init, self._numbers["kill"], task.pid, _SIGKILL)
             scheduler.switch(None)
         else:
-            scheduler.begin(task, SYSCALL, _EXIT_GROUP, (0,))
+            scheduler.begin(task, self._syscall, self._numbers["exit_group"], (0,))
         scheduler.run_until(lambda: not task.alive)
 
     def set_comm(self, task: LinuxTask, comm: str) -> None:
@@ -137,7 +135,7 @@ class TaskLife:
 
     def _forked(self) -> None:
         """Report a fork to the observers before the child executes anything."""
-        child = self._machine.regs.di
+        child = self._machine.argument(0)
         parent = self._table.running()
         self._number_others()
         for notify in self._events.forked:
@@ -156,7 +154,7 @@ class TaskLife:
 
     def _freed(self) -> None:
         """Report to the observers that the kernel frees a task_struct. No later event names this task."""
-        address = self._machine.regs.di - self._structs.offsets["task_struct.rcu"]
+        address = self._machine.argument(0) - self._structs.offsets["task_struct.rcu"]
         pid = self._table.pid_of(address)
         for notify_freed in self._events.freed:
             notify_freed(address)

@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from emulated_kernel.guests.linux.guest.client_scheduler import ClientScheduler
 from emulated_kernel.guests.linux.guest.linux_task import LinuxTask
 from emulated_kernel.guests.linux.guest.task_table import TaskTable
-from emulated_kernel.guests.linux.initramfs import TOUCH
-from emulated_kernel.guests.linux.pc.ram import FRAME, PAGE, PRESENT, WRITABLE, LinuxMemory
-
-_OWN = PRESENT | WRITABLE
-"""Bits of the page table entry of a page that its task does not share with other tasks."""
+from emulated_kernel.guests.linux.pc.ram import FRAME, PAGE, PRESENT, LinuxMemory
 
 
 class TaskMemory:
@@ -23,6 +19,9 @@ class TaskMemory:
     def __init__(self, memory: LinuxMemory, table: TaskTable, scheduler: ClientScheduler) -> None:
         self._memory = memory
         self._ram = memory.ram
+        self._owned = memory.owned
+        self._shift = memory.frame_shift
+        self._stub = scheduler.stub
         self._table = table
         self._scheduler = scheduler
 
@@ -36,8 +35,8 @@ class TaskMemory:
         page = va & -PAGE
         slot = task.entries.get(page)
         entry = self._memory.words[slot] if slot is not None else self._entry(task, page)
-        if entry & _OWN == _OWN and va + len(data) <= page + PAGE:
-            at = (entry & FRAME) + va - page
+        if entry & self._owned == self._owned and va + len(data) <= page + PAGE:
+            at = (entry << self._shift & FRAME) + va - page
             self._ram[at : at + len(data)] = data
             return
         for at, offset, size in self._own_pages(task, va, len(data)):
@@ -49,7 +48,7 @@ class TaskMemory:
         slot = task.entries.get(start)
         entry = self._memory.words[slot] if slot is not None else self._entry(task, start)
         if entry & PRESENT and va + size <= start + PAGE:
-            at = (entry & FRAME) + va - start
+            at = (entry << self._shift & FRAME) + va - start
             return self._ram[at : at + size]
         parts = []
         for page in range(start, va + size, PAGE):
@@ -76,7 +75,7 @@ class TaskMemory:
             first = max(page, va)
             last = min(page + PAGE, va + size)
             found = self._memory.walk(task.root, page)
-            if found is None or not found[1] & WRITABLE:
+            if found is None or not self._memory.is_writable(found[1]):
                 found = self._touch(task, page, self._ram[found[0]] if found else 0)
             yield found[0] + first - page, first - va, last - first
 
@@ -87,7 +86,7 @@ class TaskMemory:
 
         Return the result of LinuxMemory.walk() for the page.
         """
-        self._scheduler.begin(task, TOUCH, first_byte, (page,), cx=1)
+        self._scheduler.begin(task, self._stub.touch, first_byte, (page,), count=1)
         self._scheduler.wait_for_result(task)
         found = self._memory.walk(task.root, page)
         assert found is not None

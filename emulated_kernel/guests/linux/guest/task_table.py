@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE, LinuxTask
-from emulated_kernel.guests.linux.pc.ram import LinuxMemory
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 
-PT_REGS = (
-    "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
-    "orig_ax", "ip",
-)  # fmt: skip
-"""Names of the first members of struct pt_regs, in order; each is one word."""
-_PT_REGS_WORDS = 21
-"""Size of struct pt_regs in words."""
 _MAX_PADDING = 64
 """Maximum number of bytes between struct pt_regs and the end of a kernel stack."""
 
 
 class TaskTable:
-    """Keeps the live client tasks."""
+    """Keeps the live client tasks, by the addresses of their task_structs."""
 
-    def __init__(
-        self, memory: LinuxMemory, structs: KernelStructs, current_cell: int, stack_top_cell: int
-    ) -> None:
+    def __init__(self, machine: LinuxMachine, structs: KernelStructs, facts: KernelOffsets) -> None:
         """Find the running task; it must be in user mode.
 
-        `current_cell`: virtual address of the CPU's `current_task`. `stack_top_cell`: virtual address of the
-        word with the end of the task's struct pt_regs. Raises: GuestFault (that end is in no kernel stack).
+        Raises: GuestFault (the end of the task's struct pt_regs is in no kernel stack).
         """
-        self._words = memory.words
         self._structs = structs
-        self.current = structs.physical(current_cell) >> 3
-        """Index in RAM of the word that contains the address of the running task's task_struct."""
+        self._pt_regs_size = machine.abi.pt_regs_size
+        self.running = machine.running_task(facts)
+        """Function that returns the address of the task_struct of the task that the CPU runs."""
         self.by_address: dict[int, LinuxTask] = {}
-        top = structs.load_u64(structs.physical(stack_top_cell))
+        top = machine.regs_end(facts)
         self._regs_end = top - structs.word(self.running() + structs.offsets["task_struct.stack"])
         """Offset in a kernel stack of the end of struct pt_regs.
 
@@ -43,10 +34,6 @@ class TaskTable:
         """
         if self._regs_end % 8 or not 0 <= THREAD_SIZE - self._regs_end <= _MAX_PADDING:
             raise GuestFault(Trap(TrapKind.FAULT, top), f"the running task's stack cannot end at {top:#x}")
-
-    def running(self) -> int:
-        """Return the address of the task_struct of the task that the CPU runs."""
-        return self._words[self.current]
 
     def pid_of(self, address: int) -> int:
         """Return the pid of the task whose task_struct is at `address`."""
@@ -66,7 +53,7 @@ class TaskTable:
             address=address,
             pid=self.pid_of(address),
             root=self.page_tables_of(address),
-            registers=structs.physical(stack + self._regs_end - 8 * _PT_REGS_WORDS),
+            registers=structs.physical(stack + self._regs_end - self._pt_regs_size),
             state=structs.member(address, "task_struct.__state"),
             flags=structs.member(address, "task_struct.thread_info.flags"),
         )

@@ -15,14 +15,15 @@ from emulated_kernel.guests.linux.guest.task_life import TaskLife
 from emulated_kernel.guests.linux.guest.task_memory import TaskMemory
 from emulated_kernel.guests.linux.guest.task_table import TaskTable
 from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
+from emulated_kernel.guests.linux.guest.wakeups import wakeup
+from emulated_kernel.guests.linux.guest_abi import CURRENT_TASK
 from emulated_kernel.guests.linux.initramfs import BUFFER, BUFFER_SIZE
-from emulated_kernel.guests.linux.kernel_offsets import CURRENT_TASK, PID_MAX, STACK_TOP, KernelOffsets
+from emulated_kernel.guests.linux.kernel_offsets import PID_MAX, KernelOffsets
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 
 __all__ = ["Blocked", "LinuxTask", "LinuxTasks", "Service"]
 
-_RT_SIGACTION = 13
-_MADVISE = 28
 _SIGCHLD = 17
 _SIG_IGN = 1
 _WIPE_ON_FORK = 18
@@ -46,15 +47,15 @@ class LinuxTasks(RunningLinux):
         self.shown_cpu: ShownCpu | None = None
         """The production CPU that the guest sees; None if it sees the emulated one."""
         self.per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
-        self.current_cell = self.per_cpu + facts.per_cpu[CURRENT_TASK]
+        self.current_cell = self.per_cpu + facts.per_cpu.get(CURRENT_TASK, 0)
         self.need_resched = facts.need_resched
         self.syscall_trace = facts.syscall_trace
-        table = TaskTable(machine.memory, structs, self.current_cell, self.per_cpu + facts.per_cpu[STACK_TOP])
+        table = TaskTable(machine, structs, facts)
         self.table = table
         self.init = table.adopt(table.running())
         self.root = self.init.root
         self.files = DcacheReader(machine, facts, self.init.address)
-        self._thunk = WakeupThunk(machine, facts, structs)
+        self._thunk = wakeup(machine, facts, structs)
         self.host_room = self._thunk.host_room
         machine.watch_reset(facts.symbols["emergency_restart"])
 
@@ -89,12 +90,14 @@ class LinuxTasks(RunningLinux):
         """
         self._structs.store("<i", self._structs.physical(self.facts.symbols[PID_MAX]), _PID_MAX)
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))
-        self.call(self.init, _RT_SIGACTION, _SIGCHLD, BUFFER, 0, 8)
-        self.call(self.init, _MADVISE, BUFFER, BUFFER_SIZE, _WIPE_ON_FORK)
+        calls = self.machine.abi.syscalls
+        self.call(self.init, calls["rt_sigaction"], _SIGCHLD, BUFFER, 0, 8)
+        self.call(self.init, calls["madvise"], BUFFER, BUFFER_SIZE, _WIPE_ON_FORK)
 
     def deliver_breakpoints(self) -> None:
         """Let the guest take its breakpoints itself where it can."""
-        breakpoint_stub.install(self.machine, self._thunk)
+        if isinstance(self.machine, PcMachine) and isinstance(self._thunk, WakeupThunk):
+            breakpoint_stub.install(self.machine, self._thunk)
 
     def idle(self, microseconds: int) -> None:
         self._scheduler.idle(microseconds)

@@ -6,9 +6,8 @@ The numbers are macros, which neither symbols nor BTF contain. So the kernel set
 from __future__ import annotations
 
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
-from emulated_kernel.guests.linux.guest.wakeup_thunk import WakeupThunk
+from emulated_kernel.guests.linux.guest.wakeups import FlagCode, flag_codes, wakeup
 from emulated_kernel.guests.linux.kernel_offsets import (
-    CURRENT_TASK,
     RUN_QUEUES,
     THREAD_FLAGS,
     TRACE_SYSCALLS,
@@ -16,22 +15,7 @@ from emulated_kernel.guests.linux.kernel_offsets import (
 )
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
-from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.fast_dataclass import replace
-
-RESCHEDULE = """
-    48 bf imm64:run_queue   | movabs rdi, run_queue
-    e8 rel32:resched_curr   | call resched_curr
-    c3                      | ret
-"""
-"""Code of the interrupt: resched_curr(run_queue)."""
-TRACE = """
-    e8 rel32:syscall_regfunc   | call syscall_regfunc
-    e9 rel32:syscall_unregfunc | jmp syscall_unregfunc
-"""
-"""Code of the interrupt: syscall_regfunc(); syscall_unregfunc()."""
-_RET_SIZE = 1
-_JMP_SIZE = 5
 
 
 def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffsets:
@@ -44,10 +28,11 @@ def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffs
     Raises: GuestFault (the kernel set no flag).
     """
     interrupt = _Interrupt(machine, facts)
-    need_resched = interrupt.flag_set_by(RESCHEDULE, _RET_SIZE)
+    reschedule, trace = flag_codes(machine)
+    need_resched = interrupt.flag_set_by(reschedule)
     syscall_trace = 0
-    if facts.symbols.keys() >= set(TRACE_SYSCALLS):
-        syscall_trace = interrupt.flag_set_by(TRACE, _JMP_SIZE)
+    if trace is not None and facts.symbols.keys() >= set(TRACE_SYSCALLS):
+        syscall_trace = interrupt.flag_set_by(trace)
     return replace(facts, need_resched=need_resched, syscall_trace=syscall_trace)
 
 
@@ -57,19 +42,19 @@ class _Interrupt:
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
         self._machine = machine
         self._structs = structs = KernelStructs(machine, facts.offsets)
-        self._thunk = WakeupThunk(machine, facts, structs)
+        self._thunk = wakeup(machine, facts, structs)
         self._thunk.install()
         per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
-        task = structs.word(per_cpu + facts.per_cpu[CURRENT_TASK])
+        task = machine.running_task(facts)()
         self._flags = structs.member(task, THREAD_FLAGS)
         self._symbols = {**facts.symbols, "run_queue": per_cpu + facts.per_cpu[RUN_QUEUES]}
         self._used = 0
 
-    def flag_set_by(self, listing: str, tail: int) -> int:
-        """Return the flag that code sets before its last instruction, which has `tail` bytes."""
+    def flag_set_by(self, flag_code: FlagCode) -> int:
+        """Return the thread flag that is set when only the last instruction of the code is left to run."""
         machine = self._machine
         physical, entry = (start + self._used for start in self._thunk.stub_text)
-        code = machine_code(listing, entry, self._symbols)
+        code = flag_code.made(entry, self._symbols)
         # A hook stays at its address, so that each code needs its own.
         self._used += len(code)
         self._structs.store_bytes(physical, code)
@@ -79,7 +64,7 @@ class _Interrupt:
             found.append(machine.memory.words[self._flags >> 3])
 
         machine.call_at(entry, look)
-        machine.call_at(entry + len(code) - tail, look)
+        machine.call_at(entry + len(code) - flag_code.tail, look)
         with self._thunk.replaced_by(entry):
             self._thunk.wake(0)
             machine.run()

@@ -1,4 +1,4 @@
-"""WakeupThunk: the host's code in the kernel, a callback of the platform interrupt that wakes a task.
+"""Wakeup: the host's code in the kernel that wakes a task; x86: a callback of the platform interrupt.
 
 The host writes the address of a task_struct into a word, and interrupts the CPU. The kernel's own entry code
 calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
@@ -6,13 +6,14 @@ calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
-from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.pc.ram import PAGE, PRESENT, WRITABLE
 from emulated_kernel.util.code_listing import machine_code
 
@@ -50,10 +51,31 @@ _NO_EXECUTE = 1 << 63
 _TABLE = PRESENT | WRITABLE | _ACCESSED_DIRTY
 
 
-class WakeupThunk:
+class Wakeup(ABC):
+    """Code of the host in the kernel, which an interrupt calls."""
+
+    host_room: tuple[int, int]
+    """Physical and virtual address of the free part of a page of data."""
+    stub_text: tuple[int, int]
+    """Physical and virtual address of the free part of a page of code."""
+
+    @abstractmethod
+    def install(self) -> None:
+        """Put the code into the kernel. Snapshots of the guest keep it."""
+
+    @abstractmethod
+    def wake(self, task: int) -> None:
+        """Begin the next run with the interrupt that wakes the task at address `task`, or none if it is 0."""
+
+    @abstractmethod
+    def replaced_by(self, callback: int) -> AbstractContextManager[None]:
+        """During the block, make the interrupt call the function at `callback` instead of waking a task."""
+
+
+class WakeupThunk(Wakeup):
     """Owns a page of code, a page of data and two pages of page tables, at the start of the host's memory."""
 
-    def __init__(self, machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
+    def __init__(self, machine: PcMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
         self._machine = machine
         self._symbols = facts.symbols
         self._structs = structs

@@ -25,14 +25,6 @@ PATIENCE = 1_000_000
 PROGRAM = "/bin/true"
 CHILD_PID = 4_190_000
 """Pid of the child that a round of FORK forks, if no task has it."""
-_IOCTL = 16
-_NANOSLEEP = 35
-_SOCKET = 41
-_CONNECT = 42
-_BIND = 49
-_LISTEN = 50
-_ACCEPT4 = 288
-_PIPE2 = 293
 _AF_INET = 2
 _STREAM = 1
 _DATAGRAM = 2
@@ -122,7 +114,7 @@ class LinuxWorkload:
         self._sys.on_path(task, "unlinkat", f"{self._path}.new", 0)
 
     def _pipe(self, task: LinuxTask) -> None:
-        self._call(task, _PIPE2, BUFFER, 0)
+        self._call(task, "pipe2", BUFFER, 0)
         source, sink = struct.unpack("<ii", self._tasks.copy_from_user(task, BUFFER, 8))
         try:
             self._send(task, sink, source, b"p" * MESSAGE_SIZE)
@@ -133,12 +125,12 @@ class LinuxWorkload:
     def _tcp(self, task: LinuxTask) -> None:
         if self._socket < 0:
             listener = self._bound(task, _STREAM)
-            self._call(task, _LISTEN, listener, 8)
+            self._call(task, "listen", listener, 8)
             self._socket = listener
-        opened = [self._call(task, _SOCKET, _AF_INET, _STREAM, 0)]
+        opened = [self._call(task, "socket", _AF_INET, _STREAM, 0)]
         try:
-            self._call(task, _CONNECT, opened[0], BUFFER, self._put_address(task, _STREAM))
-            opened.append(self._call(task, _ACCEPT4, self._socket, 0, 0, 0))
+            self._call(task, "connect", opened[0], BUFFER, self._put_address(task, _STREAM))
+            opened.append(self._call(task, "accept4", self._socket, 0, 0, 0))
             client, served = opened
             self._send(task, client, served, b"?" * MESSAGE_SIZE)
             self._send(task, served, client, b"!" * MESSAGE_SIZE)
@@ -149,20 +141,23 @@ class LinuxWorkload:
     def _udp(self, task: LinuxTask) -> None:
         if self._socket < 0:
             self._socket = self._bound(task, _DATAGRAM)
-            self._call(task, _CONNECT, self._socket, BUFFER, self._put_address(task, _DATAGRAM))
+            self._call(task, "connect", self._socket, BUFFER, self._put_address(task, _DATAGRAM))
         self._send(task, self._socket, self._socket, b"u" * MESSAGE_SIZE)
 
     def _sleep(self, task: LinuxTask) -> None:
         self._tasks.copy_to_user(task, BUFFER, struct.pack("<2q", 0, SLEEP_NS))
-        self._call(task, _NANOSLEEP, BUFFER, 0)
+        self._call(task, "nanosleep", BUFFER, 0)
 
     def _bound(self, task: LinuxTask, kind: int) -> int:
-        """Switch on the loopback device, and return a socket that is bound to it."""
-        fd = self._call(task, _SOCKET, _AF_INET, kind, 0)
+        """Switch on the loopback device, and return a socket that is bound to it.
+
+        `kind`: type of the socket, such as SOCK_STREAM.
+        """
+        fd = self._call(task, "socket", _AF_INET, kind, 0)
         try:
             self._tasks.copy_to_user(task, BUFFER, struct.pack("<16sH22x", b"lo", _IFF_UP))
-            self._call(task, _IOCTL, fd, _SIOCSIFFLAGS, BUFFER)
-            self._call(task, _BIND, fd, BUFFER, self._put_address(task, kind))
+            self._call(task, "ioctl", fd, _SIOCSIFFLAGS, BUFFER)
+            self._call(task, "bind", fd, BUFFER, self._put_address(task, kind))
         except (KernelError, Blocked):
             self._sys.close(task, fd)
             raise
@@ -182,7 +177,8 @@ class LinuxWorkload:
         count = self._sys.begin_read(task, fd, size, offset, may_block=False)
         return self._sys.read_data(task, count, size)
 
-    def _call(self, task: LinuxTask, number: int, *arguments: int) -> int:
+    def _call(self, task: LinuxTask, name: str, *arguments: int) -> int:
+        number = self._tasks.machine.abi.syscalls[name]
         return self._tasks.call(task, number, *arguments, patience=PATIENCE)
 
 

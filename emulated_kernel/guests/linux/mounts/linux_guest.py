@@ -80,7 +80,7 @@ class DeferredCloses(Generic[File]):
         self.defer: Callable[[File], None] = self.deferred.append
         """Queue a file, to be closed before the next request. Lock: leaves."""
         self.taken: File | None = None
-        """The file that the guest closes together with the next open, or None. Lock: needs."""
+        """The file that the guest closes together with the next open; None if there is none. Lock: needs."""
 
     def take(self) -> None:
         """Take the only deferred file, so that the following open closes it. Lock: needs."""
@@ -183,7 +183,7 @@ class LinuxWorkloads:
         return self._guest.is_dead
 
     def kinds(self) -> Collection[WorkloadKind]:
-        """Return all kinds; see WorkloadHost."""
+        """Return all kinds of workloads, since the kernel has their system calls; see WorkloadHost."""
         return list(WorkloadKind)
 
     def workload(self, kind: WorkloadKind, pid: int) -> LinuxWorkload:

@@ -130,7 +130,7 @@ class _LoadFile(FileDescription):
 
 
 class MachineFs(FileSystem):
-    """File system of machine/ with dmesg, the kernel log, cpu, limits, and load, which starts workloads.
+    """File system of machine/, with the files dmesg (kernel log), cpu, limits, and load (starts workloads).
 
     Other files are mounted there from the guest's /proc.
     """
@@ -142,7 +142,7 @@ class MachineFs(FileSystem):
         self.guest = guest
         self._texts: dict[str, Callable[[], bytes]] = {
             DMESG: self._log,
-            CPU: lambda: cpu_text(guest.tasks.shown_cpu, guest.tasks.release).encode(),
+            CPU: lambda: cpu_text(guest.tasks).encode(),
             LIMITS: lambda: "".join(limits.open_file_lines()).encode(),
             LOAD: lambda: "".join(guest.loads.text()).encode(),
         }

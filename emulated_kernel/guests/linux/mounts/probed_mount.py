@@ -90,7 +90,7 @@ def probed_mount(
 
     calls = Calls(call_function, engine.machine.memory.word_size)
     machine = {
-        "cpu": SeqFile(0o444, single(lambda: cpu_text(engine.tasks.shown_cpu, engine.tasks.release))),
+        "cpu": SeqFile(0o444, single(lambda: cpu_text(engine.tasks))),
         "call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute),
         "load": GuestSteppedFile(
             0o644, listing(guest.loads.text), each_line(guest.say, "load", guest.loads.parsed)

@@ -6,18 +6,9 @@ Sources: data sheets of the 8259A, 8254, 16550 and MC146818.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any
 
-from emulated_kernel.machine.native.tsc_words import (
-    SHORTEST_STEP,
-    STEP_ADDEND,
-    STEP_FACTOR,
-    STEP_SHIFT,
-    TscWords,
-)
-from emulated_kernel.util.safe_read import is_word
+from emulated_kernel.guests.linux.pc.board import Board
 
 TSC_KHZ = 2_600_000
 PIT_HZ = 1_193_182
@@ -41,44 +32,20 @@ _RTC = {0: 0, 2: 0, 4: 0x12, 6: 1, 7: 1, 8: 1, 9: 0x24, 10: 0x26, 11: 2, 13: 0x8
 
 A boot must not depend on the date.
 """
-_LOG_LIMIT = 1 << 16
-_MASK = (1 << 64) - 1
-_MILLION = 10**6
-_TSC = TscWords.tsc.offset // 8
-_STEPS = TscWords.steps.offset // 8
 
 
-class TimeFollower(Protocol):
-    """Interface that shows the time to guest code, which also advances the time."""
+class Pc(Board):
+    """Devices of the PC. The time is the TSC, which rdtsc reads."""
 
-    def go_on(self, tsc: int, cycles: int) -> int:
-        """Advance the time, show the new time to guest code and return it.
-
-        The new time is the old time `tsc`, plus the cycles that guest code has used since, plus `cycles`.
-        """
-
-    def show(self, cycles: int) -> None:
-        """Show the TSC value `cycles` to guest code as the current time."""
-
-
-class Pc:
-    """Devices and time of the PC. The time is the TSC; each rdtsc advances it by a seeded random step."""
+    khz = TSC_KHZ
+    STATE = (
+        *Board.STATE, "_pic_mask", "_pic_base", "_pic_words", "_pit_mode", "_pit_count", "_pit_low",
+        "_pit_reads", "_port_61", "_rtc_index", "_ier",
+    )  # fmt: skip
+    _NONE = (*Board._NONE, "_pit_low")
 
     def __init__(self, seed: int) -> None:
-        self._follower: TimeFollower | None = None
-        self.words = TscWords(tsc=10**9, steps=seed)
-        """The time and the state of its steps, which the host's routine for rdtsc advances, too."""
-        self._cells = memoryview(self.words).cast("B").cast("Q")
-        self._wall: Callable[[], int] | None = None
-        """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
-        self._wall_base = 0
-        """Host's time in nanoseconds at which the TSC was 0."""
-        self.due: int | None = None
-        """TSC value of the timer's next interrupt; None if the timer is off."""
-        self.period = 0
-        """Period of the timer in cycles; 0 if it interrupts once."""
-        self.console = bytearray()
-        """The latest output of the kernel on its serial line, at most _LOG_LIMIT bytes."""
+        super().__init__(seed)
         self._pic_mask = [0xFF, 0xFF]
         self._pic_base = [0, 0]
         self._pic_words = [0, 0]
@@ -91,110 +58,14 @@ class Pc:
         self._rtc_index = 0
         self._ier = 0
 
-    STATE = (
-        "tsc", "random", "due", "period", "_pic_mask", "_pic_base", "_pic_words", "_pit_mode", "_pit_count",
-        "_pit_low", "_pit_reads", "_port_61", "_rtc_index", "_ier",
-    )  # fmt: skip
-    """Names of the attributes that a snapshot keeps."""
-    _NONE = "due", "_pit_low"
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of the devices, for a snapshot."""
-        return {name: getattr(self, name) for name in self.STATE}
-
     def restore(self, state: dict[str, Any]) -> None:
         """Set the devices to a state that state() has returned.
 
         Raises: KeyError, TypeError, ValueError (state() cannot have returned `state`).
         """
-        for name in self.STATE:
-            kept = state[name]
-            if isinstance(getattr(self, name), list):
-                words = kept
-                (_, _) = words
-            else:
-                words = [0 if kept is None and name in self._NONE else kept]
-            if not all(map(is_word, words)):
-                raise ValueError(f"{name} is {kept}")
-            setattr(self, name, kept)
+        super().restore(state)
         if not self._pit_count:
             raise ValueError("_pit_count is 0")
-
-    # Time
-
-    @property
-    def follower(self) -> TimeFollower | None:
-        """The object that shows the time to guest code, if any; with it, Python executes rdtsc."""
-        return self._follower
-
-    @follower.setter
-    def follower(self, follower: TimeFollower) -> None:
-        self._follower = follower
-        self.words.followed = 1
-
-    @property
-    def random(self) -> int:
-        """State of the random generator that computes the steps of rdtsc."""
-        return self._cells[_STEPS]
-
-    @random.setter
-    def random(self, state: int) -> None:
-        self._cells[_STEPS] = state
-
-    @property
-    def tsc(self) -> int:
-        """Cycles since power-on, modulo 2**64."""
-        if self._follower is not None:
-            self._cells[_TSC] = self._follower.go_on(self._cells[_TSC], 0) & _MASK
-        return self._cells[_TSC]
-
-    @tsc.setter
-    def tsc(self, cycles: int) -> None:
-        self._cells[_TSC] = cycles & _MASK
-        if self._follower is not None:
-            self._follower.show(cycles)
-
-    @property
-    def is_real(self) -> bool:
-        """Whether the time follows the host's."""
-        return self._wall is not None
-
-    def follow_wall(self, wall: Callable[[], int] = monotonic_ns) -> None:
-        """Make each rdtsc advance the time to the host's. `wall` returns the host's time in nanoseconds."""
-        self._wall = wall
-        self._wall_base = wall() - self.tsc * _MILLION // TSC_KHZ
-        # The host's routine for rdtsc does not know the host's time.
-        self.words.followed = 1
-
-    def behind(self) -> int:
-        """Return the host's time minus this time, in nanoseconds; it is negative if this time is ahead."""
-        assert self._wall is not None
-        return self._wall() - self._wall_base - self.tsc * _MILLION // TSC_KHZ
-
-    def skip(self, nanoseconds: int) -> None:
-        """Leave out a part of the host's time, which then never passes in the guest."""
-        self._wall_base += nanoseconds
-
-    def pass_time(self, cycles: int) -> None:
-        """Advance the time by `cycles` and by the cycles that guest code has used."""
-        before = self._cells[_TSC]
-        follower = self._follower
-        after = before + cycles if follower is None else follower.go_on(before, cycles)
-        self._cells[_TSC] = after & _MASK
-
-    def read_tsc(self) -> int:
-        """Advance the time by a random step and return it, as the result of rdtsc.
-
-        The step varies, because some code waits until it has read two different values. If the
-        guest's time follows the host's and lags by more than the step, it advances to the host's time.
-        """
-        state = (self._cells[_STEPS] * STEP_FACTOR + STEP_ADDEND) & _MASK
-        self._cells[_STEPS] = state
-        step = SHORTEST_STEP + (state >> STEP_SHIFT)
-        if self._wall is not None:
-            step = max(step, self.behind() * TSC_KHZ // _MILLION)
-        self.pass_time(step)
-        return self._cells[_TSC]
 
     @property
     def timer_vector(self) -> int | None:
@@ -203,21 +74,10 @@ class Pc:
             return None
         return self._pic_base[0]
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the timer's interrupt is due, by the time that was read or set last."""
-        return self.due is not None and self._cells[_TSC] >= self.due and self.timer_vector is not None
-
-    def timer_fires(self) -> None:
-        """Advance the time to the timer's interrupt and start the next period."""
-        assert self.due is not None
-        self.tsc = max(self.tsc, self.due)
-        self.due = self.tsc + self.period if self.period else None
-
     # Ports
 
     def read_port(self, port: int, size: int) -> int:
-        """Execute the instruction `in`: return the value of a port."""
+        """Execute the instruction `in`: return the value of a port, which has `size` bytes."""
         if port in _PIC_DATA:
             return self._pic_mask[_PIC_DATA.index(port)]
         if port in _UART:
@@ -247,8 +107,7 @@ class Pc:
         elif port in _PIC_DATA:
             self._write_pic(_PIC_DATA.index(port), value)
         elif port == _UART_DATA:
-            self.console.append(value & 0xFF)
-            del self.console[:-_LOG_LIMIT]
+            self.write_console(bytes((value & 0xFF,)))
         elif port == _UART_IER:
             self._ier = value & 0xF
         elif port == _RTC_INDEX:

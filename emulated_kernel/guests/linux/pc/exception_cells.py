@@ -9,8 +9,9 @@ import ctypes
 import mmap
 import struct
 
-from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, LinuxCpu
+from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PcCpu
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
+from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import fast_regs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import NONE_IN_FLIGHT
@@ -37,12 +38,12 @@ _FAULTS = (
 """Faults to raise: code, value of rbx, expected error code and vector. The rarest error code is first."""
 
 
-def cpu_state(engine: Engine) -> int:
+def cpu_state(engine: Engine, model: CpuModel) -> int:
     """Return the host address of Unicorn's live CPU state.
 
     Raises: HardwareError (it cannot be found).
     """
-    state = find_cpu_state(engine, X86_64Cpu())
+    state = find_cpu_state(engine, model)
     if state is None:
         raise HardwareError(
             "the emulator's CPU state cannot be found: /proc/self/mem is unreadable, or the state changed"
@@ -68,9 +69,9 @@ def _find(engine: Engine, ram: mmap.mmap) -> tuple[int, int]:
     struct.pack_into("<Q", ram, _ROOT, _POINTERS | 3)
     struct.pack_into("<Q", ram, _POINTERS, _DIRECTORY | 3)
     struct.pack_into("<2Q", ram, _DIRECTORY, 0x83, READ_ONLY_DATA | 0x81 | 1 << 63)
-    state = cpu_state(engine)
+    state = cpu_state(engine, X86_64Cpu())
     regs = fast_regs(X86_64Cpu(), engine, state)
-    cpu = LinuxCpu(engine, regs, LinuxMemory(ram), state)
+    cpu = PcCpu(engine, regs, LinuxMemory(ram), state)
     vectors: list[int] = []
 
     def interrupt(_engine: int, vector: int, _data: int) -> None:

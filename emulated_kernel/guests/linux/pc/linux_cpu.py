@@ -1,4 +1,4 @@
-"""LinuxCpu: the CPU's privilege levels, descriptor tables, system calls, and exceptions through the IDT.
+"""PcCpu: the CPU's privilege levels, descriptor tables, system calls, and exceptions through the IDT.
 
 Unicorn 2.1 executes sysret, iret, swapgs, lidt, ltr, wrmsr and mov to control registers as a CPU does. It
 leaves `syscall` and all exceptions to its hooks, and its API cannot set a privilege level. The hooks need to
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from emulated_kernel.guests.linux.pc.ram import FRAME, LinuxMemory
@@ -142,8 +143,44 @@ def _bytes_at(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
 
-class LinuxCpu:
-    """The live CPU of a machine. Use it only while the guest is stopped, or inside a hook.
+class LinuxCpu(ABC):
+    """The live CPU of a machine. Use it only while the guest is stopped, or inside a hook."""
+
+    regs: Regs
+
+    @property
+    @abstractmethod
+    def privilege(self) -> int:
+        """Current privilege level: 0 in the kernel."""
+
+    @property
+    @abstractmethod
+    def root(self) -> int:
+        """Physical address of the kernel's page tables, with the user memory of the running task."""
+
+    @property
+    @abstractmethod
+    def takes_interrupts(self) -> bool:
+        """Whether the CPU takes an interrupt now."""
+
+    @abstractmethod
+    def as_kernel(self) -> AbstractContextManager[None]:
+        """Give the CPU the kernel's memory and rights during the block, in which it must not run."""
+
+    @abstractmethod
+    def set_call(self, values: tuple[int, ...]) -> None:
+        """Set the registers of a system call: those that ClientScheduler.begin() sets, in its order."""
+
+    @abstractmethod
+    def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
+        """Execute the system call instruction at `ip`, which user mode has reached.
+
+        `values`: see set_call(), which is executed first if they are given.
+        """
+
+
+class PcCpu(LinuxCpu):
+    """The x86-64 CPU of a PC. Use it only while the guest is stopped, or inside a hook.
 
     Raises: HardwareError (the library's CPU state has another layout).
     """
@@ -206,6 +243,11 @@ class LinuxCpu:
             self._isolates = not self._memory.maps_kernel_data(root)
         return root ^ _ISOLATED if self._isolates else root
 
+    @property
+    def takes_interrupts(self) -> bool:
+        """Whether the CPU takes an interrupt now; see LinuxCpu."""
+        return bool(self.regs.flags & x86.FLAG_IF)
+
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
         """Give the CPU the kernel's memory and rights during the block, in which it must not run.
@@ -261,11 +303,11 @@ class LinuxCpu:
         regs.flags = x86.FLAG_FIXED | x86.FLAG_IF
 
     def write_msr(self, number: int, value: int) -> None:
-        """Write `value` to a model-specific register."""
+        """Write `value` to the model-specific register `number`."""
         self._engine.reg_write_raw(x86.MSR, x86.Msr(number, value))
 
     def read_msr(self, number: int) -> int:
-        """Return the value of a model-specific register."""
+        """Return the value of the model-specific register `number`."""
         return int(self._engine.reg_read_raw(x86.MSR, x86.Msr(number, 0)).value)
 
     def _set_segment(self, number: int, selector: int, flags: int) -> None:
@@ -281,12 +323,22 @@ class LinuxCpu:
 
     # Instructions and exceptions that the library does not execute
 
-    def syscall(self, ip: int) -> None:
-        """Execute the syscall instruction at `ip`, which user mode has reached.
+    def set_call(self, values: tuple[int, ...]) -> None:
+        """Set the registers of a system call; see LinuxCpu."""
+        regs = self.regs
+        regs.di, regs.si, regs.dx, regs.r10, regs.r8, regs.r9, regs.ax, *rest = values
+        regs.ip, regs.cx, regs.bx, regs.bp = rest
+
+    def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
+        """Execute the syscall instruction at `ip`; see LinuxCpu.
 
         Source: Intel SDM vol. 2, SYSCALL.
         """
         regs = self.regs
+        if values is not None:
+            # A call of set_call() would take longer.
+            regs.di, regs.si, regs.dx, regs.r10, regs.r8, regs.r9, regs.ax, *rest = values
+            regs.ip, regs.cx, regs.bx, regs.bp = rest
         if self._system_call is None:
             self._system_call = self.read_msr(MSR_LSTAR), ~self.read_msr(MSR_SYSCALL_MASK)
         regs.ip, kept = self._system_call
@@ -372,8 +424,9 @@ class LinuxCpu:
         return Gate(entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE)
 
     def watch_gate(self, words: TrapWords, vector: int, ram: int) -> None:
-        """Set the words of the gate of `vector` that the host's routine for traps compares.
+        """Fill in `words`, by which the host's routine for traps checks that it may deliver `vector` itself.
 
+        They are host addresses of CPU state, and the present content of the IDT's gate for `vector`.
         `ram`: address of RAM in this process.
         """
         state = self._state

@@ -33,6 +33,11 @@ class LinuxMemory:
     Raises: MemoryFault (the address is not mapped).
     """
 
+    owned = PRESENT | WRITABLE
+    """Bits of the page table entry of a user page that its task does not share with other tasks."""
+    frame_shift = 0
+    """Number of bits by which an entry is shifted left to get the address of its page, then masked."""
+
     def __init__(self, ram: mmap.mmap) -> None:
         self.ram = ram
         self.words = memoryview(ram).cast("Q")
@@ -56,6 +61,10 @@ class LinuxMemory:
                 return (pa, entry, inside + 1) if pa < len(self.ram) else None
             table = entry & FRAME
         return None
+
+    def is_writable(self, entry: int) -> bool:
+        """Return True if the page of a page table entry can be written."""
+        return bool(entry & WRITABLE)
 
     def maps_kernel_data(self, root: int) -> bool:
         """Return True if the page tables at `root` map the kernel's data."""
@@ -85,7 +94,7 @@ class LinuxMemory:
         return found[0]
 
     def read(self, root: int, va: int, size: int) -> bytes:
-        """Return `size` bytes of virtual memory."""
+        """Return `size` bytes at the virtual address `va`."""
         parts = []
         while size:
             here = min(size, PAGE - va % PAGE)

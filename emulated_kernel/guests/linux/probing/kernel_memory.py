@@ -7,14 +7,62 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
-from emulated_kernel.guests.linux.pc.ram import PRESENT, WRITABLE, LinuxMemory
-from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.guests.linux.pc.ram import FRAME, PRESENT, WRITABLE, LinuxMemory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory, MappedRange
 from emulated_kernel.machine.memory.paging import X86PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _NO_EXECUTE = 1 << 63
+_LARGE = 0x80
+_SHIFTS = (39, 30, 21, 12)
+_ENTRIES = 512
+_SIGN = -1 << 48
+
+
+def kernel_ranges(memory: LinuxMemory, root: int) -> Iterator[MappedRange]:
+    """Yield the ranges of RAM that the page tables at `root` map for the kernel, in order of addresses."""
+    merged: MappedRange | None = None
+    for each in _leaves(memory, root & FRAME, 0, 0):
+        if merged is None:
+            merged = each
+        elif (merged.end, merged.pa + merged.end - merged.start, merged.prot) == (
+            each.start,
+            each.pa,
+            each.prot,
+        ):
+            merged = MappedRange(merged.start, each.end, merged.pa, merged.prot)
+        else:
+            yield merged
+            merged = each
+    if merged is not None:
+        yield merged
+
+
+def _leaves(memory: LinuxMemory, table: int, va: int, level: int) -> Iterator[MappedRange]:
+    """Yield the range of each page that a table and the tables below it map."""
+    shift = _SHIFTS[level]
+    limit = len(memory.ram)
+    if table >= limit:
+        return
+    first = _ENTRIES // 2 if level == 0 else 0
+    entries = memory.words[table >> 3 : (table >> 3) + _ENTRIES].tolist()
+    for number in range(first, len(entries)):
+        entry = entries[number]
+        if not entry & PRESENT:
+            continue
+        start = va + (number << shift)
+        if level == 0:
+            start = (start | _SIGN) & (1 << 64) - 1
+        if shift == 12 or (level and entry & _LARGE):
+            size = 1 << shift
+            pa = entry & FRAME & ~(size - 1)
+            if pa + size <= limit:
+                prot = Prot.READ | (Prot.WRITE if entry & WRITABLE else Prot(0))
+                yield MappedRange(start, start + size, pa, prot if entry & _NO_EXECUTE else prot | Prot.EXEC)
+        else:
+            yield from _leaves(memory, entry & FRAME, start, level + 1)
 
 
 class KernelMemory(GuestMemory):
@@ -49,6 +97,9 @@ class KernelMemory(GuestMemory):
     def _entry(self, va: int) -> tuple[int, int, int] | None:
         """Return (physical address, page table entry, page size) of an address; None if it is not mapped."""
         return self._memory.walk(self._cpu.root, va)
+
+    def mapped_ranges(self) -> Iterator[MappedRange]:
+        return kernel_ranges(self._memory, self._cpu.root)
 
     def is_mapped(self, va: int) -> bool:
         return self._entry(va) is not None

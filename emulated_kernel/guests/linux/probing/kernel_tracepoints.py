@@ -66,7 +66,10 @@ _DEPTH = 4
 """Maximum number of records under construction; making a record may hit another tracepoint."""
 Switch = Callable[[bool], None]
 SwitchStub = Callable[["EventBatch", int, bool], None]
-"""Function that takes a batch, the index of a tracepoint in it, and whether its stub is called."""
+"""Function that makes a tracepoint call its stub or stop to call it.
+
+Its arguments are a batch, the index of the tracepoint in the batch, and whether to call the stub.
+"""
 log = logging.getLogger("kprobefs.linux")
 
 
@@ -212,7 +215,7 @@ class KernelTracepoints:
         self._points: dict[int, Tracepoint] = {}
         """Address that serves as a trace_event_file -> tracepoint."""
         self.by_name: dict[str, Tracepoint] = {}
-        """GROUP:EVENT -> tracepoint."""
+        """Name of an event as GROUP:EVENT -> its tracepoint."""
         self._pending: list[tuple[int, int, int, int]] = []
         """Records under construction: trace_event_buffer, file, address and size of each."""
         self._places = 0
@@ -323,6 +326,7 @@ class KernelTracepoints:
         """Switch an event that has regfunc and unregfunc, which are called before its key is switched.
 
         If the key cannot be switched, the registration is undone.
+        `number`: index of the event's tracepoint in the batch. `on`: enable the event; otherwise disable it.
         Raises: as `register`.
         """
         self._prepare(batch)
@@ -336,10 +340,11 @@ class KernelTracepoints:
             raise
 
     def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
-        """Call an event's regfunc or unregfunc. Raises: KernelError (with regfunc's errno), as `call`.
+        """Call an event's regfunc if `on` is True, otherwise its unregfunc.
 
         Deviates: the unregfunc of a module in the state GOING is not called, because the kernel is in the
         middle of the unload.
+        Raises: KernelError (with regfunc's errno), as `call`.
         """
         if batch.is_going:
             return
@@ -370,6 +375,7 @@ class KernelTracepoints:
     def _switch(self, event: KernelEvent, batch: EventBatch, number: int, on: bool) -> None:
         """Switch an event: set the functions of its tracepoint and its static key.
 
+        `number`: index of the event's tracepoint in the batch. `on`: enable the event; otherwise disable it.
         Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1).
         """
         self._prepare(batch)

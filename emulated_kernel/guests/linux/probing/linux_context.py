@@ -66,7 +66,7 @@ def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 
 
 def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
-    """Return the two fields of task_struct in which shadow stacks keep a task's pending calls.
+    """Return name -> offset of the two fields of task_struct in which shadow stacks keep pending calls.
 
     One is the field for the kernel's own rethooks. The other field is next to it, and the kernel only
     clears it at fork. Both are empty when a task is created. The kernel reads rethooks again long after the
@@ -98,7 +98,10 @@ class LinuxContext(HitContext):
         preemption: bool,
         need_resched: int,
     ) -> None:
-        """Read the context of hits. `need_resched`: see RunningLinux."""
+        """Read the context of hits. `need_resched`: see RunningLinux.
+
+        `preemption`: the kernel was built with CONFIG_PREEMPTION.
+        """
         self._task_flag = need_resched
         self._memory = machine.memory
         self._damage = machine.damage

@@ -44,7 +44,7 @@ class KernelEngine:
 
     A breakpoint without a handler of the engine is the guest's own and is delivered to the guest.
 
-    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are unknown).
+    Raises: KernelError ENOEXEC (another processor), ENOENT, ENODATA (its structures are unknown).
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class KernelEngine:
 
         Over a kernel without preemption, the rules of `profile` for such kernels apply.
         """
+        kernel.check_architecture("x86_64", "kprobefs's kprobes", "; add --kprobes kernel")
         kernel.forbid(REPLACED_FUNCTIONS)
         if not kernel.is_preemptible:
             profile = replace(profile, preemption=False)
@@ -217,7 +218,7 @@ class LinuxEngine(KernelEngine):
             self._module_events.goes(self._modules.name(module))
 
     def _after_others(self, state: ModuleState, module: int) -> None:
-        """Follow a module's change of state, after all other notifiers of the guest were called."""
+        """Report a module's new state to the engine, after the guest has called all other notifiers."""
         self._notify(state, module)
 
     @cached_property

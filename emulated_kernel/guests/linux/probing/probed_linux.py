@@ -9,6 +9,7 @@ from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE
 from emulated_kernel.guests.linux.pc.linux_clock import LinuxClock
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.probing.kernel_memory import KernelMemory
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
@@ -90,7 +91,10 @@ class ProbedLinux(ProbedMachine):
     def __init__(self, tasks: RunningLinux, kernel: LinuxKernel) -> None:
         super().__init__()
         machine = tasks.machine
+        assert isinstance(machine, PcMachine), "boot_cache refuses other processors"
         machine.take_breakpoints()
+        self._linux_engine = machine.engine
+        self._at_close = machine.before_close.append
         self.damage = machine.damage
         self.model = LinuxCpuModel(_layout(tasks, kernel))
         self.regs = machine.regs
@@ -113,8 +117,18 @@ class ProbedLinux(ProbedMachine):
         time = self.records.address(self.records.alloc_percpu(CELL_UNIT))
         self.clock = LinuxClock(machine.pc, kernel, memory, tasks.per_cpu, time)
 
+    def at_close(self, action: Callable[[], object], /) -> None:
+        self._at_close(action)
+
+    @property
+    def engine(self) -> Engine:
+        return self._linux_engine
+
     def positions(self) -> list[tuple[int, int]]:
         return [(self.regs.ip, self.regs.sp)]
+
+    def all_registers(self) -> list[dict[str, int]]:
+        return [{name: self.engine.reg_read(number) for name, number in self.model.all_registers.items()}]
 
     def send_back(self, _number: int, _ip: int, /) -> None:
         """Do nothing, because there is no other CPU."""

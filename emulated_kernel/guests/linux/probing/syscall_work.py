@@ -46,7 +46,7 @@ class SyscallWork:
         return btf.offset(SYSCALL_WORK), 1 << btf.enumerators(btf.find(Kind.ENUM, _BITS))[_BIT]
 
     def switch(self, on: bool) -> None:
-        """Add or remove a user of the flag.
+        """Add a user of the flag if `on` is True, otherwise remove one.
 
         The first user sets the flag in all tasks, and the last user clears it.
 

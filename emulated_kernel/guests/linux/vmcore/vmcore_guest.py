@@ -15,19 +15,19 @@ from errno import EIO, ENOSPC
 from pathlib import Path
 from typing import IO, TypeVar
 
+from emulated_kernel.guests.common.spill_file import has_space, open_tmpfile
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.thread_flags import single_flag
+from emulated_kernel.guests.linux.guest_abi import CURRENT_TASK
 from emulated_kernel.guests.linux.kernel_offsets import (
-    CURRENT_TASK,
     RESCHEDULE,
     RUN_QUEUES,
     checked_offsets,
 )
 from emulated_kernel.guests.linux.pc.linux_cpu import CpuTables
-from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
-from emulated_kernel.guests.linux.vmcore.spill_file import has_space, open_tmpfile
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.vmcore.vmcore_image import (
     ONLINE,
     SAVED_CR4,
@@ -138,7 +138,7 @@ def _started(kept: snapshot.SnapshotContents) -> tuple[VmcoreGuest, LinuxKernel]
     Raises: KeyError, TypeError, ValueError (the content was not written by convert()), HardwareError.
     """
     cells = snapshot.checked_cells(kept.about)
-    machine = LinuxMachine(kept.ram, 0, cells, snapshot.BUDGET, _CPU_MODEL)
+    machine = PcMachine(kept.ram, 0, cells, snapshot.BUDGET, _CPU_MODEL)
     try:
         guest = VmcoreGuest(machine, VmcoreOffsets(**checked_offsets(kept.about["facts"])))
         return guest, CachedKernelTables(kept.parts)
@@ -154,7 +154,9 @@ class VmcoreGuest(RunningLinux):
     Raises: KernelError ENOEXEC (its structures are damaged).
     """
 
-    def __init__(self, machine: LinuxMachine, facts: VmcoreOffsets) -> None:
+    machine: PcMachine
+
+    def __init__(self, machine: PcMachine, facts: VmcoreOffsets) -> None:
         self.machine = machine
         self.release = facts.release
         self._facts = facts
@@ -187,7 +189,7 @@ class VmcoreGuest(RunningLinux):
             raise unusable_core(unmapped(fault.address)) from None
         self._map_devices()
         if "do_sync_core" in symbols:
-            machine.watch_text(symbols["do_sync_core"])
+            machine.follow_text(symbols)
         self.need_resched = self._find_need_resched()
         self.be_ready()
 

@@ -12,8 +12,8 @@ from typing import IO
 
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.guest_abi import CURRENT_TASK
 from emulated_kernel.guests.linux.kernel_offsets import (
-    CURRENT_TASK,
     RESCHEDULE,
     RUN_QUEUES,
     THREAD_FLAGS,
@@ -128,7 +128,10 @@ def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, 
 
 
 def _tables(kernel: RunningKernel) -> dict[str, bytes | memoryview]:
-    """Return the tables of a dump's kernel. Raises: KernelError ENOEXEC (they are damaged)."""
+    """Return the tables of a dump's kernel as name of a part -> content, for its snapshot.
+
+    Raises: KernelError ENOEXEC (they are damaged).
+    """
     with _read_as_dump():
         parts = cached_parts(kernel)
     with _read_as_dump("its trace events are damaged: "):

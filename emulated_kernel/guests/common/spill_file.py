@@ -1,4 +1,4 @@
-"""Temporary files for data that is too large for the cache; they exist only as long as their mount."""
+"""Temporary files for large data: the memory of dumps. They have no name and end with their user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from errno import EDQUOT, EFBIG, ENOSPC
 from typing import IO
 
-from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.util.cache_directory import cache_directory
 from emulated_kernel.util.errors import KernelError
 
 _FULL = {ENOSPC, EDQUOT, EFBIG}
@@ -46,7 +46,7 @@ def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> I
 def _places() -> Iterator[str]:
     """Yield the directories to try: the user's TMPDIR first, and those that may be in memory last."""
     named = os.environ.get("TMPDIR", "")
-    places = named, str(snapshot.directory()), "/var/tmp", "/tmp"
+    places = named, str(cache_directory()), "/var/tmp", "/tmp"
     return iter(dict.fromkeys(place for place in places if place.startswith("/")))
 
 

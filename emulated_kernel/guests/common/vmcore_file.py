@@ -1,0 +1,86 @@
+"""machine/vmcore: an ELF core of the guest, as the guest is when the file is opened."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import IO
+
+from emulated_kernel.guests.common.spill_file import open_tmpfile
+from emulated_kernel.machine.core_dump import RAM_OFFSET, core_headers
+from emulated_kernel.machine.memory.sparse import copy_data, write_all
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client, Stat
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.core.open_file import File, OpenFile
+
+MAX_OPEN = 4
+"""Maximum number of cores that are open at a time. Each has a temporary file."""
+
+
+def write_core(machine: ProbedMachine, vmcoreinfo: bytes) -> IO[bytes]:
+    """Return an unnamed file with an ELF core of a stopped machine.
+
+    Zeros of the guest's memory are holes. Raises: KernelError ENOSPC (no directory has room), OSError.
+    """
+    memory = machine.memory
+    used = [*memory.data_ranges()]
+    headers = core_headers(machine.model, memory.mapped_ranges(), machine.all_registers(), vmcoreinfo)
+
+    def write(file: IO[bytes]) -> None:
+        with memoryview(memory.ram) as ram:
+            copy_data(ram, used, file, RAM_OFFSET)
+        write_all(file.fileno(), headers, 0)
+
+    return open_tmpfile(write, sum(size for _, size in used), RAM_OFFSET + len(memory.ram))
+
+
+class VmcoreFile(File):
+    """The file. Its size is that of the guest's physical memory and of the room for headers."""
+
+    def __init__(self, machine: ProbedMachine, vmcoreinfo: Callable[[], bytes]) -> None:
+        """Create the node. `vmcoreinfo` returns the text of the note VMCOREINFO, or b"" without one."""
+        super().__init__(0o400)
+        self.machine = machine
+        self.vmcoreinfo = vmcoreinfo
+        self.open_cores = 0
+
+    def stat(self, owner: Owner) -> Stat:
+        """Return the attributes of the node; debuggers refuse a core whose size is 0."""
+        return super().stat(owner)._replace(size=RAM_OFFSET + len(self.machine.memory.ram))
+
+
+class OpenVmcore(OpenFile):
+    """An open core. Its content never changes, whatever the guest does meanwhile.
+
+    Raises: KernelError EBUSY (too many are open), ENOSPC (no directory has room for the memory), OSError.
+    """
+
+    node: VmcoreFile
+
+    def __init__(self, node: VmcoreFile, flags: int, client: Client) -> None:
+        super().__init__(node, flags, client)
+        if node.open_cores >= MAX_OPEN:
+            raise KernelError(errno.EBUSY, f"vmcore: {MAX_OPEN} are open; close one first")
+        self._core = write_core(node.machine, node.vmcoreinfo())
+        node.open_cores += 1
+
+    def _read(self, size: int, position: int) -> bytes:
+        return os.pread(self._core.fileno(), size, position)
+
+    def goes_on_from(self, other: OpenFile) -> None:
+        """Keep showing the kernel that has been replaced, which the client has opened."""
+        super().goes_on_from(other)
+        if isinstance(other, OpenVmcore):
+            self._core, other._core = other._core, self._core
+            other._core.close()
+
+    def release(self) -> None:
+        """Free the temporary file."""
+        self.node.open_cores -= 1
+        self._core.close()
+
+
+VmcoreFile.opened_as = OpenVmcore

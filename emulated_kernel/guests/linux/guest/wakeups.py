@@ -1,0 +1,83 @@
+"""Selects the way in which the host wakes tasks of a processor's kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+from emulated_kernel.arch.riscv.encoder import (
+    jalr,
+    jump_register,
+    load,
+    move_stack_pointer,
+    set_register,
+    store,
+)
+from emulated_kernel.arch.riscv.insn import A0, RA, SP, T1
+from emulated_kernel.guests.linux.guest.irq_work_wakeup import IrqWorkWakeup
+from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
+from emulated_kernel.guests.linux.guest.wakeup_thunk import Wakeup, WakeupThunk
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
+from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
+from emulated_kernel.util.code_listing import machine_code
+
+RESCHEDULE = """
+    48 bf imm64:run_queue   | movabs rdi, run_queue
+    e8 rel32:resched_curr   | call resched_curr
+    c3                      | ret
+"""
+"""Code that an interrupt runs to set TIF_NEED_RESCHED of init: resched_curr(run_queue)."""
+TRACE = """
+    e8 rel32:syscall_regfunc   | call syscall_regfunc
+    e9 rel32:syscall_unregfunc | jmp syscall_unregfunc
+"""
+"""Code that an interrupt runs to set, and clear again, the flag of traced system calls in all tasks.
+
+It calls syscall_regfunc(), then syscall_unregfunc().
+"""
+_RET_SIZE = 1
+_JMP_SIZE = 5
+
+
+_RISCV_RET_SIZE = 4
+
+
+def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:
+    """Return the code of an irq_work: resched_curr(run_queue)."""
+    return b"".join((
+        move_stack_pointer(-16), store(SP, 8, RA, 8),
+        set_register(A0, symbols["run_queue"]), set_register(T1, symbols["resched_curr"]), jalr(RA, T1, 0),
+        load(RA, SP, 8, 8), move_stack_pointer(16), jump_register(RA),
+    ))  # fmt: skip
+
+
+class FlagCode(NamedTuple):
+    """Code that lets the kernel set a flag of the running task."""
+
+    made: Callable[[int, Mapping[str, int]], bytes]
+    """Function that returns the code for its address and the addresses of symbols."""
+    tail: int
+    """Size in bytes of the code's last instruction."""
+
+
+def flag_codes(machine: LinuxMachine) -> tuple[FlagCode, FlagCode | None]:
+    """Return the codes that set the flags of a task to reschedule and of a task whose calls are traced.
+
+    The second code is None if no kernel for this processor needs it.
+    """
+    if isinstance(machine, RiscvMachine):
+        return FlagCode(_riscv_reschedule, _RISCV_RET_SIZE), None
+    return FlagCode(partial(machine_code, RESCHEDULE), _RET_SIZE), FlagCode(
+        partial(machine_code, TRACE), _JMP_SIZE
+    )
+
+
+def wakeup(machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> Wakeup:
+    """Return the code that wakes tasks in a booted kernel; it need not be installed yet."""
+    if isinstance(machine, RiscvMachine):
+        return IrqWorkWakeup(machine, facts, structs)
+    assert isinstance(machine, PcMachine)
+    return WakeupThunk(machine, facts, structs)

@@ -1,0 +1,136 @@
+"""GuestAbi: what a distribution's kernel of each processor expects of its user mode, as data."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from emulated_kernel.guests.linux.initramfs import RISCV_STUB, X86_STUB, UserStub
+from emulated_kernel.util.fast_dataclass import dataclass
+
+CURRENT_TASK = "current_task"
+"""Symbol of the word with the address of the running task's task_struct."""
+STACK_TOP = "cpu_current_top_of_stack"
+"""Key in KernelOffsets.per_cpu of the word with the end of the running task's struct pt_regs."""
+
+
+@dataclass(frozen=True)
+class GuestAbi:
+    """The system calls, registers and structures of one processor."""
+
+    name: str
+    """Name of the architecture, as in MachineConfig.arch."""
+    symbols: tuple[str, ...]
+    """Symbols that the host needs of a kernel for this processor, in addition to those of all kernels."""
+    members: tuple[str, ...]
+    """Paths of members of structures that the host needs in addition to those of all kernels."""
+    constants: tuple[str, ...]
+    """Enumerators that the host needs; KernelOffsets.offsets has their values."""
+    per_cpu: tuple[str, ...]
+    """Per-CPU variables that the host needs in addition to those of all kernels."""
+    stub: UserStub
+    pt_regs: tuple[str, ...]
+    """Names of the first members of struct pt_regs, in order; each is one word."""
+    pt_regs_size: int
+    """Size of struct pt_regs in bytes."""
+    call: tuple[str, ...]
+    """Names of the registers with the arguments and the number of a system call."""
+    result: str
+    """Name of the register with the result of a system call."""
+    counter: str
+    """Name of a register that the stub's code for pages uses."""
+    kept: tuple[str, str]
+    """Names of two registers that calls preserve."""
+    syscalls: Mapping[str, int]
+    """Name of a system call -> its number.
+
+    If a processor lacks a call, its name stands for a newer call. The newer call does the same if its
+    further arguments are 0.
+    """
+    stat: struct.Struct
+    """Layout of struct stat: device, inode, and then as `stat_order` names them."""
+    stat_order: tuple[str, ...]
+    modules: range
+    """Range of addresses of modules' code."""
+    time_read: str
+    """Symbol of the function that reads the clock source that the host supports."""
+    is_word_hashed: bool
+    """Whether names of files are hashed by words (CONFIG_DCACHE_WORD_ACCESS), or by bytes."""
+
+
+X86_64 = GuestAbi(
+    name="x86_64",
+    symbols=("do_sync_core", "level3_kernel_pgt", "page_offset_base", "x86_platform_ipi_callback"),
+    members=(),
+    constants=(),
+    per_cpu=(CURRENT_TASK, STACK_TOP),
+    stub=X86_STUB,
+    pt_regs=(
+        "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
+        "orig_ax", "ip",
+    ),
+    pt_regs_size=21 * 8,
+    call=("di", "si", "dx", "r10", "r8", "r9", "ax"),
+    result="ax",
+    counter="cx",
+    kept=("bx", "bp"),
+    syscalls=MappingProxyType({
+        "read": 0, "write": 1, "close": 3, "poll": 7, "rt_sigaction": 13, "ioctl": 16, "pread64": 17,
+        "pwrite64": 18, "madvise": 28, "dup2": 33, "nanosleep": 35, "socket": 41, "connect": 42, "bind": 49,
+        "listen": 50, "clone": 56, "execve": 59, "kill": 62, "fcntl": 72, "truncate": 76, "ftruncate": 77,
+        "umask": 95, "syslog": 103, "mknod": 133, "statfs": 137, "mount": 165, "umount2": 166,
+        "delete_module": 176, "getdents64": 217, "exit_group": 231, "openat": 257, "mkdirat": 258,
+        "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264, "linkat": 265,
+        "symlinkat": 266, "readlinkat": 267, "fchmodat": 268, "utimensat": 280, "accept4": 288, "pipe2": 293,
+        "finit_module": 313,
+    }),
+    # Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1).
+    stat=struct.Struct("<QQQIIIxxxxQqqq6Q24x"),
+    stat_order=("nlink", "mode", "uid", "gid", "rdev", "size", "blksize", "blocks"),
+    # Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1).
+    modules=range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000),
+    time_read="read_tsc",
+    is_word_hashed=True,
+)  # fmt: skip
+RISCV64 = GuestAbi(
+    name="riscv64",
+    symbols=("kernel_map", "ipi_mux_pcpu"),
+    members=("kernel_mapping.va_pa_offset", "irq_work.node", "irq_work.func", "ipi_mux_cpu.bits"),
+    constants=("IPI_IRQ_WORK",),
+    per_cpu=("raised_list",),
+    stub=RISCV_STUB,
+    pt_regs=(
+        "ip", "ra", "sp", "gp", "tp", "t0", "t1", "t2", "s0", "s1", "a0", "a1", "a2", "a3", "a4", "a5", "a6",
+        "a7",
+    ),
+    pt_regs_size=36 * 8,
+    call=("a0", "a1", "a2", "a3", "a4", "a5", "a7"),
+    result="a0",
+    counter="a6",
+    kept=("s1", "s0"),
+    # Mirrors: include/uapi/asm-generic/unistd.h (v6.12).
+    syscalls=MappingProxyType({
+        "dup2": 24, "fcntl": 25, "ioctl": 29, "mknodat": 33, "mkdirat": 34, "unlinkat": 35, "symlinkat": 36,
+        "linkat": 37, "umount2": 39, "mount": 40, "statfs": 43, "truncate": 45, "ftruncate": 46,
+        "fchmodat": 53, "fchownat": 54, "openat": 56, "close": 57, "pipe2": 59, "getdents64": 61, "read": 63,
+        "write": 64, "pread64": 67, "pwrite64": 68, "ppoll": 73, "readlinkat": 78, "newfstatat": 79,
+        "utimensat": 88, "exit_group": 94, "nanosleep": 101, "delete_module": 106,
+        "syslog": 116, "kill": 129,
+        "rt_sigaction": 134, "umask": 166, "socket": 198, "bind": 200, "listen": 201, "connect": 203,
+        "clone": 220, "execve": 221, "madvise": 233, "accept4": 242, "finit_module": 273, "renameat": 276,
+    }),
+    # Mirrors: include/uapi/asm-generic/stat.h:struct stat (v6.12).
+    stat=struct.Struct("<QQIIIIQQqiiq6Q8x"),
+    stat_order=("mode", "nlink", "uid", "gid", "rdev", "pad1", "size", "blksize", "pad2", "blocks"),
+    # Mirrors: arch/riscv/include/asm/pgtable.h:MODULES_VADDR, MODULES_END (v6.12).
+    modules=range(0xFFFFFFFF00000000, 0xFFFFFFFF80000000),
+    time_read="riscv_clocksource_rdtime",
+    is_word_hashed=False,
+)  # fmt: skip
+ABIS = (X86_64, RISCV64)
+
+
+def abi_named(name: str) -> GuestAbi:
+    """Return the ABI of an architecture. Raises: KeyError (a distribution's kernel cannot run on it)."""
+    return {abi.name: abi for abi in ABIS}[name]

@@ -1,0 +1,180 @@
+"""Board: the time of an emulated machine, its timer, and its console; subclasses add the other devices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any, ClassVar, Protocol
+
+from emulated_kernel.machine.native.tsc_words import (
+    SHORTEST_STEP,
+    STEP_ADDEND,
+    STEP_FACTOR,
+    STEP_SHIFT,
+    TscWords,
+)
+from emulated_kernel.util.safe_read import is_word
+
+_LOG_LIMIT = 1 << 16
+_MASK = (1 << 64) - 1
+_MILLION = 10**6
+_TSC = TscWords.tsc.offset // 8
+_STEPS = TscWords.steps.offset // 8
+
+
+class TimeFollower(Protocol):
+    """Interface that shows the time to guest code, which also advances the time."""
+
+    def go_on(self, tsc: int, cycles: int) -> int:
+        """Advance the time, show the new time to guest code and return it.
+
+        The new time is the old time `tsc`, plus the cycles that guest code has used since, plus `cycles`.
+        """
+
+    def show(self, cycles: int) -> None:
+        """Show the TSC value `cycles` to guest code as the current time."""
+
+
+class Board(ABC):
+    """The time of a machine is a counter of cycles; each reading advances it by a seeded random step."""
+
+    khz: ClassVar[int]
+    """Cycles of the counter in a millisecond."""
+    STATE: ClassVar[tuple[str, ...]] = "tsc", "random", "due", "period"
+    """Names of the attributes that a snapshot keeps."""
+    _NONE: ClassVar[tuple[str, ...]] = ("due",)
+    """Names of the attributes of STATE that can be None."""
+
+    def __init__(self, seed: int) -> None:
+        self._follower: TimeFollower | None = None
+        self.words = TscWords(tsc=10**9, steps=seed)
+        """The TSC and the generator of its random steps; the host's routine for rdtsc uses both."""
+        self._cells = memoryview(self.words).cast("B").cast("Q")
+        self._wall: Callable[[], int] | None = None
+        """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
+        self._wall_base = 0
+        """Host's time in nanoseconds at which the TSC was 0."""
+        self.due: int | None = None
+        """TSC value of the timer's next interrupt; None if the timer is off."""
+        self.period = 0
+        """Period of the timer in cycles; 0 if it interrupts once."""
+        self.console = bytearray()
+        """The latest output of the kernel on its console, at most _LOG_LIMIT bytes."""
+
+    def write_console(self, text: bytes) -> None:
+        """Append to the console, which keeps its end."""
+        self.console += text
+        del self.console[:-_LOG_LIMIT]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the devices, for a snapshot."""
+        return {name: getattr(self, name) for name in self.STATE}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Set the devices to a state that state() has returned.
+
+        Raises: KeyError, TypeError, ValueError (state() cannot have returned `state`).
+        """
+        for name in self.STATE:
+            kept = state[name]
+            if isinstance(getattr(self, name), list):
+                words = kept
+                (_, _) = words
+            else:
+                words = [0 if kept is None and name in self._NONE else kept]
+            if not all(map(is_word, words)):
+                raise ValueError(f"{name} is {kept}")
+            setattr(self, name, kept)
+
+    # Time
+
+    @property
+    def follower(self) -> TimeFollower | None:
+        """The object that shows the time to guest code, if any; with it, Python executes rdtsc."""
+        return self._follower
+
+    @follower.setter
+    def follower(self, follower: TimeFollower) -> None:
+        self._follower = follower
+        self.words.followed = 1
+
+    @property
+    def random(self) -> int:
+        """State of the random generator that computes the steps of rdtsc."""
+        return self._cells[_STEPS]
+
+    @random.setter
+    def random(self, state: int) -> None:
+        self._cells[_STEPS] = state
+
+    @property
+    def tsc(self) -> int:
+        """Cycles since power-on, modulo 2**64."""
+        if self._follower is not None:
+            self._cells[_TSC] = self._follower.go_on(self._cells[_TSC], 0) & _MASK
+        return self._cells[_TSC]
+
+    @tsc.setter
+    def tsc(self, cycles: int) -> None:
+        self._cells[_TSC] = cycles & _MASK
+        if self._follower is not None:
+            self._follower.show(cycles)
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the machine's time follows the host's time."""
+        return self._wall is not None
+
+    def follow_wall(self, wall: Callable[[], int] = monotonic_ns) -> None:
+        """Make each rdtsc advance the time to the host's. `wall` returns the host's time in nanoseconds."""
+        self._wall = wall
+        self._wall_base = wall() - self.tsc * _MILLION // self.khz
+        # The host's routine for rdtsc does not know the host's time.
+        self.words.followed = 1
+
+    def behind(self) -> int:
+        """Return the host's time minus this time, in nanoseconds; it is negative if this time is ahead."""
+        assert self._wall is not None
+        return self._wall() - self._wall_base - self.tsc * _MILLION // self.khz
+
+    def skip(self, nanoseconds: int) -> None:
+        """Leave out a part of the host's time, which then never passes in the guest."""
+        self._wall_base += nanoseconds
+
+    def pass_time(self, cycles: int) -> None:
+        """Advance the time by `cycles` and by the cycles that guest code has used."""
+        before = self._cells[_TSC]
+        follower = self._follower
+        after = before + cycles if follower is None else follower.go_on(before, cycles)
+        self._cells[_TSC] = after & _MASK
+
+    def read_tsc(self) -> int:
+        """Advance the time by a random step and return it, as the result of rdtsc.
+
+        The step varies, because some code waits until it has read two different values. If the
+        guest's time follows the host's and lags by more than the step, it advances to the host's time.
+        """
+        state = (self._cells[_STEPS] * STEP_FACTOR + STEP_ADDEND) & _MASK
+        self._cells[_STEPS] = state
+        step = SHORTEST_STEP + (state >> STEP_SHIFT)
+        if self._wall is not None:
+            step = max(step, self.behind() * self.khz // _MILLION)
+        self.pass_time(step)
+        return self._cells[_TSC]
+
+    @property
+    @abstractmethod
+    def timer_vector(self) -> int | None:
+        """Number of the timer's interrupt, or None if the timer is off or masked."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the timer's interrupt is due, by the time that was read or set last."""
+        return self.due is not None and self._cells[_TSC] >= self.due and self.timer_vector is not None
+
+    def timer_fires(self) -> None:
+        """Advance the time to the timer's interrupt and start the next period."""
+        assert self.due is not None
+        self.tsc = max(self.tsc, self.due)
+        self.due = self.tsc + self.period if self.period else None

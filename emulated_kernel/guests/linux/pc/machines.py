@@ -1,0 +1,33 @@
+"""Makes the machine for a processor."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+from emulated_kernel.guests.linux.guest_abi import X86_64, GuestAbi
+from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
+from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
+from emulated_kernel.guests.linux.pc.riscv_cells import find_riscv_cells
+from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
+
+
+def find_cells(abi: GuestAbi) -> tuple[int, ...]:
+    """Return the offsets of hidden words in Unicorn's CPU state. Raises: HardwareError (not found)."""
+    return find_exception_cells() if abi is X86_64 else find_riscv_cells()
+
+
+def new_machine(
+    abi: GuestAbi, ram: mmap.mmap, seed: int, cells: Sequence[int], budget: float, *, is_production: bool
+) -> LinuxMachine:
+    """Return a machine that has not been started.
+
+    `cells`: from find_cells(). `budget`: seconds that one run may take. `is_production`: a ProductionCpu will
+    be shown. Raises: HardwareError (the emulator has another layout).
+    """
+    if abi is not X86_64:
+        assert not is_production, "the command refuses --cpu"
+        return RiscvMachine(ram, seed, cells, budget)
+    return PcMachine(ram, seed, cells, budget, PRODUCTION_MODEL if is_production else CPU_MODEL)

@@ -1,0 +1,253 @@
+"""PcMachine: the PC with its x86-64 CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from emulated_kernel.guests.linux.cpu.cpuid_answers import CpuidAnswers
+from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
+from emulated_kernel.guests.linux.guest_abi import CURRENT_TASK, STACK_TOP, X86_64
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.devices import Pc
+from emulated_kernel.guests.linux.pc.emulated_cpuid import emulated_cpuid
+from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL, SYSCALL_SIZE, PcCpu
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.ram import LinuxMemory
+from emulated_kernel.machine.cpu.registers import FastRegs
+from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
+from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
+from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.native.host_code import routine_address
+from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import (
+    CODE_CALLBACK,
+    HOOK_CODE,
+    HOOK_INSN,
+    IN_CALLBACK,
+    INSN_CALLBACK,
+    OUT_CALLBACK,
+    Engine,
+)
+from emulated_kernel.util.abi import Vector
+
+_CPUID = 113
+"""Unicorn's instruction id of `cpuid` (x86.h)."""
+_RDMSR_SIZE = 2
+_EAX = 0xFFFFFFFF
+_IN = 218
+"""Unicorn's instruction id of `in` (x86.h)."""
+_OUT = 500
+"""Unicorn's instruction id of `out` (x86.h)."""
+_SYSCALL = 699
+"""Unicorn's instruction id of `syscall` (x86.h)."""
+_RDTSC = 608
+"""Unicorn's instruction id of `rdtsc` (x86.h)."""
+_RDTSCP = 609
+"""Unicorn's instruction id of `rdtscp` (x86.h)."""
+
+
+class PcMachine(LinuxMachine):
+    """One emulated PC.
+
+    Raises: HardwareError (the library's CPU state cannot be found or has another layout).
+    """
+
+    pc: Pc
+    cpu: PcCpu
+
+    def __init__(
+        self,
+        ram: mmap.mmap,
+        seed: int,
+        cells: Sequence[int],
+        budget: float,
+        cpu_model: int = CPU_MODEL,
+    ) -> None:
+        """Create the machine, which has not been started. `cells`: from find_exception_cells()."""
+        engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
+        super().__init__(X86_64, X86_64Cpu(), engine, LinuxMemory(ram), budget)
+        self.pc = Pc(seed)
+        state = self._state
+        self.cpu = PcCpu(engine, self.regs, self.memory, state)
+        error, in_flight = cells
+        exceptions = LiveExceptionState(state + error, state + in_flight)
+        self.hooks = TrapHooks(engine, self.model, self.regs, exceptions, self._handler_time)
+        self.hooks.dispatch = self._exception
+        self.hooks.protection_faults[X86_64.stub.start] = self._come_to_stub
+        self._breakpoint_stub = range(0)
+        """Addresses of the guest code that delivers breakpoints."""
+        self._hook_instructions()
+
+    def _hook_instructions(self) -> None:
+        pc = self.pc
+        regs = self.regs
+
+        def read_port(_engine: int, port: int, size: int, _data: int) -> int:
+            return pc.read_port(port, size)
+
+        def write_port(_engine: int, port: int, _size: int, value: int, _data: int) -> None:
+            pc.write_port(port, value)
+
+        def syscall(_engine: int, _data: int) -> int:
+            self.cpu.syscall(regs.ip)
+            # The library advances the instruction pointer over the instruction afterwards.
+            regs.ip -= SYSCALL_SIZE
+            return 0
+
+        def rdtsc(_engine: int, _data: int) -> int:
+            tsc = pc.read_tsc()
+            regs.ax = tsc & 0xFFFFFFFF
+            regs.dx = tsc >> 32
+            return 1
+
+        def rdtscp(_engine: int, _data: int) -> int:
+            regs.cx = 0
+            return rdtsc(0, 0)
+
+        for number, callback in (
+            (_IN, IN_CALLBACK(read_port)),
+            (_OUT, OUT_CALLBACK(write_port)),
+            (_SYSCALL, INSN_CALLBACK(syscall)),
+            (_RDTSCP, INSN_CALLBACK(rdtscp)),
+        ):
+            self.engine.add_hook(HOOK_INSN, callback, instruction=number)
+        self._hook_rdtsc(INSN_CALLBACK(rdtsc))
+
+    def _hook_rdtsc(self, callback: Any) -> None:
+        """Make Unicorn call the host's routine for rdtsc, or the Python callback if there is no routine."""
+        routine = routine_address("rdtsc")
+        if routine is None:
+            self.engine.add_hook(HOOK_INSN, callback, instruction=_RDTSC)
+            return
+        assert isinstance(self.regs, FastRegs)
+        words = self.pc.words
+        words.low = self.regs.address_of("ax")
+        words.high = self.regs.address_of("dx")
+        words.read_in_python = ctypes.cast(callback, ctypes.c_void_p).value
+        self.engine.add_hook(
+            HOOK_INSN,
+            ctypes.c_void_p(routine),
+            instruction=_RDTSC,
+            data=ctypes.addressof(words),
+            keep=(callback, words),
+        )
+
+    def show_cpu(self, cpu: ProductionCpu, rdmsr_sites: Sequence[int]) -> None:
+        """Show the guest a production CPU in place of the emulated CPU.
+
+        `rdmsr_sites`: addresses of the kernel's rdmsr instructions, because Unicorn has no hook for them.
+        """
+        answers = CpuidAnswers(cpu)
+        regs = self.regs
+
+        def cpuid(_engine: int, _data: int) -> int:
+            leaf = regs.ax & _EAX
+            subleaf = regs.cx & _EAX
+            found = answers.cpuid(leaf, subleaf, emulated_cpuid(PRODUCTION_MODEL, leaf, subleaf))
+            regs.ax, regs.bx, regs.cx, regs.dx = found
+            return 1
+
+        self.engine.add_hook(HOOK_INSN, INSN_CALLBACK(cpuid), instruction=_CPUID)
+        registers = answers.registers
+
+        def rdmsr(*_arguments: int) -> None:
+            value = registers.get(regs.cx & _EAX)
+            if value is not None:
+                regs.ax = value & _EAX
+                regs.dx = value >> 32
+
+        for site in rdmsr_sites:
+            self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(rdmsr), at=site + _RDMSR_SIZE)
+
+    def call_first(self, address: int, calls: Sequence[tuple[int, int]]) -> None:
+        """Make the guest call other functions before its first execution of the function at `address`.
+
+        `calls`: address of each function, and its argument. The functions run as if the caller of the
+        function at `address` had called them, and may sleep.
+        """
+        pending = list(calls)
+
+        def arrive() -> None:
+            if pending:
+                function, argument = pending.pop(0)
+                regs = self.regs
+                regs.sp -= 8
+                self.memory.write(self.cpu.root, regs.sp, address.to_bytes(8, "little"))
+                regs.di = argument
+                # A write by the API leaves the current block, unlike one to the registers in memory.
+                self.engine.reg_write(self.model.registers["ip"], function)
+
+        self.call_at(address, arrive)
+
+    def follow_text(self, symbols: Mapping[str, int]) -> None:
+        """Drop translated code whenever the guest runs do_sync_core(), as it does after patching its text.
+
+        Unicorn: does not notice that text is written through another mapping.
+        """
+
+        def sync(*_arguments: int) -> None:
+            # The next run begins at this address, so this hook is called a second time.
+            self._is_text_stale = not self._is_text_stale
+            if self._is_text_stale:
+                self.engine.stop()
+
+        self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(sync), at=symbols["do_sync_core"])
+
+    def deliver_breakpoints(self, stub: range, cells: int) -> None:
+        """Make the guest continue at `stub` after a breakpoint of kernel mode; the stub delivers it.
+
+        `cells`: physical address of the words that the stub pushes.
+        """
+        words = self.hooks.words
+        assert isinstance(self.regs, FastRegs)
+        self._breakpoint_stub = stub
+        self.cpu.watch_gate(words, Vector.BREAKPOINT, self._ram_address)
+        words.sp = self.regs.address_of("sp")
+        words.cells = self._ram_address + cells
+        words.stub = stub.start
+
+    def take_breakpoints(self) -> None:
+        """Pass each breakpoint to the host first, because the host probes the guest from now on."""
+        self.hooks.words.stub = 0
+
+    @property
+    def delivers_breakpoints(self) -> bool:
+        """Whether breakpoints of kernel mode reach the guest's handler without Python."""
+        return bool(self.hooks.words.stub)
+
+    def _exception(self, trap: Trap) -> None:
+        self.last_exception = trap
+        if trap.address in self._breakpoint_stub:
+            what = f"no stack for exception {Vector.BREAKPOINT}: {trap.cr2:#x} is not mapped"
+            raise GuestFault(Trap(TrapKind.DOUBLE_FAULT, trap.address, Vector.BREAKPOINT), what)
+        self.cpu.raise_exception(trap)
+
+    def running_task(self, facts: KernelOffsets) -> Callable[[], int]:
+        """Return a function that returns the address of the running task; see LinuxMachine."""
+        cell = self._per_cpu(facts) + facts.per_cpu[CURRENT_TASK]
+        index = self.memory.translate(self.cpu.root, cell) >> 3
+        # Each request calls it several times. A function in Python would take longer.
+        return partial(self.memory.words.__getitem__, index)
+
+    def regs_end(self, facts: KernelOffsets) -> int:
+        """Return the end of the running task's struct pt_regs; see LinuxMachine."""
+        return self.memory.read_word(self.cpu.root, self._per_cpu(facts) + facts.per_cpu[STACK_TOP])
+
+    def direct_map(self, facts: KernelOffsets) -> int:
+        """Return the start of the direct map; see LinuxMachine."""
+        return self.memory.read_word(self.cpu.root, facts.symbols["page_offset_base"])
+
+    def return_address(self) -> int:
+        """Return the return address, which is on the stack; see LinuxMachine."""
+        return self.memory.read_word(self.cpu.root, self.regs.sp)
+
+    def _is_idle(self) -> bool:
+        return self.cpu.takes_interrupts
+
+    def timer(self) -> None:
+        """Deliver the timer's interrupt; see LinuxMachine."""
+        self.cpu.interrupt(self._let_timer_fire())

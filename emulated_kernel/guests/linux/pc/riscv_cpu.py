@@ -1,0 +1,132 @@
+"""RiscvLinuxCpu: privilege levels and exceptions of a RISC-V CPU that runs a distribution's kernel.
+
+Unicorn executes sret, sfence.vma, satp and interrupts as a CPU does. It leaves exceptions to its hooks.
+Source: The RISC-V Instruction Set Manual, Volume II, "Supervisor-Level ISA".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from emulated_kernel.guests.linux.guest_abi import RISCV64
+from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
+from emulated_kernel.guests.linux.pc.riscv_cells import MACHINE_MODE, RiscvCells
+from emulated_kernel.machine.cpu import riscv
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.traps.trap import Trap
+from emulated_kernel.machine.unicorn_engine import Engine
+
+_CALL = (*RISCV64.call, "ip", RISCV64.counter, *RISCV64.kept)
+"""Names of the registers that a system call sets."""
+ECALL_FROM_USER: Final = 8
+"""Value of scause for a system call."""
+_SUPERVISOR = 1
+_MIDELEG = 119
+_MIP = 131
+_DELEGATED = 0x222
+"""Interrupts that go to supervisor mode: software, timer and external."""
+_ENTRY_CLEARS = riscv.SR_SPP | riscv.SR_SPIE | riscv.SR_SIE
+_PAGE_NUMBER = (1 << 44) - 1
+
+
+class RiscvLinuxCpu(LinuxCpu):
+    """The live CPU of a RISC-V machine. Use it only while the guest is stopped, or inside a hook."""
+
+    def __init__(self, engine: Engine, regs: Regs, state: int, cells: RiscvCells) -> None:
+        self._engine = engine
+        self.regs = regs
+
+        def word(offset: int) -> memoryview:
+            return memoryview(ctypes.c_uint64.from_address(state + offset)).cast("B").cast("Q")
+
+        self.mode = word(cells.privilege)
+        """View of one word: 0 in user mode, 1 in the kernel."""
+        self.scratch = word(cells.sscratch)
+        """View of sscratch, in which Linux keeps the running task while it is in user mode."""
+        self._satp = word(cells.satp)
+        self._stvec = word(cells.stvec)
+        self._sepc = word(cells.sepc)
+        self._scause = word(cells.scause)
+        self._stval = word(cells.stval)
+        self._mstatus = word(cells.mstatus)
+
+    @property
+    def privilege(self) -> int:
+        """Current privilege level: 0 in the kernel, 3 in user mode; see LinuxCpu."""
+        return 0 if self.mode[0] else 3
+
+    @property
+    def root(self) -> int:
+        """Physical address of the page tables; see LinuxCpu."""
+        return (self._satp[0] & _PAGE_NUMBER) << 12
+
+    @property
+    def takes_interrupts(self) -> bool:
+        """Whether the CPU takes an interrupt now; see LinuxCpu."""
+        return not self.mode[0] or bool(self._mstatus[0] & riscv.SR_SIE)
+
+    @contextmanager
+    def as_kernel(self) -> Iterator[None]:
+        """Give the CPU the kernel's rights during the block; see LinuxCpu."""
+        kept = self.mode[0]
+        self.mode[0] = _SUPERVISOR
+        try:
+            yield
+        finally:
+            self.mode[0] = kept
+
+    def power_on(self, entry: int, device_tree: int) -> None:
+        """Put the CPU into supervisor mode without paging, as the boot protocol requires.
+
+        `entry` and `device_tree`: physical addresses.
+        Source: Documentation/arch/riscv/boot.rst.
+        """
+        engine = self._engine
+        self.mode[0] = MACHINE_MODE
+        engine.reg_write(_MIDELEG, _DELEGATED)
+        self._mstatus[0] = 0
+        self._satp[0] = 0
+        self.mode[0] = _SUPERVISOR
+        self.regs.set("a0", 0)
+        self.regs.set("a1", device_tree)
+        self.regs.ip = entry
+
+    def set_pending(self, interrupts: int, *, cleared: int = 0) -> None:
+        """Change the mask of pending interrupts; the library delivers them when the guest takes them.
+
+        Unicorn: a write of the word alone would not interrupt the CPU.
+        """
+        engine = self._engine
+        kept = self.mode[0]
+        self.mode[0] = MACHINE_MODE
+        engine.reg_write(_MIP, engine.reg_read(_MIP) & ~cleared | interrupts)
+        self.mode[0] = kept
+
+    def set_call(self, values: tuple[int, ...]) -> None:
+        """Set the registers of a system call; see LinuxCpu."""
+        for name, value in zip(_CALL, values, strict=True):
+            self.regs.set(name, value)
+
+    def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
+        """Execute the ecall instruction at `ip`; see LinuxCpu."""
+        if values is not None:
+            self.set_call(values)
+        self._enter(ECALL_FROM_USER, ip, 0)
+
+    def raise_exception(self, trap: Trap) -> None:
+        """Deliver an exception to the guest's trap handler."""
+        self._enter(trap.error_code, trap.address, trap.cr2)
+
+    def _enter(self, cause: int, ip: int, value: int) -> None:
+        status = self._mstatus[0]
+        self._sepc[0] = ip
+        self._scause[0] = cause
+        self._stval[0] = value
+        enabled = riscv.SR_SPIE if status & riscv.SR_SIE else 0
+        from_kernel = riscv.SR_SPP if self.mode[0] else 0
+        self._mstatus[0] = status & ~_ENTRY_CLEARS | from_kernel | enabled
+        self.mode[0] = _SUPERVISOR
+        self.regs.ip = self._stvec[0] & ~3

@@ -1,0 +1,137 @@
+"""RiscvMachine: a RISC-V machine with one hart; the host is its firmware."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+
+from emulated_kernel.guests.linux.guest_abi import RISCV64
+from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
+from emulated_kernel.guests.linux.pc.riscv_board import SbiBoard
+from emulated_kernel.guests.linux.pc.riscv_cells import CPU_MODEL, RiscvCells
+from emulated_kernel.guests.linux.pc.riscv_cpu import ECALL_FROM_USER, RiscvLinuxCpu
+from emulated_kernel.guests.linux.pc.sv39_memory import Sv39Memory
+from emulated_kernel.machine.cpu.riscv import CAUSE_ILLEGAL, Riscv64Cpu
+from emulated_kernel.machine.interrupts.riscv import RiscvTrapHooks
+from emulated_kernel.machine.quirks.riscv import LiveBadAddress
+from emulated_kernel.machine.traps.trap import MemoryFault, Trap
+from emulated_kernel.machine.unicorn_engine import Engine
+
+_THREAD_SIZE = 16 << 10
+_SIZE = 4
+"""Size in bytes of an instruction without compression."""
+_RDTIME = 0xC0102073
+"""Instruction `rdtime` without its destination register."""
+_DESTINATION = 0xF80
+_WORD = (1 << 64) - 1
+_REGISTERS = tuple(Riscv64Cpu.registers)
+
+
+class RiscvMachine(LinuxMachine):
+    """One emulated RISC-V machine. RAM begins at the physical address 0.
+
+    Raises: HardwareError (the library's CPU state cannot be found).
+    """
+
+    pc: SbiBoard
+    cpu: RiscvLinuxCpu
+
+    def __init__(self, ram: mmap.mmap, seed: int, cells: Sequence[int], budget: float) -> None:
+        """Create the machine, which has not been started. `cells`: from find_riscv_cells()."""
+        engine = Engine(*Riscv64Cpu.engine_mode, CPU_MODEL)
+        super().__init__(RISCV64, Riscv64Cpu(), engine, Sv39Memory(ram), budget)
+        found = RiscvCells(*cells)
+        self.pc = SbiBoard(seed)
+        self.cpu = RiscvLinuxCpu(engine, self.regs, self._state, found)
+        bad_address = LiveBadAddress(self._state + found.bad_address)
+        hooks = RiscvTrapHooks(engine, self.model, self.regs, bad_address, self._handler_time)
+        hooks.use_error_cell(engine.address + found.error)
+        hooks.dispatch = self._exception
+        self.hooks = hooks
+        self._all = memoryview(ram)
+
+    def _exception(self, trap: Trap) -> None:
+        """Handle an exception: the stub, an SBI call, and rdtime; deliver all others to the guest."""
+        cause = trap.error_code
+        in_kernel = self.cpu.mode[0]
+        if cause == ECALL_FROM_USER and in_kernel:
+            self._call_firmware()
+            self.regs.ip = trap.address + _SIZE
+        elif cause == CAUSE_ILLEGAL and not in_kernel and trap.address == self.abi.stub.start:
+            self._come_to_stub(self.regs)
+        elif cause != CAUSE_ILLEGAL or not self._has_read_time(trap.address):
+            self.last_exception = trap
+            self.cpu.raise_exception(trap)
+
+    def _call_firmware(self) -> None:
+        """Execute an SBI call of the kernel. Unicorn reports calls of user mode by the same number."""
+        regs = self.regs
+        pc = self.pc
+        arguments = regs.get("a0"), regs.get("a1")
+        error, value = pc.call(regs.get("a7"), regs.get("a6"), arguments, self._all)
+        regs.set("a0", error & _WORD)
+        regs.set("a1", value)
+        if pc.pending or pc.cleared:
+            self.cpu.set_pending(pc.pending, cleared=pc.cleared)
+        if pc.is_reset:
+            self._is_reset = True
+            self.engine.stop()
+
+    def _has_read_time(self, ip: int) -> bool:
+        """Execute an rdtime instruction at `ip`; return False if another instruction is there."""
+        try:
+            code = int.from_bytes(self.memory.read(self.cpu.root, ip, _SIZE), "little")
+        except MemoryFault:
+            return False
+        if code & ~_DESTINATION != _RDTIME:
+            return False
+        time = self.pc.read_tsc()
+        destination = code >> 7 & 31
+        if destination:
+            self.regs.set(_REGISTERS[destination - 1], time)
+        self.regs.ip = ip + _SIZE
+        return True
+
+    def _is_idle(self) -> bool:
+        # Linux halts with interrupts off, and enables them afterwards.
+        return True
+
+    def timer(self) -> None:
+        """Make the timer's interrupt pending; see LinuxMachine."""
+        self.cpu.set_pending(1 << self._let_timer_fire())
+
+    def follow_text(self, symbols: Mapping[str, int]) -> None:
+        """Do nothing: the kernel maps each page that it changes anew, at which translated code is dropped."""
+
+    def running_task(self, facts: KernelOffsets) -> Callable[[], int]:  # noqa: ARG002 - x86 needs it
+        """Return a function that returns the address of the running task; see LinuxMachine.
+
+        Mirrors: arch/riscv/kernel/entry.S, which exchanges tp and sscratch (v6.12).
+        """
+        mode = self.cpu.mode
+        scratch = self.cpu.scratch
+        regs = self.regs
+        return lambda: regs.get("tp") if mode[0] else scratch[0]
+
+    def regs_end(self, facts: KernelOffsets) -> int:
+        """Return the end of the running task's stack; see LinuxMachine.
+
+        Mirrors: arch/riscv/include/asm/processor.h:task_pt_regs (v6.12).
+        """
+        stack = self.running_task(facts)() + facts.offsets["task_struct.stack"]
+        return self.memory.read_word(self.cpu.root, stack) + _THREAD_SIZE
+
+    def direct_map(self, facts: KernelOffsets) -> int:
+        """Return the start of the direct map; see LinuxMachine."""
+        mapping = facts.symbols["kernel_map"] + facts.offsets["kernel_mapping.va_pa_offset"]
+        return self.memory.read_word(self.cpu.root, mapping)
+
+    def return_address(self) -> int:
+        """Return the return address, which is in a register; see LinuxMachine."""
+        return self.regs.get("ra")
+
+    def close(self) -> None:
+        """Free the engine and its memory; see LinuxMachine."""
+        self._all.release()
+        super().close()

@@ -1,0 +1,57 @@
+"""Sv39Memory: the RAM of a RISC-V guest, accessed through page tables of three levels."""
+
+from __future__ import annotations
+
+from emulated_kernel.guests.linux.pc.ram import FRAME, PRESENT, LinuxMemory
+from emulated_kernel.machine.traps.trap import MemoryFault
+
+_WRITE = 4
+_RIGHTS = 0xE
+"""Bits of an entry that maps a page: read, write, execute."""
+_SHIFTS = (30, 21, 12)
+_HALF = 1 << 38
+_WORD = 1 << 64
+
+
+class Sv39Memory(LinuxMemory):
+    """Reads and writes RAM by virtual addresses of 39 bits."""
+
+    owned = PRESENT | _WRITE
+    frame_shift = 2
+
+    def is_writable(self, entry: int) -> bool:
+        """Return True if the page of a page table entry can be written."""
+        return bool(entry & _WRITE)
+
+    def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
+        """Return physical address, last entry and page size of an address; see LinuxMemory."""
+        if _HALF <= va < _WORD - _HALF or not 0 <= va < _WORD:
+            return None
+        table = root
+        for shift in _SHIFTS:
+            slot = table + (va >> shift & 511) * 8 >> 3
+            entry = self.words[slot] if slot < len(self.words) else 0
+            if not entry & PRESENT:
+                return None
+            table = entry << 2 & FRAME
+            if entry & _RIGHTS:
+                inside = (1 << shift) - 1
+                pa = table & ~inside | va & inside
+                return (pa, entry, inside + 1) if pa < len(self.ram) else None
+        return None
+
+    def last(self, root: int, va: int) -> tuple[int, int]:
+        """Return the index of the last entry of a walk, and the size that it maps; see LinuxMemory."""
+        table = root
+        slot = 0
+        size = 0
+        for shift in _SHIFTS:
+            slot = table + (va >> shift & 511) * 8 >> 3
+            size = 1 << shift
+            if slot >= len(self.words):
+                raise MemoryFault(va, "page tables outside of RAM")
+            entry = self.words[slot]
+            if not entry & PRESENT or entry & _RIGHTS:
+                break
+            table = entry << 2 & FRAME
+        return slot, size

@@ -1,0 +1,70 @@
+"""Reading of an Image, the flat form of a riscv64 kernel, and of an EFI zboot file, which contains one.
+
+Source: Documentation/arch/riscv/boot-image-header.rst, drivers/firmware/efi/libstub/zboot-header.S (v6.12).
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+
+from emulated_kernel.image.linux.compression import unpack
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.image.linux.vmlinux import FILE_LIMIT, LinkedMemory, LoadSegment
+
+_MAGIC_AT = 0x30
+_MAGIC = b"RISCV\0\0\0RSC\x05"
+_HEADER_SIZE = 64
+_OFFSET_AT = 8
+_TEXT_OFFSET = 0x200000
+"""Offset of the image in RAM. A kernel for riscv32 or without an MMU has another one."""
+_ZBOOT_AT = 4
+_ZBOOT = b"zimg"
+_ZBOOT_HEADER = struct.Struct("<4x4sII")
+_LINKED = 0xFFFFFFFF80000000
+"""Virtual address of the image. Mirrors: arch/riscv/include/asm/pgtable.h:KERNEL_LINK_ADDR (v6.12)."""
+_MEMORY_LIMIT = 1 << 30
+_ALL_RIGHTS = 7
+
+
+def is_image(start: bytes) -> bool:
+    """Return True if a file that begins with `start` is an Image for riscv64."""
+    return start[_MAGIC_AT : _MAGIC_AT + len(_MAGIC)] == _MAGIC
+
+
+def is_zboot(start: bytes) -> bool:
+    """Return True if a file that begins with `start` is an EFI zboot file of any machine."""
+    return start[_ZBOOT_AT : _ZBOOT_AT + len(_ZBOOT)] == _ZBOOT
+
+
+def unpack_zboot(data: bytes) -> bytes:
+    """Unpack and return the Image that a zboot file contains. Raises: KernelError ENOEXEC."""
+    if len(data) < _ZBOOT_HEADER.size:
+        raise unusable("truncated within the zboot header")
+    _, offset, size = _ZBOOT_HEADER.unpack_from(data)
+    if offset + size > len(data):
+        raise unusable(f"truncated: its payload ends at {offset + size:#x}, the file at {len(data):#x}")
+    return b"".join(unpack(io.BytesIO(data[offset : offset + size]), FILE_LIMIT))
+
+
+class RiscvImage(LinkedMemory):
+    """The memory of a riscv64 kernel that is given as an Image.
+
+    Raises: KernelError ENOEXEC (no sensible size).
+    """
+
+    architecture = "riscv64"
+
+    def __init__(self, data: bytes) -> None:
+        offset, size = struct.unpack_from("<QQ", data, _OFFSET_AT) if len(data) >= _HEADER_SIZE else (0, 0)
+        if offset != _TEXT_OFFSET:
+            raise unusable(f"its text offset is {offset:#x}; use a kernel for riscv64 with an MMU")
+        if not len(data) <= size <= _MEMORY_LIMIT:
+            raise unusable(f"its header says that it takes {size:#x} bytes; the file has {len(data):#x}")
+        super().__init__(_LINKED, (LoadSegment(_LINKED, 0, data, size, _ALL_RIGHTS),), {})
+
+    def check_complete(self, end: int) -> None:
+        """Check that the file reaches to `end`, the address of _edata. Raises: KernelError ENOEXEC."""
+        size = len(self.segments[0].data)
+        if size < end - _LINKED:
+            raise unusable(f"truncated: its data end at {end - _LINKED:#x}, the file at {size:#x}")

@@ -1,0 +1,150 @@
+"""Debugger: stops the guest before an instruction, for a remote debugger that then holds the guest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.quirks.hook_range import HookRange
+from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
+from emulated_kernel.util.control_lock import ControlLock
+
+_EVERYWHERE = range(1 << 64)
+_SLICE = 0.05
+"""Seconds for which one attempt to take the lock waits."""
+
+
+class Debugger:
+    """Holds a guest, and lets it run until a breakpoint, the next instruction or an interrupt.
+
+    While it is attached, a hook is called before each instruction, so no byte of the guest changes. While it
+    holds the guest, the control lock is lent: only observers, which don't run the guest, get the lock.
+    A thread that runs the guest waits in the hook.
+    """
+
+    def __init__(self, machine: ProbedMachine, lock: ControlLock) -> None:
+        self.machine = machine
+        self.lock = lock
+        self.breakpoints: set[int] = set()
+        """Addresses of instructions before which the guest stops."""
+        self.is_attached = False
+        self.is_held = False
+        """Whether the guest is held now; the thread of the remote debugger changes it."""
+        self.on_stop: Callable[[], None] = lambda: None
+        """Function to call in any thread after the guest has stopped by itself."""
+        self.is_in_run = False
+        """Whether the guest is held in the middle of a run, where ip cannot be changed."""
+        self._steps = False
+        self._skips_host_code = False
+        self._interrupts = False
+        self._hook: HookRange | None = None
+        self._resumed = threading.Event()
+        start = machine.model.layout.text_space
+        self._host_code = range(start, start + TEXT_SPACE_SIZE)
+
+    def attach(self, is_given_up: Callable[[], bool]) -> None:
+        """Hold the guest between two runs, once no request is served; do nothing if it is given up before."""
+        if not self._take(is_given_up):
+            return
+        self._note_hold()
+        with self.lock.observing():
+            if self._hook is None:
+                callback = CODE_CALLBACK(self._before)
+                added = self.machine.engine.add_hook(HOOK_CODE, callback, at=_EVERYWHERE)
+                assert added.value is not None
+                self._hook = HookRange(added.value, _EVERYWHERE)
+            self._hook.use(True)
+            self.machine.engine.flush_code()
+            self.is_attached = True
+
+    def detach(self, is_given_up: Callable[[], bool]) -> None:
+        """Remove all breakpoints, and let the guest run; do nothing if the debugger is not attached.
+
+        `is_given_up`: returns True once the machine ends. The thread that ends it may hold the lock.
+        """
+        if not self.is_attached:
+            return
+        self.breakpoints.clear()
+        self._steps = False
+        self._interrupts = False
+        self.is_attached = False
+        if self.is_held:
+            self.resume(step=False)
+        if not self._take(is_given_up):
+            return
+        with self.lock.observing():
+            if self._hook is not None:
+                self._hook.use(False)
+                self.machine.engine.flush_code()
+        self.lock.end_loan()
+
+    def _take(self, is_given_up: Callable[[], bool]) -> bool:
+        """Lend the lock once no thread holds it; return False if this is given up before."""
+        while not self.lock.try_lend(_SLICE):
+            if is_given_up():
+                return False
+        return True
+
+    def resume(self, *, step: bool) -> None:
+        """Let the guest run; with `step`, only until the next instruction.
+
+        From the breakpoint of a probe, the next instruction is the one after the probe: the slot, the detour
+        and the handlers count as part of it. From elsewhere, their instructions are stepped, too.
+        """
+        self._steps = step
+        self._interrupts = False
+        self._skips_host_code = step and self._is_at_breakpoint()
+        self.is_held = False
+        self.machine.engine.is_held = False
+        if self.is_in_run:
+            # Hazard: the thread in the run must get the lock before others, which would run the guest.
+            self.is_in_run = False
+            self._resumed.set()
+        else:
+            self.lock.end_loan()
+
+    def interrupt(self) -> bool:
+        """Stop the guest. Return True if it is held now.
+
+        If a thread holds the lock, return False: the guest stops before its next instruction, or at the next
+        call of this method.
+        """
+        if self.is_held:
+            return True
+        self._interrupts = True
+        if not self.lock.try_lend():
+            return False
+        self._interrupts = False
+        self._note_hold()
+        return True
+
+    def _is_at_breakpoint(self) -> bool:
+        try:
+            ip = self.machine.regs.ip
+            return any(
+                self.machine.memory.read(ip, len(code)) == code for code in self.machine.model.breakpoints
+            )
+        except MemoryFault:
+            return False
+
+    def _note_hold(self) -> None:
+        self._resumed.clear()
+        self._steps = False
+        self.is_held = True
+        self.machine.engine.is_held = True
+
+    def _before(self, _engine: int, address: int, _size: int, _data: int) -> None:
+        """Stop the guest before the instruction at `address`, if it must stop there."""
+        if not (self._steps or self._interrupts or address in self.breakpoints) or not self.is_attached:
+            return
+        if self._steps and self._skips_host_code and address in self._host_code:
+            return
+        self._interrupts = False
+        self.is_in_run = True
+        self._note_hold()
+        with self.lock.lent():
+            self.on_stop()
+            self._resumed.wait()

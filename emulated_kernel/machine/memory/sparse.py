@@ -1,0 +1,54 @@
+"""Sparse files: which parts of a file have data, and copies of memory that leave zeros out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import IO
+
+_BLOCK = 64 << 10
+
+
+def data_ranges(descriptor: int, start: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and size of each part of [start, start + size) of a file that is not a hole.
+
+    The file position stays as it was. Raises: OSError.
+    """
+    position = os.lseek(descriptor, 0, os.SEEK_CUR)
+    try:
+        at = start
+        end = start + size
+        while at < end:
+            try:
+                at = os.lseek(descriptor, at, os.SEEK_DATA)
+            except OSError:
+                return
+            if at >= end:
+                return
+            stop = min(os.lseek(descriptor, at, os.SEEK_HOLE), end)
+            yield at, stop - at
+            at = stop
+    finally:
+        os.lseek(descriptor, position, os.SEEK_SET)
+
+
+def copy_data(memory: memoryview, ranges: Iterable[tuple[int, int]], file: IO[bytes], offset: int) -> None:
+    """Copy ranges (start, size) of `memory` to a new file, from `offset` on; zeros become holes.
+
+    Raises: OSError.
+    """
+    zeros = bytes(_BLOCK)
+    descriptor = file.fileno()
+    os.ftruncate(descriptor, offset + len(memory))
+    for start, size in ranges:
+        for at in range(start, start + size, _BLOCK):
+            block = memory[at : min(at + _BLOCK, start + size)]
+            if block != zeros[: len(block)]:
+                write_all(descriptor, block, offset + at)
+
+
+def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all bytes of `data` at an offset of a file. Raises: OSError."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)

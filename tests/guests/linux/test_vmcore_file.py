@@ -1,0 +1,158 @@
+"""machine/vmcore of a distribution's kernel: patched text, registers, and the kernel's VMCOREINFO."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from elftools.elf.elffile import ELFFile
+
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.common.vmcore_file import write_core
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.mounts.probed_tree import vmcoreinfo
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.image.linux.debug_file import linux_debug_file
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
+from emulated_kernel.machine.core_dump import RAM_OFFSET, register_names
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from tests.guests.linux.probing import engine, kernel
+from tests.kernel.gdb_client import GdbClient, Request
+from tests.oracle.inside import read, write
+
+ROOT = Client(os.getpid(), 0, 0)
+
+
+@pytest.fixture(scope="module")
+def guest() -> LinuxEngine:
+    """An optimized probe in vfs_read."""
+    found = engine(PROFILES[DEFAULT])
+    mount = probed_mount(found, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    write(mount, "/tracing/kprobe_events", "p:reads vfs_read\n")
+    write(mount, "/tracing/events/kprobes/reads/enable", "1\n")
+    with found.lock:
+        if found.kprobes.optimizer is not None:
+            found.kprobes.optimizer.work.flush()
+    return found
+
+
+@pytest.fixture(scope="module")
+def debug(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel's symbols and types."""
+    path = tmp_path_factory.mktemp("debug") / "vmlinux.debug"
+    path.write_bytes(linux_debug_file(kernel()))
+    return path
+
+
+def memory(read: Callable[[int, int], bytes], va: int, size: int) -> bytes:
+    """The bytes at a virtual address, through the program headers alone."""
+    for load in ELFFile(io.BytesIO(read(0, RAM_OFFSET))).iter_segments("PT_LOAD"):
+        if load["p_vaddr"] <= va and va + size <= load["p_vaddr"] + load["p_filesz"]:
+            assert load["p_offset"] == RAM_OFFSET + load["p_paddr"]
+            return read(load["p_offset"] + va - load["p_vaddr"], size)
+    raise AssertionError(f"{va:#x} is not in the core")
+
+
+def test_memory_and_registers(guest: LinuxEngine) -> None:
+    machine = guest.machine
+    with guest.lock, write_core(machine, vmcoreinfo(guest)) as file:
+
+        def read(at: int, size: int) -> bytes:
+            return os.pread(file.fileno(), size, at)
+
+        assert machine.text.ledger
+        probed = guest.kernel.required("vfs_read")
+        detours = machine.model.layout.text_space
+        variables = guest.kernel.required("init_task")
+        for va in (probed, detours, variables, machine.per_cpu_bases[0], machine.model.layout.record_pages):
+            assert memory(read, va, 4096 - va % 4096) == machine.memory.read(va, 4096 - va % 4096), hex(va)
+        assert memory(read, probed, 5) != guest.kernel.vmlinux.view(probed, 5).tobytes()
+        (note,) = ELFFile(io.BytesIO(read(0, RAM_OFFSET))).iter_segments("PT_NOTE")
+        notes = read(note["p_offset"], note["p_filesz"])
+    names = register_names(machine.model)
+    values = dict(zip(names, struct.unpack_from(f"<{len(names)}Q", notes, 20 + 112), strict=True))
+    assert all(values[name] == machine.regs.get(name) for name in machine.model.registers)
+    assert b"VMCOREINFO\0" in notes
+    assert f"OSRELEASE={guest.tasks.release}\n".encode() in notes
+    assert f"SYMBOL(_stext)={guest.kernel.required('_stext'):x}\n".encode() in notes
+
+
+def test_the_file_is_as_large_as_it_says(guest: LinuxEngine) -> None:
+    mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    size = mount.getattr("/machine/vmcore").size
+    handle = mount.open(ROOT, "/machine/vmcore", os.O_RDONLY)
+    assert mount.read(ROOT, handle, 4, 0) == b"\x7fELF"
+    assert mount.read(ROOT, handle, 4096, size - 1) == b"\0"
+    mount.release(handle)
+
+
+def test_drgn_shows_tasks_files_and_mounts(guest: LinuxEngine, debug: Path) -> None:
+    """With types from BTF alone: the helpers of drgn follow the kernel's structures."""
+    drgn = pytest.importorskip("drgn")
+    helpers = pytest.importorskip("drgn.helpers.linux")
+    with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as core:
+        program = drgn.Program()
+        program.set_core_dump(core.fileno())
+        program.load_debug_info([debug])
+        assert program["init_uts_ns"].name.release.string_().decode() == guest.tasks.release
+        tasks = {task.pid.value_(): task.comm.string_() for task in helpers.for_each_task(program)}
+        assert tasks[1] == b"init"
+        assert tasks[2] == b"kthreadd"
+        assert len(tasks) > 20
+        first = helpers.find_task(program, 1)
+        files = [helpers.d_path(file.f_path) for _, file in helpers.for_each_file(first)]
+        mounts = {helpers.mount_dst(mount) for mount in helpers.for_each_mount(program)}
+        assert {b"/", b"/proc"} <= mounts
+        assert all(any(path.startswith(mount) for mount in mounts) for path in files)
+        current = helpers.per_cpu(program["current_task"], 0)
+        assert current.value_() == helpers.cpu_curr(program, 0).value_()
+        frames = [frame.name for frame in program.stack_trace(2)]
+        assert frames[:3] == ["__schedule", "schedule", "kthreadd"]
+
+
+def test_crash_opens_it(guest: LinuxEngine, debug: Path, tmp_path: Path) -> None:
+    crash = shutil.which("crash")
+    if crash is None:
+        pytest.skip("crash is not installed")
+    (tmp_path / "commands").write_text("sys\nrd -8 vfs_read 5\nstruct file.f_pos\nquit\n")
+    with guest.lock:
+        core = write_core(guest.machine, vmcoreinfo(guest))
+        patched = guest.machine.memory.read(guest.kernel.required("vfs_read"), 5)
+    with core, open(tmp_path / "core", "wb") as copy:
+        shutil.copyfileobj(core, copy, 1 << 20)
+    run = [crash, "-s", "-i", "commands", str(debug), "core"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert f"RELEASE: {guest.tasks.release}" in done.stdout, done.stdout + done.stderr
+    assert "loff_t f_pos" in done.stdout
+    assert f"{patched.hex(' ')} " in done.stdout
+
+
+def test_gdb_steps_in_a_distributions_kernel(guest: LinuxEngine) -> None:
+    """A breakpoint, a step through the jump of a probe, and the registers at the breakpoint."""
+    mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    handle = mount.create(ROOT, "/scratch/file", 0o644, os.O_RDWR)
+    mount.write(ROOT, handle, b"hello", 0)
+    client = GdbClient(read(mount, "/machine/gdb").strip())
+    place = guest.kernel.required("vfs_read")
+    before = guest.machine.memory.read(place, 16)
+    assert client.ask(f"Z0,{place:x},1") == "OK"
+    client.send("c")
+    request = Request(lambda: mount.read(ROOT, handle, 16, 0))
+    assert client.answer().startswith("T05")
+    assert client.ip == place
+    assert client.memory(place, 16) == before
+    with guest.lock.observing(), write_core(guest.machine, b"") as core:
+        assert place.to_bytes(8, "little") in os.pread(core.fileno(), 1 << 16, 0)
+    client.send("s")
+    assert client.answer().startswith("T05")
+    assert client.ip != place
+    client.close()
+    assert request.done() == b"hello"
+    guest.lock.end_debugging()

@@ -1,0 +1,90 @@
+"""A debugger that speaks GDB's remote protocol, for tests of machine/gdb."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+TIMEOUT = 60.0
+"""Seconds until a test fails that waits for an answer."""
+IP = {"x86_64": "10", "i386": "8", "riscv64": "20"}
+"""Number of the instruction pointer in a `p` packet."""
+
+
+class GdbClient:
+    """A connection to the socket at a path."""
+
+    def __init__(self, path: str, arch: str = "x86_64") -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(TIMEOUT)
+        self._socket.connect(path)
+        self._ip = IP[arch]
+        self._data = b""
+        assert self.ask("QStartNoAckMode") == "OK"
+
+    def send(self, body: str | bytes) -> None:
+        data = body.encode() if isinstance(body, str) else body
+        self._socket.sendall(b"$" + data + b"#%02x" % (sum(data) & 0xFF))
+
+    def raw(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def answer(self) -> str:
+        """The next packet of the server."""
+        while True:
+            start = self._data.find(b"$")
+            end = self._data.find(b"#", start)
+            if start >= 0 and len(self._data) >= end + 3 > 2 and end > start:
+                body = self._data[start + 1 : end]
+                told = self._data[end + 1 : end + 3]
+                assert told == b"%02x" % (sum(body) & 0xFF)
+                self._data = self._data[end + 3 :]
+                return body.decode()
+            data = self._socket.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self._data += data
+
+    def ask(self, body: str | bytes) -> str:
+        self.send(body)
+        return self.answer()
+
+    @property
+    def ip(self) -> int:
+        return int.from_bytes(bytes.fromhex(self.ask(f"p{self._ip}")), "little")
+
+    def memory(self, va: int, size: int) -> bytes:
+        return bytes.fromhex(self.ask(f"m{va:x},{size:x}"))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Request:
+    """A request that another thread makes, which may have to wait for the debugger."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.result: object = None
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self.result = act()
+            except BaseException as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    @property
+    def waits(self) -> bool:
+        return self._thread.is_alive()
+
+    def done(self) -> object:
+        """The result, once there is one."""
+        self._thread.join(TIMEOUT)
+        assert not self._thread.is_alive(), "the request still waits"
+        if self.error is not None:
+            raise self.error
+        return self.result

@@ -1,0 +1,322 @@
+"""machine/gdb: GDB's remote protocol over the guest, which the debugger holds between its commands."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel import Client, Kernel, KernelError, MachineConfig, Mount
+from emulated_kernel.image.linux.debug_file import builtin_debug_file
+from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE
+from tests.kernel.gdb_client import GdbClient, Request
+
+ROOT = Client(os.getpid(), 0, 0)
+PACKETS = 600
+
+
+class Guest:
+    """A kernel with a file in scratch/, whose read hits probes."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self.kernel = Kernel(MachineConfig(arch=arch, cpus=2))
+        self.mount: Mount = self.kernel.mount()
+        self.handle = self.mount.create(ROOT, "/scratch/file", 0o644, os.O_RDWR)
+        self.mount.write(ROOT, self.handle, b"hello", 0)
+        self.path = self.kernel.read_file("machine/gdb").strip()
+
+    def read(self) -> bytes:
+        return self.mount.read(ROOT, self.handle, 16, 0)
+
+    def address(self, name: str) -> int:
+        address = self.kernel.machine.image.kallsyms.lookup_name(name)
+        assert address is not None
+        return address
+
+    def define(self, text: str) -> None:
+        """Define the one probe that is enabled."""
+        self.kernel.write_file("tracing/events/enable", "0")
+        with self.kernel.lock:
+            self.kernel.tracing.kprobe_events.clear()
+        self.kernel.write_file("tracing/kprobe_events", text)
+        self.kernel.write_file("tracing/events/kprobes/enable", "1")
+
+
+@pytest.fixture(scope="module")
+def guest() -> Iterator[Guest]:
+    made = Guest("x86_64")
+    yield made
+    made.kernel.close()
+
+
+@pytest.fixture
+def gdb(guest: Guest) -> Iterator[GdbClient]:
+    client = GdbClient(guest.path)
+    yield client
+    client.close()
+    assert Request(guest.read).done() == b"hello"
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_a_breakpoint_changes_no_byte(arch: str) -> None:
+    guest = Guest(arch)
+    with guest.kernel as kernel:
+        client = GdbClient(guest.path, arch)
+        place = guest.address("vfs_read")
+        before = kernel.machine.memory.read(place, 16)
+        assert client.ask(f"Z0,{place:x},1") == "OK"
+        client.send("vCont;c")
+        request = Request(guest.read)
+        assert client.answer().startswith("T05thread:")
+        assert client.ip == place
+        assert client.memory(place, 16) == before == kernel.machine.memory.read(place, 16)
+        assert not kernel.machine.text.ledger
+        client.send("s")
+        assert client.answer().startswith("T05")
+        assert client.ip == place + len(instruction(before, arch))
+        assert client.ask(f"z0,{place:x},1") == "OK"
+        client.send("c")
+        assert request.done() == b"hello"
+        client.raw(b"\x03")
+        assert client.answer().startswith("T02")
+        client.close()
+
+
+def instruction(code: bytes, arch: str) -> bytes:
+    """The first instruction of vfs_read: a nop at the fentry site, or two."""
+    if arch.startswith("riscv"):
+        return code[: 4 if code[0] & 3 == 3 else 2]
+    return code[:5]
+
+
+def test_stepping_goes_through_a_detour(guest: Guest) -> None:
+    """The jump of an optimized probe, and the detour's first instructions."""
+    place = guest.address("__x64_sys_pread64") + 5
+    guest.define("p:reads __x64_sys_pread64+5")
+    guest.kernel.wait_for_kprobe_optimizer()
+    machine = guest.kernel.machine
+    assert machine.memory.read(place, 1) == b"\xe9"
+    client = GdbClient(guest.path)
+    client.ask(f"Z0,{place:x},1")
+    client.send("c")
+    request = Request(guest.read)
+    client.answer()
+    seen = [client.ip]
+    for _ in range(4):
+        client.send("s")
+        assert client.answer().startswith("T05")
+        seen.append(client.ip)
+    assert seen[0] == place
+    detours = range(machine.model.layout.text_space, machine.model.layout.text_space + TEXT_SPACE_SIZE)
+    assert all(ip in detours for ip in seen[1:])
+    assert len(set(seen)) == len(seen)
+    client.close()
+    assert request.done() == b"hello"
+
+
+def test_a_step_over_an_armed_probe_ends_after_it(guest: Guest) -> None:
+    """The breakpoint of a probe, whose slot and handlers count as part of the instruction."""
+    guest.define("p:reads vfs_read+5")
+    place = guest.address("vfs_read") + 5
+    assert guest.kernel.machine.memory.read(place, 1) == b"\xcc"
+    client = GdbClient(guest.path)
+    client.ask(f"Z0,{place:x},1")
+    client.send("c")
+    request = Request(guest.read)
+    client.answer()
+    assert client.ip == place
+    client.send("s")
+    client.answer()
+    assert client.ip == place + 3
+    client.close()
+    assert request.done() == b"hello"
+
+
+def test_machine_is_served_while_gdb_holds_the_guest(guest: Guest, gdb: GdbClient) -> None:
+    place = guest.address("vfs_read")
+    gdb.ask(f"Z0,{place:x},1")
+    gdb.send("c")
+    request = Request(guest.read)
+    gdb.answer()
+
+    def core() -> bytes:
+        handle = guest.mount.open(ROOT, "/machine/vmcore", os.O_RDONLY)
+        data = guest.mount.read(ROOT, handle, 1 << 16, 0)
+        guest.mount.release(handle)
+        return data
+
+    data = Request(core).done()
+    assert isinstance(data, bytes)
+    # The registers of the CPU are those at the breakpoint.
+    assert place.to_bytes(8, "little") in data
+
+    def text() -> bytes:
+        handle = guest.mount.open(ROOT, "/machine/tasks", os.O_RDONLY)
+        found = guest.mount.read(ROOT, handle, 1 << 16, 0)
+        guest.mount.release(handle)
+        return found
+
+    assert b"kthreadd" in Request(text).done()  # type: ignore[operator]
+    assert "gdb" in [entry.name for entry in guest.mount.readdir("/machine")]
+    other = Request(lambda: guest.mount.getattr("/scratch/file"))
+    assert request.waits
+    assert gdb.ask(f"z0,{place:x},1") == "OK"
+    gdb.send("c")
+    assert request.done() == b"hello"
+    other.done()
+    gdb.raw(b"\x03")
+    gdb.answer()
+
+
+def test_a_waiting_request_ends_if_its_client_is_killed(guest: Guest, gdb: GdbClient) -> None:
+    assert gdb.ip
+    guest.kernel.lock.is_dying = lambda: True
+    try:
+        with pytest.raises(KernelError) as error:
+            Request(guest.read).done()
+    finally:
+        guest.kernel.lock.is_dying = lambda: False
+    assert error.value.errno == errno.EINTR
+
+
+def test_an_interrupt_stops_a_guest_that_does_not_run(guest: Guest, gdb: GdbClient) -> None:
+    for _ in range(3):
+        gdb.send("c")
+        assert Request(guest.read).done() == b"hello"
+        gdb.raw(b"\x03")
+        assert gdb.answer().startswith("T02")
+
+
+def test_registers_and_memory(guest: Guest, gdb: GdbClient) -> None:
+    machine = guest.kernel.machine
+    whole = bytes.fromhex(gdb.ask("g"))
+    values = [int.from_bytes(whole[at : at + 8], "little") for at in range(0, 17 * 8, 8)]
+    regs = machine.regs
+    assert values[:4] == [regs.ax, regs.bx, regs.cx, regs.dx]
+    assert values[15:] == [regs.r15, regs.ip]
+    assert gdb.ask("P0=" + (0x1234).to_bytes(8, "little").hex()) == "OK"
+    assert machine.regs.ax == 0x1234
+    assert gdb.ask("P0=" + values[0].to_bytes(8, "little").hex()) == "OK"
+    # The other CPU is another thread, whose registers can only be read.
+    first, second = sorted(gdb.ask("qfThreadInfo")[1:].split(","))
+    assert (first, second) == ("1", "2")
+    positions = machine.positions()
+    for number, (ip, _) in enumerate(positions, 1):
+        assert gdb.ask(f"Hg{number}") == "OK"
+        assert gdb.ip == ip
+    text = guest.address("vfs_read")
+    assert gdb.ask(f"M{text:x},1:90") == "E0e"
+    assert gdb.ask("m10,4") == "E0e"
+    data = guest.address("init_task")
+    kept = gdb.memory(data, 4)
+    assert gdb.ask(f"M{data:x},4:{kept.hex()}") == "OK"
+    assert "<architecture>i386:x86-64</architecture>" in gdb.ask("qXfer:features:read:target.xml:0,400")
+
+
+def test_a_debugger_that_leaves_lets_the_guest_run(guest: Guest) -> None:
+    """In the middle of a run, without a word."""
+    client = GdbClient(guest.path)
+    client.ask(f"Z0,{guest.address('vfs_read'):x},1")
+    client.send("c")
+    request = Request(guest.read)
+    client.answer()
+    client.close()
+    assert request.done() == b"hello"
+
+
+def test_closing_the_kernel_ends_the_session() -> None:
+    guest = Guest("x86_64")
+    client = GdbClient(guest.path)
+    assert client.ip
+    Request(guest.kernel.close).done()
+    assert not os.path.exists(guest.path)
+    client.close()
+
+
+def test_any_packet_is_answered(guest: Guest) -> None:
+    """Noise, damaged packets, huge sizes: the next debugger finds a guest that works."""
+    dice = random.Random(1)
+    words = (
+        b"m",
+        b"M",
+        b"g",
+        b"G",
+        b"p",
+        b"P",
+        b"Z0,",
+        b"z1,",
+        b"H",
+        b"T",
+        b"q",
+        b"vCont",
+        b"X",
+        b"?",
+        b"D;",
+    )
+    tail = b"0123456789abcdef,:;=-$#}\x00\xff"
+    client = GdbClient(guest.path)
+    for _ in range(PACKETS):
+        body = dice.choice(words) + bytes(dice.choice(tail) for _ in range(dice.randrange(24)))
+        body = body.replace(b"#", b"").replace(b"$", b"")
+        if body.startswith((b"vCont;c", b"vCont;s", b"D;", b"M", b"G", b"P")):
+            continue
+        assert client.ask(body) is not None
+    for hostile in (
+        "mffffffffffffffff,ffffffff",
+        "m0,ffffffff",
+        "Hgffffffff",
+        "pffff",
+        "qXfer:features:read:target.xml:ffffffff,ffffffff",
+    ):
+        assert client.ask(hostile) in ("E01", "E0e", "l", "xxxxxxxx")
+    client.raw(b"$" + bytes(40 << 10))
+    with pytest.raises((EOFError, OSError)):
+        client.answer()
+    client.close()
+    again = GdbClient(guest.path)
+    assert again.ip
+    again.close()
+    assert Request(guest.read).done() == b"hello"
+
+
+def test_only_the_owner_can_open_the_socket(guest: Guest) -> None:
+    assert stat.S_IMODE(os.stat(guest.path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(os.path.dirname(guest.path)).st_mode) == 0o700
+    assert stat.S_IMODE(guest.mount.getattr("/machine/gdb").mode) == 0o400
+
+
+def test_gdb_breaks_and_shows_the_file(guest: Guest, tmp_path: Path) -> None:
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        pytest.skip("gdb is not installed")
+    (tmp_path / "debug").write_bytes(builtin_debug_file(guest.kernel.machine.image))
+    commands = (
+        "break *vfs_read",
+        "continue",
+        "p ((struct file *)$rdi)->f_pos",
+        "stepi",
+        "info threads",
+        "delete",
+        "detach",
+    )
+    words = [word for command in commands for word in ("-ex", command)]
+    run = [gdb, "-nx", "-batch", "-ex", f"target remote {guest.path}", *words, str(tmp_path / "debug")]
+    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # Each read waits for the breakpoint, or has hit it: one of them is the one that gdb sees.
+    while process.poll() is None:
+        assert Request(guest.read).done() == b"hello"
+    assert process.stdout is not None
+    shown = process.stdout.read()
+    process.stdout.close()
+    assert "hit Breakpoint 1" in shown, shown
+    assert "$1 = 5" in shown
+    assert "(CPU 1)" in shown
+    assert "detached" in shown
