@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from textwrap import wrap
 
+from emulated_kernel.util.config import HOST
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.measure.cluster import check_installed
 from kprobefs.measure.coverage import Coverage, Source, as_dict, by_verdict, coverage, share, tables
@@ -57,6 +58,9 @@ def run(
         raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     if scheduler is not None:
         check_installed()
+        if cpu is not None and os.sep in cpu:
+            # A name without a directory may be a model's.
+            cpu = os.path.abspath(cpu)
         if jobs is not None:
             why = "the cluster decides how many processes there are; leave it out"
             raise CliError(f"--jobs: {why}", ExitStatus.USAGE)
@@ -64,7 +68,7 @@ def run(
     with ExitStack() as stack:
         file = None if results is None else stack.enter_context(ResultsFile(results))
         for image in images or (None,):
-            source = Source(arch, _whole(image), _whole(functions), _whole(vmcore), _whole(cpu), pattern)
+            source = Source(arch, _whole(image), _whole(functions), _whole(vmcore), cpu, pattern)
             found += coverage(
                 source.group(),
                 profile,
@@ -94,8 +98,13 @@ def run(
 
 
 def _whole(path: str | None) -> str | None:
-    """Return the absolute path of a file, which workers in other directories need; a name stays a name."""
-    return os.path.abspath(path) if path is not None and os.path.exists(path) else path
+    """Return the absolute path of a file, for workers in other directories.
+
+    A name without a directory that is no file, or means this host, stays as it is.
+    """
+    if path is None or path == HOST or not os.path.exists(path):
+        return path
+    return os.path.abspath(path)
 
 
 def _compared(found: Sequence[Coverage]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from kprobefs.cli.main import main
 from kprobefs.measure.coverage import FunctionCounter
-from tests.coverage.test_coverage import counted, refused
+from tests.coverage.test_coverage import counted, linux, refused
 
 LOST = """
 import os, signal
@@ -157,6 +157,18 @@ def test_a_cluster_that_loses_a_worker_counts_what_a_process_counts(
     assert same_counts(alone, shared)
     assert len((tmp_path / "results").read_text().splitlines()) == 1 + len(every)
     assert not pieces
+
+
+def test_workers_read_a_relative_path_of_the_commands_directory(
+    tmp_path: Path, cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(linux(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    options = "--image", file.name, "--function", "vfs_*"
+    for one, other in zip(
+        counted(capsys, *options, "--scheduler", cluster), counted(capsys, *options), strict=True
+    ):
+        assert same_counts(one, other)
 
 
 def test_a_matrix_runs_on_the_workers(
