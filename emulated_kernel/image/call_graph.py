@@ -27,7 +27,7 @@ _LIMIT = 1 << 20
 """Maximum size in bytes of the file FILE_NAME of an image."""
 _TABLE = "sys_call_table"
 _NUMBER = "nr."
-"""Prefix of a system call's number in the image's ABI table."""
+"""Prefix of the names of system calls in the image's ABI table, such as `nr.read`."""
 _NOT_CALLED = (_TABLE, "__stop_kprobe_blacklist", "__stop___ex_table", "__start_mcount_loc", "__guest_abi")
 """Symbols before data with addresses of functions that no code calls: tables of symbols and of probes.
 
@@ -84,9 +84,10 @@ class FunctionCalls:
         return (starts, masks) if (checksum, len(masks)) == (self._image.checksum, len(starts)) else None
 
     def of(self, address: int) -> int:
-        """Return the kinds of calls that can execute the function at an address of text.
+        """Return the kinds of system calls that can execute the function at an address, as a mask of Calls.
 
-        Calls of all kinds may execute text outside the image's functions, such as a module's.
+        Return Calls.ALL for text outside the image's functions, such as a module's, or if the image has no
+        file FILE_NAME.
         """
         if self._known is None:
             return Calls.ALL

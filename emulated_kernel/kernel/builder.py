@@ -171,7 +171,7 @@ def _traced_kernel(
     guest: Guest,
     engine: ProbeRegistries,
 ) -> TracedKernel:
-    """Return the booted kernel's parts and its tracepoints as build_trace() needs them."""
+    """Create the objects that tracing needs besides the booted kernel; return both for build_trace()."""
     kprobes = engine.kprobes
     image = live.core
     memory = machine.memory

@@ -71,9 +71,15 @@ class Debugger:
         self._steps = False
         self._interrupts = False
         self.is_attached = False
-        if self.is_held:
-            self.resume(step=False)
-        if not self._take(is_given_up):
+
+        def is_ended() -> bool:
+            # The thread in a run may have decided to stop before it saw that the debugger has left.
+            if self.is_held:
+                self.resume(step=False)
+            return is_given_up()
+
+        is_ended()
+        if not self._take(is_ended):
             return
         with self.lock.observing():
             if self._hook is not None:
@@ -133,8 +139,9 @@ class Debugger:
     def _note_hold(self) -> None:
         self._resumed.clear()
         self._steps = False
-        self.is_held = True
         self.machine.engine.is_held = True
+        # Hazard: once this is set, another thread may call resume().
+        self.is_held = True
 
     def _before(self, _engine: int, address: int, _size: int, _data: int) -> None:
         """Stop the guest before the instruction at `address`, if it must stop there."""

@@ -34,7 +34,10 @@ class Runner:
         """True while the guest runs, also inside hooks."""
         self._number = attrgetter(self.cpu.hypercall_register)
         self._halts: set[int] = set()
-        """Cached addresses after each `hlt` at which the guest has stopped. A `hlt` is never patched."""
+        """Cache of the addresses after each `hlt` at which the guest has stopped, to recognize hypercalls.
+
+        No address becomes invalid, because a `hlt` is never patched.
+        """
 
     def run(self, tick: bool = True, budget: float | None = None) -> Trap:
         """Run until the guest stops; without `tick`, the guest's time continues from the last reading.

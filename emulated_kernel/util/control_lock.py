@@ -29,6 +29,21 @@ PAUSE = _Pause()
 """Empty part of a file's text, after which the reading thread releases the control lock for a moment."""
 
 
+class _Observation:
+    """Context manager of ControlLock.observing(). One object serves all threads, as it has no state."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: ControlLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire_to_observe()
+
+    def __exit__(self, _kind: object = None, _error: object = None, _traceback: object = None) -> None:
+        self._lock.__exit__()
+
+
 class ControlLock:
     """Re-entrant lock, taken at each entry from outside: a request, an API call, a background load.
 
@@ -40,6 +55,7 @@ class ControlLock:
         "_acquire",
         "_depth",
         "_is_lent",
+        "_observation",
         "_owner",
         "_release",
         "_returned",
@@ -87,6 +103,7 @@ class ControlLock:
         """Function that returns True if the process whose request the calling thread serves was killed."""
         self.end_debugging: Callable[[], object] = lambda: None
         """Function that ends a debugger's session, before the kernel is closed; call it without the lock."""
+        self._observation = _Observation(self)
         self._is_lent = False
         """Whether a debugger holds the guest. Then only observers get the lock."""
         self._returned = threading.Event()
@@ -135,9 +152,8 @@ class ControlLock:
         """Whether a debugger holds the guest."""
         return self._is_lent
 
-    @contextmanager
-    def observing(self) -> Iterator[None]:
-        """Hold the lock in the block, which runs no guest code, even while the lock is lent."""
+    def acquire_to_observe(self) -> None:
+        """Acquire the lock as __enter__ does, but do not wait while the lock is lent."""
         if not self._acquire(False):
             self._wait()
         if not self._depth:
@@ -145,10 +161,13 @@ class ControlLock:
             self.turn += 1
             self.user = 0
         self._depth += 1
-        try:
-            yield
-        finally:
-            self.__exit__()
+
+    def observing(self) -> _Observation:
+        """Return a context manager that holds the lock in its block, even while the lock is lent.
+
+        The block must run no guest code.
+        """
+        return self._observation
 
     def try_lend(self, timeout: float = 0.0) -> bool:
         """Lend the lock if it is not lent and no thread holds it, and return True; otherwise return False.

@@ -33,6 +33,9 @@ class LinuxRule(Enum):
         self.sign = sign
         self.until = until
 
+    # Enum's hash is a function in Python, and the parser of definitions asks for rules in each line.
+    __hash__ = object.__hash__
+
     @classmethod
     def of(cls, version: str) -> frozenset[Self]:
         """Return the rules of a version, which is written as `6.12`."""

@@ -14,9 +14,9 @@ ENTRY = re.compile(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
 FEWEST = 10
 """Minimum number of hits from which equal durations are no accident."""
 SHARE = 0.9
-"""Minimum share of the hits that are in one bucket if nearly all durations are equal.
+"""Minimum share of hits in the largest bucket from which the durations count as nearly all equal.
 
-If the probed function reads files, reading the histogram adds a few hits of other durations.
+The share is below 1: if the probed function reads files, reading the histogram adds other durations.
 """
 HINT = (
     "the durations of {event} count readings of the virtual clock, which advances with readings and not with "

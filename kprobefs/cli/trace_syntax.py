@@ -20,7 +20,7 @@ USAGE = (
 )
 """Forms of a probe on the command line."""
 MAX_NAME = 40
-"""Maximum length of a name that is made of a place."""
+"""Maximum length of an event name that is derived from the place of a probe, before a number is added."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from kprobefs.daemon.state.saved_state import SavedState
 from kprobefs.definitions.loader import Loader
 from kprobefs.definitions.saver import saved_in_steps
 from kprobefs.definitions.syntax import Line
-from kprobefs.definitions.tracefs_files import TreeFiles
+from kprobefs.definitions.tracefs_files import TreeFiles, host_errors
 
 RETURN_HOOK = "kprobes/return_hook"
 """Path of the file that chooses the implementation of return probes."""
@@ -47,11 +47,17 @@ class PowerFile(SteppedFile):
 
 
 class KernelFiles(TreeFiles):
-    """The files of a kernel in this process. They list configured events without reading directories."""
+    """The files of a kernel in this process. Thousands of definitions and events take no open files."""
 
     def __init__(self, tree: NodeTree, client: Client, kernel: Kernel) -> None:
         super().__init__(tree, client)
         self._kernel = kernel
+
+    def define(self, name: str, text: str) -> None:
+        """Execute a definition as dynamic_events does."""
+        del name
+        with host_errors():
+            self._kernel.tracing.dynamic_events.write(text.encode("utf-8", "surrogateescape"))
 
     def configured_events(self, directory: str) -> Iterator[str]:
         """Yield the array's events that may have filters or triggers; see Files.configured_events."""
@@ -237,7 +243,7 @@ class RebootableKernel:
             # If this fails, the reboot fails, and the old kernel keeps all records.
             previous_boot.make_again(kernel, old)
         lines = [Line(PLACE, number, text.rstrip("\n")) for number, text in enumerate(definitions, 1)]
-        for failed in (yield from Loader(self._all_files(kernel)).steps(lines)):
+        for failed in (yield from Loader(self._all_files(kernel), is_new=True).steps(lines)):
             for part in failed.splitlines():
                 kernel.guest.log(part)
         set_counts(kernel, counts(old))

@@ -34,7 +34,9 @@ LINES_PER_STEP = 16
 """Number of lines that are applied in one step of a reboot, during which requests wait."""
 CURSOR = re.compile(r"^ *\^$")
 """Matches the line of an error_log that points at the position of the error."""
-DEFINING = ("dynamic_events", "kprobe_events", "synthetic_events", "uprobe_events")
+DYNAMIC_EVENTS = "dynamic_events"
+"""Name of the file to which definitions are written."""
+DEFINING = (DYNAMIC_EVENTS, "kprobe_events", "synthetic_events", "uprobe_events")
 """Names of files in which a write defines events."""
 LAGGING_FILES = ("enable", "optimized")
 """Names of files that show the current state, which may lag behind the value that was written."""
@@ -52,9 +54,14 @@ class DefinitionError(Exception):
 class Loader:
     """Applies lines of definitions to a tracefs. A line changes nothing if its effect is present already."""
 
-    def __init__(self, files: Files) -> None:
-        """Prepare to write to `files`. Raises: CliError (there is no tracefs), DefinitionError."""
+    def __init__(self, files: Files, *, is_new: bool = False) -> None:
+        """Prepare to write to `files`.
+
+        `is_new`: the kernel has no dynamic events, and each definition is a line that dynamic_events showed.
+        Raises: CliError (there is no tracefs), DefinitionError.
+        """
         self._files = files
+        self._is_new = is_new
         self._tracefs = files.tracefs()
         self._defined: set[str] = set()
         """Events that earlier lines have defined. A further line for one of these events adds a probe."""
@@ -118,21 +125,25 @@ class Loader:
             raise DefinitionError("neither a definition nor 'FILE = VALUE'")
 
     def _define(self, text: str) -> None:
-        definition = parse_definition(text)
         self._triggers.clear()
+        if self._is_new:
+            # No event exists twice, and there may be thousands of them.
+            self._write(DYNAMIC_EVENTS, text, 0)
+            return
+        definition = parse_definition(text)
         if definition is None:
             self._known = None
-            self._write("dynamic_events", text, 0)
+            self._write(DYNAMIC_EVENTS, text, 0)
             return
         known = self._known
         if known is None or known.is_unsure(definition):
-            known = _ExistingDefinitions(self._read("dynamic_events").splitlines())
+            known = _ExistingDefinitions(self._read(DYNAMIC_EVENTS).splitlines())
             self._known = known
         if not known.has(definition):
             if definition.event in known.events and definition.event not in self._defined:
                 self._remove(definition.event)
                 self._known = None
-            self._write("dynamic_events", text, 0)
+            self._write(DYNAMIC_EVENTS, text, 0)
             known.add(definition)
         self._defined.add(definition.event)
 
@@ -144,7 +155,7 @@ class Loader:
             if self._files.exists(self._path(switch)):
                 self._write(switch, "0", None)
         try:
-            self._write("dynamic_events", f"-:{event}", None)
+            self._write(DYNAMIC_EVENTS, f"-:{event}", None)
         except DefinitionError as refused:
             # Linux: an event that a hist trigger uses cannot be removed (EBUSY).
             triggers = list(self._triggers_of(event))
@@ -271,8 +282,9 @@ class Loader:
         `column`: index of `value` in the line that is applied, or None if the line does not contain it.
         Raises: DefinitionError (with the message of the error_log).
         """
+        write = self._files.define if name == DYNAMIC_EVENTS else self._files.write
         try:
-            self._files.write(self._path(name), f"{value}\n")
+            write(self._path(name), f"{value}\n")
         except OSError as error:
             array = "/".join([*name.split("/")[:2], ""]) if name.startswith("instances/") else ""
             before = self._error_logs.get(array)
@@ -353,7 +365,10 @@ class _ExistingTriggers:
 
     def __init__(self, triggers: Iterable[str]) -> None:
         self._listed: dict[tuple[str, ...], list[_Trigger]] = {}
-        """Key of a trigger -> the listed triggers with that key."""
+        """Key of a trigger -> triggers of the file with this key.
+
+        A named histogram is listed under two keys: with its name and without it.
+        """
         self._written: set[tuple[str, ...]] = set()
         """Keys of the triggers that were written after the file was read."""
         for text in triggers:

@@ -20,7 +20,7 @@ from kprobefs.definitions.syntax import (
 from kprobefs.definitions.tracefs_files import Files
 
 if TYPE_CHECKING:
-    from emulated_kernel.vfs.trees.stats import ProbeState
+    from emulated_kernel.vfs.trees.stats import ProbeSwitches
 
 VALUES = (
     "trace_clock",
@@ -91,12 +91,12 @@ REFUSED_FILTER = re.compile(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
 """Matches the end of a filter file after the kernel has rejected a filter, so that the event has none."""
 
 
-def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
+def saved(files: Files, probes: Iterable[ProbeSwitches] | None = None) -> Iterator[str]:
     """Yield the lines of saved_in_steps() without the pauses."""
     return filter(None, saved_in_steps(files, probes))
 
 
-def saved_in_steps(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
+def saved_in_steps(files: Files, probes: Iterable[ProbeSwitches] | None = None) -> Iterator[str]:
     """Yield the lines that give a new mount the definitions and settings of `files`, and PAUSE between them.
 
     Definitions and settings that a new mount has anyway are left out. Lines that switch something on come
@@ -223,7 +223,7 @@ def _is_default(word: str) -> bool:
 
 
 def _single_probes(
-    files: Files, arrays: Iterable[_Array], probes: Iterable[ProbeState] | None
+    files: Files, arrays: Iterable[_Array], probes: Iterable[ProbeSwitches] | None
 ) -> Iterator[str]:
     """Yield the switches of single probes that differ from the switches of their events.
 
@@ -234,31 +234,32 @@ def _single_probes(
     configured = {event for array in arrays for event in files.configured_events(array.directory)}
     for number, probe in enumerate(_read_probes(files) if probes is None else probes):
         yield from _pause(number)
-        event = probe["event"]
+        event = probe.event
         # An event that is enabled only for its triggers is not in set_event.
         is_wanted = event in enabled or (
             event in configured and any(array.lines(f"events/{event}/enable") != ["0"] for array in arrays)
         )
-        lines = []
-        if probe["enabled"] != is_wanted:
-            lines.append(f"{STATS}/{event}/enabled = {not is_wanted:d}")
-        if asked := probe["asked"]:
-            lines.append(f"{STATS}/{event}/optimized = {asked}")
-        if UNSWITCHED.isdisjoint(str(probe["mode"]).split("\n")):
-            yield from lines
+        if not probe.can_change:
+            continue
+        if probe.is_enabled != is_wanted:
+            yield f"{STATS}/{event}/enabled = {not is_wanted:d}"
+        if probe.asked:
+            yield f"{STATS}/{event}/optimized = {probe.asked}"
 
 
-def _read_probes(files: Files) -> Iterator[ProbeState]:
-    """Yield the state of each event's probes from the files in kprobes/stats."""
+def _read_probes(files: Files) -> Iterator[ProbeSwitches]:
+    """Yield the switches of each event's probes from the files in kprobes/stats."""
+    from emulated_kernel.vfs.trees.stats import ProbeSwitches
+
     for group in sorted(files.directories(STATS) if files.exists(STATS) else ()):
         for event in sorted(files.directories(f"{STATS}/{group}")):
             name = f"{STATS}/{group}/{event}"
-            yield {
-                "event": f"{group}/{event}",
-                "enabled": _text(files, f"{name}/enabled") == "1\n",
-                "asked": _text(files, f"{name}/asked").strip(),
-                "mode": _text(files, f"{name}/mode"),
-            }
+            yield ProbeSwitches(
+                event=f"{group}/{event}",
+                is_enabled=_text(files, f"{name}/enabled") == "1\n",
+                asked=_text(files, f"{name}/asked").strip(),
+                can_change=UNSWITCHED.isdisjoint(_text(files, f"{name}/mode").split()),
+            )
 
 
 def _options_of_tracers(files: Files, tracefs: str) -> Iterator[str]:

@@ -46,6 +46,10 @@ class Files(ABC):
     def write(self, name: str, text: str) -> None:
         """Write to a file without O_TRUNC, which would delete existing events."""
 
+    def define(self, name: str, text: str) -> None:
+        """Write a definition to a file `name` that is the tracefs's dynamic_events."""
+        self.write(name, text)
+
     @abstractmethod
     def mode(self, name: str) -> int:
         """Return the st_mode of a file."""
@@ -176,34 +180,34 @@ class TreeFiles(Files):
 
     def mode(self, name: str) -> int:
         """Return the st_mode of a file."""
-        with _as_the_hosts():
+        with host_errors():
             return self._tree.getattr(f"/{name}").mode
 
     def names(self, name: str) -> list[str]:
         """Return the names of all entries of a directory."""
-        with _as_the_hosts():
+        with host_errors():
             return [entry.name for entry in self._tree.readdir(f"/{name}")[2:]]
 
     def directories(self, name: str) -> list[str]:
         """Return the names of the subdirectories of a directory."""
-        with _as_the_hosts():
+        with host_errors():
             return [entry.name for entry in self._tree.readdir(f"/{name}")[2:] if stat.S_ISDIR(entry.kind)]
 
     def mkdir(self, name: str) -> None:
         """Make a directory."""
-        with _as_the_hosts():
+        with host_errors():
             self._tree.mkdir(self._client, f"/{name}", 0o755)
 
     def exists(self, name: str) -> bool:
         """Return True if the file exists."""
-        with suppress(FileNotFoundError), _as_the_hosts():
+        with suppress(FileNotFoundError), host_errors():
             self._tree.lookup(f"/{name}")
             return True
         return False
 
     @contextmanager
     def _opened(self, name: str, flags: int) -> Iterator[OpenFile]:
-        with _as_the_hosts():
+        with host_errors():
             opened = self._tree.open(f"/{name}", flags, self._client)
             try:
                 yield opened
@@ -212,7 +216,7 @@ class TreeFiles(Files):
 
 
 @contextmanager
-def _as_the_hosts() -> Iterator[None]:
+def host_errors() -> Iterator[None]:
     """Convert a KernelError of a `with` block to the OSError of a system call, such as FileNotFoundError."""
     try:
         yield

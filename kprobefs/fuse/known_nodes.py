@@ -216,9 +216,11 @@ class KnownNodes:
     ) -> bool:
         """Send the reply to the LOOKUP `unique` of a known node.
 
-        Return False, with nothing sent, if the node was forgotten after its look-up. `directory` is the node
-        id of the directory. `ends` is the value of the attribute `ends` when the request came. `attributes`
-        is a struct fuse_attr. They are valid for `validity` nanoseconds, unless the name gets a validity.
+        If the node was forgotten after its look-up, send nothing and return False. `directory` is the node id
+        of the directory. `attributes` is a struct fuse_attr, valid for `validity` nanoseconds.
+
+        `ends` is the value of self.ends when the request came. If names have ended since then, the host's
+        kernel must not keep the name. If names of this kind may get a validity, the attributes get none.
         """
         key = (directory, name)
         lasts = self._may_last(node.path)

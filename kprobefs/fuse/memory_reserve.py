@@ -15,7 +15,7 @@ HEADROOM = 32 << 20
 RESERVE = 12 << 20
 """Size of the reserve in bytes: several times the text of a long list or of a full trace buffer."""
 FLOOR = 4 << 20
-"""Minimum bytes of the reserve for opening or reading a file, since libraries abort if malloc(3) fails."""
+"""Bytes of the reserve that must be left to open or read a file: libraries abort if malloc(3) fails."""
 ROOM = 512 << 10
 """Size in bytes of the reserve's address space, for pages that libfuse maps for names, and for threads."""
 LOOK = 0.01

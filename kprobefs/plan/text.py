@@ -77,9 +77,9 @@ def _insn(row: Row, arrow: str) -> Iterator[str]:
 
 
 def _continued(arrow: str) -> str:
-    """Return the arrow column of a further line of an instruction, below a row with the arrows `arrow`.
+    """Return the arrow column of an instruction's second and later lines. `arrow` is that of its first line.
 
-    The vertical lines that pass the row continue; all other characters become blanks.
+    Arrows that go on downwards become `|`; all other characters become blanks.
     """
     return "".join("|" if character in "|,+" else " " for character in arrow)
 

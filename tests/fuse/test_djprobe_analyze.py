@@ -99,7 +99,7 @@ def test_bad_places(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"#!/bin/sh\n", "neither a vmlinuz, a vmlinux"),
+        (b"#!/bin/sh\n", "neither a vmlinuz, vmlinux"),
         (dwarf_file(FUNCTIONS)[:200], "ELF"),
         (dwarf_file(FUNCTIONS, debug=False), "no debug information"),
         (dwarf_file(FUNCTIONS, text=False), "no code at"),

@@ -536,3 +536,17 @@ def test_a_reboot_reads_no_files_of_events_that_have_no_settings(
     assert user.read("/machine/definitions") == before
     found = {path.split("/")[-2] for path in opened if "/events/" in path}
     assert found == {"e7", "e8", "e9", "e10"}
+
+
+@pytest.mark.parametrize("living", ["x86_64"], indirect=True)
+def test_a_definition_that_fails_after_a_reboot_is_logged_and_others_follow(living: RebootableKernel) -> None:
+    user = User(living.mount)
+    user.write("/tracing/kprobe_events", "p:one lcm\np:one gcd+5\np:two lcm\n")
+    user.write("/tracing/events/kprobes/one/filter", "__probe_ip > 5")
+    user.write("/machine/limits", "probes 2\n")
+    user.reboot()
+    assert user.read("/tracing/kprobe_events") == "p:kprobes/one lcm\np:kprobes/one gcd+5\n"
+    assert user.read("/tracing/events/kprobes/one/filter") == "__probe_ip > 5\n"
+    log = user.read("/machine/dmesg")
+    assert f"{PLACE}:3: No space left on device\n" in log
+    assert "    p:kprobes/two lcm\n" in log

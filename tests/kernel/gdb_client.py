@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 TIMEOUT = 60.0
 """Seconds until a test fails that waits for an answer."""
@@ -26,6 +27,13 @@ class GdbClient:
     def send(self, body: str | bytes) -> None:
         data = body.encode() if isinstance(body, str) else body
         self._socket.sendall(b"$" + data + b"#%02x" % (sum(data) & 0xFF))
+
+    def send_until_blocked(self, body: str) -> None:
+        """Send a packet again and again, and read no answer, until the server reads no more."""
+        self._socket.settimeout(1)
+        with suppress(TimeoutError):
+            while True:
+                self.send(body)
 
     def raw(self, data: bytes) -> None:
         self._socket.sendall(data)

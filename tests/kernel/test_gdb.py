@@ -8,6 +8,7 @@ import random
 import shutil
 import stat
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import pytest
 
 from emulated_kernel import Client, Kernel, KernelError, MachineConfig, Mount
 from emulated_kernel.image.linux.debug_file import builtin_debug_file
+from emulated_kernel.machine.debugger import Debugger
 from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE
-from tests.kernel.gdb_client import GdbClient, Request
+from tests.kernel.gdb_client import TIMEOUT, GdbClient, Request
 
 ROOT = Client(os.getpid(), 0, 0)
 PACKETS = 600
@@ -239,6 +241,40 @@ def test_closing_the_kernel_ends_the_session() -> None:
     Request(guest.kernel.close).done()
     assert not os.path.exists(guest.path)
     client.close()
+
+
+def test_closing_ends_a_session_whose_debugger_reads_no_answers() -> None:
+    guest = Guest("x86_64")
+    client = GdbClient(guest.path)
+    client.send_until_blocked(f"m{guest.address('vfs_read'):x},1000")
+    assert Request(guest.kernel.close).done() is None
+    client.close()
+
+
+def test_detaching_resumes_a_run_that_stops_meanwhile(guest: Guest) -> None:
+    debugger = Debugger(guest.kernel.machine, guest.kernel.lock)
+    debugger.attach(lambda: False)
+    debugger.breakpoints.add(guest.address("vfs_read"))
+    debugger.resume(step=False)
+    reached = threading.Event()
+    may_stop = threading.Event()
+    note = debugger._note_hold
+
+    def late_note() -> None:
+        reached.set()
+        assert may_stop.wait(TIMEOUT)
+        note()
+
+    debugger._note_hold = late_note  # type: ignore[method-assign]
+    read = Request(guest.read)
+    assert reached.wait(TIMEOUT)
+
+    def ends() -> bool:
+        may_stop.set()
+        return False
+
+    assert Request(lambda: debugger.detach(ends)).done() is None
+    assert read.done() == b"hello"
 
 
 def test_any_packet_is_answered(guest: Guest) -> None:

@@ -136,7 +136,7 @@ def test_vmcoreinfo_leads_to_the_page_tables(kernel: Kernel, core: Core) -> None
 
 
 def test_the_jump_and_the_detour_are_there(kernel: Kernel, mount: Mount) -> None:
-    """Of the optimized probe: memory as the CPU executes it, not as the file of the kernel has it."""
+    """The core contains the jump of the optimized probe, as in memory, and not the text of the image."""
     text = kernel.machine.text
     with kernel.lock:
         if kernel.kprobes.optimizer is not None:

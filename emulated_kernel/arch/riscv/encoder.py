@@ -125,7 +125,7 @@ def halves(value: int) -> tuple[int, int]:
 
 @lru_cache(4096)
 def set_register(rd: int, value: int) -> bytes:
-    """Encode rd = a 64-bit number; the code uses no other register."""
+    """Encode instructions that set rd to a 64-bit number and change no other register."""
     value = sign_extend(value, 64)
     if fits_12(value):
         return addi(rd, ZERO, value)

@@ -33,10 +33,10 @@ class WatchedCalls:
         Both are in one tuple, because threads without the lock replace them.
         """
         self.before_more: list[Callable[[bool], object]] = []
-        """Functions to call before patched text is in more kinds of calls; they may run the guest.
+        """Functions to call before patched text can be executed by more kinds of system calls.
 
-        The functions open the open files of mounts in the guest. The argument says whether the kinds include
-        NAMES.
+        They run the guest to open in it the files that clients have open. The argument is True if Calls.NAMES
+        is among the added kinds.
         """
         text.before_change = self._before_change
 

@@ -85,6 +85,8 @@ class GdbServer:
         os.chmod(self.path, 0o600)
         self._listener.listen(1)
         self._closing = threading.Event()
+        self._connection: socket.socket | None = None
+        """The debugger's connection; None without a debugger."""
         self._thread = start_thread("kprobefs-gdb", self._serve)
 
     def close(self) -> None:
@@ -96,6 +98,11 @@ class GdbServer:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        # A debugger that doesn't read its answers blocks the thread in send().
+        connection = self._connection
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         with suppress(OSError):
             os.unlink(self.path)
@@ -108,6 +115,7 @@ class GdbServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
+            self._connection = connection
             with connection, suppress(OSError):
                 try:
                     GdbSession(self._debugger, connection, self._closing).serve()

@@ -39,8 +39,9 @@ class FtraceOps:
     modifies_ip: bool = False
     """Whether the user may change the call's return address. Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1)."""
     sub_symbols: tuple[str, str] | None = None
-    """Names of Linux's functions for entries and returns, if `symbol` serves several such pairs.
+    """Names of this user's entry and return functions in Linux, if several users share the function `symbol`.
 
+    enabled_functions shows them as subops.
     Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
     """
     codes: Mapping[int, int] = field(default_factory=dict)

@@ -258,7 +258,7 @@ class UnifiedStack(RetStack):
 
 
 class RetStackCode(StackCode[RetStack]):
-    """Emits guest code that uses the arrays.
+    """Emits guest code that pushes hooked calls to the tasks' RetStack arrays, finds them, and pops them.
 
     Mirrors: kernel/trace/fgraph.c:ftrace_push_return_trace, ftrace_pop_return_trace (v6.1).
     """

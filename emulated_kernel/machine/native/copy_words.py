@@ -22,7 +22,7 @@ class CopyRange(ctypes.Structure):
 
 
 class CopyWords(ctypes.Structure):
-    """The words that the routine for a repeated copy uses, at the address that Unicorn passes to it."""
+    """Host memory that the routine for repeated copies uses. Unicorn passes its address to the routine."""
 
     _fields_ = (
         # While it is not 0, the guest copies by itself.

@@ -47,7 +47,7 @@ class _CallSite(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """The state after a function has returned to its caller."""
+    """Registers and stack after a function has returned to its caller, as the unwinder restores them."""
 
     regs: Mapping[str, int]
     """Name -> value of known registers; IP is the return address."""

@@ -7,7 +7,7 @@ Deviates: the analysis also covers modules, other kernels, and code that the hos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from random import Random
 
 from emulated_kernel.arch.analysis.stack_frames import CFA, IP, Frame, FunctionFrames, find_frames
@@ -22,7 +22,7 @@ from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.util.fast_dataclass import replace
 
 _MAX_CACHED = 2000
-"""Maximum number of functions in the cache. A function takes about 8 kB, and 4 ms to analyse."""
+"""Maximum number of cached functions, and of detours. Each takes about 8 kB, and 4 ms to analyse."""
 
 
 class FrameTables:
@@ -40,6 +40,7 @@ class FrameTables:
         self._found: dict[Symbol, FunctionFrames | None] = {}
         self._dice = Random(1)
         """Chooses the function to evict. Evicting the oldest one would be worst for repeated call chains."""
+        self._solve_detour = lru_cache(_MAX_CACHED)(self._solve_detour_code)
 
     def of(self, symbol: Symbol) -> FunctionFrames | None:
         """Return the frames of a function, or None for data and for code at which call chains end."""
@@ -56,8 +57,10 @@ class FrameTables:
 
     def of_detour(self, entry: int, span: range) -> FunctionFrames:
         """Return the frames of a detour or stub, which restores all registers before it ends."""
-        code = self._text.current(span.start, len(span))
-        return self._solve(span.start, code, {entry: self._arch.detour_entry()}, True)
+        return self._solve_detour(entry, span.start, self._text.current(span.start, len(span)))
+
+    def _solve_detour_code(self, entry: int, start: int, code: bytes) -> FunctionFrames:
+        return self._solve(start, code, {entry: self._arch.detour_entry()}, True)
 
     def _find(self, symbol: Symbol) -> FunctionFrames | None:
         start = symbol.address

@@ -149,7 +149,7 @@ class CpusPredicate:
     cpus: frozenset[int]
 
     def test(self, entry: RawEntry) -> bool:
-        """Return True if the CPUs are equal, not equal, or have one in common, as `op` says."""
+        """Return True if the entry's CPUs equal `cpus`, differ from it, or overlap it, as `op` says."""
         found = self._cpus(entry)
         if self.op is FilterOp.BAND:
             return not found.isdisjoint(self.cpus)

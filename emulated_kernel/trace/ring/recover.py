@@ -111,7 +111,7 @@ class _DamagedBuffer:
         self.is_changing = bool(control.changing)
         control.changing = 0
         self.is_odd = False
-        """Whether the control block is inconsistent in a way that only a change by the host explains."""
+        """Whether the control block is inconsistent, as if the host was changing it when the daemon ended."""
         if not MIN_PAGES <= count < 1 << 32:
             raise ValueError(f"a ring buffer of {count} pages")
         self.memory = memoryview(bytearray(read(control.base, memory_size(count))))

@@ -6,6 +6,8 @@ import errno
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
 from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.components.records import KernelComponents
@@ -14,6 +16,7 @@ from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.probe_text import ProbeText
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
+from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
 from emulated_kernel.trace.symbols import sprint_symbol
@@ -80,18 +83,28 @@ def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
     )
 
 
-ProbeState = Mapping[str, str | int | bool]
-"""Name of a file in an event's directory of stats/, such as hits or mode -> value."""
+class ProbeSwitches(NamedTuple):
+    """The switches of an event's probes."""
+
+    event: str
+    """The event as GROUP/EVENT."""
+    is_enabled: bool
+    """Content of the file `enabled`."""
+    asked: str
+    """Content of the file `asked`."""
+    can_change: bool
+    """Whether the probes are registered and their code exists, so that the switches can be set."""
 
 
-def probe_switches(kernel: KernelComponents) -> Iterator[ProbeState]:
-    """Return mode and switches of all kprobe events, sorted by name. The key `event` holds GROUP/EVENT."""
-    events = sorted(kernel.tracing.kprobe_events.events(), key=lambda event: f"{event.group}/{event.name}")
-    return (_named(event, _EventStats(event, kernel).switches()) for event in events)
-
-
-def _named(event: KprobeTraceEvent, state: ProbeState) -> ProbeState:
-    return {"event": f"{event.group}/{event.name}", **state}
+def probe_switches(kernel: KernelComponents) -> Iterator[ProbeSwitches]:
+    """Return the switches of all kprobe events, sorted by name."""
+    table = kernel.engine.kprobes.table
+    events = [(f"{event.group}/{event.name}", event) for event in kernel.tracing.kprobe_events.events()]
+    events.sort(key=itemgetter(0))
+    for name, event in events:
+        found = _registered(event)
+        can_change = bool(found) and not any(kprobe.is_gone for kprobe in found)
+        yield ProbeSwitches(name, _is_enabled(found), _asked(table, found), can_change)
 
 
 def probes_file(kernel: KernelComponents) -> SeqFile:
@@ -102,9 +115,33 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
         event = probe.event
         if event.probes[0] is not probe:
             return ""
-        return f"{json.dumps(_named(event, _EventStats(event, kernel).state()))}\n"
+        return f"{json.dumps(_EventStats(event, kernel).state())}\n"
 
     return SeqFile(0o400, listing_of(kernel.tracing.kprobe_events.probes, show))
+
+
+def _registered(event: KprobeTraceEvent) -> list[EventProbe]:
+    """Return the registered kprobes and kretprobes of an event.
+
+    A probe whose module is not loaded is not registered.
+    """
+    return [probe.handle for probe in event.probes if probe.handle is not None]
+
+
+def _is_enabled(found: Sequence[EventProbe]) -> bool:
+    return bool(found) and not any(kprobe.is_disabled for kprobe in found)
+
+
+def _asked(table: ProbeTable, found: Sequence[EventProbe]) -> str:
+    """Return the last value written to `optimized` that has an effect, or "".
+
+    "0" means that a probe's address is kept unoptimized, and "1" that the event has djprobes.
+    """
+    for kprobe in found:
+        head = table.valid(kprobe)
+        if head is not None and head.is_held:
+            return "0"
+    return "1" if any(kprobe.length for kprobe in found) else ""
 
 
 class _EventStats:
@@ -125,7 +162,7 @@ class _EventStats:
             "hits": _counter(self._hits, self._reset_hits),
             "nmissed": _counter(self._nmissed, self._reset_nmissed),
             "mode": _text(lambda: self._mode(self._registered())),
-            "enabled": _switch(lambda: self._is_enabled(self._registered()), self._set_enabled),
+            "enabled": _switch(lambda: _is_enabled(self._registered()), self._set_enabled),
             "optimized": _switch(lambda: self._is_optimized(self._registered()), self._set_optimized),
             "asked": _text(lambda: self._asked(self._registered())),
             "reason": _addressed(lambda: self._reason(self._registered()), owner),
@@ -141,20 +178,14 @@ class _EventStats:
             files["memory"] = _text(self._memory)
         return Directory(_DIRECTORY, files)
 
-    def switches(self) -> ProbeState:
-        return self._switches(self._registered())
-
-    def _switches(self, found: list[EventProbe]) -> dict[str, str | int | bool]:
-        return {
-            "mode": self._mode(found),
-            "asked": self._asked(found),
-            "enabled": self._is_enabled(found),
-        }
-
-    def state(self) -> ProbeState:
+    def state(self) -> Mapping[str, str | int | bool]:
+        """Return a map: `event`, and names of files of the event's directory -> GROUP/EVENT, and contents."""
         found = self._registered()
         return {
-            **self._switches(found),
+            "event": f"{self._event.group}/{self._event.name}",
+            "mode": self._mode(found),
+            "asked": self._asked(found),
+            "enabled": _is_enabled(found),
             "optimized": self._is_optimized(found),
             "hits": self._hits(),
             "nmissed": self._nmissed(),
@@ -171,11 +202,7 @@ class _EventStats:
         return "\n".join([self._kprobes.mode(kprobe) for kprobe in found]) or "pending"
 
     def _registered(self) -> list[EventProbe]:
-        """Return the registered kprobes and kretprobes of the event.
-
-        A probe whose module is not loaded is not registered.
-        """
-        return [probe.handle for probe in self._event.probes if isinstance(probe.handle, EventProbe)]
+        return _registered(self._event)
 
     def _lines(self, text: Callable[[Kprobe], str]) -> str:
         return "\n".join(text(kprobe) for kprobe in self._registered())
@@ -187,9 +214,6 @@ class _EventStats:
     def _reset_nmissed(self) -> None:
         for kprobe in self._registered():
             kprobe.nmissed = 0
-
-    def _is_enabled(self, found: Sequence[EventProbe]) -> bool:
-        return bool(found) and not any(kprobe.is_disabled for kprobe in found)
 
     def _set_enabled(self, enabled: bool) -> None:
         for kprobe in self._registered():
@@ -210,14 +234,7 @@ class _EventStats:
             self._kprobes.set_optimized(kprobe, wanted)
 
     def _asked(self, found: Sequence[EventProbe]) -> str:
-        """Return the last value written to `optimized` that has an effect, or "".
-
-        "0" means that a probe's address is kept unoptimized, and "1" that the event has djprobes.
-        """
-        heads = [self._kprobes.table.valid(kprobe) for kprobe in found]
-        if any(head is not None and head.is_held for head in heads):
-            return "0"
-        return "1" if any(kprobe.length for kprobe in found) else ""
+        return _asked(self._kprobes.table, found)
 
     def _hooks(self) -> list[ReturnHook]:
         """Return the hooks of the event's return probes; the list is empty for other events."""

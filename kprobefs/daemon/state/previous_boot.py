@@ -55,7 +55,10 @@ class ArrayPlace:
     name: str
     """Name of the instance; "" for the top directory."""
     controls: tuple[int, ...]
-    """Offsets of the control blocks of the array's own buffers and of the snapshot's."""
+    """Offsets in each CPU's area of two control blocks, in ascending order.
+
+    One is that of the array's own buffer, and one is that of its snapshot.
+    """
     clock: str
     time_start: int
     has_snapshot: bool

@@ -40,6 +40,7 @@ from tests.guests.linux import core_dump, debian_kernel
 from tests.guests.linux.core_dump import NUMBERS, TEXT
 from tests.guests.linux.files import Files
 from tests.guests.linux.parts import core, core_files
+from tests.sample import share
 
 PAGE = bytes(4096)
 CLIENT = Client(4242, 0, 0)
@@ -613,8 +614,14 @@ POISON = 0xCCCCCCCCCCCCCCCC
 """What freed memory of the kernel's start contains."""
 
 
-@pytest.mark.parametrize("symbol", ["ftrace_events", "ftrace_pages_start", "kprobe_blacklist"])
-@pytest.mark.parametrize("value", [8, POISON, 0xFFFFFFFFFFFFFFF8])
+DAMAGE = [
+    (symbol, value)
+    for symbol in ("ftrace_events", "ftrace_pages_start", "kprobe_blacklist")
+    for value in (8, POISON, 0xFFFFFFFFFFFFFFF8)
+]
+
+
+@pytest.mark.parametrize(("symbol", "value"), share(DAMAGE, 0, 4))
 def test_a_damaged_list_is_a_line(
     symbol: str,
     value: int,

@@ -207,7 +207,7 @@ def test_one_whose_init_fails(shell: Files) -> None:
     assert "[GONE]" in line
 
 
-@EACH
+@SOME
 def test_one_whose_init_measures_how_fast_it_is(shell: Files) -> None:
     """By loops that end with a tick, which comes to a CPU that halts nowhere."""
     said = []
@@ -443,7 +443,7 @@ def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
         core.close()
 
 
-@pytest.mark.parametrize("module", [NLS, "tcp_bbr", "nf_conntrack"])
+@pytest.mark.parametrize("module", share([NLS, "tcp_bbr", "nf_conntrack"], 2, 3))
 @SOME
 def test_a_module_linked_offline_has_the_verdicts_of_the_loaded_one(
     shell: Files, engine: LinuxEngine, module: str, request: pytest.FixtureRequest

@@ -116,7 +116,7 @@ def test_a_sleep_passes_guest_time(tasks: LinuxTasks) -> None:
 
 
 def test_attributes_from_dentries_and_from_a_call(tasks: LinuxTasks) -> None:
-    """What the host reads in the kernel's memory is what newfstatat(2) answers."""
+    """The host reads the same attributes from the kernel's memory as newfstatat(2) returns."""
     calls = LinuxSyscalls(tasks)
     fd = calls.open(tasks.init, "/scratch/a name of some length", os.O_WRONLY | os.O_CREAT, 0o640)
     calls.write(tasks.init, fd, b"twelve bytes", None)
@@ -172,7 +172,7 @@ def test_an_image_that_is_cut_off(image: Path, tmp_path: Path) -> None:
 
 
 def test_coverage(image: Path) -> None:
-    """By the rules of the series for RISC-V, though the kernel itself has no optprobes."""
+    """Coverage uses the rules of the RISC-V series, although this kernel has no optprobes."""
     (subject,) = linux_image(str(image))
     (found,) = coverage([subject.of_functions("vfs_r*")], None)
     counts = by_verdict(found.total)
@@ -184,7 +184,7 @@ def test_coverage(image: Path) -> None:
 
 
 def test_check(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its own interface, which has $arg*, and the registers of its processor."""
+    """Definitions are checked by the kernel's own interface, which has $arg*, and by RISC-V's registers."""
     file = tmp_path / "x.probes"
     file.write_text("p:a vfs_read $arg*\np:b vfs_read+9\np:c vfs_read ax=%ax\nr:d vfs_read $retval\n")
     assert main(["check", str(file), "--image", str(image), "--json"]) == 1

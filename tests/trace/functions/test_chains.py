@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import ARCHITECTURES
 from stress.chains import Code, compare
@@ -31,3 +33,15 @@ def test_chains_at_any_instruction(arch: str, hook: str | None) -> None:
         # Where text stands in for text.
         assert chains.compared[Code.COPY] > 10
         assert chains.compared[Code.HANDLER] > 10
+
+
+def test_code_is_analysed_once_until_it_changes() -> None:
+    """A detour's address may soon be another detour's."""
+    with Kernel() as kernel:
+        tables = kernel.tracing.system.stack._tables
+        (symbol,) = kernel.image.kallsyms.by_name("vfs_read")
+        detour = symbol.address, range(symbol.address, symbol.address + symbol.size)
+        frames = tables.of_detour(*detour)
+        assert tables.of_detour(*detour) is frames
+        kernel.register_kprobe(Kprobe(symbol_name="vfs_read"))
+        assert tables.of_detour(*detour) is not frames

@@ -51,7 +51,10 @@ class _Interrupt:
         self._used = 0
 
     def flag_set_by(self, flag_code: FlagCode) -> int:
-        """Return the thread flag that is set when only the last instruction of the code is left to run."""
+        """Run the code in an interrupt of init, and return the flag that it sets before its last instruction.
+
+        Raises: GuestFault (the code set no flag, or several).
+        """
         machine = self._machine
         physical, entry = (start + self._used for start in self._thunk.stub_text)
         code = flag_code.made(entry, self._symbols)

@@ -81,7 +81,7 @@ class LinuxMachine(ABC):
         """
         self._is_text_stale = False
         self._counted: dict[range, HookRange] = {}
-        """Range of code in which blocks can be counted -> the range of the hook."""
+        """Range of code -> hook that counts basic blocks in it; ticking_in() turns the hook on and off."""
         self._blocks: int | None = None
         """Number of counted blocks since the last tick, or None if blocks are not counted now."""
         self._has_ticked = False
