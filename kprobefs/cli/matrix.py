@@ -18,6 +18,7 @@ from typing import IO
 from xml.etree import ElementTree
 
 from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.cli.run import end_with_parent
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 BLAMED = re.compile(r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert", re.IGNORECASE)
@@ -161,8 +162,8 @@ def run_on_worker(options: Sequence[str], command: Sequence[str], directory: str
         try:
             status = _run_once(options, command, output, directory)
         except OSError as error:
-            why = f"{error.strerror} on a worker; share the directory with all workers"
-            raise CliError(f"matrix: {directory}: {why}") from error
+            why = f"{error.strerror}; share the directory with all workers"
+            raise CliError(f"{directory}: {why}") from error
         output.seek(max(0, output.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
         return status, time.monotonic() - start, output.read()
 
@@ -180,10 +181,19 @@ def _run(case: Case, command: Sequence[str], logs: Path, ended: Callable[[Result
 def _run_once(
     options: Sequence[str], command: Sequence[str], output: IO[bytes], directory: str | None = None
 ) -> int:
-    """Run the command on a kernel; return the exit status as a shell has it."""
+    """Run the command on a kernel; return the exit status as a shell has it.
+
+    If this process is killed, the run ends too.
+    """
     words = [sys.executable, "-m", "kprobefs", "run", *options, "--", *command]
     done = subprocess.run(
-        words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False, cwd=directory
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        check=False,
+        cwd=directory,
+        preexec_fn=end_with_parent,
     )
     return 128 - done.returncode if done.returncode < 0 else done.returncode
 

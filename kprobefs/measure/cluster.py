@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
+import socket
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,6 +19,7 @@ PACKAGES = ("emulated_kernel", "kprobefs")
 """Packages whose code the workers must have too."""
 _PATIENCE = 15
 """Time in seconds within which the scheduler must answer."""
+_log = logging.getLogger(__name__)
 _LOGGERS = ("distributed.client", "distributed.core", "distributed.comm")
 """Loggers of Dask that report a lost connection, which a CliError reports too."""
 
@@ -62,9 +66,7 @@ def run_on_cluster(
 def _result(distributed: Any, address: str, future: Any) -> Any:
     """Return the result of a call. Raises: CliError."""
     try:
-        return future.result()
-    except CliError:
-        raise
+        has_ended, outcome = future.result()
     except distributed.KilledWorker as error:
         why = "several workers were lost during the same call; look at their logs"
         raise CliError(f"--scheduler {address}: {why}") from error
@@ -74,18 +76,29 @@ def _result(distributed: Any, address: str, future: Any) -> Any:
     except ImportError as error:
         why = f"a worker cannot import kprobefs ({error}); install the same version there"
         raise CliError(f"--scheduler {address}: {why}") from error
+    if not has_ended:
+        raise CliError(f"--scheduler {address}: {outcome}")
+    return pickle.loads(outcome)
 
 
 def _call(
     packages: Sequence[str], code: str, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Any:
-    """Run one call on a worker. Raises: CliError."""
-    if code_digest(packages) != code:
-        import socket
+) -> tuple[bool, bytes | str]:
+    """Run one call on a worker; return (True, pickled result), or (False, text about the failure).
 
-        why = "the worker has another version of kprobefs than this command; install the same there"
-        raise CliError(f"{socket.gethostname()}: {why}")
-    return function(*arguments)
+    No exception is sent: the client would wait forever for an exception that cannot be unpickled.
+    """
+    host = socket.gethostname()
+    try:
+        if code_digest(packages) != code:
+            return False, f"{host} has another version of kprobefs than this command; install the same there"
+        return True, pickle.dumps(function(*arguments))
+    except CliError as error:
+        return False, f"{host}: {error}"
+    except Exception as error:
+        _log.exception("a call failed")
+        what = traceback.format_exception_only(error)[-1].strip()
+        return False, f"a call failed on {host}: {what}; the worker's log has the traceback"
 
 
 _digests: dict[tuple[str, ...], str] = {}

@@ -321,7 +321,7 @@ def count_on_worker(names: _Names, digest: str, number: int) -> Any:
             _counters[names] = counter
         if counter.digest != digest:
             title = counter.judges[0].subject.title
-            raise CliError(f"--scheduler: a worker has read another kernel, {title}; copy the file there")
+            raise CliError(f"the worker has read another kernel, {title}; copy the file there")
         with _without_garbage_collection():
             return counter.count_piece(number)
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, Self
 
 from kprobefs.common.errors import CliError, ExitStatus
 
-_HEAD = '{"kprobefs": "results"}\n'
-"""First line of a results file."""
+_VERSION = 1
+"""Version of the format. A change of the lines or of a result's form needs the next number."""
+_HEAD = '{"kprobefs": "results", "version": %d}\n'
+"""First line of a results file, without the version."""
+_FIRST_LINE = re.compile(r'\{"kprobefs": "results", "version": ([0-9]{1,9})\}\n')
 _LIMIT = 1 << 30
 """Maximum size of a results file in bytes."""
 
@@ -63,16 +67,19 @@ class ResultsFile:
                 raise self._unusable(f"larger than {_LIMIT >> 20} MiB; choose another file")
             text = self._file.read()
             whole = text[: text.rfind("\n") + 1]
-            if whole and not whole.startswith(_HEAD):
+            head = _HEAD % _VERSION
+            first = _FIRST_LINE.match(whole)
+            if first is None and (whole or not head.startswith(text)):
                 raise self._unusable("not a file of results; choose another file")
-            if not whole and not _HEAD.startswith(text):
-                raise self._unusable("not a file of results; choose another file")
-            for line in whole[len(_HEAD) :].splitlines():
+            if first is not None and int(first[1]) != _VERSION:
+                why = f"version {first[1]} of the format, but this kprobefs has {_VERSION}"
+                raise self._unusable(f"{why}; choose another file")
+            for line in whole[len(head) :].splitlines():
                 key, number, result = json.loads(line)
                 found.setdefault(key, {})[int(number)] = result
             os.truncate(self._file.fileno(), len(whole.encode()))
             if not whole:
-                self._file.write(_HEAD)
+                self._file.write(head)
         except BlockingIOError as error:
             raise self._unusable("another run uses the file; wait for it, or choose another") from error
         except OSError as error:

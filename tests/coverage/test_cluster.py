@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,35 @@ from typing import Any
 import pytest
 
 from kprobefs.cli.main import main
+from kprobefs.common.errors import CliError
+from kprobefs.measure.cluster import run_on_cluster
 from kprobefs.measure.coverage import FunctionCounter
+from stress.exhaustion.__main__ import main as prove
 from tests.coverage.test_coverage import counted, linux, refused
 
 LOST = """
 import os, signal
-from kprobefs.measure.coverage import FunctionCounter
+from kprobefs.measure import cluster
 
-def lost_once(self, number, count=FunctionCounter.count_piece):
-    if number == 2:
-        try:
-            os.close(os.open({mark!r}, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            pass
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return count(self, number)
+def lost_once(packages, code, function, arguments, call=cluster._call, done=set()):
+    if function.__name__ == "check_part":
+        if done:
+            try:
+                os.close(os.open({mark!r}, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        done.add(1)
+    return call(packages, code, function, arguments)
 
 # Dask may run this code twice in a worker.
-if FunctionCounter.count_piece.__name__ != "lost_once":
-    FunctionCounter.count_piece = lost_once
+if cluster._call.__name__ != "lost_once":
+    cluster._call = lost_once
+    lost_once.__module__ = cluster.__name__
+    lost_once.__qualname__ = "_call"
 """
-"""Code for the workers: the first one that counts piece 2 is killed."""
+"""Code for the workers: the first one that gets a second part of a proof is killed, and leaves a mark."""
 
 
 @pytest.fixture
@@ -98,8 +106,10 @@ def test_results_of_other_kernels_and_rules_are_not_used(
     [
         ("int main(void)\n", "not a file of results"),
         ("int main", "not a file of results"),
-        ('{"kprobefs": "results"}\n[1]\n', "damaged"),
-        ('{"kprobefs": "results"}\n' + "[" * 100000 + "\n", "damaged"),
+        ('{"kprobefs": "results", "version": 1}\n[1]\n', "damaged"),
+        ('{"kprobefs": "results", "version": 1}\n' + "[" * 100000 + "\n", "damaged"),
+        ('{"kprobefs": "results", "version": 2}\nof a later kprobefs\n', "version 2"),
+        ('{"kprobefs": "results"}\n', "not a file of results"),
         (None, "directory"),
     ],
 )
@@ -131,22 +141,27 @@ def test_wrong_counts_in_a_file_are_one_line(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of the scheduler of a cluster of two workers, one of which is killed at piece 2."""
+def mark(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """File that a worker makes before it is killed."""
+    return tmp_path_factory.mktemp("lost") / "mark"
+
+
+@pytest.fixture(scope="module")
+def cluster(mark: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the scheduler of a cluster of two workers, one of which is killed during a proof."""
     distributed: Any = pytest.importorskip("distributed", reason="kprobefs[cluster] is not installed")
     folder = tmp_path_factory.mktemp("cluster")
     preload = folder / "lost.py"
-    preload.write_text(LOST.format(mark=str(folder / "mark")))
+    preload.write_text(LOST.format(mark=str(mark)))
     options = {
         "n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None,
         "preload": [str(preload)], "local_directory": str(folder), "silence_logs": 50,
     }  # fmt: skip
     with distributed.LocalCluster(**options) as local:
         yield local.scheduler_address
-    assert (folder / "mark").exists()
 
 
-def test_a_cluster_that_loses_a_worker_counts_what_a_process_counts(
+def test_a_cluster_counts_what_a_process_counts(
     tmp_path: Path, cluster: str, pieces: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (alone,) = counted(capsys, "--jobs", "1")
@@ -157,6 +172,31 @@ def test_a_cluster_that_loses_a_worker_counts_what_a_process_counts(
     assert same_counts(alone, shared)
     assert len((tmp_path / "results").read_text().splitlines()) == 1 + len(every)
     assert not pieces
+
+
+def test_a_proof_on_a_cluster_goes_on_without_a_lost_worker(
+    tmp_path: Path,
+    cluster: str,
+    mark: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each part has one place: three calls, so that a worker gets a second one.
+    monkeypatch.setattr("stress.exhaustion.prover._PART", 1)
+    file = tmp_path / "results"
+    options = "--sites", "--part", "0/500", "--results", str(file)
+    assert prove([*options, "--scheduler", cluster]) == 0
+    assert mark.exists()
+    shared = capsys.readouterr().out
+    head, *lines = file.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    # A run that was killed while it wrote the last result goes on here.
+    file.write_bytes(b"".join([head, *lines])[:-5])
+    assert prove(options) == 0
+    assert file.read_bytes().startswith(b"".join([head, *lines[:-1]]))
+    # The number of runs depends on the places that the process proved before.
+    for output in (shared, capsys.readouterr().out):
+        assert re.match(r"3 places, \d{4,} runs, 0 problems\n", output)
 
 
 def test_workers_read_a_relative_path_of_the_commands_directory(
@@ -197,6 +237,29 @@ def test_other_code_on_the_workers_is_an_error(
     monkeypatch.setattr("kprobefs.measure.cluster.code_digest", lambda _packages=(): "0")
     assert main(["coverage", "--scheduler", cluster, "--function", "vfs_*"]) == 1
     assert "another version" in capsys.readouterr().err
+
+
+class Unpicklable(Exception):
+    """An exception that can be pickled, but not unpickled."""
+
+    def __init__(self, _first: int, _second: int) -> None:
+        super().__init__("two\nlines")
+
+
+def fail(what: str) -> object:
+    """Fail, or return a result that cannot be pickled."""
+    if what == "exception":
+        raise Unpicklable(1, 2)
+    if what == "result":
+        return (each for each in ())
+    return what
+
+
+def test_a_failed_call_ends_the_command_with_its_reason(cluster: str) -> None:
+    for what, shown in (("exception", "Unpicklable: two"), ("result", "generator")):
+        with pytest.raises(CliError, match=shown):
+            list(run_on_cluster(cluster, fail, [(what,)]))
+    assert list(run_on_cluster(cluster, fail, [("nothing",)])) == [(0, "nothing")]
 
 
 def test_a_cluster_without_a_scheduler_is_one_line(
