@@ -68,7 +68,7 @@ class WordEdit(ABC):
         self.put_into_force()
 
     def goes_on_from(self, other: WordEdit) -> None:
-        """Repeat the changes of `other`, an open file of the kernel that this one has replaced."""
+        """Repeat the changes made through `other`, an open file of the kernel that this kernel replaced."""
         self._parser = other._parser
         if other._is_truncated:
             self.clear()
