@@ -232,9 +232,10 @@ def next_fd(pid: int) -> int | None:
 
 @lru_cache(_MAX_OPEN)
 def _syscall_file(pid: int) -> FileIO:
-    """Open /proc/PID/syscall. A kept file saves two system calls, and fails when its process has ended.
+    """Return the open file /proc/PID/syscall of a process or thread. Raises: OSError.
 
-    The file is closed when it is no longer kept and no thread reads it. Raises: OSError.
+    The file is kept open for later requests, which saves two system calls each. A read of it fails when the
+    process has ended. The file is closed when it is no longer kept and no thread reads it.
     """
     return FileIO(f"/proc/{pid}/syscall")
 
