@@ -18,7 +18,7 @@ _GENERAL = tuple(number for number in range(1, 32) if number != SP)
 
 
 def read_status(rd: int) -> bytes:
-    """Encode rd = sstatus."""
+    """Encode an instruction that sets rd to sstatus."""
     return (0x100 << 20 | ZERO << 15 | 2 << 12 | rd << 7 | 0x73).to_bytes(4, "little")
 
 

@@ -92,7 +92,7 @@ def push_address(address: int) -> bytes:
 
 
 def _skip(encoder: Encoder, size: int) -> bytes:
-    """Encode sp += size; the flags are preserved."""
+    """Encode an addition of `size` to sp; the flags are preserved."""
     return encoder.lea(SP, SP, size) if size else b""
 
 
