@@ -290,7 +290,7 @@ class Encoder:
         return self._operand(self._group1_load[op], dst, base, offset)
 
     def arithmetic_store(self, op: int, base: int, offset: int, src: int) -> bytes:
-        """Encode an operation of group 1 on a word of memory and the register src, which changes the memory."""
+        """Encode an operation of group 1 on a word of memory and src, which changes the memory."""
         return self._operand(self._group1[op], src, base, offset)
 
     def compare_exchange_8(self, base: int, offset: int) -> bytes:
@@ -339,7 +339,7 @@ class Encoder:
         return _stack_operand(self._lea, dst)
 
     def lea_sum(self, dst: int, base: int, index: int) -> bytes:
-        """Encode an instruction that sets dst to base + index and preserves the flags; index must not be sp."""
+        """Encode an instruction that sets dst to base + index, not sp, and preserves the flags."""
         return _lea_sum(self._lea, dst, base, index)
 
     def _operand(self, opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
