@@ -144,7 +144,11 @@ def _based(opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
 
 
 class Encoder:
-    """Encoder for x86_64 or i386; each method returns the bytes of one instruction."""
+    """Encoder for x86_64 or i386; each method returns the bytes of one instruction.
+
+    In the methods with a memory operand, the operand is `offset` bytes after the address in the register
+    `base`, which may be ABSOLUTE or PER_CPU.
+    """
 
     def __init__(self, bits: int) -> None:
         self.bits: Final = bits

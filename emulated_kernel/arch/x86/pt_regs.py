@@ -61,7 +61,8 @@ class RegsFrame:
     def save_whole(self, push_ip: bytes, orig_ax: int, words: int) -> bytes:
         """Return code that fills in the whole frame.
 
-        The saved sp is `words` words above the sp with which the code is entered.
+        `push_ip`: code that pushes the ip to save. `orig_ax`: value of the field orig_ax. The saved sp is
+        `words` words above the sp with which the code is entered.
         """
         encoder = self.encoder
         code = self._push_fixed("ss") + encoder.push(SP) + PUSHF

@@ -68,8 +68,8 @@ ARGUMENTS: Mapping[str, str] = {
 """Name of a system call in the guest -> one letter for each argument.
 
 Letters of values are n (a number), f (a descriptor) and d (a descriptor that is used if the path is empty).
-Letters of addresses are p (of a path), s (of a text), o (of output or data), t (of two struct timespec) and
-h (of a struct open_how).
+Letters of addresses are p (path), s (text), o (output or data), t (two struct timespec) and h (struct
+open_how).
 """
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
 _PLAIN_OPENS = frozenset({"open", "openat"})

@@ -91,7 +91,7 @@ class ProcessWatch:
     def parent(self, number: int) -> int | None:  # noqa: ARG002
         """Return the guest's pid of the parent of process `number`, or None.
 
-        It is None if forks() reports the parent.
+        Return None also if forks() reports the parent.
         """
         return None
 

@@ -345,6 +345,8 @@ def make_field(
 ) -> HistField:
     """Create a field that is not an expression, a reference or a stack trace.
 
+    `source`: field of the event, or None for a field such as the hit count. `variable`: name of the variable
+    that the new field defines, or None.
     Raises: KernelError ENOMEM (the source field is an array of numbers, whose size is not 1, 2, 4 or 8
     bytes).
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).

@@ -149,7 +149,7 @@ def trace_lines(
     """Yield the text of each record. `graph` prints records as a call graph, or is None for plain lines.
 
     If `annotate` and the formatter's options allow it, the line "CPU N buffer started" precedes the first
-    record of each CPU, except that of the file's first record.
+    record of each CPU. The CPU of the file's first record gets no such line.
     """
     started: set[int] = set()
     annotate = annotate and formatter.annotates
