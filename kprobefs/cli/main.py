@@ -352,13 +352,16 @@ def _trace(parsed: argparse.Namespace) -> int:
 def _tour(parsed: argparse.Namespace) -> int:
     from emulated_kernel.util.config import MachineConfig
     from kprobefs.cli.run import mounted
-    from kprobefs.cli.tour import steps, tour
+    from kprobefs.cli.tour import profile, steps, tour
     from kprobefs.daemon.backends import build_kernel
     from kprobefs.mount_options import MountOptions
 
-    options = MountOptions("", MachineConfig(arch=parsed.arch))
-    with mounted(options, parsed.build or build_kernel) as base:
-        tour(f"{base}/mnt", steps(parsed.arch))
+    config = MachineConfig(arch=parsed.arch)
+    needed = profile(parsed.arch, parsed.chapter)
+    if needed is not None:
+        config = replace(config, profile=needed)
+    with mounted(MountOptions("", config), parsed.build or build_kernel) as base:
+        tour(f"{base}/mnt", steps(parsed.arch, parsed.chapter))
     return ExitStatus.OK
 
 

@@ -158,6 +158,13 @@ def program_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tour", help="walk through probing, step by step, on a temporary mount")
     command.add_argument(
+        "chapter",
+        nargs="?",
+        choices=("probes", "optimized"),
+        default="probes",
+        help="probes: a first probe; optimized: the stages in which a jump is written (default: %(default)s)",
+    )
+    command.add_argument(
         "--arch",
         choices=ARCHITECTURES,
         default="x86_64",
