@@ -95,7 +95,7 @@ class Credentials:
 
     @property
     def owner(self) -> int:
-        """Owner of the process's files in /proc: root, if it may not be dumped. Raises: OSError."""
+        """Owner of the process's files in /proc: root, if the process may not be dumped. Raises: OSError."""
         return Found(self._directory).owner
 
     def may_inspect(self, other: Credentials) -> bool:

@@ -137,7 +137,7 @@ SLOT_SP = -2
 def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
     """Return True if an op of the program overwrites the flags.
 
-    Additions are left out: they preserve the flags by lea.
+    Additions do not count, because they are encoded as lea, which preserves the flags.
     """
     for op in program:
         kind = type(op)
