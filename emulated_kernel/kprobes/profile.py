@@ -96,6 +96,8 @@ class Profile:
 
 
 DEFAULT = "linux-6.1"
+RISCV_PROFILE = "riscv-optprobes-2023"
+"""Name of the preset for kernels for RISC-V."""
 KERNEL_INTERFACE = "kernel"
 """Name of the interface that is detected from the texts and functions in a distribution's kernel."""
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
@@ -152,7 +154,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             Profile("kprobes-2010", False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT, **_OLD),
             Profile("optprobes-2009", False, **_OLD),
             Profile(
-                "riscv-optprobes-2023",
+                RISCV_PROFILE,
                 ftrace=False,
                 strategies=OUT_OF_TREE,
                 saving=RegisterSaving.ALL,
