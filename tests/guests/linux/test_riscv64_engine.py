@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from errno import EILSEQ
 
 import pytest
 
@@ -16,6 +17,8 @@ from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.kprobes.profile import RISCV_FTRACE_PROFILE, RISCV_PROFILE
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
@@ -31,11 +34,11 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
-def new_engine(*, optimizer: bool = True) -> LinuxEngine:
+def new_engine(profile: str = RISCV_PROFILE, *, optimizer: bool = True) -> LinuxEngine:
     path = str(package(META, SUITE, "riscv64"))
     with own_cache(META, SUITE):
         tasks, kernel = started_with_kernel(path, SEED)
-    return LinuxEngine(tasks, kernel, replace(profile_of(kernel), optimizer=optimizer))
+    return LinuxEngine(tasks, kernel, replace(profile_of(kernel, profile), optimizer=optimizer))
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +150,61 @@ def test_modules(clean: Mount) -> None:
     assert counts(clean)["init"] == (1, 0)
     write(clean, CLIENT, "/machine/modules", b"unload dummy\n")
     assert b"dummy" not in read(clean, CLIENT, "/machine/modules")
+
+
+# With ftrace sites
+
+
+@pytest.fixture(scope="module")
+def traced() -> Iterator[Mount]:
+    engine = new_engine(RISCV_FTRACE_PROFILE)
+    served = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    served.release(served.create(CLIENT, "/scratch/greeting", 0o644, os.O_WRONLY))
+    yield served
+    assert not engine.tasks.machine.death
+    served.close()
+
+
+def test_entries_by_ftrace(traced: Mount) -> None:
+    """Probes and fprobes at an entry are called by its site; a jump begins behind the site."""
+    lines = b"p:kprobes/entry vfs_read\nr:kprobes/got vfs_read $retval\np:kprobes/inside vfs_read+8\n"
+    write(traced, CLIENT, "/kprobe_events", lines)
+    write(traced, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
+    with pytest.raises(KernelError) as refused:
+        write(traced, CLIENT, "/kprobe_events", b"p vfs_read+4\n")
+    assert refused.value.errno == EILSEQ
+    for _ in range(8):
+        read(traced, CLIENT, "/scratch/greeting")
+    listed = read(traced, CLIENT, "/kprobes/list").decode().splitlines()
+    assert sorted(line.split(maxsplit=2)[2] for line in listed) == [
+        "vfs_read+0x0    [FTRACE]", "vfs_read+0x0    [FTRACE]", "vfs_read+0x8    [OPTIMIZED]",
+    ]  # fmt: skip
+    before = counts(traced)
+    after = counts(traced)
+    assert {name: after[name][0] - before[name][0] for name in after} == dict.fromkeys(after, 1)
+    assert len(after) == 3
+    write(traced, CLIENT, "/tracing/events/kprobes/enable", b"0\n")
+
+
+def test_tracers(traced: Mount) -> None:
+    for function in (b"vfs_open", b"do_dentry_open", b"ksys_read"):
+        file = traced.open(CLIENT, "/tracing/set_ftrace_filter", os.O_WRONLY | os.O_APPEND)
+        traced.write(CLIENT, file, function + b"\n", 0)
+        traced.release(file)
+    shown = {
+        b"function": (
+            "vfs_open <-path_openat\n",
+            "do_dentry_open <-vfs_open\n",
+            "ksys_read <-__riscv_sys_read\n",
+        ),
+        b"function_graph": ("|  vfs_open() {\n", "|    do_dentry_open();\n", "|  ksys_read();\n"),
+    }
+    for tracer, lines in shown.items():
+        write(traced, CLIENT, "/tracing/current_tracer", tracer + b"\n")
+        read(traced, CLIENT, "/scratch/greeting")
+        text = read(traced, CLIENT, "/tracing/trace").decode()
+        assert all(line in text for line in lines), text
+        write(traced, CLIENT, "/tracing/current_tracer", b"nop\n")
 
 
 def places(engine: LinuxEngine) -> Iterator[int]:

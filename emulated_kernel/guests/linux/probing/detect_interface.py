@@ -18,17 +18,18 @@ _LONGEST = 256
 """Maximum size of a text of the error table in bytes, including its NUL."""
 
 
-def profile_of(kernel: LinuxKernel) -> Profile:
+def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
     """Return the profile for a kernel: the kernel's own interface, and the probe rules of its version.
 
     On RISC-V, its jumps are those of the series for RISC-V, because no release of Linux has any.
+    `riscv`: name of the profile with that series.
     """
     series = series_of(kernel.release)
     wanted = ProbeRule.of(series)
     fitting = [name for name, rules in PROBE_RULES.items() if rules <= wanted]
     rules = max(fitting, key=lambda name: len(PROBE_RULES[name]))
     if kernel.architecture != "x86_64":
-        return replace(PROFILES[RISCV_PROFILE], interface=KERNEL_INTERFACE, probe_rules=rules)
+        return replace(PROFILES[riscv], interface=KERNEL_INTERFACE, probe_rules=rules)
     return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
 
 
