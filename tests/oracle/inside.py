@@ -193,8 +193,8 @@ HISTOGRAMS = (
     "keys=prev_pid:s=common_stacktrace,d=$s-1",
 )
 CHAIN_HISTOGRAMS = (
-    "keys=stack", "keys=stack.stacktrace", "keys=pid,stack.stacktrace", "keys=pid.stacktrace", "keys=stack.hex",
-    "keys=pid:vals=stack", "keys=pid:s=stack", "keys=pid:s=stack.stacktrace,t=$s",
+    "keys=stack", "keys=stack.stacktrace", "keys=pid,stack.stacktrace", "keys=pid.stacktrace",
+    "keys=stack.hex", "keys=pid:vals=stack", "keys=pid:s=stack", "keys=pid:s=stack.stacktrace,t=$s",
     "keys=stack.stacktrace,common_stacktrace", "keys=stack,stack", "keys=stack.log2",
     "keys=pid:p=pid:onmax($p).save(stack)", "keys=pid:s=stack,p=pid:onmax($p).trace(asked_chain,pid,stack)",
     "keys=stack.execname", "keys=stack.sym", "keys=stack.sym-offset", "keys=stack.syscall",
@@ -212,7 +212,7 @@ LISTED = (
     (re.compile(r"[.](percent|graph)"), "Invalid field modifier"),
     (re.compile(r"[$]arg0\b"), "No BTF entry for this probe point"),
     (re.compile(r"[$]arg[*]"), r"(?s)BTF is not available.*Invalid [$]-variable specified"),
-)
+)  # fmt: skip
 """Questions, and patterns of some kernels' refusals, that the compatibility page lists as deviations."""
 
 

@@ -76,7 +76,7 @@ def readme_text(interface: Interface) -> str:
     events = lines[InterfaceRule.FPROBE_EVENTS] + lines[InterfaceRule.TRACEPOINT_EVENTS]
     nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
     has_chains = InterfaceRule.HIST_COMMON_STACKTRACE in interface
-    stack = "common_stacktrace, also as a variable" if has_chains else "as a key, stacktrace"
+    stack = "common_stacktrace" if has_chains else "stacktrace"
     chain = "; long[] stack" if has_chains else ""
     return f"""\
 tracing: the files of this directory.
@@ -185,7 +185,8 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
        [:pause][:continue][:clear][:name=histname1]{nohitcount}[:<handler>.<action>][ if <filter>]
    A field may have a modifier: .hex .sym .sym-offset .syscall .execname (of common_pid) .log2 .buckets=size
    .usecs (of common_timestamp) .percent .graph. Variables and values may be sums, differences, products
-   and quotients. Further fields are common_timestamp, common_cpu and, {stack}.
+   and quotients. Further fields are common_timestamp and common_cpu.
+   A key can be any field, or the special string '{stack}'.
    Handlers:
       onmatch(matching.event) - the other event was hit before with the same key
       onmax(var)              - the variable is greater than ever before for this key
