@@ -83,9 +83,9 @@ class ProbeHit:
     ) -> None:
         """Store the sources of a hit's data.
 
-        `context` returns common_flags and common_preempt_count. Its arguments are registers, and an amount to
-        add to preempt_count. `regs` are the registers for records that no hit makes. For hits, the caller
-        sets `regs` at each hit.
+        `context` returns common_flags and common_preempt_count. The arguments of `context` are registers, and
+        an amount to add to preempt_count. `regs` are the registers for records that no hit makes. For hits,
+        the caller sets `regs` at each hit.
         """
         self.return_address = 0
         """Address that the function returns to, at a hit of a return probe."""
