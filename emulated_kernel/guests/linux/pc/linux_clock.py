@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import addressof, c_uint64
 from functools import partial
 from struct import Struct
 
@@ -12,6 +13,8 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
+STEP_NS = 40
+"""Nanoseconds by which a reading by guest code advances the time, if instructions are not counted."""
 _MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")
 _MASK = (1 << 64) - 1
 _LONGEST_SHIFT = 63
@@ -27,9 +30,6 @@ class LinuxClock(GuestClock):
     Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel lacks the symbols or types of this clock).
     """
 
-    step_ns = 40
-    """Nanoseconds by which a reading by guest code advances the cell."""
-
     def __init__(self, pc: Pc, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
         """Follow the TSC of `pc`.
 
@@ -38,6 +38,7 @@ class LinuxClock(GuestClock):
         super().__init__()
         self.cell = cell
         self._now = memory.view(cell, 8).cast("Q")
+        self.host_address = addressof(c_uint64.from_buffer(self._now))
         self._shown = 0
         self._pc = pc
         self.is_virtual = not pc.is_real
@@ -57,6 +58,11 @@ class LinuxClock(GuestClock):
         self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
         self.show(pc.tsc)
         pc.follower = self
+
+    @property
+    def step_ns(self) -> int:
+        """Nanoseconds by which a reading by guest code advances the cell; 0 if instructions advance it."""
+        return 0 if self._pc.counts_instructions else STEP_NS
 
     def _ns(self, cycles: int) -> int:
         factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
