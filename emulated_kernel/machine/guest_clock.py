@@ -25,7 +25,7 @@ _JNE = 0x75
 def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
     """Yield the loops in i386 text at `va` that advance the clock with cmpxchg8b and repeat if that fails.
 
-    `cells`: address of the clock's cells, which is in the code of each loop.
+    `cells`: address of the guest's variable host_clock, which the code of each loop contains.
     """
     exchange = _CMPXCHG8B + cells.to_bytes(4, "little")
     at = text.find(exchange)
@@ -147,7 +147,7 @@ class ModelClock(VirtualClock):
 
 
 class MachineClock(GuestClock):
-    """The machine's clock in the guest's two u64 cells; it can be switched between the kinds of time.
+    """The machine's clock, in the guest's variable host_clock; it has real, virtual or model time.
 
     Raises: ValueError, KernelError EOPNOTSUPP (as `select`).
     """

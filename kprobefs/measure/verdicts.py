@@ -79,7 +79,7 @@ def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile
 
 
 class Judge:
-    """Answers, for the functions of a subject and a profile, what happens to a probe on an instruction."""
+    """Decides what happens to a probe on an instruction, for one subject and one profile."""
 
     def __init__(self, subject: Subject, profile: Profile) -> None:
         self.subject = subject

@@ -1,4 +1,4 @@
-"""GuestAbi: what a distribution's kernel of each processor expects of its user mode, as data."""
+"""GuestAbi: tables of the system calls, registers and structures that user mode needs, by processor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GuestAbi:
     result: str
     """Name of the register with the result of a system call."""
     counter: str
-    """Name of a register that the stub's code for pages uses."""
+    """Name of the register with the number of pages for the stub's code at UserStub.touch."""
     kept: tuple[str, str]
     """Names of two registers that calls preserve."""
     syscalls: Mapping[str, int]

@@ -331,8 +331,8 @@ class ReturnHooks:
     def real_return_address(self, task: int, slot: int, address: int) -> int:
         """Return the content that a task's stack slot had before its function was hooked.
 
-        `slot`: address of the stack slot. `address`: the slot's present content. It is returned if no hook
-        has replaced the content.
+        `slot`: address of the stack slot. `address`: the slot's present content. If no hook has replaced the
+        content, return `address`.
         Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
         """
         if not self.trampoline.is_one(address):

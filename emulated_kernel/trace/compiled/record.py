@@ -206,7 +206,7 @@ class RecordEmitter:
         """Emit a jump to `unusual`, unless the preempt count is 0 and no rescheduling is needed.
 
         With `saves_comm`, also jump if VALUE is not the pid whose name was saved last. The code overwrites
-        VALUE, TEMP and OTHER. It has one branch for all conditions, because a branch ends a block of
+        VALUE, TEMP and OTHER. The code has one branch for all conditions, because a branch ends a block of
         translated code.
         """
         emit = self._emit
@@ -256,8 +256,9 @@ class RecordEmitter:
     def reserve(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """Emit code that reads the clock and reserves `length` bytes for an event in the CPU's ring buffer.
 
-        The code sets `pointer` to the address of the event, and VALUE to its time delta. It overwrites TEMP.
-        If `length` is None, the length is in _LENGTH. If the event is dropped, the code jumps to `dropped`.
+        The code sets `pointer` to the address of the event, and VALUE to its time delta. The code overwrites
+        TEMP. If `length` is None, the length is in _LENGTH. If the event is dropped, the code jumps to
+        `dropped`.
         """
         self.read_clock()
         self.reserve_then(pointer, length, target, dropped)

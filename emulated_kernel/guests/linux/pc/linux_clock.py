@@ -14,7 +14,7 @@ from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
 STEP_NS = 40
-"""Nanoseconds by which a reading by guest code advances the time, if instructions are not counted."""
+"""Nanoseconds by which each reading by guest code advances the time, if instructions are not counted."""
 _MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")
 _MASK = (1 << 64) - 1
 _LONGEST_SHIFT = 63
@@ -24,7 +24,7 @@ _SCALE = Struct("<IIQ")
 class LinuxClock(GuestClock):
     """Converts cycles to nanoseconds with the guest kernel's own factors.
 
-    Compiled handlers in the guest read the time from a cell in memory, and advance the cell at each reading.
+    Compiled handlers in the guest read the time from a word in memory, and advance the word at each reading.
 
     Mirrors: arch/x86/kernel/tsc.c:cycles_2_ns (v6.1).
     Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel lacks the symbols or types of this clock).
@@ -33,7 +33,7 @@ class LinuxClock(GuestClock):
     def __init__(self, pc: Pc, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
         """Follow the TSC of `pc`.
 
-        `cell`: address of a u64 in host-owned guest memory that shows the time to guest code.
+        `cell`: address of the word with the time, a u64 in host-owned guest memory.
         """
         super().__init__()
         self.cell = cell
@@ -79,9 +79,9 @@ class LinuxClock(GuestClock):
         return tsc
 
     def show(self, cycles: int) -> None:
-        """Write the time for the TSC value `cycles` to the cell.
+        """Write the time for the TSC value `cycles` to the word that guest code reads.
 
-        The cell never goes back, although rounding could give a smaller value.
+        The word never decreases, although rounding could give a smaller value.
         """
         cell = self._now
         shown = self._ns(cycles)

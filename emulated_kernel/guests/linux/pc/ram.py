@@ -18,10 +18,9 @@ _WORD = 1 << 64
 _CANONICAL = _WORD - _HALF
 """Lowest address of the kernel's half of the address space; addresses below are not canonical."""
 _KERNEL_DATA = slice(273, 508)
-"""Slots of the root table that map the kernel's data: the direct map, vmalloc's memory, and struct pages.
+"""Indexes of the root table's entries for the kernel's data: direct map, vmalloc's memory, struct pages.
 
-Page tables of user mode have only the direct map's slot, for the per-CPU TSS.
-Mirrors: Documentation/x86/x86_64/mm.rst, arch/x86/mm/pti.c:pti_clone_user_shared (v6.1)
+Page tables of user mode have only the direct map's entry, for the per-CPU TSS.
 """
 
 
