@@ -420,7 +420,7 @@ class _Operations:
 
     @staticmethod
     def is_abandoned() -> bool:
-        """Return True if the process was killed whose write(2) the calling thread serves."""
+        """Return True if the process whose write(2) the calling thread serves was killed."""
         return libfuse.is_interrupted() and is_dying(_client().pid)
 
     def close(self, handle: int) -> None:

@@ -164,7 +164,7 @@ class ExpressionParser:
         return field
 
     def _alias(self, reference: HistField, variable: str) -> HistField:
-        """Create a variable that is another name for the variable of a reference.
+        """Create a variable that is another name for the variable that `reference` names.
 
         Mirrors: create_alias (v6.1).
         """

@@ -6,7 +6,7 @@ import errno
 import operator
 from collections.abc import Callable, Sequence
 from enum import Enum, IntFlag
-from functools import cached_property
+from functools import cached_property, reduce
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import EventFile
@@ -21,7 +21,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_STRING = 256
-"""Maximum length of a string in bytes, including its NUL.
+"""Maximum size in bytes of a string value of a histogram, including its NUL.
 
 Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1).
 """
@@ -76,6 +76,7 @@ MODIFIERS = {
     Flag.GRAPH: "graph",
 }
 """Flag -> name of the modifier. If a field has several of these flags, the first one is shown."""
+_ANY_MODIFIER = reduce(operator.or_, MODIFIERS)
 
 
 class Operator(Enum):
@@ -136,20 +137,20 @@ class HistField:
     operands: tuple[HistField, ...] = ()
     operator: Operator | None = None
     name: str = ""
-    """Name of the field if it is an expression or a reference."""
+    """Name of an expression, or of the variable that a reference or alias refers to; "" for other fields."""
     variable: str | None = None
     """Name of the variable that the field defines, as in `ts0=...`; None if it defines no variable."""
     index: int = -1
-    """Index of the variable in Element.variables."""
+    """Index in Element.variables of the variable that the field defines or refers to; -1 for other fields."""
     system: str | None = None
     event_name: str | None = None
     reference: int = -1
-    """Index of a reference's value in HistHit.references."""
+    """Index in HistHit.references of the value of a reference; -1 for other fields."""
     read_once: bool = False
     buckets: int = 0
     constant: int = 0
     offset: int = 0
-    """Offset of this part in the compound key."""
+    """Offset of the field's value in the compound key, if the field is a part of the key."""
 
     def number(self, hit: HistHit) -> int:
         """Return the value at a hit as a number. Deviates: strings count as 0; Linux uses their addresses."""
@@ -175,8 +176,10 @@ class HistField:
         return "common_timestamp" if self.flags & Flag.TIMESTAMP else ""
 
     def modifier(self) -> str:
-        """Return the field's modifier with its dot, or an empty string."""
-        return next((f".{name}" for flag, name in MODIFIERS.items() if self.flags & flag), "")
+        """Return the field's modifier with its dot, such as `.hex`, or an empty string."""
+        if not self.flags & _ANY_MODIFIER:
+            return ""
+        return next(f".{name}" for flag, name in MODIFIERS.items() if self.flags & flag)
 
     def show(self) -> str:
         """Return the field as the trigger file shows it.
@@ -209,9 +212,10 @@ class HistField:
         return text if self.flags & Flag.VAR_REF else text + self.modifier()
 
     def expression_text(self, level: int = 0) -> str:
-        """Return the name of the expression that the field is.
+        """Return the name of an expression, such as `a-$b`, or the name of a field that is no expression.
 
-        As in Linux, the negation of a bucket, and the double negation of an expression, have no name.
+        As in Linux, the negation of a bucket, and the double negation of an expression, have no name. `level`
+        is the number of negations around the field.
         Mirrors: expr_str (v6.1).
         """
         if level > 1:
@@ -228,7 +232,7 @@ class HistField:
 
 
 class Histogram:
-    """The parts of a histogram that fields, actions and other histograms use: its fields and its map."""
+    """Base class of histograms: the fields and the map, which fields, actions and other histograms use."""
 
     def __init__(
         self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, attrs: HistAttrs
@@ -238,7 +242,7 @@ class Histogram:
         self.log = log
         self.attrs = attrs
         self.values: list[HistField] = []
-        """The values, of which the first is the hit count, and after them the variables."""
+        """Values and variables: first the hit count, then the other values, then the variables."""
         self.keys: list[HistField] = []
         """The parts of the compound key."""
         self.references: list[HistField] = []
@@ -270,7 +274,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class FieldVariable:
-    """A variable for a field of the histogram's own event; `value` is the field.
+    """A variable that keeps the value of a field of the histogram's event; `value` is the field.
 
     Mirrors: struct field_var (v6.1).
     """
@@ -306,7 +310,7 @@ def execname_value(hit: HistHit) -> Value:
 
 
 def _dynamic_string(data: bytes, place: slice) -> bytes:
-    """Return the string to which the __data_loc at `place` of an entry refers."""
+    """Return the string whose offset and length are in the __data_loc field at `place` of an entry."""
     location = int.from_bytes(data[place], "little")
     start = location & 0xFFFF
     length = location >> 16
@@ -344,7 +348,10 @@ def make_field(
 ) -> HistField:
     """Create a field that is not an expression, a reference or a stack trace.
 
-    Raises: KernelError ENOMEM (an array whose size is not that of a number).
+    `source`: field of the event, or None for a field such as the hit count. `variable`: name of the variable
+    that the new field defines, or None.
+    Raises: KernelError ENOMEM (the source field is an array of numbers, whose size is not 1, 2, 4 or 8
+    bytes).
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
     """
     field = HistField(owner, flags, source.declared if source else None, variable=variable)

@@ -1,4 +1,4 @@
-"""HistData, a histogram: creation of its fields and its map, and counting of hits."""
+"""HistData, the data of a histogram: creation of the fields and the map, and counting of hits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NOT_FOR_VALUES = Flag.BUCKET | Flag.LOG2 | Flag.SYM | Flag.SYM_OFFSET | Flag.SY
 
 
 class HistData(Histogram):
-    """The data of a histogram, which named histograms share.
+    """The data of a histogram. Histogram triggers with the same name share one object.
 
     Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_data (v6.1).
     """
@@ -83,14 +83,14 @@ class HistData(Histogram):
     # Creation. Mirrors: create_hist_data, create_hist_fields (v6.1).
 
     def build(self) -> None:
-        """Create fields and map from the attributes. The actions must have been parsed.
+        """Create the fields and the map from the attributes, after the actions have been parsed.
 
         Raises: KernelError EINVAL, ENOMEM, EDOM.
         """
         self.variables.definitions = parse_variables(self.attrs, self.log)
         self._build_values()
         for number, (name, expression) in enumerate(self.variables.definitions):
-            # This precedes parsing, since operands after the first may use the variable itself.
+            # Set before the expression is parsed, because operands after the first may use this variable.
             self.variables.definitions[number] = name, leftmost_operand(expression)
             self._build_variable(name, expression)
         self._build_keys()
@@ -224,7 +224,7 @@ class HistData(Histogram):
         return [each for each in self.fields if not each.flags & Flag.VAR]
 
     def elements(self) -> Generator[None, None, list[Element]]:
-        """Return all elements of the map, sorted by the sort keys; see TracingMap.sorted()."""
+        """Return all elements of the map in the order of the sort keys; yield as TracingMap.sorted() does."""
         return self.map.sorted(*(self._ranking(key) for key in self.sort_keys))
 
     def _ranking(self, key: SortKey) -> Rank:
@@ -267,9 +267,11 @@ class HistData(Histogram):
         return value.to_bytes(8, "little").ljust(part.size, b"\0")
 
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
-        """Store in `values` the referenced variables of this histogram (`own`) or of other histograms.
+        """Store in `values` the values of the variables that the histogram refers to, and return True.
 
-        `key` selects the element whose variables are read. Return False if a variable is not set.
+        If `own` is set, store only the histogram's own variables, and otherwise only those of other
+        histograms. `key` selects the element whose variables are read. If a variable is not set, return
+        False.
         Mirrors: resolve_var_refs (v6.1).
         """
         for index, reference in enumerate(self.references):

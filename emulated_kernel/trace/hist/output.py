@@ -1,4 +1,4 @@
-"""Texts of histograms: their line in the trigger file, and the hist file."""
+"""Text of histograms: a histogram's line in the trigger file, and the contents of the hist file."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class HistPrinter:
         ]
 
     def records(self, line: str) -> Iterator[str]:
-        """Yield the histogram's text in the hist file in parts, and PAUSE between steps of sorting.
+        """Yield the histogram's text in the hist file, one part for each entry, and PAUSE while sorting.
 
-        Each entry is a part. Between two parts, hits may be counted. `line` is the trigger's line in the
-        trigger file.
+        While the generator is suspended, hits may be counted. `line` is the trigger's line in the trigger
+        file.
         Mirrors: hist_trigger_show (v6.1).
         """
         sorting = self._data.elements()
@@ -82,7 +82,7 @@ class HistPrinter:
 
     @staticmethod
     def _scale(index: int, column: HistField, elements: Sequence[Element]) -> int:
-        """Return the number that is 100 % for the values of a column: their sum (percent) or maximum (graph).
+        """Return the value of a column that is shown as 100 %: for percent the sum, for graph the maximum.
 
         Return 0 for columns with other modifiers.
         """

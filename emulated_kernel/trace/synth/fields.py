@@ -15,7 +15,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 STRING_MAX = 256
-"""Maximum size of a string with its NUL in bytes. A string of declared size takes that much in an entry."""
+"""Maximum size of a string with its NUL in bytes, and size in an entry of a string of any declared size."""
 _DATA_LOC = "__data_loc "
 _SIZES_AND_FORMATS = {
     "s64": (8, "%lld"),
