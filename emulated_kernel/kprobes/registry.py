@@ -267,6 +267,7 @@ class Kprobes:
 
     def _remove_member(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         head.remove(kprobe)
+        self.table.changes += 1
         if head.is_aggregated:
             self._refresh(head)
         optimizer = self.optimizer
@@ -308,6 +309,7 @@ class Kprobes:
         if self.optimizer is not None and (goes_elsewhere or has_post_handler(kprobe)):
             self.optimizer.unoptimize(head, force=True)
         head.add(kprobe)
+        self.table.changes += 1
         self._refresh(head)
         if head.is_disabled and not kprobe.is_disabled:
             head.flags &= ~KprobeFlag.DISABLED
@@ -337,6 +339,7 @@ class Kprobes:
     def handler_changed(self, kprobe: Kprobe) -> None:
         """Drop the guest code of a probe, because its `program` emits other code, or no code, from now on."""
         self.lock.assert_held()
+        self.table.changes += 1
         head = self.table.valid(kprobe)
         if head is not None:
             self.routes.drop_code(head)

@@ -6,7 +6,7 @@ import errno
 import operator
 from collections.abc import Callable, Sequence
 from enum import Enum, IntFlag
-from functools import cached_property
+from functools import cached_property, reduce
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import EventFile
@@ -76,6 +76,7 @@ MODIFIERS = {
     Flag.GRAPH: "graph",
 }
 """Flag -> name of the modifier. If a field has several of these flags, the first one is shown."""
+_ANY_MODIFIER = reduce(operator.or_, MODIFIERS)
 
 
 class Operator(Enum):
@@ -176,7 +177,9 @@ class HistField:
 
     def modifier(self) -> str:
         """Return the field's modifier with its dot, such as `.hex`, or an empty string."""
-        return next((f".{name}" for flag, name in MODIFIERS.items() if self.flags & flag), "")
+        if not self.flags & _ANY_MODIFIER:
+            return ""
+        return next(f".{name}" for flag, name in MODIFIERS.items() if self.flags & flag)
 
     def show(self) -> str:
         """Return the field as the trigger file shows it.
