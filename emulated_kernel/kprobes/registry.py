@@ -393,7 +393,8 @@ class Kprobes:
     def _disable(self, kprobe: Kprobe, head: AggrKprobe) -> None:
         """Disable a probe, and disarm its address if no other probe needs it.
 
-        A single probe is marked only after it is disarmed: until then another CPU's hit calls its handler.
+        A single probe is marked as disabled only after it is disarmed: until then, a hit of another CPU calls
+        its handler.
         Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1).
         """
         if kprobe.is_disabled:

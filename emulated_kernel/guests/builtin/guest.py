@@ -82,8 +82,8 @@ class Guest:
 
         `produce` is called during the task's vfs_read and returns the data.
 
-        `number` is the number of the descriptor in the process. `wanted` is the file that the process reads,
-        if the descriptor is that of another file; see Request.
+        `number` is the number of the descriptor in the client's process. `wanted` is the file that the
+        client reads, if the descriptor is that of another file; see Request.
 
         Raises: WouldBlock (`produce` raised it: the task sleeps, and the same call of this method resumes
         it).
@@ -113,12 +113,11 @@ class Guest:
         kept: ExitStack,
         number: int | None = None,
     ) -> int:
-        """Let a task write a control file and return the result of `consume`, called during its vfs_write.
+        """Let a task write a control file and return the result of `consume`, which its vfs_write calls.
 
-        Probes of vfs_write can read the data in user memory. `kept` receives the resources of the
-        call. The caller closes `kept` when the call has ended, but not while the call sleeps. `number` is the
-        number of the descriptor in the process.
-
+        Probes of vfs_write can read the data in user memory. `kept` receives the resources of the call. The
+        caller closes `kept` when the call has ended, but not while the call sleeps. `number` is the number of
+        the descriptor in the client's process.
         Raises: YieldLock (`consume` raised it: the task sleeps, and the same call of this method resumes it).
         """
 

@@ -51,7 +51,7 @@ class TriggerCommand(ABC):
         Raises: KernelError.
         """
 
-    def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most stay
+    def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most commands keep their triggers
         """Remove the event's triggers that opening its trigger file with O_TRUNC removes: none by default."""
 
 

@@ -215,7 +215,7 @@ class Objects(Generic[T]):
     names: Callable[[], Collection[str]]
     """Returns the current names in the order of readdir. len() of the result must be fast, for nlink."""
     find: Callable[[str], T | None]
-    """Returns the object with a name, or None. It is the same object each time while the object exists."""
+    """Returns the object with a name, or None. While the object exists, each call returns the same one."""
     make: Callable[[T], Directory]
     """Creates the directory that shows an object."""
 

@@ -47,7 +47,7 @@ MAX_SLEEP_JIFFIES = 10 * HZ
 
 
 class DeferToGuest(Exception):
-    """Raised by the handler of a control file that needs the guest itself.
+    """Exception by which a control file's handler asks to run guest code, since a handler cannot run it.
 
     `action` runs while the requesting task sleeps. Its result becomes the result of the file operation. If it
     raises KernelError, the operation fails with that errno.
@@ -124,7 +124,7 @@ class CpuPosition(Enum):
 
 
 class GuestRunner:
-    """Runs one guest, which executes nothing between calls of this class.
+    """Runs one guest, which executes nothing between calls of this object's methods.
 
     Between calls the CPU is in the idle loop, or its task is in user mode and waits for the next system call.
     If the process of that task makes no request, the task stays current until another task must run.
