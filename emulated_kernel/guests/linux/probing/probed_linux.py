@@ -73,8 +73,16 @@ def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
     places = layout.text_space, _OTHER_TEXT
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
+    records = layout.record_pages
+    if memory.walk(tasks.root, records) is not None:
+        # The dump is of a mount. Its handlers stay where they are, because text may lead to them.
+        text += TEXT_SPACE_SIZE
+        records += _RECORDS_SIZE
+        if memory.walk(tasks.root, records) is not None:
+            raise unusable("it is the core of a mount of a core; use the first core")
     direct = kernel.required("page_offset_base")
-    return replace(layout, text_space=text, direct_map=memory.read_word(tasks.root, direct))
+    direct_map = memory.read_word(tasks.root, direct)
+    return replace(layout, text_space=text, record_pages=records, direct_map=direct_map)
 
 
 class ProbedLinux(ProbedMachine):
