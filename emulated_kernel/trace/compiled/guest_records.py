@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
+from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.memory.record_memory import RecordMemory
@@ -142,18 +143,17 @@ class GuestRecords(TaskObserver):
         interrupt_flag: tuple[str, int],
         breakpoint_context: tuple[int, int],
         resched: NeedResched,
+        words: CpuWords,
     ) -> GuestAddresses:
         """Return the addresses that compiled handlers of this guest use."""
         return GuestAddresses(
             clock=abi["host_clock"],
             time=self._clock,
-            this_cpu_off=abi["percpu.this_cpu_off"],
-            cpu_number=abi["percpu.cpu_number"],
-            current_task=abi["percpu.current_task"],
+            this_cpu_off=abi.get("percpu.this_cpu_off"),
+            cpu=words,
             pid=abi["task_struct.pid"],
             comm=abi["task_struct.comm"],
-            preempt_count=abi["percpu.preempt_count"],
-            need_resched=abi["percpu.need_resched"],
+            need_resched=abi.get("percpu.need_resched"),
             resched=resched,
             hardirq_mask=abi["preempt.hardirq_mask"],
             softirq_mask=abi["preempt.softirq_mask"],

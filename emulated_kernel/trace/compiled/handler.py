@@ -119,7 +119,7 @@ class EventEmitter:
         for recording in recordings:
             following = builder.label()
             if recording.filter is not None:
-                emit_filter(builder, recording.filter, self._places.cpu_number, self._word, following)
+                emit_filter(builder, recording.filter, self._places.cpu, self._word, following)
             record.copy(self._fixed, dynamic=self._is_dynamic, target=recording.target, dropped=following)
             builder.place(following)
         builder.place(done)

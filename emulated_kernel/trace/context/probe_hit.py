@@ -34,8 +34,12 @@ class Tasks:
         self._machine = machine
         self._memory = memory
         word = memory.word_size
-        views = (memory.view(area + abi["percpu.current_task"], word) for area in machine.per_cpu_bases)
-        self._currents = [view.cast("Q" if word == 8 else "I") for view in views]
+        self._currents: list[memoryview] = []
+        if machine.running_task is not None:
+            self.current = machine.running_task  # type: ignore[method-assign]
+        else:
+            views = (memory.view(area + abi["percpu.current_task"], word) for area in machine.per_cpu_bases)
+            self._currents += [view.cast("Q" if word == 8 else "I") for view in views]
         self._pid = abi["task_struct.pid"]
         self._comm = abi["task_struct.comm"]
 

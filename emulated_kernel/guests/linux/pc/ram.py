@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 
+from emulated_kernel.machine.memory.paging import PageTables, X86PageTables
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 PAGE = 4096
@@ -12,6 +13,7 @@ FRAME = 0x000FFFFFFFFFF000
 PRESENT = 1
 WRITABLE = 2
 _LARGE = 0x80
+_NO_EXECUTE = 1 << 63
 _SHIFTS = (39, 30, 21, 12)
 _HALF = 1 << 47
 _WORD = 1 << 64
@@ -32,6 +34,8 @@ class LinuxMemory:
     Raises: MemoryFault (the address is not mapped).
     """
 
+    tables: type[PageTables] = X86PageTables
+    """Form of the page tables."""
     owned = PRESENT | WRITABLE
     """Bits of the page table entry of a user page that its task does not share with other tasks."""
     frame_shift = 0
@@ -64,6 +68,10 @@ class LinuxMemory:
     def is_writable(self, entry: int) -> bool:
         """Return True if the page of a page table entry can be written."""
         return bool(entry & WRITABLE)
+
+    def is_executable(self, entry: int) -> bool:
+        """Return True if the code in the page of a page table entry can be executed."""
+        return not entry & _NO_EXECUTE
 
     def maps_kernel_data(self, root: int) -> bool:
         """Return True if the page tables at `root` map the kernel's data."""
