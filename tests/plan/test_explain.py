@@ -8,7 +8,7 @@ from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
 import pytest
@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Location
+from emulated_kernel.image.linux import module_files
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import declaration, prototype
 from emulated_kernel.image.linux.btf_members import members_at, size_of
+from emulated_kernel.image.linux.deb import PackageTar
+from emulated_kernel.image.linux.packages import open_package
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, profile_named
 from emulated_kernel.util.config import MachineConfig
@@ -459,6 +462,21 @@ def test_a_module_of_debians_package(
     assert found["address"] not in as_text(again, whole=True)
     with pytest.raises(CliError, match="no such symbol; nearest: nls_cp437:uni2char"):
         find_place("nls_cp437:uni2chra", kernel.tables)
+
+
+def test_modules_of_a_kernel_share_the_files_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    kernel = planned_kernel(None, str(debian.package("linux-image-cloud-amd64")), None, None)
+    opened: list[BinaryIO] = []
+
+    def counting(package: BinaryIO) -> PackageTar:
+        opened.append(package)
+        return open_package(package)
+
+    monkeypatch.setattr(module_files, "open_package", counting)
+    found = kernel.with_module("nls_cp437").with_module("nls_cp437")
+    assert len(found.modules) == 1
+    assert len(opened) == 1
 
 
 def test_all_profiles_answer(capsys: pytest.CaptureFixture[str]) -> None:
