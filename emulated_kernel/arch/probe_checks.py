@@ -51,8 +51,8 @@ class OptimizationPolicy(Generic[Analysis]):
     beyond: OptimizationPolicy[Analysis] | None = None
     """Policy that decides where this policy rejects a jump; it applies only to functions that ftrace knows.
 
-    Such functions are compiled. In trampolines of ftrace and of static calls, which are assembly, the kernel
-    rewrites calls while it runs, and no table lists these calls.
+    Functions that ftrace knows are compiled. In trampolines of ftrace and of static calls, which are
+    assembly, the kernel rewrites calls while it runs, and no table lists these calls.
     """
     by_commit: bool = False
     """Whether a djprobe commit writes the jumps, for the probes that request a jump by their `length`.

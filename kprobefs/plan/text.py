@@ -24,7 +24,7 @@ DETOUR_TITLE = "detour as kprobefs builds it (Linux calls optimized_callback() i
 
 
 def as_text(explained: Explanation, *, whole: bool) -> str:
-    """Return an explanation as text in lines; `whole`: with all instructions of the function."""
+    """Return an explanation as text. `whole`: list all instructions of the function."""
     shown = listing(explained, whole=whole)
     labelled = (line for label, texts in answers(explained) for line in _labelled(label, texts))
     parts = [_head(explained), _listing(shown), labelled, _detour(explained)]
@@ -39,6 +39,8 @@ def _head(explained: Explanation) -> Iterator[str]:
     module = explained.place.where.module
     place = f"at {explained.symbol.address:#x} in {explained.section}" if module is None else "in the module"
     yield f"  {explained.size} bytes {place}, profile {kernel.profile.name}"
+    if explained.place.line:
+        yield from _wrapped(f"  {explained.place.line}", "  ")
 
 
 # Listing

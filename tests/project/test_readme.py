@@ -16,7 +16,7 @@ from tests.guests.linux import debian_kernel
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
-EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS, DEBUGGERS = (
+EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS, DEBUGGERS, OPTIMIZATION = (
     README.parent / "docs/guide" / name
     for name in (
         "examples.md",
@@ -28,13 +28,14 @@ EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS, DEBUGGERS = (
         "library.md",
         "durations.md",
         "debuggers.md",
+        "optimization.md",
     )
 )
 SESSIONS = [
     # Pages go on from block to block; each example has a mount of its own.
     *(
         pytest.param([step for body in blocks("console mounted", page) for step in steps(body)], id=page.stem)
-        for page in (README, FIRST)
+        for page in (README, FIRST, OPTIMIZATION)
     ),
     *(
         pytest.param(steps(body), id=f"example {number}")
@@ -62,9 +63,10 @@ def test_the_page_of_distributions_kernels_shows_what_debians_shows() -> None:
 
 @pytest.mark.mounted
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
-def test_the_page_of_durations_shows_what_the_real_clock_shows() -> None:
+@pytest.mark.parametrize("clock", ["model", "real"])
+def test_the_page_of_durations_shows_what_the_clocks_show(clock: str) -> None:
     session = [step for body in blocks("console real", DURATIONS) for step in steps(body)]
-    _compare_session(session, "--clock", "real")
+    _compare_session(session, "--clock", clock)
 
 
 @pytest.mark.mounted
