@@ -456,27 +456,21 @@ def test_a_module_of_debians_package(
     (found,) = explained(capsys, "--image", package, "nls_cp437:uni2char+0x5")
     assert (found["symbol"], found["module"], found["offset"]) == ("uni2char", "nls_cp437", 5)
     assert found["instructions"][0]["verdict"] == "ftrace"
+    opened: list[BinaryIO] = []
+
+    def counting(file: BinaryIO) -> PackageTar:
+        opened.append(file)
+        return open_package(file)
+
+    monkeypatch.setattr(module_files, "open_package", counting)
     kernel = planned_kernel(None, package, None, None).with_module("nls_cp437")
+    assert len(kernel.with_module("nls_cp437").modules) == 1
+    assert len(opened) == 1
     again = Explanation(kernel, find_place("nls_cp437:uni2char+0x5", kernel.tables))
     # The module's address is made up.
     assert found["address"] not in as_text(again, whole=True)
     with pytest.raises(CliError, match="no such symbol; nearest: nls_cp437:uni2char"):
         find_place("nls_cp437:uni2chra", kernel.tables)
-
-
-def test_modules_of_a_kernel_share_the_files_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    kernel = planned_kernel(None, str(debian.package("linux-image-cloud-amd64")), None, None)
-    opened: list[BinaryIO] = []
-
-    def counting(package: BinaryIO) -> PackageTar:
-        opened.append(package)
-        return open_package(package)
-
-    monkeypatch.setattr(module_files, "open_package", counting)
-    found = kernel.with_module("nls_cp437").with_module("nls_cp437")
-    assert len(found.modules) == 1
-    assert len(opened) == 1
 
 
 def test_all_profiles_answer(capsys: pytest.CaptureFixture[str]) -> None:
