@@ -249,9 +249,10 @@ class _Question:
 
 
 def _ask(directory: str, writer: int) -> NoReturn:
-    """Write to `writer` the errno of a request that only the daemon answers, and then the mount's state.
+    """Write two lines to the descriptor `writer`: the result of a request to the daemon, and its state.
 
-    The request for the state also needs the kernel.
+    The first line is the errno of a request that the host's kernel passes to the daemon, or 0. The second
+    line is the mount's state; for it, the kernel that the mount shows must answer.
     """
     try:
         # A process that waits for the end of the parent's output must not wait for this child.
