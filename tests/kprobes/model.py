@@ -63,7 +63,11 @@ class Model:
             point.disabled = True
 
     def enable(self, addr: int, entry: Entry) -> None:
-        """A lone probe's flag is the point's, which stays while all are disarmed."""
+        """Enable a probe.
+
+        As in Linux, the flag of the address stays set while all probes are disarmed. A probe that has the
+        address alone uses this flag as its own.
+        """
         point = self.points[addr]
         if point.shared or not self.all_disarmed:
             entry.disabled = False
