@@ -78,7 +78,7 @@ STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
 Linux knows the name only after the next task switch. A probe is a jump only after the optimizer has run.
 """
 LONG_CALL = b"\x67\xe8"
-"""A call of 6 bytes, into which boot changes indirect calls.
+"""First bytes of a call of 6 bytes, into which boot changes indirect calls.
 
 In Linux 6.1, such a call with a probe returns after its fifth byte, which crashes the kernel.
 """
@@ -437,7 +437,7 @@ def compare_places(linux: Mount, kernel: ProbedTables, places: Iterable[int], ru
 
 
 def compare_modules(image: str, names: Iterable[str], count: int, seed: int, rules: ProbeRules) -> Tally:
-    """Places in modules that the kernel has loaded: it and our engine, in one guest, judge them."""
+    """Compare answers about places in loaded modules, of the kernel and of kprobefs in the same guest."""
     from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
     from emulated_kernel.vfs.core.node import Owner

@@ -67,7 +67,7 @@ def steps(body: str) -> list[Step]:
 
 
 def normalise(text: str) -> str:
-    """`text` with addresses, sizes, times, pids and script lines replaced, blanks at line ends gone."""
+    """Return `text` with addresses, sizes, times, pids and script lines replaced, and lines stripped."""
     for pattern, replacement in _VARYING:
         text = pattern.sub(replacement, text)
     return text.rstrip("\n")

@@ -21,7 +21,7 @@ SYSTEMS = {
     "python:3.12-slim-bookworm": "debian:12",
     "docker.io/library/debian:trixie-slim": "debian:13",
 }
-"""Image that a recipe names -> contents of /etc/os-release in the image."""
+"""Image that a recipe names -> name and version in the image's /etc/os-release."""
 
 
 def github() -> tuple[dict[str, Any], list[dict[str, Any]]]:
