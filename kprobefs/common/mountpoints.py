@@ -249,10 +249,10 @@ class _Question:
 
 
 def _ask(directory: str, writer: int) -> NoReturn:
-    """Write two lines to the descriptor `writer`: the result of a request to the daemon, and its state.
+    """Write the errno of a request to the daemon to the descriptor `writer`, and then the mount's state.
 
-    The first line is the errno of a request that the host's kernel passes to the daemon, or 0. The second
-    line is the mount's state; for it, the kernel that the mount shows must answer.
+    Each is a line; after an errno other than 0, the state is left out. The daemon alone answers the first
+    request. The request for the state needs the kernel of the mount, too.
     """
     try:
         # A process that waits for the end of the parent's output must not wait for this child.
