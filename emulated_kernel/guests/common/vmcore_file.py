@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
-from collections.abc import Callable
-from typing import IO
+from collections.abc import Callable, Iterator
+from typing import IO, Protocol
 
 from emulated_kernel.guests.common.spill_file import open_tmpfile
 from emulated_kernel.machine.core_dump import RAM_OFFSET, core_headers
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.memory.guest_memory import MappedRange
 from emulated_kernel.machine.memory.sparse import copy_data, write_all
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.util.errors import KernelError
@@ -22,7 +25,30 @@ MAX_BYTES = 1 << 30
 """Maximum size of the memory in all open cores, without zeros. A single core may be larger."""
 
 
-def write_core(machine: ProbedMachine, vmcoreinfo: bytes) -> IO[bytes]:
+class CoreMemory(Protocol):
+    """Guest memory that is written to a core; see GuestMemory."""
+
+    @property
+    def ram(self) -> mmap.mmap: ...
+
+    def data_ranges(self) -> Iterator[tuple[int, int]]: ...
+
+    def mapped_ranges(self) -> Iterator[MappedRange]: ...
+
+
+class CoreSource(Protocol):
+    """A stopped machine that is written to a core; see ProbedMachine."""
+
+    @property
+    def model(self) -> CpuModel: ...
+
+    @property
+    def memory(self) -> CoreMemory: ...
+
+    def all_registers(self) -> list[dict[str, int]]: ...
+
+
+def write_core(machine: CoreSource, vmcoreinfo: bytes) -> IO[bytes]:
     """Return an unnamed file with an ELF core of a stopped machine.
 
     Zeros of the guest's memory are holes. Raises: KernelError ENOSPC (no directory has room), OSError.

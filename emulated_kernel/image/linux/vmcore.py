@@ -29,7 +29,7 @@ _DEVICES = range(3 << 30, 4 << 30)
 RAM_LIMIT = 64 << 30
 _MAX_LINES = 4096
 _BLOCK = 1 << 20
-_FIRST = b"OSRELEASE="
+INFO_START = b"OSRELEASE="
 """First bytes of VMCOREINFO, which begins at the start of a page."""
 _SIGNS = (b"SYMBOL(init_uts_ns)=", b"KERNELOFFSET=")
 _OTHERS = {
@@ -42,6 +42,11 @@ _OTHERS = {
 def unusable_core(message: str) -> UnusableFile:
     """Return the exception (ENOEXEC) for an unusable dump; `message` says what is wrong with it."""
     return UnusableFile("dump", message)
+
+
+def is_vmcoreinfo(text: bytes) -> bool:
+    """Return True if a text that begins with INFO_START has the lines that each VMCOREINFO has."""
+    return all(sign in text for sign in _SIGNS)
 
 
 class CoreSegment(NamedTuple):
@@ -200,9 +205,9 @@ class CoreFile:
         for _, offset, size in self.segments:
             for _, block in self.data(offset, size):
                 for page in range(0, len(block), PAGE_SIZE):
-                    if block.startswith(_FIRST, page):
+                    if block.startswith(INFO_START, page):
                         text = block[page : page + PAGE_SIZE].partition(b"\0")[0]
-                        if all(sign in text for sign in _SIGNS):
+                        if is_vmcoreinfo(text):
                             yield text.decode("latin1")
 
     @staticmethod
