@@ -136,7 +136,7 @@ def _symbols(
 
 
 def _file(machine: int, bits: int, sections: list[_Section]) -> bytes:
-    """Return the file. Each section of memory has a program header of its own."""
+    """Return the contents of the ELF file. Each section of memory has a program header of its own."""
     is_64 = bits == 64
     header_size, program_size, section_size = (64, 56, 64) if is_64 else (52, 32, 40)
     names = bytearray()

@@ -18,6 +18,8 @@ from emulated_kernel.vfs.core.open_file import File, OpenFile
 
 MAX_OPEN = 4
 """Maximum number of cores that are open at a time. Each has a temporary file."""
+MAX_BYTES = 1 << 30
+"""Maximum size of the memory in all open cores, without zeros. A single core may be larger."""
 
 
 def write_core(machine: ProbedMachine, vmcoreinfo: bytes) -> IO[bytes]:
@@ -46,6 +48,8 @@ class VmcoreFile(File):
         self.machine = machine
         self.vmcoreinfo = vmcoreinfo
         self.open_cores = 0
+        self.open_bytes = 0
+        """Size of the memory in the open cores, without zeros."""
 
     def stat(self, owner: Owner) -> Stat:
         """Return the attributes of the node; debuggers refuse a core whose size is 0."""
@@ -64,8 +68,12 @@ class OpenVmcore(OpenFile):
         super().__init__(node, flags, client)
         if node.open_cores >= MAX_OPEN:
             raise KernelError(errno.EBUSY, f"vmcore: {MAX_OPEN} are open; close one first")
+        self._size = sum(size for _, size in node.machine.memory.data_ranges())
+        if node.open_cores and node.open_bytes + self._size > MAX_BYTES:
+            raise KernelError(errno.EBUSY, "vmcore: the open ones have 1 GiB; close one first")
         self._core = write_core(node.machine, node.vmcoreinfo())
         node.open_cores += 1
+        node.open_bytes += self._size
 
     def _read(self, size: int, position: int) -> bytes:
         return os.pread(self._core.fileno(), size, position)
@@ -80,6 +88,7 @@ class OpenVmcore(OpenFile):
     def release(self) -> None:
         """Free the temporary file."""
         self.node.open_cores -= 1
+        self.node.open_bytes -= self._size
         self._core.close()
 
 

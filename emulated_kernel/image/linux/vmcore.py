@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from errno import ENXIO
 from typing import NamedTuple
 
@@ -52,6 +52,28 @@ class CoreSegment(NamedTuple):
     size: int
 
 
+def _merged(loads: Iterable[CoreSegment]) -> Iterator[CoreSegment]:
+    """Yield sorted segments, with those as one that overlap and have their common pages once in the file.
+
+    A core for gdb has a segment for each range of virtual addresses, so that memory mapped twice is in two of
+    them.
+    """
+    last: CoreSegment | None = None
+    for load in loads:
+        if (
+            last is not None
+            and load.pa < last.pa + last.size
+            and load.offset - load.pa == last.offset - last.pa
+        ):
+            last = last._replace(size=max(last.size, load.pa + load.size - last.pa))
+            continue
+        if last is not None:
+            yield last
+        last = load
+    if last is not None:
+        yield last
+
+
 class CoreFile:
     """An open dump of a machine's memory (vmcore).
 
@@ -73,7 +95,7 @@ class CoreFile:
             raise unusable_core("it has no memory")
         if len(loads) > 1 and not any(load.pa for load in loads):
             raise unusable_core("it is a core of a process, not of a machine")
-        self.segments = tuple(sorted(load for load in loads if load.pa not in _DEVICES))
+        self.segments = tuple(_merged(sorted(load for load in loads if load.pa not in _DEVICES)))
         self._check()
         # One is usual. The limit is for hostile files, in which each header can claim the whole file.
         notes = [where[1:] for kind, *where in programs if kind == _PT_NOTE][:_MAX_NOTES]

@@ -28,10 +28,7 @@ from tests.guests.linux.test_riscv64 import META, SUITE, read, write
 from tests.image.linux.debian import package
 
 CLIENT = Client(5001, 0, 0)
-FUNCTIONS = (
-    "vfs_read", "vfs_write", "do_sys_openat2", "dput", "try_to_wake_up", "kernel_clone", "do_exit",
-    "kmem_cache_alloc_noprof",
-)  # fmt: skip
+FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_cache_alloc_noprof"
 
 
 def new_engine(profile: str = RISCV_PROFILE, *, optimizer: bool = True) -> LinuxEngine:
