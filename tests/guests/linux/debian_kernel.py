@@ -42,10 +42,15 @@ def own_cache(meta: str, suite: str) -> Iterator[None]:
     if (meta, suite) == (META, SUITE):
         yield
         return
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(Path(home, "kprobefs", "tests", f"{meta}-{suite}")))
+        patch.setenv("XDG_CACHE_HOME", str(lasting_cache(f"{meta}-{suite}")))
         yield
+
+
+def lasting_cache(name: str) -> Path:
+    """A cache directory that stays on this machine, as the usual one does."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "kprobefs", "tests", name)
 
 
 def image(meta: str = META, suite: str = SUITE) -> Path:
