@@ -113,7 +113,7 @@ class _LoadFile(FileDescription):
     fs: MachineFs
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Start or stop workloads as the lines say, after all lines were parsed."""
+        """Start or stop workloads as the lines of `data` say, after all lines were parsed."""
         del client, offset
         guest = self.fs.guest
         try:
