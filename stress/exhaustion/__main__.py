@@ -2,8 +2,8 @@
 
 In a kernel without jumps, the same addresses only get breakpoints.
 
-Options: [--profile P] [--strategy S] [--arch A] [--save-regs R] [--sites] [--states N] [--part I/N]
-[--jobs N].
+Options: [--profile P] [--strategy S] [--tactic T] [--arch A] [--save-regs R] [--sites] [--states N]
+[--part I/N] [--jobs N].
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
+from emulated_kernel.arch.analysis.tactic import Tactic
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, STRATEGIES
 from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
@@ -42,11 +43,16 @@ class Prover:
         kind = SiteProof if options.sites else CompiledProof if is_compiled else Proof
         only_tactics = options.strategy is not None
         self._find = fentry_sites if options.sites else refused_by_linux if only_tactics else optimizable
+        self._tactic = options.tactic and Tactic[options.tactic.upper()]
         self._proof = kind(Probed(kernel), options.states)
 
     def places(self) -> list[Where]:
         """Return (symbol, offset, address) of all places that are to be proved."""
-        return list(self._find(self._proof.probed))
+        probed = self._proof.probed
+        found = self._find(probed)
+        if self._tactic is None:
+            return list(found)
+        return [place for place in found if self._tactic in probed.region(place[2]).tactics]
 
     def check(self, place: Where) -> tuple[int, list[str]]:
         """Prove a place, and return the number of runs and the problems."""
@@ -82,6 +88,11 @@ def main() -> int:
         choices=STRATEGIES,
         help="prove the places that this optimization policy adds to those of the profile",
     )
+    parser.add_argument(
+        "--tactic",
+        choices=[tactic.name.lower() for tactic in Tactic],
+        help="with --strategy, prove only the places whose jump needs this tactic",
+    )
     parser.add_argument("--arch", choices=ARCHITECTURES, default="x86_64")
     parser.add_argument(
         "--save-regs", choices=["live", "all"], help="compile the handlers, and save these registers"
@@ -97,6 +108,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.sites and not PROFILES[options.profile].ftrace:
         parser.error(f"--sites: {options.profile} has no fentry sites; choose {DEFAULT}")
+    if options.tactic and options.strategy is None:
+        parser.error("--tactic: only a strategy has tactics; add --strategy extended")
     first, step = map(int, options.part.split("/"))
     runs, problems, start = 0, [], time.monotonic()
     with ProcessPoolExecutor(options.jobs, initializer=_boot, initargs=(options,)) as pool:

@@ -49,6 +49,10 @@ class GuestMemory(ABC):
         """Map pages that aren't mapped yet. Raises: MemoryFault (not page-aligned, or already mapped)."""
 
     @abstractmethod
+    def unmap(self, va: int, size: int) -> None:
+        """Unmap the pages of [va, va + size). Raises: MemoryFault (a part isn't mapped)."""
+
+    @abstractmethod
     def is_mapped(self, va: int) -> bool:
         """Return True if an address is mapped."""
 

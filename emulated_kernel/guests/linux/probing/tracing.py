@@ -82,7 +82,7 @@ def linux_tracing(
             kernel.kallsyms,
             engine.hook_sets,
             kprobes.sites,
-            lambda: (machine.text.generated, THUNKS, CALLS),
+            lambda: (*machine.text.generated, THUNKS, CALLS),
         ),
         tasks=tasks,
         context=context,
