@@ -103,6 +103,9 @@ class Proof:
         if isinstance(region, Rejection) or region.scratch is None or not self.has_jumps:
             return live
         needed = self.probed.verdict.live_at(address if end is None else end).registers
+        if end in self.probed.verdict.mcount:
+            # The fentry site overwrites this register while its function is traced.
+            needed -= {self.probed.kernel.arch.call_link}
         free = {region.scratch.entry, region.scratch.exit} - needed
         return replace(live, registers=live.registers - free)
 

@@ -205,16 +205,13 @@ class RiscvFunctionAnalysis:
 
         All registers are live where control leaves the function, because kernel assembly follows no reliable
         calling convention. They also count as live if no instruction begins at `addr`. But a temporary
-        register that no instruction of the function names is always free. At an fentry site t0 is
-        free, because the site overwrites t0 while its function is traced.
+        register that no instruction of the function names is always free.
         Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023).
         Deviates: all paths are followed, not only the straight one, and arguments that the function doesn't
         name count as live, since it may pass them on.
         """
         live = self.live.get(addr)
-        if live is None:
-            live = ALL_REGISTERS & self._relevant | _NEVER_DEAD
-        return live & ~(1 << T0) if addr in self.fentry else live
+        return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live
 
     def first_need(self, addr: int, register: int) -> int | None:
         """Return the address of the nearest instruction that may need a register's value at `addr`, or None.

@@ -274,7 +274,7 @@ class Text:
         return self._slots.alloc(size) if starts is None else self._puns.alloc(size, starts)
 
     def around(self, va: int) -> range | None:
-        """Return addresses from which a jump reaches generated code at `va`; None if `va` is near the rest."""
+        """Return addresses from which a jump reaches generated code at `va`; None if any will do."""
         return range(va - _REACH, va + _REACH) if va in self._puns else None
 
     @property

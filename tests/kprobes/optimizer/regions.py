@@ -252,7 +252,7 @@ class Bench:
         return End(None, (trap.vector, trap.error_code, trap.cr2), self._met)
 
     def step(self, start: State, targets: Iterable[int]) -> End:
-        """A single instruction; memory is left as it is then.
+        """A single instruction, and after a fault also that of its fixup; memory is left as it is then.
 
         `targets`: where it may jump to. Where there is no trap flag a breakpoint is what stops it there.
         """
@@ -265,7 +265,7 @@ class Bench:
             # A return leads to the pad, which has stopped the CPU behind its first instruction.
             ip = self._pad if self._met is None else self._met
             return end._replace(registers=end.registers._replace(ip=ip))
-        trap, state = self.machine.trap_of(start._replace(flags=start.flags | flag))
+        trap, state = self.machine.trap_of(start._replace(flags=start.flags | flag), fixup=True)
         if trap.vector == Vector.DEBUG:
             return End(state._replace(flags=state.flags & ~flag), None, state.ip)
         return End(None, (trap.vector, trap.error_code, trap.cr2), None)
