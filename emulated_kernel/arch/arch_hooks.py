@@ -199,6 +199,8 @@ class Arch(ABC):
     """Name -> optimization policy, by whose rules a jump may replace a breakpoint."""
     disassembler: Disassembler
     assembler: Assembler
+    current_register: str | None = None
+    """Register that holds the running task's address in the kernel; None if a per-CPU variable holds it."""
     call_link: str | None = None
     """Register in which `relative_call` stores the return address; None if the call pushes it."""
     general_registers: frozenset[str]

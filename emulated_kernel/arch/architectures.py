@@ -24,6 +24,15 @@ def _riscv() -> tuple[type[Arch], ...]:
 _FAMILIES = {ElfMachine.X86_64: _x86, ElfMachine.I386: _x86, ElfMachine.RISCV: _riscv}
 
 
+def linux_arch(name: str) -> Arch:
+    """Return the hooks for a distribution's kernel on the architecture `name`."""
+    if ARCHITECTURES[name] is not ElfMachine.RISCV:
+        return arch_named(name)
+    from emulated_kernel.arch.riscv.arch import LinuxRISCV64
+
+    return LinuxRISCV64()
+
+
 def arch_named(name: str) -> Arch:
     """Return the hooks of the architecture `name`. Raises: KernelError ENOENT (unknown architecture)."""
     if name not in ARCHITECTURES:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.machine.machine import Machine
@@ -121,8 +122,10 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines, interface)
     functions = _build_functions(kernel, engine, arch, interface)
     arrays = _build_arrays(kernel, engine, system, functions)
+    words = CpuWords.of(kernel.abi, arch.current_register, arch.word_size)
+    assert words is not None, "all kernels with tracing have these words"
     addresses = records.places(
-        kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched
+        kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched, words
     )
     graph, profiler = _build_graphs(kernel, engine, arrays, functions, addresses)
     commands = EventCommands(

@@ -751,8 +751,8 @@ class Kernel:
     ) -> NodeTree:
         """Return the files of this kernel as a tree that belongs to `owner`, by default root.
 
-        `further` maps name -> file, for additional files of machine/. These files replace files of kprobefs
-        with the same name.
+        `further` maps name -> file, for additional files of machine/. Files in `further` replace files of
+        kprobefs with the same name.
 
         Raises: KernelError ENODEV (closed).
         """

@@ -34,7 +34,7 @@ from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.trace.compiled.guest_addresses import NeedResched
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
-from emulated_kernel.trace.context.trace_ctx import HitContext
+from emulated_kernel.trace.context.trace_ctx import PerCpuContext
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_user_data import UserDataSize
@@ -176,7 +176,7 @@ def _traced_kernel(
     image = live.core
     memory = machine.memory
     tasks = Tasks(machine, image.abi)
-    context = HitContext(
+    context = PerCpuContext(
         kprobes.hits.ctlblk,
         memory,
         image.abi,

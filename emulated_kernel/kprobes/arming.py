@@ -39,10 +39,12 @@ class Arming:
         # Linux: a jump that is queued for removal is overwritten with a breakpoint for good, and counts as
         # optimized.
         # Deviates: the jump stays.
-        if not head.is_patched:
+        optimizer = self._optimizer
+        is_stopped = optimizer is not None and head in optimizer.stages
+        if not head.is_patched and not is_stopped:
             self._breakpoints.set(head)
-        if self._optimizer is not None:
-            self._optimizer.optimize(head)
+        if optimizer is not None:
+            optimizer.optimize(head)
 
     def _uncover(self, head: AggrKprobe) -> None:
         """Remove the jumps of other probes that cover the probed address, or are queued to cover it."""
@@ -96,6 +98,7 @@ class Arming:
         if trapping:
             self._breakpoints.clear(*trapping)
         if self._optimizer is not None:
+            self._optimizer.stages.finish()
             self._optimizer.flush()
             # Linux: probes that wait to be freed keep their breakpoints until the worker runs.
             # Deviates: a hit would call the handlers of a probe that is registered there meanwhile.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.machine.text.text import OriginalBytes
@@ -32,51 +33,39 @@ class Observers:
         self._fentry_size = kprobes.probe_checker.fentry_size
         self._breakpoint_size = breakpoint_size
         self._loops = tuple(loops)
-        self._patched: tuple[tuple[int, int], ...] = ()
-        """Contents of `originals.words` (the patched words) for which `_heads` was found."""
-        self._heads: Sequence[AggrKprobe] | None = ()
+        self._lock = kprobes.lock
+        self._known = -1, -1, Sight.MEMORY
+        """Counts of the changes of `originals` and of the table, and the Sight of the probes then.
+
+        All are in one tuple, because threads without the lock read them.
+        """
 
     def sight(self) -> Sight:
         """Return the highest Sight of the probes that have patched the text: the most that one can read.
 
-        A patch that belongs to no probe counts as Sight.MEMORY.
+        A patch that belongs to no probe counts as Sight.MEMORY. Lock: takes after a change.
         """
         if self._sites is not None and self._sites.has_tracers:
             return Sight.MEMORY
-        heads = self._patching()
-        if heads is None:
-            return Sight.MEMORY
-        seen = Sight.NOTHING
-        for head in heads:
-            for member in head.members:
-                seen = max(seen, member.sight if isinstance(member, LimitedSight) else Sight.MEMORY)
+        patches, probes, seen = self._known
+        if patches == self._originals.changes and probes == self._table.changes:
+            return seen
+        with self._lock:
+            seen = self._find_sight()
+            self._known = self._originals.changes, self._table.changes, seen
         return seen
 
-    def _patching(self) -> Sequence[AggrKprobe] | None:
-        """Return the AggrKprobes that have patched the text, or None if an AggrKprobe made not all patches.
-
-        The result is kept until the text changes.
-        """
-        words = self._originals.words
-        if len(words) > MAX_WORDS:
-            return None
-        patched = tuple(words.items())
-        heads = self._heads
-        if patched != self._patched or not self._are_known(heads or ()):
-            heads = self._find_heads()
-            self._patched = patched
-            self._heads = heads
-        return heads
-
-    def _are_known(self, heads: Sequence[AggrKprobe]) -> bool:
-        """Return True if each of these AggrKprobes is still the table's entry for its address."""
-        get = self._table.get
-        for head in heads:  # noqa: SIM110 - a generator would cost more calls
-            if get(head.address) is not head:
-                return False
-        return True
+    def _find_sight(self) -> Sight:
+        if len(self._originals.words) > MAX_WORDS:
+            return Sight.MEMORY
+        heads = self._find_heads()
+        if heads is None:
+            return Sight.MEMORY
+        members = (member for head in heads for member in head.members)
+        return max(map(_sight_of, members), default=Sight.NOTHING)
 
     def _find_heads(self) -> Sequence[AggrKprobe] | None:
+        """Return the AggrKprobes that have patched the text, or None if other code has patched it, too."""
         found: list[AggrKprobe] = []
         patch = range(0)
         for address in self._originals:
@@ -103,3 +92,7 @@ class Observers:
         if head.is_patched and head.detour is not None:
             return len(head.detour.jump)
         return self._breakpoint_size
+
+
+def _sight_of(kprobe: Kprobe) -> Sight:
+    return kprobe.sight if isinstance(kprobe, LimitedSight) else Sight.MEMORY

@@ -106,7 +106,9 @@ class ProbeText:
             detour = head.detour
             end = detour.address + detour.size
             first, *others = arch.detour_parts(detour.address, detour.trap, detour.copied, end)
-            parts = (CodePart(first.name + _LANDING["jump"], first.start), *others)
+            # Until the jump is written, hits by the breakpoint only run the copied instructions.
+            landing = _LANDING["jump"] if head.is_patched else ""
+            parts = (CodePart(first.name + landing, first.start), *others)
             yield from self._parts(parts, end, head)
         elif insn is None:
             trampoline = self._kprobes.trampoline

@@ -96,10 +96,19 @@ class Profile:
 
 
 DEFAULT = "linux-6.1"
+RISCV_PROFILE = "riscv-optprobes-2023"
+"""Name of the preset for kernels for RISC-V."""
+RISCV_FTRACE_PROFILE = f"{RISCV_PROFILE}-ftrace"
+"""Name of the preset that adds ftrace sites to it; no jump replaces a site."""
 KERNEL_INTERFACE = "kernel"
 """Name of the interface that is detected from the texts and functions in a distribution's kernel."""
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
 """Names of policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
+_RISCV: dict[str, Any] = {
+    "strategies": OUT_OF_TREE,
+    "saving": RegisterSaving.ALL,
+    "return_hook": "instances",
+}
 STRATEGIES = ("extended",)
 """Names of the policies that can replace a profile's policy; `extended` optimizes where Linux refuses."""
 _OLD: dict[str, Any] = {
@@ -151,13 +160,8 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             _of_version("7.2"),
             Profile("kprobes-2010", False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT, **_OLD),
             Profile("optprobes-2009", False, **_OLD),
-            Profile(
-                "riscv-optprobes-2023",
-                ftrace=False,
-                strategies=OUT_OF_TREE,
-                saving=RegisterSaving.ALL,
-                return_hook="instances",
-            ),
+            Profile(RISCV_PROFILE, ftrace=False, **_RISCV),
+            Profile(RISCV_FTRACE_PROFILE, **_RISCV),
             Profile(
                 "djprobe-2007",
                 False,

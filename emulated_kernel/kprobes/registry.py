@@ -42,6 +42,7 @@ from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
+from emulated_kernel.util.abi import HZ
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 
@@ -266,6 +267,7 @@ class Kprobes:
 
     def _remove_member(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         head.remove(kprobe)
+        self.table.changes += 1
         if head.is_aggregated:
             self._refresh(head)
         optimizer = self.optimizer
@@ -307,6 +309,7 @@ class Kprobes:
         if self.optimizer is not None and (goes_elsewhere or has_post_handler(kprobe)):
             self.optimizer.unoptimize(head, force=True)
         head.add(kprobe)
+        self.table.changes += 1
         self._refresh(head)
         if head.is_disabled and not kprobe.is_disabled:
             head.flags &= ~KprobeFlag.DISABLED
@@ -336,6 +339,7 @@ class Kprobes:
     def handler_changed(self, kprobe: Kprobe) -> None:
         """Drop the guest code of a probe, because its `program` emits other code, or no code, from now on."""
         self.lock.assert_held()
+        self.table.changes += 1
         head = self.table.valid(kprobe)
         if head is not None:
             self.routes.drop_code(head)
@@ -389,7 +393,8 @@ class Kprobes:
     def _disable(self, kprobe: Kprobe, head: AggrKprobe) -> None:
         """Disable a probe, and disarm its address if no other probe needs it.
 
-        A single probe is marked only after it is disarmed: until then another CPU's hit calls its handler.
+        A single probe is marked as disabled only after it is disarmed: until then, a hit of another CPU calls
+        its handler.
         Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1).
         """
         if kprobe.is_disabled:
@@ -473,6 +478,30 @@ class Kprobes:
         if wanted:
             raise KernelError(errno.EOPNOTSUPP, self.reason(kprobe))
 
+    # Stops after each step of patching
+
+    def set_stages(self, on: bool, delay: int | None = None) -> None:
+        """Let changes of jumps stop after each step of patching, or complete them and stop no more.
+
+        `delay` is the number of jiffies after which a stop ends; without it, next_stage() ends stops.
+
+        Raises: KernelError EOPNOTSUPP (no optimizer).
+        """
+        self.lock.assert_held()
+        if self.optimizer is None:
+            raise KernelError(errno.EOPNOTSUPP, "built without jump optimization")
+        self.optimizer.stages.switch(on, delay)
+
+    def next_stage(self) -> None:
+        """Write the next step of each change that has stopped.
+
+        Raises: KernelError EINVAL (no change has stopped).
+        """
+        self.lock.assert_held()
+        if self.optimizer is None or not self.optimizer.stages:
+            raise KernelError(errno.EINVAL, "no change of text has stopped")
+        self.optimizer.stages.go_on()
+
     # Files in debugfs
 
     def set_enabled(self, enabled: bool) -> None:
@@ -487,6 +516,21 @@ class Kprobes:
         """Iterate over the lines of kprobes/list: one text for each hash bucket from number `start` on."""
         for probes in self.table.buckets(start):
             yield report.bucket_text(probes, self.symbols, self._bits)
+
+    def stages_text(self) -> str:
+        """Return the first line of kprobes/stages: the switch, and the milliseconds after which stops end."""
+        stages = None if self.optimizer is None else self.optimizer.stages
+        if stages is None or not stages.is_on:
+            return "0"
+        return "1" if stages.delay is None else f"1 {stages.delay * 1000 // HZ}"
+
+    def stopped_lines(self) -> Iterator[str]:
+        """Iterate over the lines of kprobes/stages about probes whose change of text has stopped."""
+        optimizer = self.optimizer
+        if optimizer is None or not optimizer.stages:
+            return
+        for probes in self.table.buckets():
+            yield from report.stopped_lines(probes, optimizer, self.symbols, self._bits)
 
     def blacklist_text(self) -> list[str]:
         """Return the lines of kprobes/blacklist."""

@@ -70,6 +70,8 @@ def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe) -> str:
     """Return the present rule against a jump; such a rule may cease to apply while the probe is armed."""
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
+    if head in optimizer.stages:
+        return f"stopped by kprobes/stages: {optimizer.stage_text(head)}"
     if not optimizer.allowed:
         return "optimization is off, see kprobes/optimization"
     if head.detour is None:
@@ -131,6 +133,16 @@ def _list_text(head: AggrKprobe, symbols: Kallsyms) -> str:
     if not where.module:
         head.list_text = text
     return text
+
+
+def stopped_lines(
+    heads: Iterable[AggrKprobe], optimizer: Optimizer, symbols: Kallsyms, bits: int = 64
+) -> Iterator[str]:
+    """Iterate over lines about those probes of a hash bucket whose change of text has stopped."""
+    for head in heads:
+        if head in optimizer.stages:
+            text = head.list_text or _list_text(head, symbols)
+            yield f"{head.address:0{bits // 4}x}  {text.rstrip()}  {optimizer.stage_text(head)}\n"
 
 
 def blacklist_lines(

@@ -23,6 +23,8 @@ class ProbeTable:
         """Hash buckets, each a map: address -> entry, in the order in which addresses were first probed."""
         self.all_disarmed = False
         """Whether all probes are disarmed. Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
+        self.changes = 0
+        """Count of the changes of entries, of their members, and of what members' handlers do."""
 
     def get(self, address: int) -> AggrKprobe | None:
         """Return the entry of an address, or None."""
@@ -39,12 +41,14 @@ class ProbeTable:
     def add(self, head: AggrKprobe) -> None:
         """Add the entry of an address that has none."""
         address = head.address
+        self.changes += 1
         self._heads[address] = head
         self._buckets[hash_address(address, self._bits)][address] = head
 
     def remove(self, head: AggrKprobe) -> None:
         """Remove the entry of an address."""
         address = head.address
+        self.changes += 1
         del self._heads[address]
         del self._buckets[hash_address(address, self._bits)][address]
 

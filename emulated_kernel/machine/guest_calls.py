@@ -13,7 +13,7 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot, Vector
 
 MAX_ARGUMENTS = 6
 _TRAPS = (Vector.DEBUG, Vector.BREAKPOINT)
-"""Vectors of traps that report the address after the instruction. They have no fixups."""
+"""Vectors of traps that report the address after the instruction. Such traps have no fixups."""
 
 
 class HostCalls:

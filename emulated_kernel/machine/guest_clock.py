@@ -21,7 +21,7 @@ _JNE = 0x75
 def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
     """Yield the loops in i386 text at `va` that advance the clock with cmpxchg8b and repeat if that fails.
 
-    `cells`: address of the clock's cells, which is in the code of each loop.
+    `cells`: address of the guest's variable host_clock, which the code of each loop contains.
     """
     exchange = _CMPXCHG8B + cells.to_bytes(4, "little")
     at = text.find(exchange)
@@ -128,7 +128,7 @@ class VirtualClock:
 
 
 class MachineClock(GuestClock):
-    """The machine's clock in the guest's two u64 cells; it can be switched between real and virtual time.
+    """The machine's clock, in the guest's variable host_clock; it has real or virtual time.
 
     Raises: ValueError (as `select`).
     """

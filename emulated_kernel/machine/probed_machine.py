@@ -33,7 +33,9 @@ class ProbedMachine(ABC):
     cpu: int
     """Number of the current CPU, whose registers are `regs`."""
     per_cpu_bases: Sequence[int]
-    """Address of each CPU's per-CPU area."""
+    """Address of each CPU's per-CPU area; 0 if offsets in it are addresses."""
+    running_task: Callable[[], int] | None = None
+    """Function that returns the address of the running task; None if a per-CPU variable holds it."""
 
     def __init__(self) -> None:
         self.damage = DamageReports()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Observers = list[Callable[[], None]]
+CallObservers = list[Callable[..., None]]
+"""Observers of starting calls; they may get the arguments of TaskObserver.call_begins()."""
 PidObservers = list[Callable[[int], None]]
 
 
@@ -17,8 +19,11 @@ class TaskObserver:
     def request_begins(self) -> None:
         """Handle the arrival of a host process's request, before its guest task is looked up."""
 
-    def call_begins(self) -> None:
-        """Handle the start of a system call, before it is passed to the guest."""
+    def call_begins(self, *, keeps_names: bool = False) -> None:
+        """Handle the start of a system call, before it is passed to the guest.
+
+        `keeps_names`: whether the call can neither rename nor create a task, as read(2).
+        """
 
     def call_ended(self) -> None:
         """Handle the end of a system call: it returned, or its task sleeps in it."""
@@ -47,7 +52,7 @@ class TaskEvents:
 
     def __init__(self) -> None:
         self.request_begins: Observers = []
-        self.call_begins: Observers = []
+        self.call_begins: CallObservers = []
         self.call_ended: Observers = []
         self.forked: list[Callable[[int, int], None]] = []
         self.renamed: list[Callable[[int, str], None]] = []

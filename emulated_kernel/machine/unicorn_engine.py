@@ -220,7 +220,8 @@ class Engine(CodeCache):
         """Register a ctypes callback for one address, a range or all addresses, and keep the callback alive.
 
         `instruction` is Unicorn's number of an instruction, for HOOK_INSN. The callback can also be the
-        address of host code. It gets the address `data`; `keep` contains objects that it uses.
+        address of host code. The callback gets the address `data` as its argument; `keep` contains objects
+        that it uses.
         """
         self._keep += (callback, *keep)
         hook = ctypes.c_void_p()

@@ -159,7 +159,8 @@ class InterfaceRule(LinuxRule):
     )
     HIST_COMMON_STACKTRACE = (
         "6.12",
-        "a key that is a call chain is named `common_stacktrace`; `stacktrace` means the same",
+        "call chains are named `common_stacktrace` (or `stacktrace`), can be variables, and have 31 callers;"
+        " `FIELD.stacktrace` is the field `long[]` of a synthetic event",
         f"{_HIST}:event_hist_trigger_print",
         "common_stacktrace",
     )

@@ -54,7 +54,6 @@ class ControlLock:
     __slots__ = (
         "_acquire",
         "_depth",
-        "_is_lent",
         "_observation",
         "_owner",
         "_release",
@@ -64,6 +63,7 @@ class ControlLock:
         "end_debugging",
         "is_abandoned",
         "is_dying",
+        "is_lent",
         "turn",
         "user",
         "waiting",
@@ -104,15 +104,15 @@ class ControlLock:
         self.end_debugging: Callable[[], object] = lambda: None
         """Function that ends a debugger's session, before the kernel is closed; call it without the lock."""
         self._observation = _Observation(self)
-        self._is_lent = False
-        """Whether a debugger holds the guest. Then only observers get the lock."""
+        self.is_lent = False
+        """Whether a debugger holds the guest. Then only observers get the lock. Others only read it."""
         self._returned = threading.Event()
 
     def __enter__(self) -> Self:
         if not self._acquire(False):
             self._wait()
         if not self._depth:
-            if self._is_lent:
+            if self.is_lent:
                 self._await_return()
             self._owner = threading.get_ident()
             self.turn += 1
@@ -147,11 +147,6 @@ class ControlLock:
 
     # Loans to a debugger
 
-    @property
-    def is_lent(self) -> bool:
-        """Whether a debugger holds the guest."""
-        return self._is_lent
-
     def acquire_to_observe(self) -> None:
         """Acquire the lock as __enter__ does, but do not wait while the lock is lent."""
         if not self._acquire(False):
@@ -177,7 +172,7 @@ class ControlLock:
         if not (self._acquire(timeout=timeout) if timeout else self._acquire(False)):
             return False
         try:
-            if self._is_lent or self._depth:
+            if self.is_lent or self._depth:
                 return False
             self._lend()
             return True
@@ -186,7 +181,7 @@ class ControlLock:
 
     def end_loan(self) -> None:
         """End a loan, so that all threads get the lock again."""
-        self._is_lent = False
+        self.is_lent = False
         self._returned.set()
 
     @contextmanager
@@ -217,14 +212,14 @@ class ControlLock:
 
     def _lend(self) -> None:
         self._returned.clear()
-        self._is_lent = True
+        self.is_lent = True
 
     def _await_return(self) -> None:
         """Give the acquired lock back until the loan ends, and acquire it again.
 
         Raises: KernelError EINTR (the client of the request was killed).
         """
-        while self._is_lent:
+        while self.is_lent:
             self._release()
             with self.waiting():
                 while not self._returned.wait(LOAN_SLICE):

@@ -206,7 +206,7 @@ class ControlFile(FileDescription):
 
 
 class ControlDirectory(OpenDirectory):
-    """An open directory of control files. `fd` and `number` have the meanings as in ControlFile."""
+    """An open directory of control files. `fd` and `number` mean the same as in ControlFile."""
 
     __slots__ = ("fd", "number")
 

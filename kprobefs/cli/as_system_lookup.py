@@ -95,7 +95,7 @@ class Credentials:
 
     @property
     def owner(self) -> int:
-        """Owner of the process's files in /proc: root, if it may not be dumped. Raises: OSError."""
+        """Owner of the process's files in /proc: root, if the process may not be dumped. Raises: OSError."""
         return Found(self._directory).owner
 
     def may_inspect(self, other: Credentials) -> bool:
@@ -137,7 +137,10 @@ class Lookup:
     """
 
     def __init__(self, task: int) -> None:
-        """Take the place of a task. `task`: its open directory in /proc. Raises: OSError."""
+        """Give this thread the root, the working directory and the ids of a task.
+
+        `task`: the task's open directory in /proc. Raises: OSError.
+        """
         self._opened: list[int] = []
         try:
             self._enter(task)
@@ -162,7 +165,7 @@ class Lookup:
         self._take_ids()
 
     def _is_of_command(self) -> bool:
-        """Whether the task's capabilities count for files: it is in no user namespace of its own making."""
+        """Whether the task's capabilities count for files, because it has made no further user namespace."""
         here = os.stat("self/ns/user", dir_fd=self._proc).st_ino
         theirs = self._open("ns/user", self._task, os.O_RDONLY)
         return os.fstat(theirs).st_ino == here or _namespace(theirs, _NS_GET_PARENT) == here

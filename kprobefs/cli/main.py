@@ -352,13 +352,16 @@ def _trace(parsed: argparse.Namespace) -> int:
 def _tour(parsed: argparse.Namespace) -> int:
     from emulated_kernel.util.config import MachineConfig
     from kprobefs.cli.run import mounted
-    from kprobefs.cli.tour import steps, tour
+    from kprobefs.cli.tour import profile, steps, tour
     from kprobefs.daemon.backends import build_kernel
     from kprobefs.mount_options import MountOptions
 
-    options = MountOptions("", MachineConfig(arch=parsed.arch))
-    with mounted(options, parsed.build or build_kernel) as base:
-        tour(f"{base}/mnt", steps(parsed.arch))
+    config = MachineConfig(arch=parsed.arch)
+    needed = profile(parsed.arch, parsed.chapter)
+    if needed is not None:
+        config = replace(config, profile=needed)
+    with mounted(MountOptions("", config), parsed.build or build_kernel) as base:
+        tour(f"{base}/mnt", steps(parsed.arch, parsed.chapter))
     return ExitStatus.OK
 
 
@@ -412,14 +415,26 @@ def _matrix(parsed: argparse.Namespace) -> int:
         raise CliError("matrix: no command given; add -- CMD...", ExitStatus.USAGE)
     if parsed.kprobes and not parsed.image:
         raise CliError("matrix: --kprobes: no distribution's kernel given; add --image", ExitStatus.USAGE)
-    check_host()
+    if parsed.scheduler:
+        from kprobefs.measure.cluster import check_installed
+
+        check_installed()
+        if parsed.jobs:
+            why = "the cluster decides how many kernels run at a time; leave it out"
+            raise CliError(f"matrix: --jobs: {why}", ExitStatus.USAGE)
+    else:
+        check_host()
     images = [each if each == HOST else os.path.abspath(each) for each in parsed.image]
     cases = matrix.cases(images, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock)
 
     def report(result: matrix.Result) -> None:
         _print_error(f"matrix: {escape_for_terminal(result.case.name)}: {result.verdict}")
 
-    results = matrix.run_all(cases, command, Path(parsed.logs), parsed.jobs, report)
+    logs = Path(parsed.logs)
+    if parsed.scheduler:
+        results = matrix.run_on_workers(cases, command, logs, parsed.scheduler, report)
+    else:
+        results = matrix.run_all(cases, command, logs, parsed.jobs or 1, report)
     if parsed.junit:
         matrix.write_junit(results, command, Path(parsed.junit))
     print(matrix.as_json(results) if parsed.json else "\n".join(matrix.table(results)))
@@ -489,6 +504,8 @@ def _coverage(parsed: argparse.Namespace) -> int:
         cpu=parsed.cpu,
         pattern=parsed.function,
         jobs=parsed.jobs,
+        scheduler=parsed.scheduler,
+        results=parsed.results,
         compare=parsed.compare,
         as_json=parsed.json,
         html=parsed.html,

@@ -8,15 +8,18 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import IO
 from xml.etree import ElementTree
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.common.errors import ExitStatus, escape_for_terminal
+from kprobefs.cli.run import end_with_parent
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 BLAMED = re.compile(r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert", re.IGNORECASE)
 """Pattern of a line in a log that probably says why the command failed."""
@@ -24,6 +27,8 @@ MAX_SHOWN = 60
 """Maximum length in characters of the line that the table shows for a failure."""
 LOG_BYTES = 1 << 20
 """Number of bytes at the end of a log that are searched and put into the JUnit report."""
+_OUTPUT_BYTES = 64 << 20
+"""Maximum number of bytes of a command's output that a worker of a cluster returns."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -121,19 +126,81 @@ def run_all(
             raise
 
 
+def run_on_workers(
+    found: Sequence[Case],
+    command: Sequence[str],
+    logs: Path,
+    scheduler: str,
+    ended: Callable[[Result], None],
+) -> list[Result]:
+    """Run the command on each kernel, on the workers of a Dask cluster; otherwise as run_all().
+
+    The workers need the files of the kernels and of the command at the same places, also the directory that
+    is current here. If a worker is lost, another one runs the command again.
+    Raises: CliError (the cluster fails), OSError (a log cannot be written).
+    """
+    from kprobefs.measure.cluster import run_on_cluster
+
+    logs.mkdir(parents=True, exist_ok=True)
+    arguments = [(case.options, tuple(command), os.getcwd()) for case in found]
+    results: dict[int, Result] = {}
+    for number, (status, seconds, output) in run_on_cluster(scheduler, run_on_worker, arguments):
+        log = logs / found[number].log_name
+        log.write_bytes(output)
+        results[number] = _result(found[number], status, seconds, log)
+        ended(results[number])
+    return [results[number] for number in range(len(found))]
+
+
+def run_on_worker(options: Sequence[str], command: Sequence[str], directory: str) -> tuple[int, float, bytes]:
+    """Run the command on one kernel; return its exit status, its duration in seconds, and its output.
+
+    Only the end of a long output is returned. Raises: CliError (there is no such directory).
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        try:
+            status = _run_once(options, command, output, directory)
+        except OSError as error:
+            why = f"{error.strerror}; share the directory with all workers"
+            raise CliError(f"{directory}: {why}") from error
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
+        return status, time.monotonic() - start, output.read()
+
+
 def _run(case: Case, command: Sequence[str], logs: Path, ended: Callable[[Result], None]) -> Result:
     log = logs / case.log_name
     start = time.monotonic()
     with log.open("wb") as output:
-        words = [sys.executable, "-m", "kprobefs", "run", *case.options, "--", *command]
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False
-        )
-    status = 128 - done.returncode if done.returncode < 0 else done.returncode
-    line = _blamed(_text(log)) if status else ""
-    result = Result(case, status, time.monotonic() - start, log, line or f"status {status}" if status else "")
+        status = _run_once(case.options, command, output)
+    result = _result(case, status, time.monotonic() - start, log)
     ended(result)
     return result
+
+
+def _run_once(
+    options: Sequence[str], command: Sequence[str], output: IO[bytes], directory: str | None = None
+) -> int:
+    """Run the command on a kernel; return the exit status as a shell has it.
+
+    If this process is killed, the run ends too.
+    """
+    words = [sys.executable, "-m", "kprobefs", "run", *options, "--", *command]
+    done = subprocess.run(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        check=False,
+        cwd=directory,
+        preexec_fn=end_with_parent,
+    )
+    return 128 - done.returncode if done.returncode < 0 else done.returncode
+
+
+def _result(case: Case, status: int, seconds: float, log: Path) -> Result:
+    line = _blamed(_text(log)) if status else ""
+    return Result(case, status, seconds, log, line or f"status {status}" if status else "")
 
 
 def _text(log: Path) -> str:

@@ -158,6 +158,13 @@ def program_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tour", help="walk through probing, step by step, on a temporary mount")
     command.add_argument(
+        "chapter",
+        nargs="?",
+        choices=("probes", "optimized"),
+        default="probes",
+        help="probes: a first probe; optimized: the stages in which a jump is written (default: %(default)s)",
+    )
+    command.add_argument(
         "--arch",
         choices=ARCHITECTURES,
         default="x86_64",
@@ -358,9 +365,8 @@ def _add_matrix(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         help="profile of kprobefs's own kernels; may be repeated",
     )
     command.add_argument("--clock", choices=CLOCKS, help="time that timestamps follow (default: virtual)")
-    command.add_argument(
-        "--jobs", type=_count, default=1, metavar="N", help="number of kernels at a time (default: 1)"
-    )
+    command.add_argument("--jobs", type=_count, metavar="N", help="number of kernels at a time (default: 1)")
+    _add_scheduler(command, "run the command on the workers of the Dask cluster with this scheduler")
     command.add_argument(
         "--logs", metavar="DIR", default="kprobefs-matrix", help="directory for logs (default: %(default)s)"
     )
@@ -399,6 +405,10 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
     command.add_argument(
         "--jobs", type=_count, metavar="N", help="number of processes (default: one for each CPU)"
     )
+    _add_scheduler(command, "count on the workers of the Dask cluster with this scheduler")
+    command.add_argument(
+        "--results", metavar="FILE", help="keep what is finished in FILE; the next run only does the rest"
+    )
     command.add_argument("--json", action="store_true", help="print all counts as JSON, also by function")
     command.add_argument(
         "--compare",
@@ -409,6 +419,10 @@ def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None
         "--html", metavar="DIR", help="write pages to DIR: an index, and a listing for each function"
     )
     command.add_argument("--plot", metavar="FILE", help="write the shares as a picture (SVG) to FILE")
+
+
+def _add_scheduler(command: argparse._ActionsContainer, text: str) -> None:
+    command.add_argument("--scheduler", metavar="ADDRESS", help=f"{text} (needs kprobefs[cluster])")
 
 
 def _add_cpu(command: argparse._ActionsContainer) -> None:

@@ -209,7 +209,7 @@ class _Runner:
         if self.system is not None:
             self.system.enter()
         # This comes last, because a process that changes its credentials loses the setting.
-        _end_with_parent()
+        end_with_parent()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal that ends a program: forward it to the command, or keep it until the start."""
@@ -258,8 +258,8 @@ def _is_in_no_path(name: str) -> bool:
     )
 
 
-def _end_with_parent() -> None:
-    """Make the host send SIGHUP to this process, the command, when `kprobefs run` is killed."""
+def end_with_parent() -> None:
+    """Make the host send SIGHUP to this process when its parent is killed. Call it between fork and exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
 
 

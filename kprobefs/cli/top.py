@@ -31,7 +31,7 @@ RECORDS = 500
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
 BACK = "q quit  escape back  up/down scroll  e enable  o optimize"
 MAX_LINES = 1 << 20
-"""A number of rows that moves to the first or last line of any list."""
+"""Number of rows greater than the length of any list: a move by it leads to the first or last line."""
 MORE_KEYS = "? all keys"
 """End of the line of keys if the terminal is too narrow for all keys."""
 KEYS = (

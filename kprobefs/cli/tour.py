@@ -126,13 +126,90 @@ STEPS = (
         ("echo 0 > tracing/events/enable; echo > kprobe_events", "cat kprobes/list | wc -l"),
     ),
 )
+_LOOK = ("echo 'gcd 12 18' > machine/call", "cat kprobes/stats/kprobes/inside/{hits,bytes}")
+"""Commands that hit the probe once and show its text."""
+_STAGES = (
+    Step(
+        "Stops between the stages",
+        "The optimizer replaces a probe's breakpoint by a jump in three stages. Usually nobody sees them. "
+        "The file kprobes/stages stops each change of a jump after each stage, and the kernel goes on "
+        "meanwhile. The optimizer is off at first.",
+        ("cd $KPROBEFS; echo 0 > kprobes/optimization", "echo 1 > kprobes/stages; cat kprobes/stages"),
+    ),
+    Step(
+        "Before",
+        "The probe is in the function gcd. Until it is enabled, the text is the original one.",
+        ("echo 'p:inside gcd+{offset}' > kprobe_events", *_LOOK),
+    ),
+    Step(
+        "Armed",
+        "The enabled probe is a breakpoint over its instruction. A call of gcd hits it.",
+        ("echo 1 > tracing/events/kprobes/inside/enable", *_LOOK),
+    ),
+    Step(
+        "First stage: breakpoint",
+        "Each change of several bytes begins with the shortest breakpoint. A CPU that arrives now meets it, "
+        "and never a mixture of old and new bytes.",
+        ("echo 1 > kprobes/optimization; sleep 0.2", "cat kprobes/stages", *_LOOK),
+    ),
+    Step(
+        "Second stage: tail",
+        "No CPU can be within the bytes after the breakpoint now. They become the tail of the jump.",
+        ("echo next > kprobes/stages", "cat kprobes/stages", *_LOOK),
+    ),
+    Step(
+        "Third stage: jump",
+        "The start of the jump replaces the breakpoint. From now on a hit needs no trap.",
+        ("echo next > kprobes/stages", "cat kprobes/stages", *_LOOK, "cat kprobes/list"),
+    ),
+    Step(
+        "And back",
+        "The way back begins with the breakpoint, too. It covers the start of the jump.",
+        ("echo 0 > kprobes/optimization", "cat kprobes/stages", *_LOOK),
+    ),
+    Step(
+        "The original tail",
+        "The tail of the original instructions follows. The probe still takes its hits.",
+        ("echo next > kprobes/stages", "cat kprobes/stages", *_LOOK),
+    ),
+    Step(
+        "Cleaning up",
+        "The last stage leaves the armed breakpoint. A disabled probe leaves the original text.",
+        (
+            "echo next > kprobes/stages; echo 0 > kprobes/stages",
+            *_LOOK,
+            "echo 0 > tracing/events/enable",
+            "cat kprobes/stats/kprobes/inside/bytes",
+            "echo > kprobe_events",
+        ),
+    ),
+)
+"""Steps that stop at each stage of patching, with the place `{offset}` of the probe in gcd."""
+CHAPTERS = ("probes", "optimized")
+"""Names of the tours. The first one is the default."""
+_STAGED = {"riscv64": 34, "riscv64i": 36}
+"""Architecture -> offset in gcd of the probe that the tour optimizes, if it differs from x86's."""
+OPTIMIZING_PROFILE = "riscv-optprobes-2023"
+"""Profile with an optimizer for the architectures on which Linux has none."""
+
 END = "That was the tour. kprobefs mount DIR creates a mount that stays; man kprobefs has the details."
 PROMPT = "Enter continues, q ends the tour "
 
 
-def steps(arch: str) -> tuple[Step, ...]:
-    """Return the steps of the tour for an architecture."""
+def steps(arch: str, chapter: str = CHAPTERS[0]) -> tuple[Step, ...]:
+    """Return the steps of a tour for an architecture."""
+    if chapter == "optimized":
+        offset = str(_STAGED.get(arch, 5))
+        return tuple(
+            Step(step.title, step.text, tuple(it.replace("{offset}", offset) for it in step.commands))
+            for step in _STAGES
+        )
     return tuple(_TRAPPED if step is _OPTIMIZED and arch.startswith("riscv") else step for step in STEPS)
+
+
+def profile(arch: str, chapter: str) -> str | None:
+    """Return the profile that a tour needs, or None for the default."""
+    return OPTIMIZING_PROFILE if chapter == "optimized" and arch.startswith("riscv") else None
 
 
 def tour(directory: str, walk: Sequence[Step]) -> None:

@@ -36,7 +36,7 @@ PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Sum of this number and an errno: exit status of a RecordReader's process that could not write records."""
+"""Number that is added to an errno to get the exit status of a RecordReader that could not write records."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TraceRequest:
     """File that gets the records, whose ending selects the kind of file; None: standard output."""
     as_json: bool = False
     has_stacks: bool = False
-    """Record the stack at each hit."""
+    """Whether to record the stack at each hit."""
     graph: str | None = None
     """Function whose call graph is recorded; None if no call graph is."""
 

@@ -130,7 +130,7 @@ class RawOutput(TraceOutput):
         }
 
     def read(self, pipe: int) -> None:  # noqa: ARG002 (the pages are in other files)
-        """Read the pages; trace_pipe stays as it is."""
+        """Read the available pages of each CPU's trace_pipe_raw. Nothing is read from trace_pipe."""
         for cpu, descriptor in self._sources.items():
             with suppress(BlockingIOError):
                 while page := os.read(descriptor, self.layout.size):

@@ -31,7 +31,7 @@ GRAPH = re.compile(
     r"\s*(?P<time>\d+\.\d+) \|\s+(?P<cpu>\d+)\)\s+(?P<comm>.{1,15}?)-(?P<pid>\d+)\s+\|[^|]*?"
     r"(?:(?P<duration>\d+\.\d+) us)?\s+\|  (?P<text>.*)$"
 )
-"""A line of the function graph tracer with the options funcgraph-abstime and funcgraph-proc."""
+"""Matches a line of the function graph tracer with the options funcgraph-abstime and funcgraph-proc."""
 GRAPH_CALL = re.compile(
     r"(?P<indent> *)(?:(?P<function>[^\s(]+)(?P<entry>\(\) \{|\(\);)|\} /\* (?P<left>[^\s*]+) \*/)"
 )
@@ -39,7 +39,7 @@ GRAPH_EVENT = re.compile(r" */\* (\w+): (.*) \*/$")
 NUMBERS = "diux"
 """Conversion letters of printf that print a number."""
 Layout = tuple[re.Pattern[str], list[tuple[str, str]]]
-"""Regular expression of an event's text, and the name and conversion of each group of it."""
+"""Regular expression of an event's text, and name and conversion letter of each of its groups."""
 Layouts = dict[str, list[Layout]]
 """Name of an event -> layouts of the events with that name."""
 CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(?:hh?|ll?|L|z)?(p[a-zA-Z0-9]*|[a-zA-Z%])")

@@ -100,7 +100,7 @@ def _exceeded(what: str, limits: Iterable[tuple[int, str, int, int, str]]) -> st
 def escape_for_terminal(text: str) -> str:
     """Escape the unprintable characters of a text that may contain names from other users or programs.
 
-    They would otherwise move the cursor or hide text.
+    Otherwise, such characters would move the cursor or hide text.
     """
     return "".join(character if character.isprintable() else _escape(character) for character in text)
 

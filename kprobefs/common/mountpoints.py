@@ -249,7 +249,10 @@ class _Question:
 
 
 def _ask(directory: str, writer: int) -> NoReturn:
-    """Write the errno of a request that needs only the daemon, then the state, which needs the kernel."""
+    """Write to `writer` the errno of a request that only the daemon answers, and then the mount's state.
+
+    The request for the state also needs the kernel.
+    """
     try:
         # A process that waits for the end of the parent's output must not wait for this child.
         os.closerange(0, writer)

@@ -55,7 +55,8 @@ def wrap(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
     """Return a line of text, broken between words if it is too long for the terminal.
 
     `indent`: start of each further line. `first`: text before the line. A text of several lines stays
-    unchanged, because it may have a caret below a column. The terminal breaks both lines in the same way.
+    unchanged, because it may have a caret below a column. The terminal breaks the line with the caret at the
+    same column as the line above it.
     """
     if "\n" in text or not is_interactive(stream):
         return first + text

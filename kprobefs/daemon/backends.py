@@ -159,9 +159,21 @@ def _cpu(options: MountOptions) -> ProductionCpu | None:
 def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
     """Return the profile that the options name, or the one that follows the kernel, with the strategy."""
     from emulated_kernel.guests.linux.probing.detect_interface import profile_of
-    from emulated_kernel.kprobes.profile import profile_named, with_strategy
+    from emulated_kernel.kprobes.profile import (
+        RISCV_FTRACE_PROFILE,
+        RISCV_PROFILE,
+        profile_named,
+        with_strategy,
+    )
 
-    profile = profile_of(kernel) if options.follows_version else profile_named(options.machine.profile)
+    name = options.machine.profile
+    if options.follows_version:
+        profile = profile_of(kernel)
+    elif name in (RISCV_PROFILE, RISCV_FTRACE_PROFILE) and kernel.architecture == "riscv64":
+        # The series is for any version.
+        profile = profile_of(kernel, name)
+    else:
+        profile = profile_named(name)
     return with_strategy(profile, options.machine.strategy)
 
 

@@ -147,7 +147,7 @@ NOISE_NOTE = f"{NOISE}: rounds differ by more than what is measured; take more -
 def measured(net: Sequence[float]) -> float | None:
     """Return the median of the samples, or None if the rounds differ too much.
 
-    They do if the 10th percentile is 0 or negative.
+    The rounds differ too much if the 10th percentile is 0 or negative.
     """
     return statistics.median(net) if quantile(net, 1) > 0 else None
 

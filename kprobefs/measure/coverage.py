@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
+from hashlib import sha256
 from pathlib import Path
 from textwrap import fill
+from threading import Lock
 from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
@@ -21,11 +23,13 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.errors import CliError, ExitStatus, explained
 from kprobefs.common.progress import Progress
 from kprobefs.measure import coverage_subject
+from kprobefs.measure.cluster import code_digest, run_on_cluster
 from kprobefs.measure.coverage_subject import Subject
+from kprobefs.measure.results_file import ResultsFile, finish
 from kprobefs.measure.verdicts import Judge, ProbeOutcome, chosen_profile, outcome_of
 
 _WIDTH = 80
-_PIECE = 1 << 16
+_PIECE = 1 << 14
 """Size in bytes of the functions that a process examines at a time."""
 Reasons = Counter[RejectReason | Tactics | None]
 """Reason why a probe is not optimized, tactics of a jump, or None for Linux's rule -> number of instructions.
@@ -77,6 +81,42 @@ class Coverage:
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
 
+@dataclass(frozen=True)
+class Source:
+    """Options that name one kernel, or one group of kernels with equal functions."""
+
+    arch: str | None = None
+    image: str | None = None
+    functions: str | None = None
+    vmcore: str | None = None
+    cpu: str | None = None
+    pattern: str | None = None
+    """Count only functions with such names, as in a shell."""
+
+    def group(self) -> list[Subject]:
+        """Read the kernels. Raises: CliError."""
+        group = self._read()
+        if self.pattern is None:
+            return group
+        group = [subject.of_functions(self.pattern) for subject in group]
+        if not group[0].symbols:
+            why = f"no such function in {group[0].title}"
+            raise CliError(f"--function {self.pattern}: {why}", ExitStatus.USAGE)
+        return group
+
+    def _read(self) -> list[Subject]:
+        with explained(self.image or self.functions or self.vmcore or self.arch or ""):
+            if self.image is not None and self.cpu is not None:
+                return [coverage_subject.booted_image(self.image, self.cpu)]
+            if self.image is not None:
+                return list(coverage_subject.linux_image(self.image))
+            if self.functions is not None:
+                return [coverage_subject.recorded_functions(Path(self.functions))]
+            if self.vmcore is not None:
+                return [coverage_subject.dumped_kernel(self.vmcore)]
+            return [coverage_subject.own_image(self.arch or "x86_64")]
+
+
 class Counting(NamedTuple):
     """The counts of one function of one subject."""
 
@@ -87,25 +127,32 @@ class Counting(NamedTuple):
 
 
 def coverage(
-    group: Sequence[Subject], profile_name: str | None, strategy: str | None = None, jobs: int = 1
+    group: Sequence[Subject],
+    profile_name: str | None,
+    strategy: str | None = None,
+    jobs: int = 1,
+    *,
+    source: Source | None = None,
+    scheduler: str | None = None,
+    results: ResultsFile | None = None,
 ) -> list[Coverage]:
     """Count the instructions of all functions of subjects, with a profile and an optimization policy.
 
     The subjects of a group have the same functions; code that does not differ is examined once.
-    `jobs`: number of processes.
-    Raises: CliError (the profile is unknown, or has no optimizer; a process has ended).
+    `jobs`: number of processes. `scheduler`: address of the Dask cluster that counts in place of processes;
+    its workers read the kernels from `source`. `results`: file for what is finished.
+    Raises: CliError (the profile is unknown, or has no optimizer; a process has ended; the cluster fails).
     """
     first = group[0]
-    try:
-        profile = with_strategy(chosen_profile(profile_name, first.arch, first.tables), strategy)
-        judges = [Judge(subject, profile) for subject in group]
-    except KernelError as error:
-        raise CliError(str(error.strerror), ExitStatus.USAGE) from error
-    found = [Coverage(judge, judge.profile.title) for judge in judges]
-    # Other functions may decide too, if the policy looks at references to a function.
-    counter = FunctionCounter(judges, is_local=strategy is None)
+    counter = FunctionCounter.of(group, profile_name, strategy)
+    found = [Coverage(judge, judge.profile.title) for judge in counter.judges]
     with Progress(first.title, sum(symbol.size for symbol in first.symbols)) as progress:
-        for symbol, counted in zip(first.symbols, counter.count(first.symbols, jobs, progress), strict=True):
+        if scheduler is not None:
+            assert source is not None
+            run = counter.on_cluster(scheduler, (source, profile_name, strategy))
+        else:
+            run = counter.in_processes(jobs)
+        for symbol, counted in zip(first.symbols, counter.count(run, progress, results), strict=True):
             for coverage_of, one in zip(found, counted, strict=True):
                 coverage_of.symbols.append((symbol, one.reasons))
                 coverage_of.seconds += one.seconds
@@ -114,21 +161,38 @@ def coverage(
     return found
 
 
+Run = Callable[[list[int]], Iterable[tuple[int, Any]]]
+"""Function that counts the pieces with some numbers. It yields (number, encoded counts) in any order."""
+
+
 class FunctionCounter:
     """Counts the instructions of functions in several kernels that have the same functions."""
 
     def __init__(self, judges: Sequence[Judge], *, is_local: bool) -> None:
         """Keep the judges. `is_local`: a verdict depends on the function's own code and tables only."""
-        self._judges = judges
+        self.judges = judges
         self._is_local = is_local
         strategy = judges[0].strategy
         self.counts_pairs = bool(strategy and strategy.pairs)
+        self._pieces = list(_pieces(judges[0].subject.symbols))
+
+    @classmethod
+    def of(cls, group: Sequence[Subject], profile_name: str | None, strategy: str | None) -> FunctionCounter:
+        """Return a counter for subjects. Raises: CliError (the profile is unknown, or has no optimizer)."""
+        first = group[0]
+        try:
+            profile = with_strategy(chosen_profile(profile_name, first.arch, first.tables), strategy)
+            judges = [Judge(subject, profile) for subject in group]
+        except KernelError as error:
+            raise CliError(str(error.strerror), ExitStatus.USAGE) from error
+        # Other functions may decide too, if the policy looks at references to a function.
+        return cls(judges, is_local=strategy is None)
 
     def counting(self, symbol: Symbol) -> list[Counting]:
         """Return the counts of a function in each kernel."""
         seen: dict[bytes, Counting] = {}
         found = []
-        for judge in self._judges:
+        for judge in self.judges:
             code = judge.subject.tables.read(symbol.address, symbol.size) if self._is_local else b""
             known = seen.get(code) if self._is_local else None
             if known is not None:
@@ -143,37 +207,78 @@ class FunctionCounter:
         return found
 
     def count(
-        self, symbols: Sequence[Symbol], jobs: int, progress: Progress | None = None
+        self, run: Run, progress: Progress | None = None, file: ResultsFile | None = None
     ) -> Iterator[list[Counting]]:
-        """Yield the counts of functions, in their order. Raises: CliError (a process has ended)."""
-        pieces = list(_pieces(symbols))
+        """Yield the counts of all functions, in their order.
+
+        Raises: CliError (a process has ended, the cluster fails, the file has wrong counts).
+        """
+        found: dict[int, list[list[Counting]]] = {}
         with _without_garbage_collection():
-            if jobs < 2 or len(pieces) < 2:
-                counted: Iterable[list[list[Counting]]] = map(self._count_piece, pieces)
-            else:
-                # Processes share the memory of all code that is decoded before the fork.
-                self.counting(symbols[0])
-                counted = self._count_in_processes(pieces, jobs)
-            for piece, found in zip(pieces, counted, strict=True):
-                yield from found
+            for number, counted in finish(len(self._pieces), run, self.digest if file else "", file):
+                try:
+                    found[number] = _decoded(counted, len(self._pieces[number]), len(self.judges))
+                except (ValueError, TypeError, KeyError) as error:
+                    raise CliError("--results: the file has wrong counts; remove it") from error
                 if progress is not None:
-                    progress.add(sum(symbol.size for symbol in piece))
+                    progress.add(sum(symbol.size for symbol in self._pieces[number]))
+        for number in range(len(self._pieces)):
+            yield from found.pop(number)
 
-    def _count_piece(self, symbols: Sequence[Symbol]) -> list[list[Counting]]:
-        return [self.counting(symbol) for symbol in symbols]
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all that decides about the counts: the kernels, the rules, and the code of kprobefs."""
+        parts: list[object] = [code_digest()]
+        for judge in self.judges:
+            tables = judge.subject.tables
+            parts += [judge.profile, judge.subject.symbols, tables.kallsyms.symbols, tables.text_ranges]
+            parts += [list(tables.mcount), tables.ex_table, tables.bugs, tables.jump_labels]
+            parts += [tables.static_calls, tables.blacklist, judge.subject.title]
+            parts += [tables.read(start, end - start) for start, end in tables.text_ranges]
+            for start, data in tables.data:
+                parts += [start, bytes(data)]
+        digest = sha256()
+        for part in parts:
+            digest.update(sha256(part if isinstance(part, bytes) else repr(part).encode()).digest())
+        return digest.hexdigest()
 
-    def _count_in_processes(
-        self, pieces: Sequence[Sequence[Symbol]], jobs: int
-    ) -> Iterator[list[list[Counting]]]:
+    def count_piece(self, number: int) -> Any:
+        """Return the counts of a piece in the form of a results file."""
+        return _encoded([self.counting(symbol) for symbol in self._pieces[number]])
+
+    def in_processes(self, jobs: int) -> Run:
+        """Return a function that counts pieces in forked processes, or in this one if there is one job."""
+
+        def run(numbers: list[int]) -> Iterator[tuple[int, Any]]:
+            if jobs < 2 or len(numbers) < 2:
+                yield from ((number, self.count_piece(number)) for number in numbers)
+                return
+            # Processes share the memory of all code that is decoded before the fork.
+            self.counting(self._pieces[0][0])
+            yield from zip(numbers, self._fork(numbers, jobs), strict=True)
+
+        return run
+
+    def on_cluster(self, scheduler: str, names: _Names) -> Run:
+        """Return a function that counts pieces on a Dask cluster, whose workers read the same kernels."""
+
+        def run(numbers: list[int]) -> Iterator[tuple[int, Any]]:
+            arguments = [(names, self.digest, number) for number in numbers]
+            for index, counted in run_on_cluster(scheduler, count_on_worker, arguments):
+                yield numbers[index], counted
+
+        return run
+
+    def _fork(self, numbers: Sequence[int], jobs: int) -> Iterator[Any]:
         from concurrent.futures import ProcessPoolExecutor
         from concurrent.futures.process import BrokenProcessPool
         from multiprocessing import get_context
 
         global _forked
-        _forked = self, pieces
+        _forked = self
         try:
             with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-                yield from pool.map(_count_number, range(len(pieces)))
+                yield from pool.map(_count_number, numbers)
         except BrokenProcessPool as error:
             raise CliError(
                 "coverage: a process was ended from outside; run it again with --jobs 1"
@@ -182,17 +287,87 @@ class FunctionCounter:
             _forked = None
 
 
-_forked: tuple[FunctionCounter, Sequence[Sequence[Symbol]]] | None = None
-"""Counter and groups of functions that FunctionCounter.count() passes to its processes.
+_forked: FunctionCounter | None = None
+"""Counter that FunctionCounter passes to its processes.
 
 Forked processes inherit the variable, because kernels are too large to send.
 """
 
 
-def _count_number(number: int) -> list[list[Counting]]:
+def _count_number(number: int) -> Any:
     assert _forked is not None
-    counter, pieces = _forked
-    return counter._count_piece(pieces[number])
+    return _forked.count_piece(number)
+
+
+_Names = tuple[Source, str | None, str | None]
+"""What a worker makes its counter of: the kernels' source, the profile's name, and the strategy."""
+_counters: dict[_Names, FunctionCounter] = {}
+"""Counter of this worker of a cluster; only the last one is kept."""
+_one_at_a_time = Lock()
+"""Lock of _counters and of the counters, which several threads of a worker must not use together."""
+
+
+def count_on_worker(names: _Names, digest: str, number: int) -> Any:
+    """Return the counts of a piece, on a worker of a cluster.
+
+    Raises: CliError (the kernel cannot be read, or differs from the command's).
+    """
+    source, profile, strategy = names
+    with _one_at_a_time:
+        counter = _counters.get(names)
+        if counter is None:
+            counter = FunctionCounter.of(source.group(), profile, strategy)
+            _counters.clear()
+            _counters[names] = counter
+        if counter.digest != digest:
+            title = counter.judges[0].subject.title
+            raise CliError(f"the worker has read another kernel, {title}; copy the file there")
+        with _without_garbage_collection():
+            return counter.count_piece(number)
+
+
+_PLAIN = ""
+"""Name of a jump that Linux's rule allows, in encoded counts."""
+
+
+def _encoded(piece: Sequence[Sequence[Counting]]) -> list[Any]:
+    """Return counts as lists and dictionaries for JSON, which _decoded() reads."""
+    return [
+        [
+            [{_name(reason): n for reason, n in one.reasons.items()}, one.pairs, round(one.seconds, 6)]
+            for one in function
+        ]
+        for function in piece
+    ]
+
+
+def _name(reason: RejectReason | Tactics | None) -> str:
+    if isinstance(reason, RejectReason):
+        return reason.name
+    return _PLAIN if reason is None else " ".join(tactic.name for tactic in reason)
+
+
+def _decoded(piece: Any, functions: int, subjects: int) -> list[list[Counting]]:
+    """Return the counts that _encoded() has encoded. Raises: ValueError, TypeError, KeyError."""
+    found = [
+        [
+            Counting(Counter({_reason(name): int(n) for name, n in reasons.items()}), int(pairs), seconds)
+            for reasons, pairs, seconds in function
+        ]
+        for function in piece
+    ]
+    if len(found) != functions or any(len(function) != subjects for function in found):
+        raise ValueError("counts of another number of functions")
+    return found
+
+
+@cache
+def _reason(name: str) -> RejectReason | Tactics | None:
+    if name == _PLAIN:
+        return None
+    if name in RejectReason.__members__:
+        return RejectReason[name]
+    return tuple(Tactic[each] for each in name.split(" "))
 
 
 def _pieces(symbols: Sequence[Symbol]) -> Iterator[Sequence[Symbol]]:
@@ -220,42 +395,6 @@ def _without_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
         if was_on:
             gc.enable()
-
-
-def subjects(
-    arch: str | None,
-    images: Sequence[str],
-    functions: str | None,
-    vmcore: str | None = None,
-    cpu: str | None = None,
-    pattern: str | None = None,
-) -> Iterator[list[Subject]]:
-    """Yield groups of the kernels that the command's options name. Kernels of a group have equal functions.
-
-    `pattern`: count only functions with such names, as in a shell. Raises: CliError.
-    """
-    if cpu is not None and not images:
-        why = "only possible with a distribution's kernel; add --image, or leave it out"
-        raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
-    for image in images or (None,):
-        with explained(image or functions or vmcore or arch or ""):
-            if image is not None and cpu is not None:
-                group = [coverage_subject.booted_image(image, cpu)]
-            elif image is not None:
-                group = list(coverage_subject.linux_image(image))
-            elif functions is not None:
-                group = [coverage_subject.recorded_functions(Path(functions))]
-            elif vmcore is not None:
-                group = [coverage_subject.dumped_kernel(vmcore)]
-            else:
-                group = [coverage_subject.own_image(arch or "x86_64")]
-        if pattern is not None:
-            group = [subject.of_functions(pattern) for subject in group]
-            if not group[0].symbols:
-                raise CliError(
-                    f"--function {pattern}: no such function in {group[0].title}", ExitStatus.USAGE
-                )
-        yield group
 
 
 # JSON

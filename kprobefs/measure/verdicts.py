@@ -13,12 +13,10 @@ from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.kprobes.profile import Profile, profile_named, with_strategy
-from emulated_kernel.util.fast_dataclass import dataclass, replace
+from emulated_kernel.kprobes.profile import RISCV_PROFILE, Profile, profile_named, with_strategy
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.measure.coverage_subject import Subject
 
-RISCV_PROFILE = "riscv-optprobes-2023"
-"""Name of the default profile for RISC-V, on which Linux itself does not optimize."""
 X86_PROFILE = "linux-6.1"
 LINUX_RULES = {"optprobe": "optprobe-linux"}
 """Policy -> policy with exactly Linux's rules. The first one also checks branches from other functions."""
@@ -64,22 +62,18 @@ class Verdict:
 def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile:
     """Return the profile `name`; if the user names none, the profile that applies to a kernel.
 
-    A distribution's kernel has the interface and the rules of its own version. On RISC-V, its jumps are those
-    of the series for RISC-V, because no release of Linux has any. Raises: KernelError (no such profile).
+    A distribution's kernel has the profile that profile_of() returns. Raises: KernelError (no such profile).
     """
     usual = RISCV_PROFILE if arch.startswith("riscv") else X86_PROFILE
     if name is not None or not isinstance(tables, LinuxKernel):
         return profile_named(name or usual)
     from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 
-    own = profile_of(tables)
-    if usual != RISCV_PROFILE:
-        return own
-    return replace(profile_named(usual), interface=own.interface, probe_rules=own.probe_rules)
+    return profile_of(tables)
 
 
 class Judge:
-    """Answers, for the functions of a subject and a profile, what happens to a probe on an instruction."""
+    """Decides what happens to a probe on an instruction, for one subject and one profile."""
 
     def __init__(self, subject: Subject, profile: Profile) -> None:
         self.subject = subject

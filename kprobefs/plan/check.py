@@ -45,7 +45,7 @@ _OTHER_KINDS = {
     "f": InterfaceRule.FPROBE_EVENTS,
     "t": InterfaceRule.TRACEPOINT_EVENTS,
 }
-"""Letter of a kind of events that are no kprobe events -> rule of the interfaces that have it; None: all."""
+"""Letter of an event's kind, except kprobe events -> interface rule of the kind, or None without a rule."""
 _EXPRESSION = re.compile(
     r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
     r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"

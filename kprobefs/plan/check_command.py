@@ -46,7 +46,7 @@ def run(
 ) -> bool:
     """Run `kprobefs check` on the files `paths`; return True if no kernel refuses a line.
 
-    The kernels are the options of the command. `form`: text, json or sarif.
+    The other arguments are the command's options, which select the kernels. `form`: text, json or sarif.
 
     Raises: CliError (a file can't be read; no such kernel or profile).
     """

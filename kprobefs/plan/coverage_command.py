@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from textwrap import wrap
 
+from emulated_kernel.util.config import HOST
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
-from kprobefs.measure.coverage import Coverage, as_dict, by_verdict, coverage, share, subjects, tables
+from kprobefs.measure.cluster import check_installed
+from kprobefs.measure.coverage import Coverage, Source, as_dict, by_verdict, coverage, share, tables
+from kprobefs.measure.results_file import ResultsFile
 from kprobefs.measure.verdicts import ProbeOutcome
 
 _WIDTH = 80
@@ -33,6 +37,8 @@ def run(
     cpu: str | None,
     pattern: str | None,
     jobs: int | None,
+    scheduler: str | None,
+    results: str | None,
     compare: bool,
     as_json: bool,
     html: str | None,
@@ -41,14 +47,37 @@ def run(
     """Run `kprobefs coverage`: print tables, or all counts as JSON.
 
     `compare` prints one table for all kernels. `html` is a directory for pages, and `plot` a file for a
-    picture. `jobs`: number of processes; None means one per CPU. Raises: CliError.
+    picture. `jobs`: number of processes; None means one per CPU. `scheduler` is the address of a Dask
+    cluster, and `results` a file for finished parts. Raises: CliError.
     """
     if strategy is not None and functions is not None:
         why = "a recording lacks the kernel's data, which may lead into replaced bytes; leave it out"
         raise CliError(f"--strategy: {why}", ExitStatus.USAGE)
+    if cpu is not None and not images:
+        why = "only possible with a distribution's kernel; add --image, or leave it out"
+        raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
+    if scheduler is not None:
+        check_installed()
+        if cpu is not None and os.sep in cpu:
+            # A name without a directory may be a model's.
+            cpu = os.path.abspath(cpu)
+        if jobs is not None:
+            why = "the cluster decides how many processes there are; leave it out"
+            raise CliError(f"--jobs: {why}", ExitStatus.USAGE)
     found = []
-    for group in subjects(arch, images, functions, vmcore, cpu, pattern):
-        found += coverage(group, profile, strategy, jobs or len(os.sched_getaffinity(0)))
+    with ExitStack() as stack:
+        file = None if results is None else stack.enter_context(ResultsFile(results))
+        for image in images or (None,):
+            source = Source(arch, _whole(image), _whole(functions), _whole(vmcore), cpu, pattern)
+            found += coverage(
+                source.group(),
+                profile,
+                strategy,
+                jobs or len(os.sched_getaffinity(0)),
+                source=source,
+                scheduler=scheduler,
+                results=file,
+            )
     if html is not None:
         from kprobefs.plan.coverage_pages import write_pages
 
@@ -66,6 +95,16 @@ def run(
         print("\n".join(_compared(found)))
     elif html is None and plot is None:
         print("\n\n".join("\n".join(tables(each)) for each in found))
+
+
+def _whole(path: str | None) -> str | None:
+    """Return the absolute path of a file, for workers in other directories.
+
+    A name without a directory that is no file, or means this host, stays as it is.
+    """
+    if path is None or path == HOST or not os.path.exists(path):
+        return path
+    return os.path.abspath(path)
 
 
 def _compared(found: Sequence[Coverage]) -> Iterator[str]:

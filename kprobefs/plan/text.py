@@ -24,7 +24,7 @@ DETOUR_TITLE = "detour as kprobefs builds it (Linux calls optimized_callback() i
 
 
 def as_text(explained: Explanation, *, whole: bool) -> str:
-    """Return an explanation as text in lines; `whole`: with all instructions of the function."""
+    """Return an explanation as text. `whole`: list all instructions of the function."""
     shown = listing(explained, whole=whole)
     labelled = (line for label, texts in answers(explained) for line in _labelled(label, texts))
     parts = [_head(explained), _listing(shown), labelled, _detour(explained)]

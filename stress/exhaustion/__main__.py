@@ -3,7 +3,7 @@
 In a kernel without jumps, the same addresses only get breakpoints.
 
 Options: [--profile P] [--strategy S] [--tactic T] [--arch A] [--save-regs R] [--sites] [--states N]
-[--part I/N] [--jobs N].
+[--part I/N] [--jobs N | --scheduler ADDRESS] [--results FILE].
 """
 
 from __future__ import annotations
@@ -11,75 +11,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 
-import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.arch.analysis.tactic import Tactic
-from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, STRATEGIES
-from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
-from stress.exhaustion.compiled import CompiledProof
-from stress.exhaustion.proof import Proof
-from stress.exhaustion.sites import SiteProof, fentry_sites
-from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import optimizable, refused_by_linux
+from emulated_kernel.util.config import ARCHITECTURES
+from kprobefs.common.errors import CliError
+from kprobefs.measure.results_file import ResultsFile, finish
+from stress.exhaustion.prover import Parts, Proved, Prover
 from tests.progress import show_progress
 
-Where = tuple[str, int, int]
 
-
-class Prover:
-    """A kernel of this process, and the proof that runs on it."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        is_compiled = options.save_regs is not None
-        config = MachineConfig(
-            arch=options.arch,
-            profile=options.profile,
-            strategy=options.strategy,
-            save_regs=options.save_regs,
-        )
-        kernel = Kernel(config)
-        kind = SiteProof if options.sites else CompiledProof if is_compiled else Proof
-        only_tactics = options.strategy is not None
-        self._find = fentry_sites if options.sites else refused_by_linux if only_tactics else optimizable
-        self._tactic = options.tactic and Tactic[options.tactic.upper()]
-        self._proof = kind(Probed(kernel), options.states)
-
-    def places(self) -> list[Where]:
-        """Return (symbol, offset, address) of all places that are to be proved."""
-        probed = self._proof.probed
-        found = self._find(probed)
-        if self._tactic is None:
-            return list(found)
-        return [place for place in found if self._tactic in probed.region(place[2]).tactics]
-
-    def check(self, place: Where) -> tuple[int, list[str]]:
-        """Prove a place, and return the number of runs and the problems."""
-        proof = self._proof
-        runs, known = proof.runs, len(proof.problems)
-        proof.check(place)
-        return proof.runs - runs, proof.problems[known:]
-
-
-_prover: Prover
-"""The prover of this worker process."""
-
-
-def _boot(options: argparse.Namespace) -> None:
-    global _prover
-    _prover = Prover(options)
-
-
-def _places() -> list[Where]:
-    return _prover.places()
-
-
-def _check(place: Where) -> tuple[int, list[str]]:
-    return _prover.check(place)
-
-
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Check every optimizable address of the image; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", choices=PROFILES, default=DEFAULT)
@@ -104,20 +49,51 @@ def main() -> int:
     parser.add_argument(
         "--part", default="0/1", metavar="I/N", help="only every Nth place, beginning with number I"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
-    options = parser.parse_args()
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--jobs", type=int, default=1, help="number of processes")
+    where.add_argument(
+        "--scheduler", metavar="ADDRESS", help="prove on the workers of the Dask cluster with this scheduler"
+    )
+    parser.add_argument(
+        "--results", metavar="FILE", help="keep what is finished in FILE; the next run only does the rest"
+    )
+    options = parser.parse_args(words)
     if options.sites and not PROFILES[options.profile].ftrace:
         parser.error(f"--sites: {options.profile} has no fentry sites; choose {DEFAULT}")
     if options.tactic and options.strategy is None:
         parser.error("--tactic: only a strategy has tactics; add --strategy extended")
+    try:
+        return _prove(options)
+    except CliError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _prove(options: argparse.Namespace) -> int:
+    proved = Proved(
+        options.arch,
+        options.profile,
+        options.strategy,
+        options.save_regs,
+        options.sites,
+        options.states,
+        options.tactic,
+    )
     first, step = map(int, options.part.split("/"))
     runs, problems, start = 0, [], time.monotonic()
-    with ProcessPoolExecutor(options.jobs, initializer=_boot, initargs=(options,)) as pool:
-        places = pool.submit(_places).result()[first::step]
-        for number, (more, found) in enumerate(pool.map(_check, places, chunksize=8), 1):
+    with ExitStack() as stack:
+        file = None if options.results is None else stack.enter_context(ResultsFile(options.results))
+        places = Prover(proved).places()[first::step]
+        parts = Parts(proved, places)
+        run = partial(parts.in_processes, options.jobs)
+        if options.scheduler is not None:
+            run = partial(parts.on_cluster, options.scheduler)
+        done = 0
+        for number, (more, found) in finish(len(parts), run, parts.digest, file):
+            done += parts.places_in(number)
             runs += more
             problems += found
-            show_progress(number, len(places), start, f"{runs} runs, {len(problems)} problems")
+            show_progress(done, len(places), start, f"{runs} runs, {len(problems)} problems")
     print(f"{len(places)} places, {runs} runs, {len(problems)} problems")
     print(*problems[:20], sep="\n")
     return int(bool(problems))

@@ -48,14 +48,14 @@ def test_a_process_that_is_killed_is_an_error_not_a_hang(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent = os.getpid()
-    count = FunctionCounter._count_piece
+    count = FunctionCounter.count_piece
 
-    def killed(self: FunctionCounter, symbols: Any) -> Any:
+    def killed(self: FunctionCounter, number: int) -> Any:
         if os.getpid() != parent:
             os._exit(1)
-        return count(self, symbols)
+        return count(self, number)
 
-    monkeypatch.setattr(FunctionCounter, "_count_piece", killed)
+    monkeypatch.setattr(FunctionCounter, "count_piece", killed)
     assert main(["coverage", "--jobs", "2"]) == 1
     assert "--jobs 1" in capsys.readouterr().err
 

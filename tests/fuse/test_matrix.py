@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +13,7 @@ import pytest
 from kprobefs.cli import matrix
 from kprobefs.cli.main import main
 from kprobefs.common.errors import ExitStatus
-from tests.fuse.harness import REAL_PROGRAM, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, eventually, needs_fuse
 
 SCRIPT = """\
 #!/bin/sh
@@ -110,6 +111,21 @@ def test_a_script_passes_on_some(tmp_path: Path) -> None:
     assert failure.get("message") == "error: \ufffd no file"
     assert cases["x86_64 linux-7.2"].find("failure") is None
     assert cases["nosuch.deb"].find("error") is not None
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_killed_matrix_leaves_no_command(tmp_path: Path) -> None:
+    script = "echo $$ $KPROBEFS > made; mv made pid; exec sleep 600"
+    killed = subprocess.Popen(
+        [*REAL_PROGRAM, "matrix", "--", "sh", "-c", script], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    eventually((tmp_path / "pid").exists)
+    killed.kill()
+    killed.wait()
+    pid, mount = (tmp_path / "pid").read_text().split()
+    eventually(lambda: not Path("/proc", pid).exists())
+    eventually(lambda: not os.path.lexists(mount))
 
 
 def test_a_table_shows_what_failed() -> None:

@@ -390,6 +390,22 @@ def test_what_is_known_of_probes_is_what_their_files_say(living: RebootableKerne
     ]
 
 
+@pytest.mark.parametrize("living", ["x86_64"], indirect=True)
+def test_a_stopped_change_of_text_ends_with_the_kernel(living: RebootableKernel) -> None:
+    user = User(living.mount)
+    user.write("/kprobes/stages", "1")
+    user.write("/kprobe_events", "p:inside gcd+5\n")
+    user.write("/tracing/events/kprobes/inside/enable", "1")
+    user.write("/kprobes/stats/kprobes/inside/optimized", "1")
+    assert "breakpoint written" in user.read("/kprobes/stages")
+    user.reboot()
+    assert user.read("/kprobes/stages") == "0\n"
+    with living.mount.lock:
+        living._kernel.kprobes.optimizer.flush()
+    assert user.read("/kprobes/stats/kprobes/inside/optimized") == "1\n"
+    living.mount.close()
+
+
 def test_what_was_disarmed_is_armed_again_behind_a_reboot(living: RebootableKernel) -> None:
     user = User(living.mount)
     user.write("/kprobes/return_hook", "instances\n")

@@ -813,6 +813,21 @@ def test_the_tour_in_a_pipe(arch: str) -> None:
     assert "No such file" not in result.stdout
 
 
+@needs_fuse
+@pytest.mark.mounted
+def test_the_tour_of_the_optimizer_shows_each_stage() -> None:
+    result = kprobefs("tour", "optimized", "--arch", "riscv64", program=REAL_PROGRAM)
+    assert (result.returncode, result.stderr) == (0, "")
+    for step in tour.steps("riscv64", "optimized"):
+        assert step.title in result.stdout
+    shown = re.findall(r"current  ([0-9a-f ]+?)  (\S+)", result.stdout)
+    original, armed, first, second, jump, *back = shown
+    assert [text for _, text in shown[1:5]] == ["ebreak", "c.ebreak", "c.ebreak", "auipc"]
+    assert len({code for code, _ in (original, armed, first, second, jump)}) == 5
+    assert back == [second, first, armed, original]
+    assert re.findall(r"^    (\d)\n    original", result.stdout, re.MULTILINE) == list("01234567")
+
+
 class Terminal:
     """A program on a terminal of some size."""
 

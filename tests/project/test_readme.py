@@ -16,7 +16,7 @@ from tests.guests.linux import debian_kernel
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
-EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS, DEBUGGERS = (
+EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS, DEBUGGERS, OPTIMIZATION = (
     README.parent / "docs/guide" / name
     for name in (
         "examples.md",
@@ -28,13 +28,14 @@ EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS, DEBUGGERS = (
         "library.md",
         "durations.md",
         "debuggers.md",
+        "optimization.md",
     )
 )
 SESSIONS = [
     # Pages go on from block to block; each example has a mount of its own.
     *(
         pytest.param([step for body in blocks("console mounted", page) for step in steps(body)], id=page.stem)
-        for page in (README, FIRST)
+        for page in (README, FIRST, OPTIMIZATION)
     ),
     *(
         pytest.param(steps(body), id=f"example {number}")

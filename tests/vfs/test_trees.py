@@ -44,7 +44,15 @@ def test_modes_as_recorded(unchanged: NodeTree, sample: str, prefix: str, direct
     tree, recorded = unchanged, oracle.modes(sample, prefix)
     ours = {name: stat.filemode(tree.getattr(f"{directory}/{name}").mode) for name in names(tree, directory)}
     # The recorded kernel has no CONFIG_FUNCTION_PROFILER.
-    of_ours_alone = {"optimization", "return_hook", "stats", "a", "function_profile_enabled", "trace_stat"}
+    of_ours_alone = {
+        "optimization",
+        "stages",
+        "return_hook",
+        "stats",
+        "a",
+        "function_profile_enabled",
+        "trace_stat",
+    }
     assert ours.keys() - recorded.keys() <= of_ours_alone
     assert {name: ours[name] for name in ours.keys() & recorded.keys()} == {
         name: recorded[name] for name in ours.keys() & recorded.keys()
@@ -101,6 +109,7 @@ def test_full_layout(unchanged: NodeTree) -> None:
         "enabled",
         "blacklist",
         "optimization",
+        "stages",
         "return_hook",
         "stats",
     ]
@@ -393,6 +402,7 @@ def test_what_the_machine_tells_of_itself(tree: NodeTree) -> None:
         "/machine/limits",
         "/machine/modules",
         "/kprobes/return_hook",
+        "/kprobes/stages",
     ):
         with assert_errno(errno.EINVAL):
             write(tree, path, "bogus")

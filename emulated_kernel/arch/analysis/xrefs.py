@@ -25,9 +25,9 @@ A pattern may start at any byte, even in the middle of an instruction.
 _PART_BITS = 16
 _PART_MASK = (1 << _PART_BITS) - 1
 _ADDRESSES = 1 << 64
-"""Number of addresses, modulo which a distance is computed."""
-_LEAST = -1 << 63
 """Number of 64-bit addresses. Distances between addresses are computed modulo this number."""
+_LEAST = -1 << 63
+"""Lowest distance between two addresses, as a signed number of 64 bits."""
 Ways = tuple["array[int]", "array[int]"]
 """Target offsets within one 64 KiB part of the text, and the distance from each target to its source."""
 _NONE: Ways = array("H"), array("q")

@@ -140,6 +140,20 @@ class RISCV64(Riscv):
     disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", "CS_MODE_RISCVC", width=12)
 
 
+class LinuxRISCV64(RISCV64):
+    """Hooks of a distribution's riscv64 kernel with one CPU: tp holds the running task's address.
+
+    No register holds the address of per-CPU data, so the code of handlers contains the addresses of its
+    cells.
+    """
+
+    current_register = "tp"
+    returns = RiscvReturnCode(RISCV64.breakpoint, per_cpu=None)
+
+    def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
+        return handler_code(program, addr, live, self.breakpoint, per_cpu=None)
+
+
 class RISCV64I(Riscv):
     """Hooks of riscv64i: RV64I without compressed instructions."""
 

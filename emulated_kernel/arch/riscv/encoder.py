@@ -76,44 +76,50 @@ def fits_12(value: int) -> bool:
 
 @cache
 def arithmetic(op: ArithmeticFunct3, rd: int, rs1: int, rs2: int) -> bytes:
-    """Encode rd = rs1 op rs2; shifts use the low 6 bits of rs2."""
+    """Encode an instruction that sets rd to rs1 op rs2; shifts use the low 6 bits of rs2."""
     return _bytes(r_type(RiscvOpcode.OP, rd, op & 7, rs1, rs2, (op >> 4) * _SUB))
 
 
 def multiply(rd: int, rs1: int, rs2: int) -> bytes:
-    """Encode rd = the low word of rs1 * rs2."""
+    """Encode an instruction that sets rd to the low word of rs1 * rs2."""
     return _bytes(r_type(RiscvOpcode.OP, rd, 0, rs1, rs2, _MUL))
 
 
 @lru_cache(4096)
 def arithmetic_immediate(op: ArithmeticFunct3, rd: int, rs1: int, value: int) -> bytes:
-    """Encode rd = rs1 op value; value has 12 signed bits, or is a shift count from 0 to 63."""
+    """Encode an instruction that sets rd to rs1 op value.
+
+    The value has 12 signed bits, or is a shift count from 0 to 63.
+    """
     return _bytes(i_type(RiscvOpcode.OP_IMM, rd, op & 7, rs1, value | (op >> 4) * _SRA << 5))
 
 
 def addi(rd: int, rs1: int, value: int) -> bytes:
-    """Encode rd = rs1 + a signed 12-bit value."""
+    """Encode an instruction that sets rd to rs1 + a signed 12-bit value."""
     return arithmetic_immediate(ArithmeticFunct3.ADD, rd, rs1, value)
 
 
 def move(rd: int, rs: int) -> bytes:
-    """Encode rd = rs."""
+    """Encode an instruction that sets rd to rs."""
     return addi(rd, rs, 0) if rd != rs else b""
 
 
 def set_to_address(rd: int, source: int, target: int) -> bytes:
-    """Encode rd = the address `target`, as 8 bytes of code at `source` within 2 GiB of the target."""
+    """Encode 8 bytes of code that set rd to the address `target`.
+
+    `source`: address of the code, which must be within 2 GiB of the target.
+    """
     high, low = halves(target - source)
     return auipc(rd, high) + addi(rd, rd, low)
 
 
 def lui(rd: int, value: int) -> bytes:
-    """Encode rd = the upper 20 bits of a 32-bit value, sign-extended."""
+    """Encode an instruction that sets rd to the upper 20 bits of a 32-bit value, sign-extended."""
     return _bytes(u_type(RiscvOpcode.LUI, rd, value))
 
 
 def auipc(rd: int, value: int) -> bytes:
-    """Encode rd = the address of the auipc + the upper 20 bits of a 32-bit value."""
+    """Encode an auipc that sets rd to its own address + the upper 20 bits of a 32-bit value."""
     return _bytes(u_type(RiscvOpcode.AUIPC, rd, value))
 
 
@@ -148,7 +154,7 @@ def set_register(rd: int, value: int) -> bytes:
 
 @lru_cache(4096)
 def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
-    """Encode rd = `size` bytes at base + a 12-bit offset, extended to a word.
+    """Encode an instruction that sets rd to `size` bytes at base + a 12-bit offset, extended to a word.
 
     The value is sign-extended if `sign` is set, otherwise zero-extended.
     """
@@ -178,7 +184,7 @@ def store_conditional(rd: int, base: int, src: int) -> bytes:
 
 
 def move_stack_pointer(size: int) -> bytes:
-    """Encode sp += size."""
+    """Encode an addition of `size` to sp."""
     return addi(SP, SP, size) if size else b""
 
 

@@ -26,6 +26,7 @@ from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0
 from emulated_kernel.arch.riscv.lowering import (
     LEAVING,
     NUMBERS,
+    PER_CPU,
     BranchOutOfReachError,
     RiscvLowering,
     in_register,
@@ -36,14 +37,24 @@ from emulated_kernel.arch.riscv.pt_regs import WORD
 _STACK_ALIGN = 16
 
 
-def handler_code(program: Program, addr: int, live: LiveRegisters | None, breakpoint_: bytes) -> HandlerCode:
-    """Return code that runs a program and preserves the live registers, or all if `live` is None."""
+def handler_code(
+    program: Program,
+    addr: int,
+    live: LiveRegisters | None,
+    breakpoint_: bytes,
+    *,
+    per_cpu: int | None = PER_CPU,
+) -> HandlerCode:
+    """Return code that runs a program and preserves the live registers, or all if `live` is None.
+
+    `per_cpu`: see RiscvLowering.
+    """
     constants = {"ip": addr, **pt_regs.FIXED_REGISTERS}
 
     def make(far: bool) -> HandlerCode:
         if live is None:
-            return _save_all(program, breakpoint_, constants, far=far)
-        body = RiscvLowering(program, live, constants, breakpoint_, far=far)
+            return _save_all(program, breakpoint_, constants, far=far, per_cpu=per_cpu)
+        body = RiscvLowering(program, live, constants, breakpoint_, far=far, per_cpu=per_cpu)
         before, after, slots = _save_live(body, live)
         return lay_out(body, before, after, slots)
 
@@ -62,7 +73,7 @@ def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
 
 
 def _save_all(
-    program: Program, breakpoint_: bytes, constants: Mapping[str, int], *, far: bool
+    program: Program, breakpoint_: bytes, constants: Mapping[str, int], *, far: bool, per_cpu: int | None
 ) -> HandlerCode:
     """Return a program's code within code that saves all registers in a frame (struct pt_regs).
 
@@ -71,7 +82,9 @@ def _save_all(
     """
     # `completed` changes only t0, which programs don't use.
     completed = pt_regs.complete(set_register(T0, constants["ip"]))
-    body = RiscvLowering(program, None, constants, breakpoint_, before_host=completed, far=far)
+    body = RiscvLowering(
+        program, None, constants, breakpoint_, before_host=completed, far=far, per_cpu=per_cpu
+    )
     slots = {number: in_slot(WORD * number) for number in body.slots}
     slots[SP] = in_register(SP, pt_regs.SIZE)
     after = pt_regs.load_general() + move_stack_pointer(pt_regs.SIZE)
@@ -118,8 +131,10 @@ class RiscvReturnCode(ReturnCode):
 
     live = LiveRegisters(frozenset(("a0", "a1", *(f"s{n}" for n in range(12)))), flags=False)
 
-    def __init__(self, breakpoint_: bytes) -> None:
+    def __init__(self, breakpoint_: bytes, *, per_cpu: int | None = PER_CPU) -> None:
+        """Generate code with this breakpoint. `per_cpu`: see RiscvLowering."""
         self._breakpoint = breakpoint_
+        self._per_cpu = per_cpu
 
     def dispatch(
         self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
@@ -162,7 +177,7 @@ class RiscvReturnCode(ReturnCode):
 
         `far`: branches may lead farther than 4 KiB.
         """
-        body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far)
+        body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far, per_cpu=self._per_cpu)
         slots = {number: in_slot(WORD * number) for number in body.slots}
         slots[SP] = in_register(SP, RETURN_ROOM)
         return lay_out(body, before, b"", slots, leave)
@@ -173,5 +188,7 @@ class RiscvReturnCode(ReturnCode):
         Return the lowered program, the saving code, the restoring code, and the slots as _save_live() does.
         `far`: branches may lead farther than 4 KiB.
         """
-        body = RiscvLowering(program, self.live, _NO_CONSTANTS, self._breakpoint, far=far)
+        body = RiscvLowering(
+            program, self.live, _NO_CONSTANTS, self._breakpoint, far=far, per_cpu=self._per_cpu
+        )
         return body, *_save_live(body, self.live, _RETURN_WORD)

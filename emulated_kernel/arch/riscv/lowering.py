@@ -42,7 +42,7 @@ from emulated_kernel.arch.riscv.pt_regs import WORD, read_status
 
 NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 PER_CPU = GP
-"""Register with the base address of the per-CPU data."""
+"""Register with the base address of the per-CPU data in kprobefs's own kernel."""
 
 _ORDER = (T1, T2, *range(T3, T6 + 1), *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
 """Order in which equally cheap registers are used. The frame pointer is the last one.
@@ -136,11 +136,13 @@ class RiscvLowering(Lowering):
         *,
         before_host: bytes = b"",
         far: bool = False,
+        per_cpu: int | None = PER_CPU,
     ) -> None:
         """Lower all ops of a program to code.
 
         `live` is None if all registers are already saved. `far`: branches may lead farther than 4 KiB.
-        `before_host`: code to insert before each host call.
+        `before_host`: code to insert before each host call. `per_cpu`: register with the base address of the
+        per-CPU data; None if their offsets are addresses.
         """
         registers = frozenset() if live is None else live.registers
         order = _preference(registers, registers_read(program))
@@ -149,6 +151,7 @@ class RiscvLowering(Lowering):
         super().__init__(Assignment(order, set()), constants, breakpoint_, before_host)
         self._by_assembly = frozenset(NUMBERS[name] for name in overwritten_by_assembly(program))
         self._far = far
+        self._per_cpu = per_cpu
         self._in_frame = live is None
         self._lower(program)
 
@@ -280,17 +283,23 @@ class RiscvLowering(Lowering):
         self._code += set_register(address, op.address) + asm.addi(value, ZERO, op.value)
         self._code += asm.atomic_add(dst, address, value) + asm.addi(dst, dst, op.value)
 
+    def _per_cpu_operand(self, offset: int) -> tuple[int, int]:
+        """Return base register and offset of per-CPU data; the base may be a spare register."""
+        if self._per_cpu is None:
+            return self._cell(offset, self._real[_SPARE])
+        return self._operand(self._per_cpu, offset)
+
     def _load_per_cpu(self, op: ir.LoadPerCpu) -> None:
-        base, offset = self._operand(PER_CPU, op.offset)
+        base, offset = self._per_cpu_operand(op.offset)
         self._code += load(self._real[op.dst], base, offset, op.size)
 
     def _store_per_cpu(self, op: ir.StorePerCpu) -> None:
         src = self._real[op.src]
-        base, offset = self._operand(PER_CPU, op.offset)
+        base, offset = self._per_cpu_operand(op.offset)
         self._code += store(base, offset, src, op.size)
 
     def _add_to_per_cpu(self, op: ir.AddToPerCpu) -> None:
-        base, offset = self._operand(PER_CPU, op.offset)
+        base, offset = self._per_cpu_operand(op.offset)
         value = self._real[_SECOND]
         self._code += load(value, base, offset, op.size) + asm.addi(value, value, op.value)
         self._code += store(base, offset, value, op.size)
@@ -298,7 +307,7 @@ class RiscvLowering(Lowering):
     def _increase_per_cpu(self, op: ir.IncreasePerCpu) -> None:
         src = self._real[op.src]
         value = self._real[_SECOND]
-        base, offset = self._operand(PER_CPU, op.offset)
+        base, offset = self._per_cpu_operand(op.offset)
         self._code += load(value, base, offset, WORD)
         self._code += asm.arithmetic(asm.ArithmeticFunct3.ADD, value, value, src) + store(
             base, offset, value, WORD
@@ -307,7 +316,7 @@ class RiscvLowering(Lowering):
     def _compute_per_cpu(self, op: ir.ComputePerCpu) -> None:
         dst = self._real[op.dst]
         value = self._real[_SECOND]
-        base, offset = self._operand(PER_CPU, op.offset)
+        base, offset = self._per_cpu_operand(op.offset)
         self._code += load(value, base, offset, WORD) + asm.arithmetic(_PLAIN[op.op], dst, dst, value)
 
     def _multiply(self, op: ir.Multiply) -> None:
@@ -369,7 +378,7 @@ class RiscvLowering(Lowering):
 
     def _branch_per_cpu(self, op: ir.BranchPerCpu) -> None:
         left = self._real[_SECOND]
-        base, offset = self._operand(PER_CPU, op.offset)
+        base, offset = self._per_cpu_operand(op.offset)
         # Sign extension preserves the order of unsigned numbers.
         self._code += load(left, base, offset, op.size, sign=True)
         self._compare(op.condition, left, sign_extend(op.value, 8 * op.size), op.label)

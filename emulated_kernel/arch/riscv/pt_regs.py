@@ -18,7 +18,7 @@ _GENERAL = tuple(number for number in range(1, 32) if number != SP)
 
 
 def read_status(rd: int) -> bytes:
-    """Encode rd = sstatus."""
+    """Encode an instruction that sets rd to sstatus."""
     return (0x100 << 20 | ZERO << 15 | 2 << 12 | rd << 7 | 0x73).to_bytes(4, "little")
 
 
@@ -40,7 +40,8 @@ def load_general(*, but: int = SP) -> bytes:
 def complete(set_ip: bytes, room: int = SIZE) -> bytes:
     """Return code that fills in the fields of a pt_regs that save_general() leaves out.
 
-    The code overwrites t0, which save_general() has saved. `set_ip` is code that loads ip into t0.
+    The code overwrites t0, which save_general() has saved. `set_ip` is code that loads ip into t0. `room`:
+    distance in bytes from the pt_regs to the probed code's sp.
     """
     code = set_ip + store(SP, OFFSETS["ip"], T0, WORD)
     code += addi(T0, SP, room) + store(SP, OFFSETS["sp"], T0, WORD)

@@ -144,7 +144,11 @@ def _based(opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
 
 
 class Encoder:
-    """Encoder for x86_64 or i386; each method returns the bytes of one instruction."""
+    """Encoder for x86_64 or i386; each method returns the bytes of one instruction.
+
+    In the methods with a memory operand, the operand is `offset` bytes after the address in the register
+    `base`, which may be ABSOLUTE or PER_CPU.
+    """
 
     def __init__(self, bits: int) -> None:
         self.bits: Final = bits
@@ -176,7 +180,7 @@ class Encoder:
     # Registers
 
     def move(self, dst: int, src: int) -> bytes:
-        """Encode dst = src."""
+        """Encode an instruction that sets dst to src."""
         return _registers(self._move, src, dst) if dst != src else b""
 
     def exchange(self, first: int, second: int) -> bytes:
@@ -184,22 +188,25 @@ class Encoder:
         return _registers(self._xchg, second, first)
 
     def extend(self, dst: int, src: int, size: int) -> bytes:
-        """Encode dst = the low 1 or 2 bytes of src, zero-extended.
+        """Encode an instruction that sets dst to the low 1 or 2 bytes of src, zero-extended.
 
         On i386, src must be ax, cx, dx or bx if the size is 1.
         """
         return _registers(_EXTEND[size], dst, src)
 
     def invert(self, dst: int) -> bytes:
-        """Encode dst = ~dst; the flags are preserved."""
+        """Encode an instruction that sets dst to ~dst; the flags are preserved."""
         return _registers(self._not, 2, dst)
 
     def arithmetic(self, op: int, dst: int, src: int) -> bytes:
-        """Encode dst = dst op src, for an operation of group 1."""
+        """Encode an instruction that sets dst to dst op src, for an operation of group 1."""
         return _registers(self._group1[op], src, dst)
 
     def arithmetic_immediate(self, op: int, dst: int, value: int) -> bytes:
-        """Encode dst = dst op value, for an operation of group 1; the value fits in 32 signed bits."""
+        """Encode an instruction that sets dst to dst op value, for an operation of group 1.
+
+        The value fits in 32 signed bits.
+        """
         if is_signed(value, 8):
             return _registers(self._group1_byte, op, dst) + value.to_bytes(1, "little", signed=True)
         return _registers(self._group1_long, op, dst) + value.to_bytes(4, "little", signed=True)
@@ -216,7 +223,7 @@ class Encoder:
         return _registers(self._test_immediate, 0, left) + value.to_bytes(4, "little", signed=True)
 
     def multiply(self, dst: int, src: int) -> bytes:
-        """Encode dst = the low word of dst * src; the flags change."""
+        """Encode an instruction that sets dst to the low word of dst * src; the flags change."""
         return _registers(self._multiply, dst, src)
 
     def shift_immediate(self, op: int, dst: int, count: int) -> bytes:
@@ -228,7 +235,7 @@ class Encoder:
         return _registers(self._shift_by_cl, op, dst)
 
     def set_register(self, dst: int, value: int) -> bytes:
-        """Encode dst = value, in the shortest form that preserves the flags."""
+        """Encode an instruction that sets dst to value, in the shortest form that preserves the flags."""
         if 0 <= value < 1 << 32 or self.bits == 32:
             low = (value & 0xFFFFFFFF).to_bytes(4, "little")
             return (b"\x41" if dst > 7 else b"") + bytes([0xB8 | dst & 7]) + low
@@ -254,7 +261,10 @@ class Encoder:
         return not address + 0x8000_0000 >> 32 & self._beyond
 
     def load(self, dst: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
-        """Encode dst = `size` bytes of memory, sign-extended or zero-extended to a word."""
+        """Encode an instruction that loads `size` bytes of memory into dst, extended to a word.
+
+        The value is sign-extended if `sign` is set, otherwise zero-extended.
+        """
         return self._operand(self._loads[size, sign], dst, base, offset)
 
     def store(self, base: int, offset: int, src: int, size: int) -> bytes:
@@ -272,7 +282,7 @@ class Encoder:
         return self._operand(_IMMEDIATES[size], 0, base, offset) + _immediate(value, size)
 
     def arithmetic_memory(self, op: int, base: int, offset: int, value: int, size: int) -> bytes:
-        """Encode memory = memory op value, for an operation of group 1 on `size` bytes.
+        """Encode an operation of group 1 on `size` bytes of memory and a constant, which changes the memory.
 
         For 8 bytes, the value is sign-extended from 32 bits.
         """
@@ -280,11 +290,11 @@ class Encoder:
         return self._operand(opcode, op, base, offset) + immediate
 
     def arithmetic_load(self, op: int, dst: int, base: int, offset: int) -> bytes:
-        """Encode dst = dst op a word of memory, for an operation of group 1."""
+        """Encode an operation of group 1 on the register dst and a word of memory, which changes dst."""
         return self._operand(self._group1_load[op], dst, base, offset)
 
     def arithmetic_store(self, op: int, base: int, offset: int, src: int) -> bytes:
-        """Encode memory = memory op src, for an operation of group 1 on a word."""
+        """Encode an operation of group 1 on a word of memory and src, which changes the memory."""
         return self._operand(self._group1[op], src, base, offset)
 
     def compare_exchange_8(self, base: int, offset: int) -> bytes:
@@ -315,19 +325,25 @@ class Encoder:
         return self._operand(_TESTS[size], 0, base, offset) + _immediate(value, size)
 
     def lea(self, dst: int, base: int, offset: int) -> bytes:
-        """Encode dst = base + offset; the flags are preserved."""
+        """Encode an instruction that sets dst to base + offset; the flags are preserved."""
         return _based(self._lea, dst, base, offset)
 
     def load_stack(self, dst: int) -> bytes:
-        """Encode dst = the word at an offset from sp. The offset is to be filled in, as the last 4 bytes."""
+        """Encode a load of the word at an offset from sp into dst.
+
+        The offset is to be filled in, as the last 4 bytes.
+        """
         return _stack_operand(self._loads[self.word, False], dst)
 
     def lea_stack(self, dst: int) -> bytes:
-        """Encode dst = sp + an offset. The offset is to be filled in, as the last 4 bytes."""
+        """Encode an instruction that sets dst to sp + an offset.
+
+        The offset is to be filled in, as the last 4 bytes.
+        """
         return _stack_operand(self._lea, dst)
 
     def lea_sum(self, dst: int, base: int, index: int) -> bytes:
-        """Encode dst = base + index, where index isn't sp; the flags are preserved."""
+        """Encode an instruction that sets dst to base + index, not sp, and preserves the flags."""
         return _lea_sum(self._lea, dst, base, index)
 
     def _operand(self, opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
@@ -343,12 +359,12 @@ def jump_through(register: int) -> bytes:
 
 
 def low_byte_load(offset: int) -> bytes:
-    """Encode al = the byte at offset(sp)."""
+    """Encode an instruction that sets al to the byte at offset(sp)."""
     return b"\x8a\x84\x24" + offset.to_bytes(4, "little")
 
 
 def high_byte_load(offset: int) -> bytes:
-    """Encode ah = the byte at offset(sp)."""
+    """Encode an instruction that sets ah to the byte at offset(sp)."""
     return b"\x8a\xa4\x24" + offset.to_bytes(4, "little")
 
 

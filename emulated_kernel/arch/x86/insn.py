@@ -1,8 +1,9 @@
 """x86 decoder that decodes as Linux does: instruction lengths, and the fields that its probe rules use.
 
-iced-x86 decodes what the processor executes; this decoder reproduces what Linux reads. They differ in bytes
-that are not code, since Linux gives a length to opcodes that don't exist. They also differ in opcodes: the
-opcode byte of a VEX instruction belongs to its own map, but Linux's rules compare it with one-byte opcodes.
+iced-x86 decodes what the processor executes; this decoder reproduces what Linux reads. The two decoders
+differ in bytes that are not code, since Linux gives a length to opcodes that don't exist. They also differ in
+opcodes: the opcode byte of a VEX instruction belongs to its own map, but Linux's rules compare it with
+one-byte opcodes.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class X86Insn:
 
 
 def decode_insn(code: bytes, bits: int = 64) -> X86Insn:
-    """Decode the instruction at the start of `code`.
+    """Decode the instruction at the start of `code`, in the mode of 32 or 64 bits.
 
     Raises: KernelError EINVAL (the instruction is undecodable or incomplete).
     Mirrors: arch/x86/lib/insn.c:insn_decode (v6.1)

@@ -59,7 +59,7 @@ def add_and_fetch_8(encoder: Encoder, address: int, value: int, low: int, high: 
 
 
 def _from_sum(encoder: Encoder, low: int, high: int) -> bytes:
-    """Encode high:low = cx:bx, where high and low may be any registers."""
+    """Encode moves of cx to `high` and bx to `low`, which may be any registers."""
     if high != BX:
         return encoder.move(high, CX) + encoder.move(low, BX)
     if low == CX:
@@ -137,7 +137,7 @@ SLOT_SP = -2
 def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
     """Return True if an op of the program overwrites the flags.
 
-    Additions are left out: they preserve the flags by lea.
+    Additions do not count, because they are encoded as lea, which preserves the flags.
     """
     for op in program:
         kind = type(op)

@@ -61,7 +61,8 @@ class RegsFrame:
     def save_whole(self, push_ip: bytes, orig_ax: int, words: int) -> bytes:
         """Return code that fills in the whole frame.
 
-        The saved sp is `words` words above the sp with which the code is entered.
+        `push_ip`: code that pushes the ip to save. `orig_ax`: value of the field orig_ax. The saved sp is
+        `words` words above the sp with which the code is entered.
         """
         encoder = self.encoder
         code = self._push_fixed("ss") + encoder.push(SP) + PUSHF
@@ -92,7 +93,7 @@ def push_address(address: int) -> bytes:
 
 
 def _skip(encoder: Encoder, size: int) -> bytes:
-    """Encode sp += size; the flags are preserved."""
+    """Encode an addition of `size` to sp; the flags are preserved."""
     return encoder.lea(SP, SP, size) if size else b""
 
 

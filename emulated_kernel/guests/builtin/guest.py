@@ -53,7 +53,7 @@ class Guest:
         """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self.sight: Callable[[], Sight] = lambda: Sight.MEMORY
-        """Function that returns the Sight: the most data that any armed probe can read at a hit. Lock: needs.
+        """Function that returns the Sight: the most data that any armed probe can read at a hit.
 
         The kernel's builder sets the function.
         """
@@ -70,13 +70,20 @@ class Guest:
         return self.runner.is_dead
 
     def read_file(
-        self, task: GuestTask, fd: int, size: int, produce: Callable[[], bytes], number: int | None = None
+        self,
+        task: GuestTask,
+        fd: int,
+        size: int,
+        produce: Callable[[], bytes],
+        number: int | None = None,
+        wanted: object = None,
     ) -> bytes:
         """Let a task read a control file, and return the data.
 
         `produce` is called during the task's vfs_read and returns the data.
 
-        `number` is the number of the descriptor in the process.
+        `number` is the number of the descriptor in the client's process. `wanted` is the file that the
+        client reads, if the descriptor is that of another file; see Request.
 
         Raises: WouldBlock (`produce` raised it: the task sleeps, and the same call of this method resumes
         it).
@@ -89,10 +96,12 @@ class Guest:
             self._memory.write(buffer, data)
             return len(data)
 
-        with self.syscalls.numbered(task, number, fd):
-            fd = fd if number is None else number
-            size = min(size, BUFFER_SIZE)
-            self._transfer(task, "read", fd, size, serve)
+        size = min(size, BUFFER_SIZE)
+        if number is None:
+            self._transfer(task, "read", fd, size, serve, wanted=wanted)
+        else:
+            with self.syscalls.numbered(task, number, fd):
+                self._transfer(task, "read", number, size, serve)
         return data
 
     def write_file(
@@ -104,12 +113,11 @@ class Guest:
         kept: ExitStack,
         number: int | None = None,
     ) -> int:
-        """Let a task write a control file and return the result of `consume`, called during its vfs_write.
+        """Let a task write a control file and return the result of `consume`, which its vfs_write calls.
 
-        Probes of vfs_write can read the data in user memory. `kept` receives the resources of the
-        call. The caller closes `kept` when the call has ended, but not while the call sleeps. `number` is the
-        number of the descriptor in the process.
-
+        Probes of vfs_write can read the data in user memory. `kept` receives the resources of the call. The
+        caller closes `kept` when the call has ended, but not while the call sleeps. `number` is the number of
+        the descriptor in the client's process.
         Raises: YieldLock (`consume` raised it: the task sleeps, and the same call of this method resumes it).
         """
 
@@ -129,6 +137,7 @@ class Guest:
         serve: HostfsHandler,
         data: bytes = b"",
         kept: ExitStack | None = None,
+        wanted: object = None,
     ) -> int:
         """Make the read or write call `name` on the guest's descriptor `fd`, and return its result.
 
@@ -138,14 +147,18 @@ class Guest:
         """
         nr = self.syscalls.number(name)
         sleeping = task.request
-        if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):
+        if (
+            sleeping is not None
+            and sleeping.wanted is wanted
+            and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size)
+        ):
             sleeping.hostfs = serve
             return check(self.runner.resume(task), self._memory.word_size)
         buffer = self._read_buffer
         if kept is not None:
             buffer = kept.enter_context(self.buffers.borrowed())
             self._memory.write(buffer, data)
-        request = Request(nr, (fd, buffer, size), serve)
+        request = Request(nr, (fd, buffer, size), serve, wanted)
         return check(self.runner.run(task, request), self._memory.word_size)
 
     def give_up(self, task: GuestTask, error: int) -> None:

@@ -25,7 +25,8 @@ class WatchedCalls:
     def __init__(self, text: Text, image: KernelImage) -> None:
         self._text = text
         self._functions = FunctionCalls(image)
-        self._words = text.ledger.words
+        self._ledger = text.ledger
+        self._words = self._ledger.words
         self._kernels_count = text.count
         self._found = 0, 0
         """Count of the ledger's changes, and the kinds of calls that could execute patched text then.
@@ -44,7 +45,7 @@ class WatchedCalls:
         """Return True if a probe or tracer could notice a system call of this kind."""
         if not self._words:
             return False
-        return self._text.count != self._kernels_count or self.execute_patches(kind)
+        return self._text.count != self._kernels_count or bool(self._patched() & kind)
 
     def execute_patches(self, kind: int) -> bool:
         """Return True if the kernel's own code can execute patched text in a call of a kind."""
@@ -53,7 +54,7 @@ class WatchedCalls:
     def _patched(self) -> int:
         """Return the kinds of calls that can execute patched text."""
         changes, patched = self._found
-        now = self._text.ledger.changes
+        now = self._ledger.changes
         if changes != now:
             patched = self._find()
             self._found = now, patched

@@ -68,8 +68,8 @@ ARGUMENTS: Mapping[str, str] = {
 """Name of a system call in the guest -> one letter for each argument.
 
 Letters of values are n (a number), f (a descriptor) and d (a descriptor that is used if the path is empty).
-Letters of addresses are p (of a path), s (of a text), o (of output or data), t (of two struct timespec) and
-h (of a struct open_how).
+Letters of addresses are p (path), s (text), o (output or data), t (two struct timespec) and h (struct
+open_how).
 """
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
 _PLAIN_OPENS = frozenset({"open", "openat"})
@@ -232,9 +232,10 @@ def next_fd(pid: int) -> int | None:
 
 @lru_cache(_MAX_OPEN)
 def _syscall_file(pid: int) -> FileIO:
-    """Open /proc/PID/syscall. A kept file saves two system calls, and fails when its process has ended.
+    """Return the open file /proc/PID/syscall of a process or thread. Raises: OSError.
 
-    The file is closed when it is no longer kept and no thread reads it. Raises: OSError.
+    The file is kept open for later requests, which saves two system calls each. A read of it fails when the
+    process has ended. The file is closed when it is no longer kept and no thread reads it.
     """
     return FileIO(f"/proc/{pid}/syscall")
 

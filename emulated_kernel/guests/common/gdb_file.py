@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def gdb_file(machine: ProbedMachine, lock: ControlLock) -> SeqFile:
-    """Return the file for a machine, whose end also ends the debugger's session."""
+    """Return the file machine/gdb for a machine. The end of the machine also ends the debugger's session."""
     servers: list[GdbServer] = []
 
     def show() -> str:

@@ -134,7 +134,7 @@ class GdbSession:
         self._received = bytearray()
         self._acknowledges = True
         self._thread = 1
-        """Number of the virtual CPU, plus 1, that register packets mean."""
+        """Number of the virtual CPU whose registers the debugger reads and writes, plus 1."""
         self._is_done = False
         self._architecture, self._layout = _LAYOUTS[debugger.machine.model.name]
         self._exact: dict[bytes, Callable[[], bytes]] = {

@@ -91,7 +91,7 @@ class ProcessWatch:
     def parent(self, number: int) -> int | None:  # noqa: ARG002
         """Return the guest's pid of the parent of process `number`, or None.
 
-        It is None if forks() reports the parent.
+        Return None also if forks() reports the parent.
         """
         return None
 
@@ -269,7 +269,7 @@ class HostProcesses(ProcessWatch):
         return list(found)
 
     def _looked_at(self, pids: list[int]) -> list[Fork]:
-        """Return a Fork for each pid that is a process; keep a pid whose process may still appear."""
+        """Return a Fork for each of `pids` that has a process; keep a pid whose process may appear later."""
         now = monotonic()
         before = self._beginning
         self._beginning = {}

@@ -55,7 +55,9 @@ class RequestObserver(TaskObserver):
     def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:
         self._clock = clock
         optimizer = kprobes.optimizer
-        self._delayed = [kprobes.garbage.work, *([] if optimizer is None else [optimizer.work])]
+        self._delayed = [kprobes.garbage.work]
+        if optimizer is not None:
+            self._delayed += [optimizer.work, optimizer.stages.work]
 
     def request_begins(self, *, by_program: bool = False) -> None:
         """Count a request and do the work that is due.

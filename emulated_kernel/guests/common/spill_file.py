@@ -1,4 +1,4 @@
-"""Temporary files for large data: the memory of dumps. They have no name and end with their user."""
+"""Unnamed temporary files for the memory in dumps; they disappear when their last user closes them."""
 
 from __future__ import annotations
 

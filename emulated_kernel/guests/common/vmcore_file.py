@@ -38,7 +38,7 @@ def write_core(machine: ProbedMachine, vmcoreinfo: bytes) -> IO[bytes]:
 
 
 class VmcoreFile(File):
-    """The file. Its size is that of the guest's physical memory and of the room for headers."""
+    """The node machine/vmcore. Its size is that of the guest's physical memory and the space for headers."""
 
     def __init__(self, machine: ProbedMachine, vmcoreinfo: Callable[[], bytes]) -> None:
         """Create the node. `vmcoreinfo` returns the text of the note VMCOREINFO, or b"" without one."""
@@ -71,7 +71,7 @@ class OpenVmcore(OpenFile):
         return os.pread(self._core.fileno(), size, position)
 
     def goes_on_from(self, other: OpenFile) -> None:
-        """Keep showing the kernel that has been replaced, which the client has opened."""
+        """Keep showing the kernel that was replaced, because the client has opened that kernel's core."""
         super().goes_on_from(other)
         if isinstance(other, OpenVmcore):
             self._core, other._core = other._core, self._core

@@ -43,7 +43,7 @@ class WorkloadKind(Enum):
     TCP = "tcp"
     """Open a connection over the loopback device and send a message each way."""
     UDP = "udp"
-    """Send a message to itself over the loopback device."""
+    """Send a message from a socket to the same socket, over the loopback device."""
     TIMERS = "timers"
     """Sleep for a millisecond."""
 

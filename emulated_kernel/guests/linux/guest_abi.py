@@ -1,4 +1,4 @@
-"""GuestAbi: what a distribution's kernel of each processor expects of its user mode, as data."""
+"""GuestAbi: tables of the system calls, registers and structures that user mode needs, by processor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GuestAbi:
     result: str
     """Name of the register with the result of a system call."""
     counter: str
-    """Name of a register that the stub's code for pages uses."""
+    """Name of the register with the number of pages for the stub's code at UserStub.touch."""
     kept: tuple[str, str]
     """Names of two registers that calls preserve."""
     syscalls: Mapping[str, int]
@@ -55,6 +55,12 @@ class GuestAbi:
     """Range of addresses of modules' code."""
     time_read: str
     """Symbol of the function that reads the clock source that the host supports."""
+    irq_stack: str
+    """Per-CPU variable with an address on the stack for interrupts."""
+    irq_stack_size: int
+    """Number of bytes from that address to the end of the stack."""
+    host_code: int
+    """Address at which the host maps its own code and data; Linux leaves the 2 MiB from there on unused."""
     is_word_hashed: bool
     """Whether names of files are hashed by words (CONFIG_DCACHE_WORD_ACCESS), or by bytes."""
 
@@ -91,6 +97,9 @@ X86_64 = GuestAbi(
     # Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1).
     modules=range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000),
     time_read="read_tsc",
+    irq_stack="hardirq_stack_ptr",
+    irq_stack_size=8,
+    host_code=0xFFFFFFFF70000000,
     is_word_hashed=True,
 )  # fmt: skip
 RISCV64 = GuestAbi(
@@ -126,6 +135,9 @@ RISCV64 = GuestAbi(
     # Mirrors: arch/riscv/include/asm/pgtable.h:MODULES_VADDR, MODULES_END (v6.12).
     modules=range(0xFFFFFFFF00000000, 0xFFFFFFFF80000000),
     time_read="riscv_clocksource_rdtime",
+    irq_stack="irq_stack_ptr",
+    irq_stack_size=16 << 10,
+    host_code=0xFFFFFFFF60000000,
     is_word_hashed=False,
 )  # fmt: skip
 ABIS = (X86_64, RISCV64)

@@ -27,8 +27,8 @@ class UserStub(NamedTuple):
     touch: int
     """Address of code that stores a byte to a page and to the following pages.
 
-    The code takes the byte in the register of the system call's number, the first page in that of the first
-    argument, and the number of pages in the register `counter` of GuestAbi.
+    The code takes the byte in the register of the system call's number. It takes the first page in the
+    register of the first argument, and the number of pages in the register GuestAbi.counter.
     """
     two_calls: int
     """Address of code that makes two system calls.

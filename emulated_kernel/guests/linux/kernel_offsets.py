@@ -206,9 +206,9 @@ def _stack_top(kernel: LinuxKernel) -> int | None:
 
 
 def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a snapshot's offsets after checking that they are a release and numbers of 64 bits.
+    """Return a snapshot's offsets, after checking that it names a release and that the numbers fit 64 bits.
 
-    Raises: KeyError, TypeError, ValueError (they are not).
+    Raises: KeyError, TypeError, ValueError (the check fails).
     """
     if not isinstance(kept["release"], str):
         raise ValueError("facts: the release is no text")

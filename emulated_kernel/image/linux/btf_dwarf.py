@@ -53,7 +53,7 @@ class DwarfSections:
         self._places: dict[int, int] = {}
         """Id of a type -> offset of its entry in the unit."""
         self._references: list[tuple[int, int]] = []
-        """Offset of each reference, and the id of the type to which it refers."""
+        """Offset in the unit of each reference to a type, and the id of this type."""
         # The header is the unit's length (4), version (2), offset of abbreviations (4) and word size (1).
         self._info += bytes(11)
 

@@ -1,9 +1,10 @@
 """Search for the kallsyms tables in a kernel image, by pattern, since no symbol gives their address.
 
-scripts/kallsyms.c writes the tables in one of two orders. They are num_syms; names, each a sequence of token
-numbers; markers, the offset of each 256th name; a token table and its index; and addresses. Addresses are
-absolute or offsets from a base; offsets of per-CPU variables may be absolute. v6.2 added sequence numbers.
-Since v7.0, tables are aligned to 4 bytes in place of 8, and an address is an offset from its own entry.
+scripts/kallsyms.c writes the tables in one of two orders. The tables are num_syms; names, each a sequence of
+token numbers; markers, the offset of each 256th name; a token table and its index; and addresses. Addresses
+are absolute or offsets from a base; offsets of per-CPU variables may be absolute. v6.2 added sequence
+numbers. Since v7.0, tables are aligned to 4 bytes in place of 8, and an address is an offset from its own
+entry.
 """
 
 from __future__ import annotations

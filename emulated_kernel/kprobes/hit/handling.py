@@ -473,9 +473,9 @@ class HitHandling:
         """Return True if the machine may deliver an interrupt.
 
         An interrupt is forbidden between a hit and the end of its step, because the CPU's registers belong to
-        the hit. It is forbidden in a compiled handler, which may have written half a record. It is also
-        forbidden between the two instructions of a jump or call that may be removed.
-        In Linux, a kernel in which a jump or call is two instructions isn't preempted, so that no task is
+        the hit. An interrupt is forbidden in a compiled handler, too, which may have written half a record.
+        Furthermore, it is forbidden between the two instructions of a jump or call that may be removed. In
+        Linux, a kernel in which a jump or call is two instructions isn't preempted, so that no task is
         between them while they are patched.
         """
         ip = self._machine.regs.ip
@@ -490,7 +490,7 @@ def _hit_again(
     started: int,
     _live: Regs,
 ) -> None:
-    """Continue handling a hit by a call in Python, after the assembly handler has run in the guest.
+    """Call `hit` again, to continue a hit by a call in Python after the guest has run the assembly handler.
 
     This is a function, because a closure would slow down all other hits.
     """

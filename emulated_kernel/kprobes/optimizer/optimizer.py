@@ -16,11 +16,12 @@ from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
 from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
 from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag
+from emulated_kernel.kprobes.optimizer.patch_stages import PatchStages
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.kprobes.quiescence import DelayedWork, GracePeriod, Span
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.text.text import Text
-from emulated_kernel.machine.text.text_poke import TextPoker
+from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.errors import KernelError
@@ -29,6 +30,14 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 OPTIMIZE_DELAY = 5
 """Number of jiffies from a request to the optimizer's run; the delay lets one run serve several requests."""
 
+
+_STAGES = {
+    (True, PokeStep.BREAKPOINT): "breakpoint written; next: tail of the jump",
+    (True, PokeStep.TAIL): "tail of the jump written; next: start of the jump",
+    (False, PokeStep.BREAKPOINT): "breakpoint written over the jump; next: original tail",
+    (False, PokeStep.TAIL): "original tail written; next: end",
+}
+"""Whether a jump is being written, and the last step of patching -> text that is shown at the stop."""
 
 Queue = dict[AggrKprobe, None]
 """One of Linux's lists of probes. It is an ordered set, because thousands of probes are looked up in it."""
@@ -64,6 +73,8 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         self.work = DelayedWork(self._run, self._scheduler)
+        self.stages = PatchStages(self._poker, self._scheduler, self._finish_stages_of)
+        """The stops after the steps of patching, which users can switch on."""
 
     # Detours
 
@@ -133,6 +144,7 @@ class Optimizer:
         was_queued = self.is_queued(head)
         for queue in (self.optimizing, self.unoptimizing, self.freeing):
             queue.pop(head, None)
+        self.stages.forget(head)
         head.flags &= ~KprobeFlag.OPTIMIZED
         head.is_patched = False
         self._discard(head)
@@ -171,6 +183,13 @@ class Optimizer:
     def is_queued(self, head: AggrKprobe) -> bool:
         """Return True if the worker still has to process the probe. Mirrors: kprobe_queued (v6.1)."""
         return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
+
+    def stage_text(self, head: AggrKprobe) -> str:
+        """Return what the last step of patching has written, and what the next step writes.
+
+        Raises: KeyError (no change of the probe's jump has stopped).
+        """
+        return _STAGES[head in self.optimizing, self.stages.step(head)]
 
     def is_disarmed(self, head: AggrKprobe) -> bool:
         """Return True if the probe is disabled and not queued.
@@ -216,6 +235,8 @@ class Optimizer:
         if head.is_optimized:
             if head in self.unoptimizing:
                 del self.unoptimizing[head]
+                if head in self.stages:
+                    self._reverse(head, optimizing=True)
             return
         self._mark(head, optimized=True)
         self.optimizing[head] = None
@@ -230,12 +251,18 @@ class Optimizer:
             return
         if head in self.optimizing:
             del self.optimizing[head]
-            self._mark(head, optimized=False)
+            if head not in self.stages:
+                self._mark(head, optimized=False)
+            elif force:
+                self._expose_breakpoint(head)
+            else:
+                self._reverse(head, optimizing=False)
         elif head in self.unoptimizing:
             if force:
                 self._expose_breakpoint(head)
                 del self.unoptimizing[head]
                 self.freeing[head] = None
+                self._kick()
         elif force:
             self._expose_breakpoint(head)
         else:
@@ -280,6 +307,16 @@ class Optimizer:
         if self.optimizing or self.unoptimizing:
             self.work.flush()
 
+    def _reverse(self, head: AggrKprobe, *, optimizing: bool) -> None:
+        """Turn a stopped optimization into an unoptimization, or the other way round, at the same text."""
+        assert head.detour is not None
+        if optimizing:
+            self.optimizing[head] = None
+            self.stages.reverse(head, head.detour.jump)
+        else:
+            self.unoptimizing[head] = None
+            self.stages.reverse(head, self._breakpoint(head) + head.saved_tail)
+
     def _kick(self) -> None:
         self.work.schedule(OPTIMIZE_DELAY)
 
@@ -289,7 +326,8 @@ class Optimizer:
         if self._scheduler.is_quiescent(self._affected()):
             self._optimize_all()
             self._free_all()
-        if self.optimizing or self.unoptimizing or self.freeing:
+        # Changes that have stopped go on without this worker.
+        if len(self.optimizing) + len(self.unoptimizing) > len(self.stages) or self.freeing:
             self._kick()
 
     def _free_all(self) -> None:
@@ -344,11 +382,22 @@ class Optimizer:
 
     def _unoptimize_all(self) -> None:
         """Remove the queued jumps. Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1)."""
-        for head in self.unoptimizing:
-            self._expose_breakpoint(head)
-        done = [*self.freeing, *self.unoptimizing]
-        self.unoptimizing.clear()
+        for head in [head for head in self.unoptimizing if head not in self.stages]:
+            if self.stages.is_on and not self._table.all_disarmed:
+                # No jump may lead to dropped code at a later step, if the unoptimization is reversed.
+                self._routes.drop_code(head)
+                head.is_patched = False
+                self.stages.begin(head, self._breakpoint(head) + head.saved_tail)
+            else:
+                self._expose_breakpoint(head)
+                del self.unoptimizing[head]
+                self.freeing[head] = None
+        done = [*self.freeing]
         self.freeing.clear()
+        self._clear_up(done)
+
+    def _clear_up(self, done: Sequence[AggrKprobe]) -> None:
+        """Remove the breakpoints of disabled probes without jumps, and queue unused probes to be freed."""
         for head in done:
             if head.is_disabled and not head.is_gone:
                 self._breakpoints.clear(head)
@@ -363,17 +412,34 @@ class Optimizer:
         """Write the queued jumps. Mirrors: arch/x86/kernel/kprobes/opt.c:arch_optimize_kprobes (v6.1)."""
         if self._table.all_disarmed or not self.allowed:
             return
-        for head in self.optimizing:
+        for head in [head for head in self.optimizing if head not in self.stages]:
             assert head.detour is not None
             if not self._is_as_prepared(head, head.detour):
                 self._mark(head, optimized=False)
+                del self.optimizing[head]
                 continue
             size = len(self._breakpoint(head))
             jump = head.detour.jump
             head.saved_tail = self._text.current(head.address + size, len(jump) - size)
-            self._poker.replace(head.address, jump)
+            if self.stages.is_on:
+                # The text stays quiescent: from here on no code leads to bytes that the jump changes.
+                self.stages.begin(head, jump)
+            else:
+                self._poker.replace(head.address, jump)
+                head.is_patched = True
+                del self.optimizing[head]
+
+    def _finish_stages_of(self, head: AggrKprobe) -> None:
+        """Complete an optimization or unoptimization whose last step of patching was written."""
+        if head in self.optimizing:
+            del self.optimizing[head]
             head.is_patched = True
-        self.optimizing.clear()
+            return
+        del self.unoptimizing[head]
+        self._mark(head, optimized=False)
+        self._clear_up((head,))
+        if self.freeing:
+            self._kick()
 
     def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
         """Return True unless somebody else has changed the bytes that the probe's jump keeps.
@@ -396,6 +462,7 @@ class Optimizer:
         write = poker.expose_breakpoint if is_own else poker.replace
         write(head.address, breakpoint_ + head.saved_tail)
         head.is_patched = False
+        self.stages.forget(head)
         self._routes.drop_code(head)
         self._mark(head, optimized=False)
 

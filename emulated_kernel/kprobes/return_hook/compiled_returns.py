@@ -145,7 +145,7 @@ class NativeReturns:
         return -(-hook.data_size // self._word)
 
     def get_called(self, builder: ProgramBuilder, register: int) -> None:
-        """Emit code that sets `register` to the address of the function whose fentry site calls."""
+        """Emit code that sets `register` to the address of the function whose fentry site was hit."""
         if self._called_by is not None:
             builder.emit(GetRegister(register, self._called_by))
         else:

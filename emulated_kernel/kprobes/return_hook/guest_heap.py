@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from emulated_kernel.machine.memory.pool import UnitPool
@@ -130,8 +130,16 @@ class TaskFields:
     Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack (v6.1).
     """
 
-    def __init__(self, memory: ViewedMemory, abi: Mapping[str, int], word_size: int) -> None:
+    def __init__(
+        self,
+        memory: ViewedMemory,
+        abi: Mapping[str, int],
+        word_size: int,
+        running_task: Callable[[], int] | None = None,
+    ) -> None:
+        """Find the fields. `running_task`: see ProbedMachine."""
         self._memory = memory
+        self._running_task = running_task
         self._format = _FORMATS[word_size]
         self._word_size = word_size
         self._known: dict[int, memoryview] = {}
@@ -171,6 +179,8 @@ class TaskFields:
 
         Return 0 if the image's ABI table lacks `percpu.current_task`.
         """
+        if self._running_task is not None:
+            return self._running_task()
         return 0 if self._current is None else int(self._current[0])
 
     def of(self, task: int) -> memoryview:

@@ -10,7 +10,6 @@ from emulated_kernel.arch.program.ir import (
     Condition,
     Jump,
     Label,
-    LoadPerCpu,
     Move,
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
@@ -199,7 +198,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
             builder.emit(set_to(ring, rings.ring(hook, 0)))
             return
         builder.emit(
-            LoadPerCpu(ring, self.offsets.cpu_number, 4),
+            *self.offsets.cpu.load_number(ring),
             compute(Arithmetic.SHL, ring, self.shift),
             set_to(other, rings.slots(hook)),
             Compute(Arithmetic.ADD, ring, other),

@@ -121,7 +121,10 @@ class RethookCode(RethookListCode[RethookStack]):
         self._change(builder, hook, again)
 
     def _change(self, builder: ProgramBuilder, hook: int, again: Label) -> None:
-        """Emit code that makes number TASK the first free node; if FIRST isn't the head, go to `again`."""
+        """Emit code that makes the node with the number in TASK the first free node.
+
+        If the head of the free list is no longer the value of FIRST, the code goes to `again`.
+        """
         builder.emit(
             Move(SECOND, FIRST),
             compute(Arithmetic.OR, SECOND, self.stack.number_mask),

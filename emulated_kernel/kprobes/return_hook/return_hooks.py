@@ -74,7 +74,7 @@ class ReturnHooks:
         self._sets = sets
         self._breakpoints = machine.breakpoints
         self._words = GuestHeap(machine, arch.word_size)
-        self._tasks = TaskFields(machine.memory, abi, arch.word_size)
+        self._tasks = TaskFields(machine.memory, abi, arch.word_size, machine.running_task)
         self._hooks: dict[int, ReturnHook] = {}
         self._removed: dict[int, ReturnHook] = {}
         """Address -> removed hook that may still have pending calls."""
@@ -123,7 +123,7 @@ class ReturnHooks:
     def _make_native(self) -> NativeReturns | None:
         """Return the emitter of guest code for the shadow stack; None if Python does everything."""
         arch = self._arch
-        offsets = TaskOffsets.of(self._abi, arch.word_size)
+        offsets = TaskOffsets.of(self._abi, arch)
         if offsets is None or arch.returns is None:
             return None
         code = _CODES[type(self.stack)](offsets, self.stack, arch.returned_at)
@@ -331,8 +331,8 @@ class ReturnHooks:
     def real_return_address(self, task: int, slot: int, address: int) -> int:
         """Return the content that a task's stack slot had before its function was hooked.
 
-        `slot`: address of the stack slot. `address`: the slot's present content. It is returned if no hook
-        has replaced the content.
+        `slot`: address of the stack slot. `address`: the slot's present content. If no hook has replaced the
+        content, return `address`.
         Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
         """
         if not self.trampoline.is_one(address):

@@ -246,5 +246,5 @@ def count_instance(counters: memoryview) -> None:
 
 
 def count(counters: memoryview, counter: int, change: int) -> None:
-    """Add `change` to a counter. It may wrap around, because the guest can set it to any number."""
+    """Add `change` to a counter, modulo 2**64, because the guest can set the counter to any number."""
     counters[counter] = counters[counter] + change & _COUNTER_MASK

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Generic, TypeVar
 
+from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.arch.program.ir import (
     Arithmetic,
     Branch,
@@ -21,7 +23,6 @@ from emulated_kernel.arch.program.ir import (
     Jump,
     Label,
     Load,
-    LoadPerCpu,
     Op,
     SetImmediate,
     Store,
@@ -52,23 +53,20 @@ class TaskOffsets:
     """Offsets in bytes of words that guest code reads: the running task, the CPU, and the task's fields."""
 
     word: int
-    current_task: int
-    """Offset in the per-CPU area."""
-    cpu_number: int
-    """Offset in the per-CPU area."""
+    cpu: CpuWords
     rethooks: int
     """Offset of `rethooks` in struct task_struct."""
     ret_stack: int
     """Offset of `ret_stack` in struct task_struct; 0 if there is no RetStack."""
 
     @classmethod
-    def of(cls, abi: Mapping[str, int], word: int) -> TaskOffsets | None:
+    def of(cls, abi: Mapping[str, int], arch: Arch) -> TaskOffsets | None:
         """Return the offsets of an image; None if the image's task_structs have no `rethooks`."""
-        needed = ("percpu.current_task", "percpu.cpu_number", "task_struct.rethooks")
-        if any(name not in abi for name in needed):
+        cpu = CpuWords.of(abi, arch.current_register, arch.word_size)
+        rethooks = abi.get("task_struct.rethooks")
+        if cpu is None or rethooks is None:
             return None
-        current_task, cpu_number, rethooks = (abi[name] for name in needed)
-        return cls(word, current_task, cpu_number, rethooks, abi.get("task_struct.ret_stack", 0))
+        return cls(arch.word_size, cpu, rethooks, abi.get("task_struct.ret_stack", 0))
 
 
 class StackCode(ABC, Generic[Stack]):
@@ -138,7 +136,7 @@ class StackCode(ABC, Generic[Stack]):
         return Store(base, offset, src, self.word)
 
     def current_task(self, dst: int) -> Op:
-        return LoadPerCpu(dst, self.offsets.current_task, self.word)
+        return self.offsets.cpu.load_task(dst)
 
 
 def compute(op: Arithmetic, dst: int, value: int) -> Op:

@@ -166,7 +166,7 @@ class X86PageTables(PageTables):
         return entry & self._TARGET
 
     def is_leaf(self, entry: int, shift: int) -> bool:
-        return shift == 12 or bool(entry & self._LARGE)
+        return shift == 12 or (shift < 39 and bool(entry & self._LARGE))
 
     def shrink(self, entry: int) -> int:
         return entry & ~self._LARGE

@@ -189,7 +189,7 @@ def _search(pointer: int, pattern: bytes) -> Iterator[int]:
 
 
 def _follows_api(engine: Engine, cpu: CpuModel, address: int) -> bool:
-    """Return True if `address` has the live registers, which change with API calls and vice versa."""
+    """Return True if the registers at `address` are live: the API changes them, and sees changes of them."""
     state = (ctypes.c_uint64 * (cpu.ip_slot + 1)).from_address(address)
     first, *_, ip = cpu.registers.values()
     for register, slot in ((first, 0), (ip, cpu.ip_slot)):

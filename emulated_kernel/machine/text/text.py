@@ -200,7 +200,7 @@ class Text:
                     self._invalidate(va, len(data))
 
     def substitute(self, va: int, data: bytes) -> None:
-        """Write bytes for temporary use; neither the ledger nor the watcher sees them.
+        """Write bytes to text for temporary use; neither the ledger nor the watcher records the change.
 
         Raises: MemoryFault.
         """

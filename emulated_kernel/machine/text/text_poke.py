@@ -65,6 +65,14 @@ class TextPoker:
         with self._patching((va,)):
             self._expose({va: insn})
 
+    def write_step(self, step: PokeStep, va: int, insn: bytes) -> None:
+        """Write one step towards `insn`. The guest may run for any time between two such steps.
+
+        Between the steps the caller is the only one to change the text of the instruction.
+        """
+        with self._patching((va,)):
+            self._write(step, {va: insn})
+
     def _expose(self, insns: Mapping[int, bytes]) -> None:
         self._write(PokeStep.BREAKPOINT, insns)
         self._write(PokeStep.TAIL, insns)

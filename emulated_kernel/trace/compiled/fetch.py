@@ -17,7 +17,6 @@ from emulated_kernel.arch.program.ir import (
     Jump,
     Label,
     Load,
-    LoadPerCpu,
     Move,
     SetImmediate,
     Store,
@@ -120,7 +119,7 @@ class FetchEmitter:
             case FetchOp.STACK:
                 self._stack_word(insn.value)
             case FetchOp.COMM:
-                self._emit(LoadPerCpu(VALUE, self._places.current_task, self._word))
+                self._emit(self._places.cpu.load_task(VALUE))
                 self._emit(ComputeImmediate(Arithmetic.ADD, VALUE, self._places.comm))
             case _:
                 self._emit(SetImmediate(VALUE, insn.value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.arch.program.int64_on_32 import branch_long
 from emulated_kernel.arch.program.ir import (
     Branch,
@@ -10,7 +11,6 @@ from emulated_kernel.arch.program.ir import (
     Jump,
     Label,
     Load,
-    LoadPerCpu,
     SetImmediate,
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
@@ -44,11 +44,11 @@ def can_filter(program: FilterProgram) -> bool:
 
 
 def emit_filter(
-    builder: ProgramBuilder, program: FilterProgram, cpu_number: int, word_size: int, reject: Label
+    builder: ProgramBuilder, program: FilterProgram, cpu: CpuWords, word_size: int, reject: Label
 ) -> None:
     """Emit code that applies a filter to the entry at BASE, and jumps to `reject` if the filter rejects it.
 
-    `cpu_number` is the per-CPU offset of the CPU's number, which predicates on the CPU compare.
+    `cpu` has the place of the CPU's number, which predicates on the CPU compare.
     """
     accept = builder.label()
     labels = [builder.label() for _ in program.steps]
@@ -66,7 +66,7 @@ def emit_filter(
             compare = _compare if predicate.size <= word_size else _compare_long
             compare(builder, predicate, on_true)
         elif isinstance(predicate, CpuPredicate):
-            builder.emit(LoadPerCpu(VALUE, cpu_number, 4))
+            builder.emit(*cpu.load_number(VALUE))
             builder.emit(BranchImmediate(_CONDITIONS[predicate.op][True], VALUE, predicate.value, on_true))
         else:
             assert isinstance(predicate, NeverPredicate), "can_filter() says so"

@@ -11,7 +11,6 @@ from emulated_kernel.arch.program.ir import (
     Arithmetic,
     Branch,
     BranchImmediate,
-    BranchPerCpu,
     Compute,
     ComputeImmediate,
     Condition,
@@ -157,10 +156,8 @@ class GraphEmitter:
                 if kind is CallKind.PLAIN and not compiled.takes_irqs:
                     emit(BranchImmediate(Condition.NO_BIT, _CALL_FLAGS, CallFlag.IN_IRQ, unwanted))
                 emit(SetImmediate(_CALL_FLAGS, CallFlag.IN_IRQ), Jump(known))
-            mask = places.hardirq_mask
-            count = places.preempt_count
             emit(
-                BranchPerCpu(Condition.ANY_BIT, count, 4, mask, in_irq),
+                *places.cpu.branch_if_count(Condition.ANY_BIT, places.hardirq_mask, in_irq, TEMP),
                 SetImmediate(_CALL_FLAGS, 0),
             )
             builder.place(known)
@@ -208,7 +205,7 @@ class GraphEmitter:
         emit = self._emit
         if not compiled.traced and not compiled.untraced:
             return
-        emit(LoadPerCpu(TEMP, self._places.current_task, self._word), Load(TEMP, TEMP, self._places.pid, 4))
+        emit(self._places.cpu.load_task(TEMP), Load(TEMP, TEMP, self._places.pid, 4))
         emit(*(BranchImmediate(Condition.EQ, TEMP, pid, unwanted) for pid in sorted(compiled.untraced)))
         if compiled.traced:
             traced = self._builder.label()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.trace.fetch.fetch_types import MAX_STRING_SIZE
 from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
@@ -40,14 +41,18 @@ class HitCounter:
 
 @dataclass(frozen=True)
 class NeedResched:
-    """The way in which a kernel indicates that the current task has to be rescheduled."""
+    """The way in which a kernel indicates that the current task has to be rescheduled.
+
+    It is a u32 in the per-CPU data, a flag of the task, or both. If it is both, the entry flag
+    PREEMPT_RESCHED is that of the u32, and NEED_RESCHED that of the task.
+    """
 
     not_needed: int = 0
     """Bit of the u32 `need_resched` that is 0 while rescheduling is needed. If 0, the u32 is a plain flag."""
     task_flag: tuple[int, int] | None = None
     """Offset of a u32 in task_struct, and its bit that is set while rescheduling is needed.
 
-    It is None if only the u32 `need_resched` exists.
+    It is None if only the u32 exists.
     """
 
 
@@ -59,20 +64,15 @@ class GuestAddresses:
     """Address of the guest's time in nanoseconds, a u64 that all CPUs share."""
     time: GuestClock
     """The guest's clock; its step_ns is added to the time at each reading."""
-    this_cpu_off: int
-    """Per-CPU offset of the word that holds the CPU's base."""
-    cpu_number: int
-    """Per-CPU offset of the CPU's number, a u32."""
-    current_task: int
-    """Per-CPU offset of the pointer to the current task_struct."""
+    this_cpu_off: int | None
+    """Per-CPU offset of the word that holds the CPU's base; None if the base is 0."""
+    cpu: CpuWords
     pid: int
     """Offset of the pid in task_struct."""
     comm: int
     """Offset of the task's name in task_struct."""
-    preempt_count: int
-    """Per-CPU offset of the preempt count, a u32."""
-    need_resched: int
-    """Per-CPU offset of the u32 that `resched` describes."""
+    need_resched: int | None
+    """Per-CPU offset of the u32 that `resched` describes; None if it has only a task flag."""
     resched: NeedResched
     hardirq_mask: int
     """Bits of the preempt count that are set in a hard interrupt."""

@@ -6,11 +6,12 @@ import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
+from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.task_events import TaskObserver
-from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.trace.compiled.guest_addresses import (
     SCRATCH_SIZE,
     GuestAddresses,
@@ -54,6 +55,14 @@ class GuestRecords(TaskObserver):
         self._last_pid_at = cells.alloc_percpu(_CELL)
         self._last_pids = [cell.cast("Q") for cell in cells.cells(self._last_pid_at, _CELL)]
         self._scratch_at = cells.alloc_percpu(SCRATCH_SIZE)
+        self._named_pid = _NO_PID
+        """Pid of the task whose name was saved last, or _NO_PID."""
+        self._comm = memoryview(b"")
+        """View of the name in the task_struct of that task."""
+        self._saved_comm = b""
+        """Content of `_comm` when the name was saved."""
+        self._saved_changes = 0
+        """Value of `changes` of the saved names just after the name was saved."""
         self._clock = clock
         self.call_begins()
 
@@ -134,18 +143,17 @@ class GuestRecords(TaskObserver):
         interrupt_flag: tuple[str, int],
         breakpoint_context: tuple[int, int],
         resched: NeedResched,
+        words: CpuWords,
     ) -> GuestAddresses:
         """Return the addresses that compiled handlers of this guest use."""
         return GuestAddresses(
             clock=abi["host_clock"],
             time=self._clock,
-            this_cpu_off=abi["percpu.this_cpu_off"],
-            cpu_number=abi["percpu.cpu_number"],
-            current_task=abi["percpu.current_task"],
+            this_cpu_off=abi.get("percpu.this_cpu_off"),
+            cpu=words,
             pid=abi["task_struct.pid"],
             comm=abi["task_struct.comm"],
-            preempt_count=abi["percpu.preempt_count"],
-            need_resched=abi["percpu.need_resched"],
+            need_resched=abi.get("percpu.need_resched"),
             resched=resched,
             hardirq_mask=abi["preempt.hardirq_mask"],
             softirq_mask=abi["preempt.softirq_mask"],
@@ -158,13 +166,18 @@ class GuestRecords(TaskObserver):
             new_counter=self.new_counter,
         )
 
-    def call_begins(self) -> None:
+    def call_begins(self, *, keeps_names: bool = False) -> None:
         """Implement TaskObserver.call_begins: make the next record on each CPU save its task's name again.
 
-        The name may have changed, or the saved name may have been dropped.
+        The name may have changed, or the saved name may have been dropped. Except the name that was saved
+        last, if neither has happened and the call keeps names.
         """
+        pid = _NO_PID
+        if keeps_names and self._comm == self._saved_comm and self._cmdlines.changes == self._saved_changes:
+            pid = self._named_pid
         for cell in self._last_pids:
-            cell[0] = _NO_PID
+            if cell[0] != pid:
+                cell[0] = _NO_PID
 
     def renamed(self, pid: int, comm: str) -> None:
         """Implement TaskObserver.renamed: save a task's new name, if the task's name was saved last on a CPU.
@@ -175,9 +188,18 @@ class GuestRecords(TaskObserver):
             self._cmdlines.save(pid, comm)
 
     def _save_comm(self) -> bool:
-        pid = self.tasks.pid()
-        self._cmdlines.save(pid, self.tasks.comm().decode("utf-8", "surrogateescape"))
-        self._last_pids[self.tasks.cpu()][0] = pid
+        tasks = self.tasks
+        pid = tasks.pid()
+        self._cmdlines.save(pid, tasks.comm().decode("utf-8", "surrogateescape"))
+        self._last_pids[tasks.cpu()][0] = pid
+        try:
+            self._comm = tasks.comm_view()
+            self._named_pid = pid
+        # The guest has damaged the address of its current task.
+        except MemoryFault:
+            self._named_pid = _NO_PID
+        self._saved_comm = self._comm.tobytes()
+        self._saved_changes = self._cmdlines.changes
         return True
 
     def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:

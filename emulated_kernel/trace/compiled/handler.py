@@ -40,9 +40,9 @@ def compiled_event(
 ) -> CompiledEvent | None:
     """Return the event as guest code can handle it, or None if the host has to handle it.
 
-    The host handles arguments of type `symstr` and arguments with too many array elements. It handles
-    arguments from registers that are not general ones, or that a returning function overwrites. It also
-    handles filters on strings, events with triggers, and recorders without Recorder.target.
+    The host handles arguments of type `symstr` and arguments with too many array elements. The host also
+    handles arguments from registers that are not general ones, or that a returning function overwrites. The
+    same is true of filters on strings, events with triggers, and recorders without Recorder.target.
     """
     registers = arch.valid_at_return if is_return else arch.general_registers
     if event.needs_entry or not can_fetch(args, registers):
@@ -91,7 +91,10 @@ class EventEmitter:
             self._record_copies(recordings)
 
     def _record_in_place(self, target: RecordTarget) -> None:
-        """Emit code that writes an entry directly to the buffer. Its size is known, and it has no filter."""
+        """Emit code that writes an entry directly to the buffer.
+
+        The size of the entry is known before the hit, and the event has no filter.
+        """
         builder = self._builder
         record = self._record
         space = EventSpace(self._fixed)
@@ -116,7 +119,7 @@ class EventEmitter:
         for recording in recordings:
             following = builder.label()
             if recording.filter is not None:
-                emit_filter(builder, recording.filter, self._places.cpu_number, self._word, following)
+                emit_filter(builder, recording.filter, self._places.cpu, self._word, following)
             record.copy(self._fixed, dynamic=self._is_dynamic, target=recording.target, dropped=following)
             builder.place(following)
         builder.place(done)

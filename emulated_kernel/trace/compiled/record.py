@@ -5,6 +5,7 @@ ring/ring_layout.py describes the memory that the code writes.
 
 from __future__ import annotations
 
+from emulated_kernel.arch.program.cpu_words import load_base
 from emulated_kernel.arch.program.ir import (
     AddAndFetch,
     AddToPerCpu,
@@ -92,8 +93,7 @@ class RecordEmitter:
     def scratch(self) -> None:
         """Emit code that sets BASE to the address of the CPU's scratch memory for entries."""
         self._emit(
-            LoadPerCpu(BASE, self._places.this_cpu_off, self._word),
-            ComputeImmediate(Arithmetic.ADD, BASE, self._places.scratch),
+            *load_base(BASE, self._places.this_cpu_off, self._places.scratch, self._word),
         )
 
     # Common fields
@@ -107,7 +107,7 @@ class RecordEmitter:
         places = self._places
         emit = self._emit
         emit(
-            LoadPerCpu(VALUE, places.current_task, self._word),
+            places.cpu.load_task(VALUE),
             Load(VALUE, VALUE, places.pid, 4),
             Store(BASE, at + _PID_AT, VALUE, 4),
         )
@@ -157,13 +157,13 @@ class RecordEmitter:
         emit = self._emit
         places = self._places
         emit(
-            LoadPerCpu(TEMP, places.preempt_count, 4),
+            *places.cpu.load_count(TEMP),
             ComputeImmediate(Arithmetic.AND, TEMP, _COUNT_MASK),
             ComputeImmediate(Arithmetic.SHL, TEMP, _COUNT_SHIFT),
             Compute(Arithmetic.ADD, VALUE, TEMP),
         )
         self._add_resched_flags()
-        emit(LoadPerCpu(TEMP, places.preempt_count, 4))
+        emit(*places.cpu.load_count(TEMP))
         self._add_flag(Condition.ANY_BIT, places.hardirq_mask, EntryFlag.HARDIRQ)
         self._add_flag(Condition.ANY_BIT, _SOFTIRQ_SERVED, EntryFlag.SOFTIRQ)
         self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
@@ -183,43 +183,40 @@ class RecordEmitter:
     def _add_resched_flags(self) -> None:
         """Emit code that adds the flags NEED_RESCHED and PREEMPT_RESCHED to VALUE.
 
-        The code does the same as resched_flags() of HitContext and LinuxContext.
+        The code does the same as resched_flags() of HitContext.
         """
         emit = self._emit
         places = self._places
         resched = self._places.resched
-        emit(LoadPerCpu(TEMP, places.need_resched, 4))
-        if resched.task_flag is None:
-            self._add_flag(Condition.NE, 0, EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED)
-            return
-        emit(ComputeImmediate(Arithmetic.ADD, TEMP, -resched.not_needed))
-        self._add_flag(Condition.ANY_BIT, -resched.not_needed, EntryFlag.PREEMPT_RESCHED)
+        both = EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED
+        if places.need_resched is not None:
+            emit(LoadPerCpu(TEMP, places.need_resched, 4))
+            if resched.task_flag is None:
+                self._add_flag(Condition.NE, 0, both)
+                return
+            emit(ComputeImmediate(Arithmetic.ADD, TEMP, -resched.not_needed))
+            self._add_flag(Condition.ANY_BIT, -resched.not_needed, EntryFlag.PREEMPT_RESCHED)
+            both = EntryFlag.NEED_RESCHED
+        assert resched.task_flag is not None, "the need to reschedule is somewhere"
         self._emit_task_flags(TEMP, resched.task_flag[0])
-        self._add_flag(Condition.ANY_BIT, resched.task_flag[1], EntryFlag.NEED_RESCHED)
+        self._add_flag(Condition.ANY_BIT, resched.task_flag[1], both)
 
     def _emit_task_flags(self, register: int, offset: int) -> None:
-        self._emit(
-            LoadPerCpu(register, self._places.current_task, self._word), Load(register, register, offset, 4)
-        )
+        self._emit(self._places.cpu.load_task(register), Load(register, register, offset, 4))
 
     def _branch_unless_usual(self, unusual: Label, *, saves_comm: bool) -> None:
         """Emit a jump to `unusual`, unless the preempt count is 0 and no rescheduling is needed.
 
         With `saves_comm`, also jump if VALUE is not the pid whose name was saved last. The code overwrites
-        VALUE, TEMP and OTHER. It has one branch for all conditions, because a branch ends a block of
+        VALUE, TEMP and OTHER. The code has one branch for all conditions, because a branch ends a block of
         translated code.
         """
         emit = self._emit
         resched = self._places.resched
-        (offset, size), *others = self._count_loads()
-        emit(LoadPerCpu(TEMP, offset, size))
-        if resched.not_needed:
-            emit(ComputeImmediate(Arithmetic.ADD, TEMP, -resched.not_needed))
-        for offset, size in others:
-            if size == self._word:
-                emit(ComputePerCpu(Arithmetic.OR, TEMP, offset))
-            else:
-                emit(LoadPerCpu(OTHER, offset, size), Compute(Arithmetic.OR, TEMP, OTHER))
+        if self._places.need_resched is None:
+            emit(*self._places.cpu.load_count(TEMP))
+        else:
+            self._emit_count_and_need(self._places.need_resched)
         if resched.task_flag is not None:
             offset, bit = resched.task_flag
             self._emit_task_flags(OTHER, offset)
@@ -231,12 +228,26 @@ class RecordEmitter:
             )
         emit(BranchImmediate(Condition.NE, TEMP, 0, unusual))
 
-    def _count_loads(self) -> list[tuple[int, int]]:
+    def _emit_count_and_need(self, need_resched: int) -> None:
+        """Emit code that sets TEMP to 0 if the u32s preempt_count and `need_resched` are both 0."""
+        emit = self._emit
+        not_needed = self._places.resched.not_needed
+        (offset, size), *others = self._count_loads(need_resched)
+        emit(LoadPerCpu(TEMP, offset, size))
+        if not_needed:
+            emit(ComputeImmediate(Arithmetic.ADD, TEMP, -not_needed))
+        for offset, size in others:
+            if size == self._word:
+                emit(ComputePerCpu(Arithmetic.OR, TEMP, offset))
+            else:
+                emit(LoadPerCpu(OTHER, offset, size), Compute(Arithmetic.OR, TEMP, OTHER))
+
+    def _count_loads(self, need_resched: int) -> list[tuple[int, int]]:
         """Return per-CPU offset and size of each load that reads preempt_count and need_resched.
 
         If the two are adjacent or the same u32, one load is enough.
         """
-        first, second = sorted((self._places.preempt_count, self._places.need_resched))
+        first, second = sorted((self._places.cpu.preempt_count, need_resched))
         if first == second:
             return [(first, 4)]
         return [(first, 8)] if second == first + 4 and self._word == 8 else [(first, 4), (second, 4)]
@@ -256,8 +267,9 @@ class RecordEmitter:
     def reserve(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """Emit code that reads the clock and reserves `length` bytes for an event in the CPU's ring buffer.
 
-        The code sets `pointer` to the address of the event, and VALUE to its time delta. It overwrites TEMP.
-        If `length` is None, the length is in _LENGTH. If the event is dropped, the code jumps to `dropped`.
+        The code sets `pointer` to the address of the event, and VALUE to its time delta. The code overwrites
+        TEMP. If `length` is None, the length is in _LENGTH. If the event is dropped, the code jumps to
+        `dropped`.
         """
         self.read_clock()
         self.reserve_then(pointer, length, target, dropped)

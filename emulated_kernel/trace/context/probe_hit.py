@@ -11,6 +11,8 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.fast_dataclass import dataclass
 
+_COMM_SIZE = 16
+"""Size of a task's name in bytes. Mirrors: include/linux/sched.h:TASK_COMM_LEN (v6.1)."""
 _NEST_START = 2
 """Amount that ring_buffer_nest_start() and the open entry of the hit add to preempt_count."""
 
@@ -32,8 +34,12 @@ class Tasks:
         self._machine = machine
         self._memory = memory
         word = memory.word_size
-        views = (memory.view(area + abi["percpu.current_task"], word) for area in machine.per_cpu_bases)
-        self._currents = [view.cast("Q" if word == 8 else "I") for view in views]
+        self._currents: list[memoryview] = []
+        if machine.running_task is not None:
+            self.current = machine.running_task  # type: ignore[method-assign]
+        else:
+            views = (memory.view(area + abi["percpu.current_task"], word) for area in machine.per_cpu_bases)
+            self._currents += [view.cast("Q" if word == 8 else "I") for view in views]
         self._pid = abi["task_struct.pid"]
         self._comm = abi["task_struct.comm"]
 
@@ -51,7 +57,11 @@ class Tasks:
 
     def comm(self) -> bytes:
         """Return the current task's name without padding, 15 bytes at most."""
-        return self._field(self._comm, 16).split(b"\0", 1)[0]
+        return self._field(self._comm, _COMM_SIZE).split(b"\0", 1)[0]
+
+    def comm_view(self) -> memoryview:
+        """Return a view of the current task's name in the guest. Raises: MemoryFault."""
+        return self._memory.view(self.current() + self._comm, _COMM_SIZE)
 
     def _field(self, offset: int, size: int) -> bytes:
         try:
@@ -77,9 +87,9 @@ class ProbeHit:
     ) -> None:
         """Store the sources of a hit's data.
 
-        `context` returns common_flags and common_preempt_count. Its arguments are registers, and an amount to
-        add to preempt_count. `regs` are the registers for records that no hit makes. For hits, the caller
-        sets `regs` at each hit.
+        `context` returns common_flags and common_preempt_count. The arguments of `context` are registers, and
+        an amount to add to preempt_count. `regs` are the registers for records that no hit makes. For hits,
+        the caller sets `regs` at each hit.
         """
         self.return_address = 0
         """Address that the function returns to, at a hit of a return probe."""

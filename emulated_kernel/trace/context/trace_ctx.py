@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ _MAX_COUNT = 0xF
 """Maximum preempt count that common_preempt_count has room for."""
 
 
-class HitContext:
+class HitContext(ABC):
     """Computes common_flags and common_preempt_count of records.
 
     Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
@@ -32,25 +33,17 @@ class HitContext:
     def __init__(
         self,
         ctlblk: KprobeCtlblk,
-        memory: GuestMemory,
         abi: Mapping[str, int],
         interrupt_flag: tuple[str, int],
-        areas: Sequence[int],
         *,
         preemption: bool,
     ) -> None:
-        """Map the variables preempt_count and need_resched of each CPU.
+        """Store the masks of the preempt count.
 
-        `interrupt_flag` is a register and its bit that is set while interrupts are enabled. `areas` are the
-        addresses of the per-CPU areas.
+        `interrupt_flag` is a register and its bit that is set while interrupts are enabled.
         """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag
-        self._variables = [
-            (_variable(memory, abi, area, "preempt_count"), _variable(memory, abi, area, "need_resched"))
-            for area in areas
-        ]
-        self.switch_to(0)
         self.disabled_once = int(preemption)
         """Amount that one preempt_disable() adds to preempt_count: 0 in a kernel without preemption."""
         self._hardirq = abi["preempt.hardirq_mask"]
@@ -58,9 +51,13 @@ class HitContext:
         nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
         self.breakpoint_trace_ctx = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
 
-    def switch_to(self, cpu: int) -> None:
-        """Use the variables of another CPU, which has become the current one."""
-        self._count, self._need_resched = self._variables[cpu]
+    @abstractmethod
+    def preempt_count(self) -> int:
+        """Return the preempt count of the current CPU."""
+
+    @abstractmethod
+    def resched_flags(self) -> int:
+        """Return the entry flags for a pending reschedule of the current task, or 0 if none is pending."""
 
     def hit_trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
         """Return common_flags and common_preempt_count of a probe's hit with these registers.
@@ -82,16 +79,12 @@ class HitContext:
         """
         return max(min(count, _MAX_COUNT - self.disabled_once), 0)
 
-    def resched_flags(self) -> int:
-        """Return the entry flags for a pending reschedule of the current task, or 0 if none is pending."""
-        return int(EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED) if self._need_resched[0] else 0
-
     def trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
         """Return common_flags and common_preempt_count of the current context, outside of a breakpoint.
 
         `more` is the amount that Linux's handler adds to preempt_count.
         """
-        count = int(self._count[0])
+        count = self.preempt_count()
         flags = 0 if getattr(regs, self._flags) & self._interrupts else int(EntryFlag.IRQS_OFF)
         flags |= self.resched_flags()
         if count & self._hardirq:
@@ -102,6 +95,44 @@ class HitContext:
             flags |= EntryFlag.BH_OFF
         in_list = self.disabled_once if self._ctlblk.in_ops_list else 0
         return flags, self._shown((count & _COUNT_MASK) + in_list + more)
+
+
+class PerCpuContext(HitContext):
+    """The context in a kernel that keeps preempt_count and need_resched in per-CPU variables."""
+
+    def __init__(
+        self,
+        ctlblk: KprobeCtlblk,
+        memory: GuestMemory,
+        abi: Mapping[str, int],
+        interrupt_flag: tuple[str, int],
+        areas: Sequence[int],
+        *,
+        preemption: bool,
+    ) -> None:
+        """Map the variables of each CPU.
+
+        `interrupt_flag` is a register and its bit that is set while interrupts are enabled. `areas` are the
+        addresses of the per-CPU areas.
+        """
+        self._variables = [
+            (_variable(memory, abi, area, "preempt_count"), _variable(memory, abi, area, "need_resched"))
+            for area in areas
+        ]
+        self.switch_to(0)
+        super().__init__(ctlblk, abi, interrupt_flag, preemption=preemption)
+
+    def switch_to(self, cpu: int) -> None:
+        """Use the variables of another CPU, which has become the current one."""
+        self._count, self._need_resched = self._variables[cpu]
+
+    def preempt_count(self) -> int:
+        """Return the preempt count of the current CPU; see HitContext."""
+        return int(self._count[0])
+
+    def resched_flags(self) -> int:
+        """Return the entry flags for a pending reschedule of the current task; see HitContext."""
+        return int(EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED) if self._need_resched[0] else 0
 
 
 def _variable(memory: GuestMemory, abi: Mapping[str, int], area: int, name: str) -> memoryview:

@@ -81,7 +81,7 @@ class ArrayEvents:
     ) -> None:
         """Create the switches of a trace array.
 
-        `has_module` returns whether a module is loaded. It is None if set_event takes no modules.
+        `has_module` returns whether a module is loaded. `has_module` is None if set_event takes no modules.
         """
         self._has_module = has_module
         self._awaited: list[_Wanted] = []
@@ -101,7 +101,7 @@ class ArrayEvents:
         return event.file(self.recorder).enabled_text()
 
     def set_enabled(self, event: TraceEvent, enabled: bool) -> None:
-        """Enable or disable the recording of an event. Both expand the ring buffers first.
+        """Enable or disable the recording of an event. In both cases, first expand the ring buffers.
 
         Raises: KernelError ENODEV (the event was removed), or the error of TraceEvent.start().
         """
@@ -190,7 +190,7 @@ class ArrayEvents:
     def write_steps(self, data: bytes) -> Generator[None, None, int]:
         """Handle one write to set_event in steps, and return the number of bytes taken.
 
-        Only the first word is taken. It names events to enable, or after a "!" events to disable.
+        Only the first word is taken. The word names events to enable, or after a "!" events to disable.
         Raises: KernelError EINVAL (no such event), or an error of set_all().
         Mirrors: kernel/trace/trace_events.c:ftrace_event_write (v6.1).
         """

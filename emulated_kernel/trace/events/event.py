@@ -310,7 +310,7 @@ class EventFile:
 
     @property
     def enabled(self) -> bool:
-        """Whether hits of the event reach the trace array, even if they are not recorded."""
+        """Whether the event is enabled in this trace array. In soft mode, hits need not be recorded."""
         return self.recorder in self.event.recorders
 
     def enabled_text(self) -> str:

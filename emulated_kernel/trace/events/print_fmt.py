@@ -454,7 +454,8 @@ _OF_ARRAYS: Mapping[str, Callable[[EventField], Expression]] = {
 def _bytes_of(value: Value, size: int) -> bytes:
     """Return the first `size` bytes of an array that is represented as a number.
 
-    Hazard: the size comes from a record and may have any value. It is limited to a page, as a line is.
+    Hazard: the size comes from a record and may have any value. The result is limited to a page, as a line
+    is.
     """
     size = max(0, min(size, PAGE_SIZE))
     return unsigned(value, 8 * size).to_bytes(size, "little")

@@ -93,8 +93,8 @@ class StaticEvent(TraceEvent):
     ) -> None:
         """Create the event of a tracepoint.
 
-        `names` returns the kernel's names that the print format may use. It is called when the first record
-        is printed.
+        `names` returns the kernel's names that the print format may use. `names` is called when the first
+        record is printed.
         """
         super().__init__(group, name, fields, print_fmt)
         self.tracepoint = tracepoint

@@ -1,4 +1,4 @@
-"""Operators of histogram expressions: splitting of expressions at operators, and of names at dots."""
+"""Parsing of histogram expressions: split expressions at operators, and qualified names at dots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_operator(text: str) -> tuple[Operator, int] | None:
 
 
 def leftmost_operand(text: str) -> str:
-    """Return the part of an expression that replaces a later `$name` in the same command.
+    """Return the part of a variable's expression that is inserted for `$NAME` later in the same command.
 
     As in Linux, parsing cuts the text at each operator, so with `a=x-y,b=$a` the value of b is x. Parsing
     also cuts the text at the dots of GROUP.EVENT.$NAME.
@@ -41,18 +41,18 @@ def leftmost_operand(text: str) -> str:
 
 
 def remains_of(text: str) -> str:
-    """Return the part of an atom's text that remains after parsing.
+    """Return the text of an operand as it is after parsing.
 
-    As in Linux, GROUP.EVENT.NAME is cut at its dots.
+    As in Linux, parsing cuts GROUP.EVENT.NAME at its dots, so that only GROUP remains.
     """
     group, _, _ = qualified(text)
     return text if group is None or is_digit(text) else group
 
 
 def qualified(text: str) -> tuple[str | None, str | None, str]:
-    """Split `GROUP.EVENT.NAME` into group, event and name; group and event are None for a plain name.
+    """Split `GROUP.EVENT.NAME` into group, event and name. For any other text, group and event are None.
 
-    A name with one dot has a modifier and is not split.
+    A text with one dot is a name with a modifier, and is not split.
     """
     parts = text.split(".", 2)
     return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (None, None, text)

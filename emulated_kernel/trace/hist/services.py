@@ -38,11 +38,11 @@ def hists_of(file: EventFile) -> Iterator[Histogram]:
 
 @dataclass
 class HistServices:
-    """Registry of a kernel's histograms that have variables, for all trace arrays."""
+    """Objects that all histograms of a kernel share: events, memory budget, and histograms with variables."""
 
     registry: EventRegistry
     syscall_name: Callable[[int], str | None]
-    """Function that returns the name of a system call by its number, such as sys_read, or None."""
+    """Function that returns the name of the system call with a number, such as sys_read, or None."""
     memory: MemoryBudget = field(
         default_factory=lambda: MemoryBudget(Limits(), Limit.HIST_BYTES, Limit.USER_HIST_BYTES)
     )

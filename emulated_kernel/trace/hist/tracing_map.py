@@ -20,7 +20,7 @@ VALS_MAX = 3
 VARS_MAX = 16
 SORT_KEYS_MAX = 2
 SORT_STEP = 1024
-"""Number of elements that are sorted in one step of a read; between steps, other requests are served."""
+"""Number of elements that are sorted in one step of a read; other requests are served after each step."""
 U64 = (1 << 64) - 1
 
 HIST_SIZE = 16384
@@ -65,7 +65,7 @@ class SortKey:
 
 
 Rank = Callable[[Element], int]
-"""Function that returns the number by which an element is sorted."""
+"""Function that returns the number by which an element is ordered."""
 
 
 class TracingMap:
@@ -162,8 +162,8 @@ class TracingMap:
         """Sort all elements by the number that `primary` returns for each, and equal ones by `secondary`.
 
         The generator yields after each SORT_STEP elements, and its return value is the sorted list. Hits may
-        add elements at a yield; the list does not contain them. A heap sort calls `primary` or `secondary`
-        only before it starts, so later changes of an element do not affect this sort.
+        add elements while it is suspended; the list does not contain them. Each heap sort calls `primary` or
+        `secondary` before it starts, so later changes of an element do not affect it.
         As in Linux, equal elements have the order that a heap sort gives to elements in the byte order of
         their keys.
         """

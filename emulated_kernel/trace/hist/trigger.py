@@ -285,7 +285,10 @@ class HistCommand(TriggerCommand):
 
 
 def _has_data_of(other: HistTrigger, shared: HistTrigger | None) -> bool:
-    """Return True if a trigger uses the data that `shared` owns, or data without a name if it is None."""
+    """Return True if a trigger uses the data that `shared` owns.
+
+    If `shared` is None, return True if the trigger has no name.
+    """
     return other.name is None if shared is None else shared in (other, other.shared)
 
 

@@ -46,8 +46,10 @@ class Variables:
         return find_file_variable(self.owner.file, name) is not None
 
     def local_expression(self, system: str | None, event_name: str | None, name: str) -> str | None:
-        """Return the expression for `$name` if this histogram defines the variable as a field, else None.
+        """Return the expression of a variable that the histogram defines as a field, or None.
 
+        `name` is `$` and the variable's name. `system` and `event_name` must be None, or name the histogram's
+        event.
         Mirrors: local_field_var_ref, field_name_from_var (v6.1).
         """
         event = self.owner.file.event
@@ -73,7 +75,7 @@ class Variables:
         return reference
 
     def find(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
-        """Return a variable of another histogram, or None. Mirrors: find_event_var (v6.1)."""
+        """Return the variable `name` of an existing histogram, or None. Mirrors: find_event_var (v6.1)."""
         if system is None or event_name is None:
             try:
                 found = self._find_matched(name)
@@ -101,7 +103,7 @@ class Variables:
         return found
 
     def _find_file(self, system: str | None, event_name: str | None, name: str) -> EventFile | None:
-        """Return the event whose histogram defines the variable; None if there is no event, or more than one.
+        """Return the event whose histogram defines the variable; None if no event, or more than one, does.
 
         Mirrors: find_var_file (v6.1).
         """

@@ -1,4 +1,4 @@
-"""Text of a record with option `fields`: the event's fields with their values, in place of its own format."""
+"""Text of a record with option `fields`: names and values of the fields instead of the event's own text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _PRINTABLE = range(0x20, 0x7F)
 def fields_text(event: TraceEvent, payload: bytes, symbols: KernelSymbols, *, shows_symbols: bool) -> str:
     """Return `EVENT: FIELD=VALUE FIELD=VALUE` for a record.
 
-    `shows_symbols` is set if words of 64 bits are shown as symbols, too.
+    If `shows_symbols` is set, show words of 64 bits as symbols, and add the bytes of strings that have
+    unprintable characters.
     Mirrors: kernel/trace/trace_output.c:print_event_fields, print_fields (v6.12, v7.2).
     """
     if not event.fields:
@@ -83,7 +84,7 @@ def _string(data: bytes) -> str:
 
 
 def _dynamic_string(data: bytes, *, shows_bytes: bool) -> str:
-    """Return a string. With `shows_bytes`, one with other characters is followed by all of its bytes."""
+    """Return a string as text. With `shows_bytes`, add all of its bytes if some are not printable."""
     if not shows_bytes or all(byte in _PRINTABLE for byte in data if byte):
         return _string(data)
     text = "".join(chr(byte) if byte in _PRINTABLE else "." for byte in data)

@@ -27,7 +27,7 @@ _COMM_SHOWN = 7
 
 
 class GraphRecords:
-    """Formats of struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, without their trace_entry."""
+    """Formats of struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, without the common fields."""
 
     def __init__(self, word_size: int) -> None:
         word = "Q" if word_size == 8 else "I"
@@ -58,7 +58,7 @@ class _CpuState:
     functions: dict[int, int] = field(default_factory=dict)
     """Depth -> address of the function that was entered there and has not returned yet."""
     was_leaf: bool = False
-    """Whether the next return was printed together with its call."""
+    """Whether the line of the last call also shows its return, so that the next return prints nothing."""
 
 
 _LATENCY_LEGEND = (
@@ -92,7 +92,7 @@ def header(options: TracerOptions, *, latency: bool) -> str:
 
 
 class GraphPrinter:
-    """Printer of records as a call graph. Each rendering of a file makes a new one."""
+    """Printer of records as a call graph. A new object is created for each rendering of a trace file."""
 
     def __init__(self, cpus: int, options: TracerOptions) -> None:
         self.is_on = options.is_on
@@ -100,14 +100,14 @@ class GraphPrinter:
         self.cpus = [_CpuState() for _ in range(cpus)]
 
     def prints(self, record: bytes) -> bool:
-        """Return True if the graph prints a record, as a call, return or comment."""
+        """Return True if a call graph shows a record: a call, a return, or a record printed as a comment."""
         return TRACE_ENTRY.unpack_from(record)[0] not in (EntryType.STACK, EntryType.FN)
 
     def line(self, entry: TimedRecord, following: bytes | None, formatter: LineFormatter) -> str:
         """Return the lines of a record.
 
-        Return "" for the return of a leaf function, because the line of its call shows it. `following`
-        is the next record of the same CPU. `formatter` has the other options.
+        Return "" for the return of a leaf function, because the line of its call shows it. `following` is the
+        next record of the same CPU, or None. `formatter` has the trace options, and prints comments.
         """
         line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]

@@ -67,7 +67,7 @@ def encode_text(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class FlagColumns:
-    """The columns of a record's flags, which depend on the version."""
+    """The columns of a record's flags, which depend on the version of Linux."""
 
     has_migrate: bool = True
     """Whether migrate-disable has a column, and disabled softirqs a letter (Linux 6.1)."""
@@ -80,7 +80,7 @@ DEFAULT_COLUMNS = FlagColumns()
 _LAZY = EntryFlag.IRQS_NOSUPPORT
 """Flag of a pending lazy reschedule, in versions that have it."""
 _RESCHED = (".", "n", "p", "N", "l", "b", "L", "B")
-"""Letters of need-resched. The index has a bit each for a pending, a preemption's and a lazy reschedule."""
+"""Letters of need-resched. Index: the sum of 1 for NEED_RESCHED, 2 for PREEMPT_RESCHED, and 4 for _LAZY."""
 
 
 def latency_flags(flags: int, preempt_count: int, columns: FlagColumns = DEFAULT_COLUMNS) -> str:
@@ -125,7 +125,7 @@ def find_mark(nanoseconds: int) -> str:
 
 
 class LineFormatter:
-    """Printer of records as lines, with the current options. Each rendering of a file makes a new one."""
+    """Printer of records as lines, with the current options. A new object is created for each rendering."""
 
     def __init__(
         self,
@@ -143,8 +143,9 @@ class LineFormatter:
         """Prepare printing in the format that the trace options `flags` select.
 
         `find_event` finds an event by an entry's type. `in_ns` means that the clock counts nanoseconds.
-        `time_start` is the time from which latency-format counts. `shows_symbols`: see fields_text().
-        `limit` is the maximum size of a line in bytes. `columns` describes the columns of common_flags.
+        `time_start` is the time from which times are counted with the option latency-format. `shows_symbols`:
+        see fields_text(). `limit` is the maximum size of a line in bytes. `columns` describes the columns of
+        common_flags.
         """
         self.flags = flags
         self._in_ns = in_ns
@@ -171,7 +172,7 @@ class LineFormatter:
         return self._print(entry, next_time, index)
 
     def comment(self, entry: TimedRecord) -> str:
-        """Return the text of a record for a comment in a call graph."""
+        """Return the text of a record as a comment in a call graph, without task, CPU and time."""
         if TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
             return print_message(entry.record[TRACE_ENTRY.size :], self.style)
         return self._body(entry)
@@ -203,7 +204,7 @@ class LineFormatter:
         event = self._event(kind)
         style = self.style
         if TraceOption.FIELDS in self.flags:
-            # Linux: it does not find the events of its own entries.
+            # Linux: this option finds no event for entries that no trace event defines, such as PRINT.
             if event is None:
                 return f"UNKNOWN TYPE {kind}\n"
             return fields_text(event, payload, style.symbols, shows_symbols=self._shows_symbols)
@@ -293,8 +294,9 @@ class LineFormatter:
         context: Callable[[int, TimedRecord], str],
         end: str = "",
     ) -> Callable[[TimedRecord, int, int], str]:
-        """Return a function that prints records by `printers`; `context` gets the pid and the record.
+        """Return a function that prints records by `printers`, which are those of option bin, hex or raw.
 
+        `context` returns the text before a record, from its pid and the record. `end` follows the record.
         Mirrors: kernel/trace/trace_output.c:trace_nop_print (v6.1).
         """
         has_context = TraceOption.CONTEXT_INFO in self.flags

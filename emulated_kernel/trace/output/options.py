@@ -178,7 +178,7 @@ class TraceOptions:
     def _move_printk(self, *, here: bool) -> None:
         """Direct trace_printk() to this trace array if `here` is True, or else to the top trace array.
 
-        Raises: KernelError EINVAL (the top array would lose it to no other).
+        Raises: KernelError EINVAL (no instance gets trace_printk(), so the top array cannot give it up).
         Mirrors: kernel/trace/trace.c:set_tracer_flag (v6.12).
         """
         top, *others = self.printk_dest
@@ -215,8 +215,7 @@ class TraceOptions:
     def write(self, data: bytes) -> int:
         """Execute one write to trace_options, and return the number of bytes taken.
 
-        `data` is a name, or "no" and a name. Of the options of tracers, only those of the current tracer are
-        accepted.
+        `data` is a name, or "no" and a name. Options of tracers other than the current one are refused.
         Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_trace_options_write (v6.1)
         """
         if len(data) >= _WRITE_LIMIT:

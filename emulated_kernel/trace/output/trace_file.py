@@ -50,7 +50,7 @@ _OLD_IRQ_LEGEND = (
     "|| / _--=> preempt-depth",
     "||| /     delay",
 )
-"""The legend up to Linux 5.10, without migrate-disable."""
+"""The legend of the flags' columns up to Linux 5.10, without migrate-disable."""
 _OLD_LATENCY_LEGEND = (
     "  _------=> CPU#            ",
     " / _-----=> irqs-off        ",
@@ -63,7 +63,7 @@ _OLD_LATENCY_LEGEND = (
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """Facts about a trace array and its kernel that the header shows."""
+    """Properties of a trace array and its kernel that the header shows."""
 
     tracer: str
     entries: int
@@ -77,7 +77,7 @@ class TraceHeader:
 
 
 def header_text(facts: TraceHeader, flags: TraceOption) -> str:
-    """Return the header of a trace file, with these trace options.
+    """Return the header of a trace file, as the trace options `flags` select it.
 
     Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1)
     """
@@ -146,10 +146,10 @@ def _latency_legend(columns: FlagColumns) -> str:
 def trace_lines(
     entries: Iterator[TimedRecord], formatter: LineFormatter, graph: GraphPrinter | None, *, annotate: bool
 ) -> Iterator[str]:
-    """Yield the text of each record. `graph` prints the records of a call graph; None if there is none.
+    """Yield the text of each record. `graph` prints records as a call graph, or is None for plain lines.
 
-    If `annotate` and the formatter's options allow it, a note precedes the first record of each CPU except
-    the first one in the file.
+    If `annotate` and the formatter's options allow it, the line "CPU N buffer started" precedes the first
+    record of each CPU. The CPU of the file's first record gets no such line.
     """
     started: set[int] = set()
     annotate = annotate and formatter.annotates

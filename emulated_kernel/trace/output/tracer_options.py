@@ -1,4 +1,4 @@
-"""Options of single tracers, which exist in addition to the trace options of all tracers."""
+"""Options of the individual tracers, which exist in addition to the trace options of all tracers."""
 
 from __future__ import annotations
 

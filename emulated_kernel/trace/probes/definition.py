@@ -42,7 +42,7 @@ def default_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProbePoint:
-    """The place of a probe as given: `symbol` (NAME or MODULE:NAME) plus `offset` bytes, or `address`."""
+    """The place of a probe as written: `symbol` (NAME or MODULE:NAME) plus `offset` bytes, or `address`."""
 
     symbol: str | None
     offset: int
@@ -84,7 +84,7 @@ class ProbeDefinition:
     maxactive: int
     args: tuple[ProbeArg, ...]
     captured: tuple[int, ...] = ()
-    """Numbers of the function arguments that the entry of a return probe keeps."""
+    """Numbers of the function arguments that a return probe stores at a call's entry for its records."""
 
 
 def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
@@ -95,7 +95,7 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
 
 @dataclass(frozen=True, eq=False)
 class ProbedSymbols:
-    """The parser's view of the kernel: its symbols, types, and entries of functions."""
+    """The kernel as the parser of definitions needs it: symbols, types, and entries of functions."""
 
     arch: Arch
     symbols: KernelSymbols

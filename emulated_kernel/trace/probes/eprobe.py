@@ -238,8 +238,9 @@ class EventProbes(ProbeKind[Eprobe]):
             raise KernelError(errno.EINVAL, "malformed filter") from None
 
     def _finish(self, target: TraceEvent, log: TraceProbeLog, arg: ProbeArg) -> ProbeArg:
-        """Check the field and resolve the symbol that an argument names; `$comm` need not be a field.
+        """Check that an argument's field exists, and replace the argument's `@symbol` by an address.
 
+        `$comm` need not be a field.
         Mirrors: trace_eprobe_tp_update_arg (v6.1).
         """
         load = arg.stages.load

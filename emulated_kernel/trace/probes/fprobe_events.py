@@ -1,4 +1,4 @@
-"""Fprobe events, on entries and exits of functions by fentry sites, and tracepoint events."""
+"""Fprobe events, which probe entries and exits of functions at fentry sites, and tracepoint events."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TraceFprobe(TraceKprobe):
         """Number of missed hits before the last registration of the fprobe."""
 
     def register(self) -> None:
-        """Look up the functions, and register the fprobe if the kernel does so now.
+        """Look up the functions. Register the fprobe if the event is enabled, or if the version always does.
 
         Raises: KernelError EINVAL or ENOENT (no function can be traced), ENOENT (no symbol of an argument).
         Mirrors: kernel/trace/trace_fprobe.c:__register_trace_fprobe (v6.12).
@@ -169,7 +169,7 @@ class TraceFprobe(TraceKprobe):
 
 
 class TraceTprobe(TraceKprobe):
-    """A probe of a tracepoint event: a kprobe on the tracepoint's stub, which is called with its arguments.
+    """A probe of a tracepoint event: a kprobe on the stub that is called with the tracepoint's arguments.
 
     The kprobe exists while the event is enabled. Deviates: Linux attaches an fprobe to the stub.
     Mirrors: kernel/trace/trace_fprobe.c:__regsiter_tracepoint_fprobe (v7.2).
@@ -276,7 +276,8 @@ class FprobeEvents(KprobeEvents):
     ) -> None:
         """Start without events.
 
-        `points` maps GROUP:EVENT -> tracepoint of the kernel. `called` serves the calls of their stubs.
+        `points` maps GROUP:EVENT -> tracepoint of the kernel. `called` is the ProbeHit object that is reused
+        for all calls of tracepoints' stubs.
         """
         super().__init__(engine, commands)
         self._points = points

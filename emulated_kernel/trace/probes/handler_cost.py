@@ -20,7 +20,7 @@ from emulated_kernel.trace.ring.ring_layout import RecordTarget, memory_size
 from emulated_kernel.util.fast_dataclass import replace
 
 HITS = {EntryKind.BREAKPOINT: 2000, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
-"""Kind of entry -> number of hits in a round, so many that the cost of entering the guest is negligible."""
+"""Entry kind -> number of hits in a round, so many that the cost of entering the guest is negligible."""
 ROUNDS = 7
 _PAGES = 4
 _CLOCK = 0
@@ -65,8 +65,9 @@ class HandlerCosts:
     ) -> float | None:
         """Return the CPU time of the host that a hit takes in nanoseconds, or None if it cannot be measured.
 
-        The cost of a hit by a breakpoint includes its trap, and with `steps` the trap after the probed
-        instruction. The copy runs with the registers of the last hit before the handler was compiled.
+        `way`: how hits enter the handler. The cost of a hit by a breakpoint includes its trap. With `steps`,
+        the cost also includes the trap after the probed instruction. The copy of the handler runs with the
+        registers of the last hit before the handler was compiled.
         """
         if head.sample is None or self._machine.is_running:
             return None
@@ -111,7 +112,11 @@ class HandlerCosts:
         return 0 if head.insn is None else head.insn.lead
 
     def _put_step(self, step: int, ret: int, lead: int) -> int:
-        """Write a step that continues at `ret`, and return the address of the trap at its end."""
+        """Write code that traps as a single-step does and continues at `ret`; return the address of the trap.
+
+        `lead`: size in bytes of what precedes the probed instruction's copy to set the trap flag, or 0 if the
+        step ends with a breakpoint.
+        """
         machine = self._machine
         if not lead:
             machine.text.poke(step, self._arch.breakpoint)
@@ -124,7 +129,7 @@ class HandlerCosts:
         return end
 
     def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
-        """Return the median nanoseconds by which a turn of `loop` is longer than a turn of `empty`."""
+        """Return the median of the nanoseconds by which a turn of `loop` takes longer than one of `empty`."""
         from statistics import median
 
         rounds = [self._taken(loop, sample, hits) - self._taken(empty, sample, hits) for _ in range(ROUNDS)]

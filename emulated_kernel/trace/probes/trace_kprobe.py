@@ -49,7 +49,7 @@ The % operator takes half the time of an f-string, and the file may have thousan
 
 
 class KprobeRegistry(Protocol):
-    """Interface to a registry of kprobes: Kprobes, or one that only checks."""
+    """Interface to a registry of kprobes: Kprobes, or OfflineKprobes, which only checks probes."""
 
     @property
     def probe_checker(self) -> ProbeChecker[Any]: ...
@@ -66,7 +66,7 @@ class KprobeRegistry(Protocol):
 
 
 class KretprobeRegistry(Protocol):
-    """Interface to a registry of kretprobes: Kretprobes, or one that only checks."""
+    """Interface to a registry of kretprobes: Kretprobes, or OfflineKretprobes, which only checks probes."""
 
     def register_kretprobe(self, rp: Kretprobe[Any], /) -> None: ...
 
@@ -87,7 +87,7 @@ class ProbeEngine:
     probe_ctx: ProbeHit
     """The context of the hit that is being handled; handlers set its registers."""
     places: GuestAddresses | None
-    """Addresses for handlers in guest code; None if all handlers run in Python."""
+    """Addresses of guest data that compiled handlers use; None if all handlers run in Python."""
     has_jprobes: bool = False
     """Whether kprobe_events accepts `j` commands. Extends: Linux has no jprobe events."""
     types: Callable[[], Btf | None] = no_types
@@ -111,7 +111,7 @@ class EventKprobe(Kprobe, LimitedSight):
 
     @property
     def sight(self) -> Sight:
-        # A trigger can be an event probe, which follows the fields of the record.
+        # A trigger can be an event probe, which may read memory at addresses in the record's fields.
         user = self.user
         return (
             Sight.MEMORY if user.event.needs_entry else max(map(sight_of, user.args), default=Sight.NOTHING)
@@ -201,7 +201,7 @@ class TraceKprobe(TraceProbe):
         self.engine = engine
         self.maxactive = definition.maxactive
         self.captured = definition.captured
-        """Numbers of the function arguments that the entry of a return probe keeps."""
+        """Numbers of the function arguments that a return probe stores at a call's entry for its records."""
         self.address = 0
         """The probed address; 0 while the place does not exist (yet)."""
         self.handle: EventProbe | None = None
@@ -369,7 +369,7 @@ class TraceKprobe(TraceProbe):
     def matches_place(self, word: str) -> bool:
         """Return True if `word` is this probe's place. As in Linux, only 63 bytes of the place are compared.
 
-        Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_match.
+        Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_match (v6.1).
         """
         return word == self.place_text[:MAX_ARGSTR_LEN]
 

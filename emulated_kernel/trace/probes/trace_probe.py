@@ -110,7 +110,7 @@ class TraceProbe(DynEvent):
     __slots__ = ("args", "event", "kind")
 
     def __init__(self, kind: ProbeKind[Any], event: ProbeTraceEvent, args: tuple[ProbeArg, ...]) -> None:
-        """Create a probe with a new event. ProbeKind._register() may replace it by an event of its name."""
+        """Create a probe with a new event; ProbeKind._register() may replace it by an existing event."""
         self.kind = kind
         self.event = event
         self.args = args
@@ -164,8 +164,8 @@ class TraceProbe(DynEvent):
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
         """Return True if `-:[GROUP/][EVENT] [PLACE [ARGS]]` matches this probe.
 
-        ARGS may be only the first of the probe's arguments.
-        As in Linux, at most 63 bytes of an argument are compared.
+        ARGS are compared with the probe's first arguments; further arguments of the probe do not matter. As
+        in Linux, at most 63 bytes of an argument are compared.
         Mirrors: kernel/trace/trace_probe.c:trace_probe_match_command_args (v6.1).
         """
         if event and to_text(event) != self.event.name:
@@ -194,7 +194,7 @@ P = TypeVar("P", bound=TraceProbe)
 
 
 class ProbeKind(EventKind[P]):
-    """A kind of dynamic events that are the probes of events."""
+    """A kind of dynamic events each of which is a probe of an event, such as a kprobe."""
 
     def probes(self) -> list[P]:
         """Return all probes of this kind, in order of creation."""

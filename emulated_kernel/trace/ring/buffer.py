@@ -53,7 +53,7 @@ class Consumed(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStats:
-    """Counters of a ring buffer, with the names in per_cpu/cpuN/stats; `size` is its field `bytes`."""
+    """Counters of a ring buffer, with their names in per_cpu/cpuN/stats; `size` is `bytes` in that file."""
 
     entries: int
     overrun: int
@@ -371,7 +371,7 @@ class RingBuffer(RingWriter):
         control.changing = 0
 
     def retire(self) -> None:
-        """Make cursors that still refer to the buffer stale, because its memory gets another use."""
+        """Mark all cursors on the buffer as stale, because its memory is about to get another use."""
         self.generation += 1
 
     def kept(self, nr_pages: int) -> list[bytes]:
@@ -412,7 +412,7 @@ class RingBuffer(RingWriter):
             # Hazard: the process may end here. The old pages stay valid until the new pages are complete.
             images = [self._image(page) for page in kept]
         else:
-            # Hazard: the process may end here. Nobody may take the new pages for the old ones.
+            # Hazard: the process may end here. Recovery must not read the new pages as the old ones.
             self.place.control_block[:] = bytes(CONTROL_SIZE)
         draft = replace(place, control=memoryview(bytearray(CONTROL_SIZE)))
         self._format(draft, nr_pages, before.flags)

@@ -52,9 +52,9 @@ class RecoveredBuffer:
     torn: int
     """Number of records that are incomplete, or that the counters include but no page holds."""
     damage: str
-    """Description of damage that the end of a process cannot cause, or ""."""
+    """Description of damage that the end of a process cannot cause, or "" if there is no such damage."""
     is_aside: bool
-    """Whether the buffer is one of a snapshot."""
+    """Whether the buffer belongs to a trace array's snapshot instead of the trace array itself."""
 
 
 @dataclass(frozen=True)

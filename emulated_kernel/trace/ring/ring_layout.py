@@ -171,7 +171,7 @@ class RecordTarget:
     control_at: int
     """Offset of the control blocks from the per-CPU bases, in bytes."""
     saves_comm: bool
-    """Whether the name of the current task has to be saved for tracefs."""
+    """Whether a record of a task also stores the task's name for the file saved_cmdlines."""
     make_room: Callable[[], bool]
     """Host call that calls RingBuffer.make_room() for the current CPU's buffer."""
 
@@ -179,7 +179,8 @@ class RecordTarget:
 def pages_for(size: int) -> int:
     """Return the number of sub-buffers for a ring of a requested size in bytes.
 
-    Linux: rounding up may overflow. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
+    As in Linux, rounding up a size near 2**64 overflows to the minimum.
+    Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
     """
     return max(MIN_PAGES, ((size + PAGE_DATA_SIZE - 1) & _SIZE_MASK) // PAGE_DATA_SIZE)
 

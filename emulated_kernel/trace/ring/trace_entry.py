@@ -70,7 +70,7 @@ class EventField:
     size: int
     is_signed: bool
     length: int = 0
-    """Number of array elements of a static event's field; 0 for a field that is no array or of a probe."""
+    """Number of elements of an array in a static event; 0 for all other fields, and for events of probes."""
 
     def format_line(self) -> str:
         """Return the field's line of a `format` file. Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
@@ -91,7 +91,7 @@ COMMON_FIELDS = (
 
 
 MARKER_SYMBOL = "tracing_mark_write"
-"""Name of the kernel function whose address PRINT records of markers contain."""
+"""Name of the kernel function whose address is in PRINT records of texts written to trace_marker."""
 _U32 = Struct("<I")
 _FAULTED_SIZE = 9
 
@@ -118,7 +118,7 @@ class AddressStyle:
 
 
 def print_entry(text: bytes, ip: int, word_size: int = 8) -> bytes:
-    """Return the payload of a PRINT record for a marker `text` that was written at address `ip`.
+    """Return the payload of a PRINT record for `text`, which the function at address `ip` writes.
 
     Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1), which reserves space for the text "<faulted>".
     """
@@ -226,13 +226,17 @@ _REPEATS = Struct("<HHI")
 def repeats_entry(call: bytes, count: int, ago: int) -> bytes:
     """Return the payload of a FUNC_REPEATS record for `count` repetitions of a call.
 
-    `call` is the payload of the call's FN record, and `ago` the time since the latest repetition.
+    `call`: payload of the call's FN record. `ago`: time since the latest repetition, in units of the trace
+    clock.
     """
     return call + _REPEATS.pack(count, ago >> 32 & 0xFFFF, ago & 0xFFFFFFFF)
 
 
 def repeats(payload: bytes, style: AddressStyle) -> tuple[int, int]:
-    """Return the number of repetitions in a FUNC_REPEATS record, and the time since the latest one."""
+    """Return the number of repetitions in a FUNC_REPEATS record, and the time since the latest one.
+
+    The time is in units of the trace clock.
+    """
     count, top, bottom = _REPEATS.unpack_from(payload, 2 * style.word_size)
     return count, top << 32 | bottom
 

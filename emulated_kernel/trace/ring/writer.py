@@ -58,7 +58,7 @@ _OVERRUN = offset_of("overrun") >> 3
 _DROPPED = offset_of("dropped") >> 3
 _ENTRIES_BYTES = offset_of("entries_bytes") >> 3
 _STATE = Struct(f"<{_ENTRIES_BYTES + 1}Q")
-"""The words of a control block that make_room() needs, at its start."""
+"""Format of the words at the start of a control block, which include all that make_room() needs."""
 _CHANGING = offset_of("changing") >> 3
 
 
@@ -98,13 +98,13 @@ class RingWriter:
         self.generation = 0
         """Number of times that the buffer was emptied or its memory was freed."""
         self.held = 0
-        """Number of open trace files that read the buffer, so that it must not be resized.
+        """Number of open trace files that read the buffer. While it is not 0, the buffer must not be resized.
 
         Mirrors: kernel/trace/ring_buffer.c:struct ring_buffer_per_cpu.resize_disabled (v6.1).
         """
 
     def _format(self, place: RingMemory, nr_pages: int, flags: int) -> None:
-        """Format the control block, the first page and the reader page. move_tail() clears other pages."""
+        """Format the control block, the first page and the reader page; _move_tail() clears the others."""
         if nr_pages < MIN_PAGES:
             raise ValueError(f"ring buffer: {nr_pages} pages; it needs at least {MIN_PAGES}")
         place.control_block[:] = bytes(CONTROL_SIZE)
@@ -139,7 +139,7 @@ class RingWriter:
 
     @property
     def is_aside(self) -> bool:
-        """Whether the buffer is one of a snapshot.
+        """Whether the buffer belongs to a trace array's snapshot instead of the trace array itself.
 
         The flag is stored in the control block, for recovery after the process has ended.
         """

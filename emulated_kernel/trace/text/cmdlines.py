@@ -53,9 +53,12 @@ class SavedCmdlines(TaskNames):
         Mirrors: trace_sched_switch.c:sched_cmdline_ref.
         """
         self._kept: memoryview | None = None
+        self.changes = 0
+        """Count of the changes of entries so far."""
         self._clear(size)
 
     def _clear(self, size: int) -> None:
+        self.changes += 1
         self.size = size
         """Number of tasks that the cache can hold (file saved_cmdlines_size)."""
         self._index = 0
@@ -80,7 +83,10 @@ class SavedCmdlines(TaskNames):
         """Replace the content of this cache by that of `other`."""
         kept = self._kept
         self._kept = None
-        self.__dict__.update(other.__dict__ | {"recorders": self.recorders, "_kept": None})
+        changes = self.changes + 1
+        self.__dict__.update(
+            other.__dict__ | {"recorders": self.recorders, "_kept": None, "changes": changes}
+        )
         if kept is not None:
             self.keep_in(kept)
 
@@ -96,7 +102,10 @@ class SavedCmdlines(TaskNames):
             if (old := self._pids[slot]) != _NO_PID:
                 self._slots.pop(old & (PID_MAX_DEFAULT - 1), None)
             self._slots[key] = slot
-        if self._kept is not None and (self._pids[slot], self._comms[slot]) != (pid, comm):
+        if self._pids[slot] == pid and self._comms[slot] == comm:
+            return
+        self.changes += 1
+        if self._kept is not None:
             self._keep(slot, pid, comm)
         self._pids[slot] = pid
         self._comms[slot] = comm

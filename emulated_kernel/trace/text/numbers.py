@@ -48,8 +48,9 @@ def _unsigned(text: str, base: int) -> int:
 
 
 def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
-    """Parse an unsigned number of `bits` bits. A sign "+" and a final newline are allowed.
+    """Parse an unsigned number of `bits` bits in base `base`; with 0, the number's prefix selects the base.
 
+    A sign "+" and a final newline are allowed.
     Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoull (v6.1).
     """
     value = _unsigned(text.removeprefix("+"), base)
@@ -59,8 +60,9 @@ def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
 
 
 def kstrtol(text: str, base: int = 0, bits: int = 64) -> int:
-    """Parse a signed number of `bits` bits. A final newline is allowed.
+    """Parse a signed number of `bits` bits in base `base`; with 0, the number's prefix selects the base.
 
+    A final newline is allowed.
     Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoll (v6.1).
     """
     value = -_unsigned(text[1:], base) if text[:1] == "-" else kstrtoul(text, base)

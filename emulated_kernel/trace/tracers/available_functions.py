@@ -40,7 +40,7 @@ class TraceableFunction:
 class FunctionWatcher(ABC):
     """Base class of objects that keep a selection of functions and adapt it when modules change."""
 
-    def module_added(self, module: str, /) -> None:  # noqa: B027 - filters elsewhere may see to it
+    def module_added(self, module: str, /) -> None:  # noqa: B027 - not all watchers need it
         """Add functions of a new module to the selection, if they are wanted. By default do nothing."""
 
     @abstractmethod

@@ -23,7 +23,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _MAX_REPEATS = 0xFFFF
 _UNUSED = "ftrace_stub"
-"""Name of Linux's function that a site without users is said to call."""
+"""Name of the Linux function that touched_functions shows as the target of a site without users."""
 _INVALID_FUNCTION = "__ftrace_invalid_address__"
 
 
@@ -221,7 +221,7 @@ class CallRecorder:
         self._word = system.arch.word_size
 
     def record(self, site: int, hit: ProbeHit) -> None:
-        """Record a call, unless the lists of pids exclude the task. The tracer's options are respected.
+        """Record a call as the tracer's options say, unless the lists of pids exclude the task.
 
         Mirrors: kernel/trace/trace_functions.c:function_trace_call and its variants (v6.1).
         """

@@ -33,7 +33,7 @@ class GraphUser(ABC):
     """
 
     symbols: tuple[str, str]
-    """Names of Linux's functions with the purpose of entered() and returned()."""
+    """Names of the Linux functions that correspond to entered() and returned()."""
     data_size: int
     """Size in bytes of the user's data for each call. A u64 at offset CALLED is the call's time in ns."""
 

@@ -42,7 +42,7 @@ class WordEdit(ABC):
     def write(self, data: bytes, position: int) -> int:
         """Execute the first word that `data` completes, and return the number of bytes taken.
 
-        Raises: KernelError, as execute().
+        `position`: file position of the write; 0 begins a new word. Raises: KernelError, as execute().
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_write, ftrace_graph_write (v6.1).
         """
         word, size = self._parser.take(data, is_at_start=position == 0)
@@ -68,7 +68,7 @@ class WordEdit(ABC):
         self.put_into_force()
 
     def goes_on_from(self, other: WordEdit) -> None:
-        """Repeat the changes of `other`, an open file of the kernel that this one has replaced."""
+        """Repeat the changes made through `other`, an open file of the kernel that this kernel replaced."""
         self._parser = other._parser
         if other._is_truncated:
             self.clear()

@@ -96,8 +96,8 @@ class FunctionProbes:
     def execute(self, pattern: bytes, command: str) -> None:
         """Add `COMMAND[:COUNT]` to matching functions, or remove it if "!" precedes the pattern.
 
-        Raises: KernelError EINVAL (unknown command, or no function to change matches), ENODEV (the command to
-        remove is on no function), ERANGE, ENOMEM.
+        Raises: KernelError EINVAL (unknown command, or no matching function lacks the command to add or has
+        the one to remove), ENODEV (no function has the command to remove), ERANGE, ENOMEM.
         """
         title, limit = self._parse(command)
         kind = title.partition(":")[0], limit is not None
@@ -163,7 +163,7 @@ class FunctionProbes:
                     yield function.shown + probes[function.site].show()
 
     def _parse(self, command: str) -> tuple[str, str | None]:
-        """Split a command into its name with its event, and its limit as text or None.
+        """Return a command's title (FunctionProbe.title), and its limit as text or None.
 
         Raises: KernelError EINVAL (no such command or event).
         """

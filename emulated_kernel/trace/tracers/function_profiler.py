@@ -93,7 +93,7 @@ class FunctionProfiler(GraphUser):
         return _CALL.pack(func, self._system.now_ns(), 0)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """Add the duration of a call that returns to its profile. Mirrors: profile_graph_return (v6.1)."""
+        """Add the duration of a returning call to its function. Mirrors: profile_graph_return (v6.1)."""
         del regs
         tasks = self._system.tasks
         func, called, below = _CALL.unpack(instance.data)

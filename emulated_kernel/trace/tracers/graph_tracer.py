@@ -27,7 +27,7 @@ class PendingCall(NamedTuple):
     depth: int
     """Nesting depth of the call: its number of hooked callers."""
     flags: int
-    """CallFlag."""
+    """Bits of CallFlag."""
 
 
 class GraphTracer(Tracer, FunctionWatcher, GraphUser):
@@ -124,8 +124,9 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     # Recording
 
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes | None:
-        """Record a call if it is selected, and return its PendingCall as bytes, or None if it is not.
+        """Record a call if it is selected, and return its PendingCall as bytes.
 
+        Return None if the call's return need not be handled.
         Mirrors: trace_graph_entry (v6.1).
         """
         frame = self._frame(func, None if caller is None else _read(caller), regs)

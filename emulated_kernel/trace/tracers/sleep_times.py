@@ -1,4 +1,4 @@
-"""SleepTimes: the times that tasks are off the CPU, which durations of calls exclude without sleep-time."""
+"""SleepTimes: times that tasks are off the CPU, which calls' durations exclude if sleep-time is off."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SleepTimes:
         self._is_watching = False
         self._options.on_switch.append(self._follow)
         self._left: dict[tuple[int, int], tuple[int, int]] = {}
-        """(pid, 0), or (0, CPU) of an idle task -> address of its task_struct, and when it left the CPU."""
+        """(pid, 0), or (0, CPU) of an idle task -> task_struct's address, time in ns when it left the CPU."""
 
     def start(self, slept: Slept) -> None:
         """Call `slept` for each task that comes back to a CPU, while option sleep-time is off.

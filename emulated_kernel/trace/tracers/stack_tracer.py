@@ -1,4 +1,4 @@
-"""StackTracer: finds the deepest stack at calls of traced functions, and keeps the callers on the stack."""
+"""StackTracer: measures the stack's depth at calls of functions, and keeps the callers on the deepest one."""
 
 from __future__ import annotations
 

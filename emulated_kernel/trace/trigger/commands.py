@@ -1,4 +1,4 @@
-"""Plain triggers: traceon, traceoff, snapshot, stacktrace, and triggers that switch other events."""
+"""All triggers except histograms: traceon, traceoff, snapshot, stacktrace, and switches of other events."""
 
 from __future__ import annotations
 
@@ -241,4 +241,4 @@ PLAIN_COMMANDS: tuple[TriggerCommand, ...] = (
     SwitchCommand("enable_hist", True, HistSwitch),
     SwitchCommand("disable_hist", False, HistSwitch),
 )
-"""All plain trigger commands, in the order in which the trigger file lists them."""
+"""All trigger commands except `hist`, in the order in which the trigger file lists them."""

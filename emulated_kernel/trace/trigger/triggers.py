@@ -10,6 +10,7 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
 from emulated_kernel.trace.events.event_filters import log_filter_error
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.events.trigger import Trigger
 from emulated_kernel.trace.filter.filter_errors import FilterParseError
 from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.filter.predicates import EventFilter
@@ -25,6 +26,11 @@ from emulated_kernel.util.errors import KernelError
 UNLIMITED = -1
 """Count of a trigger that may fire without a limit."""
 _LONG_BITS = 64
+
+
+def trigger_line(trigger: Trigger) -> str:
+    """Return the line that shows a trigger, with its newline."""
+    return to_text(f"{trigger.show()}\n")
 
 
 class TriggerCommand(ABC):
@@ -45,7 +51,7 @@ class TriggerCommand(ABC):
         Raises: KernelError.
         """
 
-    def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most stay
+    def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most commands keep their triggers
         """Remove the event's triggers that opening its trigger file with O_TRUNC removes: none by default."""
 
 
@@ -95,17 +101,15 @@ class EventTriggers:
 
         Hidden triggers are not listed. If no trigger is listed, a comment lists the commands.
         """
-        shown = self.shown(event)
+        shown = self.visible(event)
         if not shown and not start:
             names = "".join(f" {name}" for name in self._commands)
             yield f"# Available triggers:\n#{names}\n"
-        yield from shown[start:]
+        yield from map(trigger_line, shown[start:])
 
-    def shown(self, event: TraceEvent) -> list[str]:
-        """Return the lines of an event's triggers that are not hidden."""
-        return [
-            to_text(f"{trigger.show()}\n") for trigger in self.file(event).triggers if not trigger.is_hidden
-        ]
+    def visible(self, event: TraceEvent) -> list[Trigger]:
+        """Return an event's triggers that are not hidden."""
+        return [trigger for trigger in self.file(event).triggers if not trigger.is_hidden]
 
     def write(self, event: TraceEvent, data: bytes) -> int:
         """Execute one write to an event's trigger file, and return the number of bytes taken, which is all.

@@ -40,7 +40,7 @@ class Node:
     """Whether open files of the node implement OpenFile.read_page()."""
     is_listed: ClassVar[bool] = True
     """Whether listings of the directory show the node."""
-    __slots__ = ("_gid", "_permissions", "_times_ns", "_uid", "ino", "name", "parent")
+    __slots__ = ("_gid", "_permissions", "_times_ns", "_uid", "ino", "is_cached", "name", "parent")
 
     def __init__(self, mode: int) -> None:
         now = time.time_ns()
@@ -51,6 +51,11 @@ class Node:
         self.ino = 0
         self.name = ""
         self.parent: Directory | None = None
+        self.is_cached = False
+        """Whether the node is certainly in the tree, and clients remove no directory above it.
+
+        NodeTree sets it for the nodes that it has cached by path.
+        """
 
     @property
     def mode(self) -> int:
@@ -113,6 +118,8 @@ class Node:
 
         Raises: KernelError ENODEV (the kernel object of the node, or of a directory above it, was removed).
         """
+        if self.is_cached:
+            return
         node = self
         while node.parent is not None:
             if node.parent.get(node.name) is not node:
@@ -120,10 +127,13 @@ class Node:
             node = node.parent
 
     def count_open(self, change: int) -> None:
-        """Count an open (1) or a close (-1) of the node in `open_files` of all directories above it."""
+        """Count an open (1) or a close (-1) of the node in `open_files` of the directories above it."""
+        if self.is_cached:
+            return
         directory = self.parent
-        while directory is not None:
-            directory.open_files += change
+        while directory is not None and directory.parent is not None:
+            if directory.parent.is_kept_by_open_files:
+                directory.open_files += change
             directory = directory.parent
 
     def _touch(self) -> None:
@@ -136,7 +146,10 @@ class Directory(Node):
 
     kind = stat.S_IFDIR
     is_kept_by_open_files: ClassVar[bool] = False
-    """Whether rmdir(2) of a subdirectory returns EBUSY while files in the subdirectory are open."""
+    """Whether rmdir(2) of a subdirectory returns EBUSY while files in the subdirectory are open.
+
+    `names_are_clients` is set then, too.
+    """
     names_are_clients: ClassVar[bool] = False
     """Whether clients create and remove names in the directory."""
     __slots__ = ("_children", "_subdirectories", "open_files")
@@ -146,7 +159,10 @@ class Directory(Node):
         self._children: dict[str, Node] = {}
         self._subdirectories = 0
         self.open_files = 0
-        """Number of files that are open in the directory and in its subdirectories."""
+        """Number of files that are open in the directory and in its subdirectories.
+
+        It is counted only if `is_kept_by_open_files` of the parent is set.
+        """
         for name, child in children.items():
             self._adopt(name, child)
             self._children[name] = child
@@ -199,7 +215,7 @@ class Objects(Generic[T]):
     names: Callable[[], Collection[str]]
     """Returns the current names in the order of readdir. len() of the result must be fast, for nlink."""
     find: Callable[[str], T | None]
-    """Returns the object with a name, or None. It is the same object each time while the object exists."""
+    """Returns the object with a name, or None. While the object exists, each call returns the same one."""
     make: Callable[[T], Directory]
     """Creates the directory that shows an object."""
 

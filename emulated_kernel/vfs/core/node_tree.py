@@ -30,7 +30,10 @@ class NodeTree:
         self.owner = owner or Owner()
         self._inode_numbers = count(INO_SPACES, INO_SPACES)
         self._found: dict[str, Node] = {}
-        """Path -> node, for paths that were looked up since the kernel last removed names."""
+        """Path -> node, for paths that were looked up since the kernel last removed names.
+
+        `is_cached` of these nodes is set.
+        """
         self.on_removal: Callable[[str], object] = _ignore
         """Function to call with the control lock when the kernel has removed directories.
 
@@ -42,8 +45,13 @@ class NodeTree:
 
         `path` is the end of their paths, as GROUP/EVENT. Lock: needs.
         """
-        self._found.clear()
+        self._forget()
         self.on_removal(path)
+
+    def _forget(self) -> None:
+        for node in self._found.values():
+            node.is_cached = False
+        self._found.clear()
 
     def lookup(self, path: str) -> Node:
         """Return the node at an absolute path, with one dictionary lookup for each component.
@@ -67,8 +75,9 @@ class NodeTree:
             node = child
         if is_kernels:
             if len(self._found) >= _MAX_CACHED_NAMES:
-                self._found.clear()
+                self._forget()
             self._found[path] = node
+            node.is_cached = True
         return node
 
     def is_kernels_name(self, path: str) -> bool:

@@ -17,8 +17,8 @@ class Calls:
     def __init__(self, call: Callable[..., int], word_size: int) -> None:
         """Create the state before the first write.
 
-        `call` calls a guest function by name, with numbers and strings as arguments. It raises KernelError.
-        `word_size` is the size of the guest's registers in bytes.
+        `call` calls a guest function by name, with numbers and strings as arguments. A call that fails raises
+        KernelError. `word_size` is the size of the guest's registers in bytes.
         """
         self._call_function = call
         self._bits = 8 * word_size

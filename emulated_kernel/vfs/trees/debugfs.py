@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator
 
 from emulated_kernel.components.records import KernelComponents
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS, ReturnHooks
-from emulated_kernel.vfs.core.kstrtox import kstrtobool
+from emulated_kernel.util.abi import HZ
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.kstrtox import kstrtobool, kstrtoul
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
 from emulated_kernel.vfs.core.seq_file import AttributeFile, CommandFile, SeqFile, explained, listing, single
@@ -32,6 +36,7 @@ def kprobes_directory(
     sysctl: dict[str, Node] = {}
     if kprobes.optimizer is not None:
         sysctl["optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
+        sysctl["stages"] = _stages_file(kprobes, log)
     return Directory(
         0o755,
         {
@@ -58,3 +63,29 @@ def _return_hook_file(hooks: ReturnHooks, log: Callable[[str], None]) -> File:
         hooks.select_return_hook(data.decode("utf-8", "surrogateescape").strip())
 
     return AttributeFile(0o644, lambda: f"{names()}\n", explained(log, "return_hook", select))
+
+
+def _stages_file(kprobes: Kprobes, log: Callable[[str], None] | None) -> File:
+    """Return the file `stages`, the switch of the stops after each step of patching.
+
+    Below the switch, it has a line for each change of text that has stopped. Linux has no such file.
+    """
+
+    def lines() -> Iterator[str]:
+        yield f"{kprobes.stages_text()}\n"
+        yield from kprobes.stopped_lines()
+
+    def command(data: bytes) -> int:
+        words = data.split()
+        if words == [b"next"]:
+            kprobes.next_stage()
+        elif len(words) == 1 and words[0] in (b"0", b"1"):
+            kprobes.set_stages(words[0] == b"1")
+        elif len(words) == 2 and words[0] == b"1":
+            kprobes.set_stages(True, -(-kstrtoul(words[1]) * HZ // 1000))
+        else:
+            raise KernelError(errno.EINVAL, "write 0, 1, 1 MILLISECONDS or next")
+        return len(data)
+
+    execute = command if log is None else explained(log, "stages", command)
+    return CommandFile(0o600, listing(lines), execute)

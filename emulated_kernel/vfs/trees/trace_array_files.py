@@ -13,10 +13,12 @@ from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.trace.events.array_events import EventPidsFile
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.syscall_user_data import UserDataSize
+from emulated_kernel.trace.events.trigger import Trigger
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output.options import TraceOptions
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
+from emulated_kernel.trace.trigger.triggers import trigger_line
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -41,6 +43,7 @@ from emulated_kernel.vfs.core.seq_file import (
     SteppedFile,
     WrittenList,
     listing,
+    listing_of,
     single,
 )
 from emulated_kernel.vfs.trees.events_dir import events_directory
@@ -110,15 +113,18 @@ def _event_lists(tracing: Tracing) -> dict[str, Node]:
             if text is not None:
                 yield f"{_padded(event)}{text}\n"
 
-    def triggers() -> Iterator[str]:
+    def triggers() -> Iterator[tuple[TraceEvent, Trigger]]:
         for event in tracing.events.switchable():
             if tracing.array in event.files:
-                for line in tracing.triggers.shown(event):
-                    yield f"{_padded(event)}{line}"
+                yield from ((event, trigger) for trigger in tracing.triggers.visible(event))
+
+    def line(shown: tuple[TraceEvent, Trigger]) -> str:
+        event, trigger = shown
+        return f"{_padded(event)}{trigger_line(trigger)}"
 
     return {
         "show_event_filters": SeqFile(READ_ONLY, listing(filters)),
-        "show_event_triggers": SeqFile(READ_ONLY, listing(triggers)),
+        "show_event_triggers": SeqFile(READ_ONLY, listing_of(triggers, line)),
     }
 
 

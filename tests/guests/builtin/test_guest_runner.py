@@ -197,7 +197,7 @@ def test_an_observer_that_raises_leaves_no_call_under_way(
     executive = kernel.guest.runner
     told = getattr(executive.events, event)
 
-    def fail() -> None:
+    def fail(**_kwargs: bool) -> None:
         told.remove(fail)
         raise RuntimeError("an observer's fault")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.boot_cache import started, started_with_kernel
+from emulated_kernel.guests.linux.boot_cache import started
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.initramfs import BOOTED
@@ -24,7 +24,6 @@ from emulated_kernel.guests.linux.pc.riscv_board import (
     TIMER_INTERRUPT,
     SbiBoard,
 )
-from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.linux_kernel import open_kernel
 from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
 from emulated_kernel.util.errors import KernelError
@@ -149,17 +148,6 @@ def test_its_own_events_and_kprobes(mount: Mount) -> None:
     assert (name, missed) == (b"inside", b"0")
     assert int(hits) >= 2
     assert b"sched_switch: prev_comm=" in read(mount, client, "/tracing/trace")
-
-
-def test_kprobefs_kprobes_are_refused(image: Path) -> None:
-    guest, kernel = started_with_kernel(str(image), SEED)
-    try:
-        with pytest.raises(KernelError) as refused:
-            LinuxEngine(guest, kernel)
-    finally:
-        guest.machine.close()
-    assert refused.value.errno == ENOEXEC
-    assert "riscv64" in str(refused.value.strerror)
 
 
 def test_an_image_that_is_cut_off(image: Path, tmp_path: Path) -> None:

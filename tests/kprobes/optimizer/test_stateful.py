@@ -17,6 +17,7 @@ from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES
+from emulated_kernel.machine.text.text_poke import PokeStep
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from tests.kprobes.listed import list_lines
@@ -95,6 +96,7 @@ class Optimizing(OnKernel):
         if self.kretprobe is not None:
             self.kernel.unregister_kretprobe(self.kretprobe)
         self.kprobes.set_optimization(True)
+        self.kprobes.set_stages(False)
         self.probed.settle()
         self.probed.settle()
         optimizer = self.probed.optimizer
@@ -158,6 +160,15 @@ class Optimizing(OnKernel):
         with suppress(KernelError):
             self.kprobes.set_optimized(self.pick(number), True)
 
+    @rule(on=SELDOM)
+    def switch_stages(self, on: bool) -> None:
+        self.kprobes.set_stages(on)
+
+    @precondition(lambda self: self.probed.optimizer.stages)
+    @rule()
+    def next_stage(self) -> None:
+        self.kprobes.next_stage()
+
     @rule()
     def settle(self) -> None:
         self.probed.settle()
@@ -166,7 +177,7 @@ class Optimizing(OnKernel):
         for probe in self.probes:
             head = self.kprobes.table.valid(probe)
             if head is not None and head.is_optimized:
-                assert head.is_patched
+                assert head.is_patched or head in self.probed.optimizer.stages
 
     @rule()
     def hook_return(self) -> None:
@@ -215,6 +226,8 @@ class Optimizing(OnKernel):
                 if head.compiled is not None:
                     jump = arch.detour_jump(head.detour.region, head.compiled.entry)
                 assert text.current(head.address, len(jump)) == jump
+            elif head in optimizer.stages:
+                size = self._check_stopped(head)
             elif self._is_armed(head):
                 assert text.current(head.address, len(expected)) == expected
             elif head not in queues:
@@ -222,6 +235,18 @@ class Optimizing(OnKernel):
             patched.update(range(head.address, head.address + size))
         assert not any(head.address in behind for head in heads if self._is_armed(head))
         assert text.ledger.keys() <= patched
+
+    def _check_stopped(self, head: AggrKprobe) -> int:
+        """Check the text of a jump whose change has stopped, and return the size of the jump's region."""
+        optimizer = self.probed.optimizer
+        assert head.detour is not None
+        trap = self.kprobes.poker._breakpoint
+        jump = head.detour.jump
+        original = self.armed_by(head) + head.saved_tail
+        is_jump = (head in optimizer.optimizing) == (optimizer.stages.step(head) is PokeStep.TAIL)
+        tail = (jump if is_jump else original)[len(trap) :]
+        assert self.kernel.machine.text.current(head.address, len(jump)) == trap + tail
+        return head.detour.length
 
     def _is_armed(self, head: AggrKprobe) -> bool:
         """Whether text is patched for the probes of an address."""
@@ -245,7 +270,7 @@ class Optimizing(OnKernel):
         for probe in self.probes:
             head = self.kprobes.table.valid(probe)
             assert head is not None
-            jumps = head.is_patched or head in optimizer.optimizing
+            jumps = head.is_patched or head in optimizer.optimizing or head in optimizer.stages
             expected[head.address, probe.is_disabled, jumps] += 1
         assert listed == expected
 

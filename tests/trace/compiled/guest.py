@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.arch.program.ir import NR_VREGS, Program
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.x86.arch import I386, X86_64
@@ -256,11 +257,9 @@ class Guest:
             time=SimpleNamespace(step_ns=STEP),  # type: ignore[arg-type]
             interrupt_flag=("flags", 0x200),
             this_cpu_off=0x18,
-            cpu_number=0x20,
-            current_task=0x10,
+            cpu=CpuWords(self.word, current_task=0x10, cpu_number=0x20, preempt_count=0x7C),
             pid=0x100,
             comm=0x200,
-            preempt_count=0x7C,
             need_resched=layout.need_resched,
             resched=layout.resched,
             hardirq_mask=0xF0000,

@@ -8,12 +8,10 @@ died.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from weakref import WeakKeyDictionary
 
 from emulated_kernel.guests.builtin.guest import Guest
 from emulated_kernel.guests.builtin.mounts.client_calls import ClientCalls, unless_deadlock
@@ -47,11 +45,6 @@ class BuiltinCalls(GuestCalls):
 
         None until the first read that uses it.
         """
-        self._sight = Sight.MEMORY
-        """Cached result of Guest.sight(); valid while the control lock's turn equals `_sight_turn`."""
-        self._sight_turn = -2
-        self._asleep: WeakKeyDictionary[GuestTask, ControlFile] = WeakKeyDictionary()
-        """Task -> control file that the task wanted when its last read of the stand-in slept or failed."""
 
     @property
     def is_dead(self) -> bool:
@@ -75,11 +68,7 @@ class BuiltinCalls(GuestCalls):
         """
         if not self._watched.include(_TRANSFERS):
             return client
-        with self.fs.lock as lock:
-            self._sight = self._guest.sight()
-            self._sight_turn = lock.turn
-            is_seen = self._sight is not Sight.NOTHING
-        if not is_seen:
+        if self._guest.sight() is Sight.NOTHING:
             # The other facts are about the program of an execve(2), which no probe may notice either.
             if not self._watched.include(Calls.NAMES):
                 return client
@@ -201,16 +190,15 @@ class BuiltinCalls(GuestCalls):
         inner = file.inner
         if not self._guest.is_watched(Calls.READS):
             return inner.read_step(size, offset)
-        produce = RunOnce(lambda: inner.read_step(size, offset))
+        produce = RunOnce(partial(inner.read_step, size, offset))
         task = self._clients.task_for_control(client)
         fd = None if task is None else self._fd_to_read(task, file)
         if task is not None and fd is not None:
             try:
                 if fd == file.fd:
-                    number = self._number(client, file)
-                    data = self._guest.read_file(task, fd, size, produce, number)
+                    data = self._guest.read_file(task, fd, size, produce, self._number(client, file))
                 else:
-                    data = self._read_stand_in(task, fd, file, size, produce)
+                    data = self._guest.read_file(task, fd, size, produce, wanted=file)
                 if produce.is_done:
                     return data
             except KernelError as error:
@@ -223,29 +211,19 @@ class BuiltinCalls(GuestCalls):
         All control files of the guest are read by the same functions. So a probe that sees neither registers
         nor memory cannot notice which of them the task reads, and one open file stands in for all.
         """
-        if task.request is not None and self._asleep.get(task) is file:
+        if task.request is not None and task.request.wanted is file:
             return self._stand_in
         if file.fd is not None or self._watched.execute_patches(Calls.NAMES):
             return file.fd
-        with suppress(KernelError):
-            # Nothing has changed if no other thread has held the lock since informed_of_file().
-            is_known = self.fs.lock.turn == self._sight_turn + 1
-            if (self._sight if is_known else self._guest.sight()) is not Sight.NOTHING:
+        try:
+            if self._guest.sight() is not Sight.NOTHING:
                 self._open_unnoticed(task, file)
             elif self._stand_in is None:
                 self._stand_in = self._guest.open_file(file.path, os.O_RDONLY)
+        except KernelError:
+            # The guest cannot open the file, for example for want of memory.
+            pass
         return self._stand_in if file.fd is None else file.fd
-
-    def _read_stand_in(
-        self, task: GuestTask, fd: int, file: ControlFile, size: int, produce: Callable[[], bytes]
-    ) -> bytes:
-        """Let a task read a file from the stand-in. Raises: WouldBlock, as read()."""
-        if task in self._asleep and self._asleep[task] is not file:
-            self._guest.give_up(task, errno.EINTR)
-        self._asleep[task] = file
-        data = self._guest.read_file(task, fd, size, produce)
-        del self._asleep[task]
-        return data
 
     def _open_unnoticed(self, task: GuestTask, file: ControlFile) -> None:
         """Open a file in the guest, after the host has, by a task's call in which no probe can be hit."""

@@ -48,7 +48,7 @@ class ClientCalls:
         """Return the client with the facts about its process that a request needs; see FileSystem.
 
         `kind`: kind of the client's call. While no probe could notice the call, nothing is read. While no
-        probe could see the path of an open(2), `opened` stands for the path.
+        probe could see the path of an open(2), the facts contain `opened` instead of this path.
         """
         guest = self._guest
         if not guest.is_watched(kind) or client.pid <= INIT_PID:

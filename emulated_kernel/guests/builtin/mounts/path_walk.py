@@ -1,7 +1,8 @@
 """Path walks: maps the paths of a client's call to paths in the mount, and finds calls that end early.
 
-The host looks up each component of a path. Only if all lookups succeed, the host requests the call
-itself. A call that ends with a lookup has to be recognized at its last lookup.
+The host's kernel looks up each component of a path. It sends the request for the call itself only after all
+lookups have succeeded. So a call that ends with a lookup, such as a failing open(2), has to be recognized at
+this lookup.
 """
 
 from __future__ import annotations

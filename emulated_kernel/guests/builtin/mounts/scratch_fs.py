@@ -70,7 +70,8 @@ class ScratchFile(FileDescription):
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Read from the open file, by a call of the client's task; see FileDescription.
 
-        The task seeks if the client did, else it continues at its position.
+        If `offset` shows that the client has called lseek(2), the task calls lseek too. Otherwise the task
+        reads at its file position.
         """
         with self.fs.lock:
             if self.error:
@@ -80,7 +81,8 @@ class ScratchFile(FileDescription):
     def write(self, client: Client, data: bytes, offset: int) -> int:
         """Write data to the open file, by a call of the client's task; see FileDescription.
 
-        The task seeks if the client did, else it continues at its position.
+        If `offset` shows that the client has called lseek(2), the task calls lseek too. Otherwise the task
+        writes at its file position.
         """
         with self.fs.lock:
             if self.error:

@@ -120,7 +120,8 @@ class ProcessTracker(TaskObserver):
                 task = self._adopt_or_stand_in(pid, comm or "?", uid, gid)
             else:
                 self._set_owner(task, uid, gid)
-            self._repeat_execve(task, comm, facts)
+            if comm != task.comm or task.has_executed or facts.program is not None:
+                self._repeat_execve(task, comm, facts)
             if self._cpus > 1 and task.request is None:
                 self._pin(task)
         except MemoryFault as fault:

@@ -1,4 +1,4 @@
-"""StackScanner: finds text that a CPU executes or a task will return to, so that it is not patched yet."""
+"""StackScanner: finds text that a CPU executes or a task will return to, which must not be patched yet."""
 
 from __future__ import annotations
 

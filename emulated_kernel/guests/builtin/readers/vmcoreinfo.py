@@ -11,7 +11,7 @@ _SYMBOLS = ("_stext", "init_task")
 
 
 def vmcoreinfo(machine: Machine, image: KernelImage) -> bytes:
-    """Return the text of the note.
+    """Return the text of the VMCOREINFO note.
 
     Linux: the kernel itself writes it. Here the host does, because only the host knows its page tables.
     Mirrors: kernel/crash_core.c:crash_save_vmcoreinfo_init, arch/x86/kernel/machine_kexec_64.c,

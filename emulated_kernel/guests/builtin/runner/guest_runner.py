@@ -23,6 +23,8 @@ HostfsHandler = Callable[[int, int, int], int]
 Raises: KernelError (an errno), WouldBlock (the task must sleep and repeat its request).
 """
 
+_KEEPING_NAMES = ("read", "write", "pread64", "pwrite64")
+"""Frequent system calls that neither rename nor create a task."""
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
 """Hypercalls that `GuestRunner._serve` answers: they ask the host for a service within a system call."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
@@ -45,7 +47,7 @@ MAX_SLEEP_JIFFIES = 10 * HZ
 
 
 class DeferToGuest(Exception):
-    """Raised by the handler of a control file that needs the guest itself.
+    """Exception by which a control file's handler asks to run guest code, since a handler cannot run it.
 
     `action` runs while the requesting task sleeps. Its result becomes the result of the file operation. If it
     raises KernelError, the operation fails with that errno.
@@ -81,6 +83,8 @@ class Request:
     nr: int
     args: tuple[int, ...]
     hostfs: HostfsHandler | None
+    wanted: object = None
+    """The control file that the process reads, if the descriptor is that of another one; else None."""
     started: bool = False
     waits_for_host: type[WouldBlock] | None = None
     """Class of the exception that made the task sleep until `GuestRunner.resume` is called, or None."""
@@ -120,7 +124,7 @@ class CpuPosition(Enum):
 
 
 class GuestRunner:
-    """Runs one guest, which executes nothing between calls of this class.
+    """Runs one guest, which executes nothing between calls of this object's methods.
 
     Between calls the CPU is in the idle loop, or its task is in user mode and waits for the next system call.
     If the process of that task makes no request, the task stays current until another task must run.
@@ -137,6 +141,7 @@ class GuestRunner:
         self._depth = 0
         self._user: GuestTask | None = None
         self._last_jiffy = machine.clock.now_ns() // NSEC_PER_JIFFY
+        self._keeping_names = {kernel.syscall_numbers[name] for name in _KEEPING_NAMES}
         self.services: dict[int, HostfsHandler] = {}
         """Number of a hypercall -> handler that serves it for any task, with or without a request."""
         self.notes: list[Message] = []
@@ -243,8 +248,9 @@ class GuestRunner:
     def _finish(self, task: GuestTask) -> int:
         self._depth += 1
         try:
+            keeps_names = task.request is not None and task.request.nr in self._keeping_names
             for notify in self.events.call_begins:
-                notify()
+                notify(keeps_names=keeps_names)
             return self._run_to_end(task)
         except MemoryFault as fault:
             self._die(f"its data are corrupted: {fault}")

@@ -22,12 +22,15 @@ from emulated_kernel.util.control_lock import ControlLock
 TIME_KEEPER = 0
 """Number of the CPU that counts jiffies and runs timers."""
 MAX_WAITS = 50_000
-"""Maximum number of successive turns that end in a wait and bring no CPU to rest.
+"""Maximum number of successive turns that end in a wait, while no CPU becomes idle or enters user mode.
 
 After these turns, a CPU gets a watchdog interrupt, because it may be looping.
 """
 MAX_INSTRUCTIONS = 50_000_000
-"""Maximum number of instructions in successive turns that bring no CPU to rest, if turns have a quantum."""
+"""Maximum number of instructions in successive turns in which no CPU becomes idle or enters user mode.
+
+The limit applies if turns have a quantum.
+"""
 
 
 class SmpGuestRunner(GuestRunner):
@@ -51,7 +54,7 @@ class SmpGuestRunner(GuestRunner):
         ] * machine.config.cpus
         """Number of a CPU -> its position and its task in user mode; out of date for the current CPU."""
         self._turns = 0
-        """Number of successive turns that brought no CPU to rest."""
+        """Number of successive turns in which no CPU has become idle or entered user mode."""
         self._preempts = False
         """Whether turns have ended at arbitrary instructions, not only where a CPU waits."""
         self._max_turns = MAX_INSTRUCTIONS // quantum if quantum else MAX_WAITS
@@ -257,7 +260,10 @@ class SmpGuestRunner(GuestRunner):
         return 0
 
     def _count_turn(self) -> None:
-        """Count a turn that brought no CPU to rest; send ticks, and interrupt a CPU that seems to loop."""
+        """Count a turn in which no CPU has become idle or entered user mode.
+
+        Send ticks, and interrupt a CPU that seems to loop.
+        """
         if self._jiffy_passed():
             self._send_ticks()
             self._kernel.send(TIME_KEEPER, Vector.TIMER)

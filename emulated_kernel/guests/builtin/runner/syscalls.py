@@ -36,11 +36,11 @@ _ENTRY = struct.Struct("<QIBB")
 _ENTRY_SIZE = 16
 """Size in bytes of a struct host_entry with an empty name."""
 _OUTPUT = 64 << 10
-"""Offset in a user buffer of the data that a system call returns, in bytes. The slots of paths precede it."""
+"""Offset in a user buffer of the data that a system call returns, in bytes. The paths precede the data."""
 _REPLY = 8192
-"""Size in bytes of the guest's buffer for replies. Mirrors: HOST_REPLY_SIZE of the guest's host_abi.h."""
+"""Size in bytes of the guest's buffer to which host_look_* functions write their results."""
 _SLOT = 2 * PATH_MAX
-"""Size in bytes of a name's slot: the name that the process passed, then the path that the guest walks."""
+"""Size in bytes of a path in a user buffer: the path that the process passed, then the one that is walked."""
 _MAX_PATHS = 2
 """Maximum number of paths among the arguments of a system call."""
 _WALKS_ONLY = 2
@@ -141,7 +141,7 @@ class Syscalls:
         self._path = image.abi["host_path"]
         self._reply = image.abi["host_reply"]
         self._slots: int | None = None
-        """Address of the slots for unknown paths, which _unreadable_slots() allocates; None until then."""
+        """Address of the memory for unreadable paths; None until _unreadable_slots() allocates it."""
         self._look_path = address_of(image.kallsyms, "host_look_path")
         self._look_fd = address_of(image.kallsyms, "host_look_fd")
         self._look_link = address_of(image.kallsyms, "host_look_link")
@@ -263,7 +263,11 @@ class Syscalls:
             return self._by_any_name(task, call.name, args, hostfs)
 
     def _unreadable_slots(self) -> int:
-        """Return the address of slots in user memory. The first page of each, for the name, is not mapped."""
+        """Return the address of user memory for paths that could not be read.
+
+        The pages for the paths as the process passed them are not mapped, so that a probe's read of them
+        faults.
+        """
         if self._slots is None:
             self._slots = self._buffers.get()
             for number in range(_MAX_PATHS):

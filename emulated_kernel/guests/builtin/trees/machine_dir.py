@@ -56,7 +56,10 @@ def machine_tree(
     banner = f"{version}\nprofile {profile.title}\n"
 
     def addressed(show: Callable[[bool], Iterable[str]]) -> Callable[[Client], Records]:
-        """Return a function that lists records for a client; `show(True)` shows addresses as 0."""
+        """Return a function that lists the records of `show` for a client.
+
+        `show(True)` yields records with 0 in place of addresses, for clients that may not see addresses.
+        """
         return lambda client: listing(lambda: show(not owner.is_privileged(client)))
 
     def log() -> Iterator[str]:

@@ -44,7 +44,7 @@ Value = str | bytes | int
 
 
 class _DeviceTree:
-    """A flattened device tree in the making."""
+    """A flattened device tree that is being built."""
 
     def __init__(self) -> None:
         self._structure = bytearray()
@@ -140,7 +140,7 @@ def load(machine: RiscvMachine, kernel: LinuxKernel) -> None:
 
 
 def _tell_time(machine: RiscvMachine) -> None:
-    """Return from read_persistent_clock64() with the time BOOTED, because the machine has no clock chip."""
+    """Make read_persistent_clock64() return the time BOOTED, because the machine has no clock chip."""
     machine.memory.write(machine.cpu.root, machine.argument(0), struct.pack("<2q", BOOTED, 0))
     # A write by the API leaves the current block, unlike one to the registers in memory.
     machine.engine.reg_write(machine.model.registers["ip"], machine.return_address())

@@ -44,7 +44,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
 
-_MAGIC = b"kprobefs booted kernel 30\n"
+_MAGIC = b"kprobefs booted kernel 31\n"
 HEADER = 256 << 10
 """Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10
@@ -69,10 +69,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CachedKernel:
-    """A snapshot as `kprobefs images` lists it. `size`: bytes on disk. `used`: time of the last use.
+    """A snapshot as `kprobefs images` lists it.
 
-    `release` and `source` are None if the snapshot is damaged, comes from another version, or may have been
-    written by another user.
+    `size`: bytes on disk. `used`: time of the last use, in seconds since 1970. `release` and `source` are
+    None if the snapshot is damaged, comes from another version, or may have been written by another user.
     """
 
     path: Path
@@ -163,7 +163,7 @@ def save(
 ) -> None:
     """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
-    `facts`: offsets of the kernel. `cells`: offsets that find_exception_cells() returned.
+    `facts`: offsets of the kernel. `cells`: offsets that find_cells() returned.
     `source`: the kernel's file. `parts`: name -> further data to keep. `shown`: None if
     the guest sees the emulated CPU.
     """
@@ -398,7 +398,7 @@ def _shown(about: Mapping[str, Any]) -> ShownCpu | None:
 
 
 def checked_cells(about: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the offsets from find_cells() that a snapshot has kept.
+    """Return the offsets that find_cells() found for the machine of a snapshot, from its header `about`.
 
     Raises: KeyError, TypeError, ValueError (they are missing or invalid).
     """

@@ -89,8 +89,8 @@ _CLAIMED = (
 CLAIMED = frozenset(_CLAIMED.split())
 """Features that the guest may see although the emulator lacks them: its kernel can use none of them wrongly.
 
-They are facts about the CPU, registers that may be written without effect, or hints of speed. The kernel's
-code for AVX asks for the state of XSAVE as well.
+These features are facts about the CPU, registers that may be written without effect, or hints of speed. The
+kernel's code for AVX asks for the state of XSAVE as well.
 """
 KEPT_OUT = frozenset({"rdrand", "monitor", "xsave", "xsaveopt", "xsavec", "xgetbv1", "xsaves"})
 """Features that the emulator has and the guest does not see.

@@ -26,7 +26,7 @@ _CELLS = ("ss", "sp", "cs", "ip", "gate")
 
 
 def install(machine: PcMachine, thunk: WakeupThunk) -> None:
-    """Let guest code deliver breakpoints in kernel mode, if the gate for breakpoints keeps the stack.
+    """Let guest code deliver breakpoints in kernel mode, if their gate in the IDT keeps the stack.
 
     On a host without the routine, Python delivers the exceptions. Python also delivers them if kprobefs
     probes the guest, because it must then handle each breakpoint first.

@@ -125,10 +125,11 @@ class ClientScheduler:
         on_arrival: Callable[[], None] | None = None,
         on_idle: Callable[[], bool] | None = None,
     ) -> bool:
-        """Run the guest until `is_done()`; return False if `on_idle()` returned False or _ROUNDS are over.
+        """Run the guest until `is_done()` is true; return False if `on_idle()` does, or after _ROUNDS runs.
 
-        `on_arrival` is called when a task arrives at its stub too early; by default the task is put to sleep.
-        `on_idle` is called when the CPU is idle; by default time passes to the next timer interrupt.
+        `on_arrival` is called if a task arrives at its stub while `is_done()` is false; by default the task
+        is put to sleep. `on_idle` is called when the CPU is idle; by default time passes to the next timer
+        interrupt.
         """
         return self._go_on_until(self.run(), is_done, on_arrival, on_idle)
 

@@ -140,7 +140,7 @@ def show_threads(machine: PcMachine, kernel: LinuxKernel, cpu: ProductionCpu) ->
 def guest_vulnerabilities(syscalls: LinuxSyscalls) -> Mapping[str, str]:
     """Return the guest's files of vulnerabilities: name -> text.
 
-    They are read from a sysfs that is mounted for a moment on PROC, so nothing may be mounted there yet.
+    The files are read from a sysfs that is mounted for a moment on PROC, so nothing may be mounted there yet.
 
     Raises: KernelError, GuestFault.
     """

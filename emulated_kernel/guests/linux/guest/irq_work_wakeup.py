@@ -23,12 +23,13 @@ from emulated_kernel.arch.riscv.insn import A0, RA, T0, T1, ZERO
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
 from emulated_kernel.guests.linux.guest.wakeup_thunk import Wakeup
+from emulated_kernel.guests.linux.guest_abi import RISCV64
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.ram import PAGE
 from emulated_kernel.guests.linux.pc.riscv_board import SOFTWARE_INTERRUPT
 from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 
-_TEXT = 0xFFFFFFFF60000000
+_TEXT = RISCV64.host_code
 _DATA = _TEXT + PAGE
 """Virtual addresses of the code and data pages, in the part of module space that Linux does not reach."""
 _WORK = 0x40

@@ -26,10 +26,11 @@ _WORD = (1 << 64) - 1
 
 
 class PageReporting:
-    """Gives back free pages of a kernel with one NUMA node. If this is unsafe, `high` is unreachable.
+    """Gives back free pages of a kernel with one NUMA node, or none if this is unsafe.
 
     No CPU may be allocating memory: the tasks are in user mode or sleep.
     Mirrors: mm/page_reporting.c:page_reporting_process (v6.1)
+    If it is unsafe, `high` keeps a value that no number of pages reaches, so that look() is never called.
     """
 
     def __init__(self, memory: LinuxMemory, root: int, facts: KernelOffsets) -> None:

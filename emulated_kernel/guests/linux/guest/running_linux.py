@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.machine.task_events import TaskEvents
@@ -23,7 +24,12 @@ class RunningLinux(ABC):
     syscall_trace: int = 0
     """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if it is unknown or the kernel has none."""
     current_cell: int
-    """Virtual address of the variable that contains the address of the running task's task_struct."""
+    """Virtual address of the variable that contains the address of the running task's task_struct.
+
+    0 if a register of the CPU has this address.
+    """
+    running: Callable[[], int]
+    """Function that returns the address of the task_struct of the task that the CPU runs."""
 
     def __init__(self) -> None:
         self.events = TaskEvents()

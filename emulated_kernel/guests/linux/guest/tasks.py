@@ -47,7 +47,8 @@ class LinuxTasks(RunningLinux):
         self.shown_cpu: ShownCpu | None = None
         """The production CPU that the guest sees; None if it sees the emulated one."""
         self.per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
-        self.current_cell = self.per_cpu + facts.per_cpu.get(CURRENT_TASK, 0)
+        current = facts.per_cpu.get(CURRENT_TASK)
+        self.current_cell = 0 if current is None else self.per_cpu + current
         self.need_resched = facts.need_resched
         self.syscall_trace = facts.syscall_trace
         table = TaskTable(machine, structs, facts)

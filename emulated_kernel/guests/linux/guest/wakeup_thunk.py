@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
+from emulated_kernel.guests.linux.guest_abi import X86_64, GuestAbi
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.pc.ram import PAGE, PRESENT, WRITABLE
@@ -31,14 +32,12 @@ _PLATFORM_IPI = 0xF7
 
 Mirrors: arch/x86/include/asm/irq_vectors.h:X86_PLATFORM_IPI_VECTOR (v6.1)
 """
-_TEXT = 0xFFFFFFFF70000000
-_DATA = 0xFFFFFFFF70001000
+_TEXT = X86_64.host_code
+_DATA = _TEXT + PAGE
 """Virtual addresses of the code and data pages.
 
 Linux leaves them unused, and a relative jump from the kernel's text reaches them.
 """
-THUNKS = range(_TEXT, _TEXT + PAGE)
-"""Range of virtual addresses of the code page."""
 _CELLS = 0x20
 """Offset in the data page of the words for breakpoints."""
 _STUB = 0x100
@@ -49,6 +48,11 @@ _ACCESSED_DIRTY = 0x60
 _GLOBAL = 0x100
 _NO_EXECUTE = 1 << 63
 _TABLE = PRESENT | WRITABLE | _ACCESSED_DIRTY
+
+
+def thunks(abi: GuestAbi) -> range:
+    """Return the addresses of the page with the code that wakes tasks."""
+    return range(abi.host_code, abi.host_code + PAGE)
 
 
 class Wakeup(ABC):

@@ -1,4 +1,4 @@
-"""Selects the way in which the host wakes tasks of a processor's kernel."""
+"""Selects the code by which the host wakes guest tasks, which depends on the processor."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ from weakref import WeakKeyDictionary
 
 from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, Service
 from emulated_kernel.guests.linux.initramfs import TRACEFS
+from emulated_kernel.guests.linux.mounts.control_stubs import RISCV_STUBS, ControlStubs
 from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
+from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
@@ -40,19 +42,6 @@ _MEMBERS = (
     "file_operations.open", "file_operations.read", "file_operations.write", "file_operations.llseek",
     "file.f_mode", "dentry.d_parent", "dentry.d_name", "qstr.hash_len", "qstr.name",
 )  # fmt: skip
-_LOOKED_UP = 0x09
-_LOOKUP_ENDS = 0x11
-_OPEN = 0x20
-_IS_STREAM = 0x21
-_READ = 0x30
-_COPY = 0x40
-_WRITE = 0x50
-_SLEEP = 0x60
-_WOKEN = 0x65
-_RETURN = 0x66
-_OPENED = 0x70
-_SIZE = 0x80
-"""Size of the code of STUBS in bytes. The constants above are offsets of places in this code."""
 STUBS = """
     53                              | push rbx
     48 89 f3                        | mov rbx, rsi
@@ -88,12 +77,27 @@ STUBS = """
     c3                              | ret
     org:80
 """
-"""Code stubs for the operations of the host's directories and files, at the offsets above.
+"""Code stubs for the operations of the host's directories and files, at the offsets in X86_STUBS.
 
 `lookup` is at 0. The stubs of `open`, `read` and `write` only break into the host. `open` of a file with a
 position calls stream_open, so that the kernel takes no lock for the position. Afterwards the stub clears
 FMODE_STREAM (bit 21) again.
 """
+X86_STUBS = ControlStubs(
+    made=partial(machine_code, STUBS),
+    size=0x80,
+    looked_up=0x09,
+    instantiate=0x0A,
+    lookup_ends=0x11,
+    operations={"open": 0x20, "read": 0x30, "write": 0x50},
+    traps=(0x20, 0x30, 0x50),
+    is_stream=0x21,
+    opened=0x70,
+    copy=0x40,
+    sleep=0x60,
+    woken=0x65,
+    returns=0x66,
+)
 _STREAMS = ("trace_marker", "trace_marker_raw")
 """Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
 _LONGEST_PATH = 16 << 10
@@ -141,6 +145,8 @@ class LinuxControlCalls(GuestCalls):
         self._machine = engine.machine
         self._memory = engine.machine.memory
         self._kernel = engine.kernel
+        self._calls = engine.replaced_calls
+        self._stubs = RISCV_STUBS if isinstance(guest.tasks.machine, RiscvMachine) else X86_STUBS
         self._syscalls = guest.syscalls
         self._root = TRACEFS if is_tracefs else ""
         self._inodes: dict[bool, int] = {}
@@ -360,10 +366,18 @@ class LinuxControlCalls(GuestCalls):
 
     def _goes_on(self, file: ControlFile, task: LinuxTask, _result: object) -> None:
         """Continue an open(2) of the guest with the kernel's own stream_open()."""
-        regs = self._machine.regs
-        regs.di, regs.si = self._arguments.pop(task.address)
+        self._set_arguments(*self._arguments.pop(task.address))
         is_stream = file.path.rpartition("/")[2] in _STREAMS
-        regs.ip = self._code + (_IS_STREAM if is_stream else _OPENED)
+        self._go_to(self._stubs.is_stream if is_stream else self._stubs.opened)
+
+    def _set_arguments(self, *values: int) -> None:
+        """Set the first arguments of the function that the guest calls next."""
+        for name, value in zip(self._calls.argument_names, values, strict=False):
+            self._machine.regs.set(name, value)
+
+    def _go_to(self, place: int) -> None:
+        """Let the task continue at an offset in the code of the stubs."""
+        self._machine.regs.ip = self._code + place
 
     def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
         """End a call: copy data to the task's buffer by _copy_to_user(), or return a number.
@@ -373,50 +387,47 @@ class LinuxControlCalls(GuestCalls):
         if not isinstance(result, bytes) or not result:
             self._returns(task, result or 0)
             return
-        regs = self._machine.regs
-        _, regs.di = self._arguments.pop(task.address)
+        _, to = self._arguments.pop(task.address)
         self._memory.write(self._data, result)
-        regs.si = self._data
-        regs.dx = len(result)
-        regs.ip = self._code + _COPY
+        self._set_arguments(to, self._data, len(result))
+        self._go_to(self._stubs.copy)
 
     def _returns(self, task: LinuxTask, result: int) -> None:
         self._arguments.pop(task.address, None)
         self._return(result)
 
     def _return(self, result: int) -> None:
-        regs = self._machine.regs
-        regs.ax = result & _MASK
-        regs.ip = self._code + _RETURN
+        self._machine.regs.set(self._calls.result, result & _MASK)
+        self._go_to(self._stubs.returns)
 
     # Handlers of the stubs' breakpoints
 
     def _arrives(self, regs: Any) -> None:
         if self._tasks.wait_in_call():
-            self._arguments[self._memory.read_word(self._tasks.current_cell)] = regs.di, regs.si
+            first, second, _ = self._calls.arguments(regs)
+            self._arguments[self._tasks.running()] = first, second
         else:
             self._return(-EIO)
 
     def _wakes(self, _regs: Any) -> None:
         if not self._tasks.woken():
-            self._arguments.pop(self._memory.read_word(self._tasks.current_cell), None)
+            self._arguments.pop(self._tasks.running(), None)
             self._return(-EINTR)
 
     def _looks_up(self, regs: Any) -> None:
         """Finish a lookup in a directory of the host: give the dentry an inode if the tree has its path."""
-        regs.ip = self._code + _LOOKUP_ENDS
-        if regs.ax:
+        self._go_to(self._stubs.lookup_ends)
+        if regs.get(self._calls.result):
             return
-        dentry = regs.bx
+        dentry = regs.get(self._tasks.machine.abi.kept[0])
         with suppress(KernelError, MemoryFault):
             node = self.fs.tree.lookup(self._path(dentry).removeprefix(self._root))
             inode = self._inodes[isinstance(node, Directory)]
             count = inode + self._offsets["inode.i_count"]
             uses = int.from_bytes(self._memory.read(count, 4), "little")
             self._memory.write(count, (uses + 1 & 0xFFFFFFFF).to_bytes(4, "little"))
-            regs.di = dentry
-            regs.si = inode
-            regs.ip = self._code + _LOOKED_UP + 1
+            self._set_arguments(dentry, inode)
+            self._go_to(self._stubs.instantiate)
 
     def _path(self, dentry: int) -> str:
         """Return the path of the dentry at an address, from the guest's root. Raises: MemoryFault."""
@@ -461,19 +472,15 @@ class LinuxControlCalls(GuestCalls):
         machine = self._machine
         symbols = {name: kernel.required(name) for name in _SYMBOLS}
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
-        code = machine.text.alloc_text(_SIZE)
+        stubs = self._stubs
+        code = machine.text.alloc_text(stubs.size)
         self._code = code
         symbols["f_mode"] = self._offsets["file.f_mode"]
-        machine.text.poke(code, machine_code(STUBS, code, symbols))
-        for at, handler in (
-            (_LOOKED_UP, self._looks_up),
-            (_OPEN, self._arrives),
-            (_READ, self._arrives),
-            (_WRITE, self._arrives),
-            (_WOKEN, self._wakes),
-        ):
+        machine.text.poke(code, stubs.made(code, symbols))
+        handlers = {stubs.looked_up: self._looks_up, stubs.woken: self._wakes}
+        for at, handler in (handlers | dict.fromkeys(stubs.traps, self._arrives)).items():
             machine.breakpoints[code + at] = handler
-        self._tasks.sleep_in_call = code + _SLEEP
+        self._tasks.sleep_in_call = code + stubs.sleep
         self._data = machine.alloc_pages(READ_SIZE)
         self._put_operations(symbols["noop_llseek"])
 
@@ -487,7 +494,7 @@ class LinuxControlCalls(GuestCalls):
         size = self._kernel.btf.size
         files = self._machine.alloc_pages(size("file_operations"))
         directories = self._machine.alloc_pages(size("inode_operations"))
-        functions = {"open": self._code + _OPEN, "read": self._code + _READ, "write": self._code + _WRITE}
+        functions = {name: self._code + at for name, at in self._stubs.operations.items()}
         for member, function in (functions | {"llseek": llseek}).items():
             memory.write_word(files + offset[f"file_operations.{member}"], function)
         for path, is_directory in _TOPS.items():

@@ -24,7 +24,7 @@ _STEPS = TscWords.steps.offset // 8
 
 
 class TimeFollower(Protocol):
-    """Interface that shows the time to guest code, which also advances the time."""
+    """Interface of an object that shows the machine's time to guest code, which can advance that time."""
 
     def go_on(self, tsc: int, cycles: int) -> int:
         """Advance the time, show the new time to guest code and return it.
@@ -37,7 +37,10 @@ class TimeFollower(Protocol):
 
 
 class Board(ABC):
-    """The time of a machine is a counter of cycles; each reading advances it by a seeded random step."""
+    """The time, the timer and the console of a machine.
+
+    The time is a counter of cycles; each reading advances it by a seeded random step.
+    """
 
     khz: ClassVar[int]
     """Cycles of the counter in a millisecond."""

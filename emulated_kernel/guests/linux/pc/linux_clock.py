@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from struct import Struct
 
-from emulated_kernel.guests.linux.pc.devices import TSC_KHZ, Pc
+from emulated_kernel.guests.linux.guest_abi import X86_64
+from emulated_kernel.guests.linux.pc.board import Board
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
 _MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")
+_EPOCH = "epoch_ns", "epoch_cyc", "sched_clock_mask"
+_FACTORS = "mult", "shift"
 _MASK = (1 << 64) - 1
 _LONGEST_SHIFT = 63
 _SCALE = Struct("<IIQ")
@@ -21,19 +25,16 @@ _SCALE = Struct("<IIQ")
 class LinuxClock(GuestClock):
     """Converts cycles to nanoseconds with the guest kernel's own factors.
 
-    Compiled handlers in the guest read the time from a cell in memory, and advance the cell at each reading.
-
-    Mirrors: arch/x86/kernel/tsc.c:cycles_2_ns (v6.1).
-    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel lacks the symbols or types of this clock).
+    Compiled handlers in the guest read the time from a word in memory, and advance the word at each reading.
     """
 
     step_ns = 40
-    """Nanoseconds by which a reading by guest code advances the cell."""
+    """Nanoseconds by which each reading by guest code advances the word with the time."""
 
-    def __init__(self, pc: Pc, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
-        """Follow the TSC of `pc`.
+    def __init__(self, pc: Board, memory: GuestMemory, cell: int) -> None:
+        """Follow the counter of `pc`.
 
-        `cell`: address of a u64 in host-owned guest memory that shows the time to guest code.
+        `cell`: address of the word with the time, a u64 in host-owned guest memory.
         """
         super().__init__()
         self.cell = cell
@@ -41,6 +42,71 @@ class LinuxClock(GuestClock):
         self._shown = 0
         self._pc = pc
         self.is_virtual = not pc.is_real
+        self.show(pc.tsc)
+        pc.follower = self
+
+    @abstractmethod
+    def _ns(self, cycles: int) -> int:
+        """Return the time when the counter is `cycles`."""
+
+    @abstractmethod
+    def _cycles(self, nanoseconds: int) -> int | None:
+        """Return the counter at a time; None if the kernel's factors cannot be true."""
+
+    def go_on(self, tsc: int, cycles: int) -> int:
+        """Advance the time by the cycles that guest code has used, plus `cycles`, and return it."""
+        nanoseconds = self._now[0] - self._shown
+        if nanoseconds:
+            cycles -= -nanoseconds * self._pc.khz // 1_000_000
+        tsc += cycles
+        if cycles:
+            self.show(tsc)
+        return tsc
+
+    def show(self, cycles: int) -> None:
+        """Write the time for the TSC value `cycles` to the word that guest code reads.
+
+        The word never decreases, although rounding could give a smaller value.
+        """
+        cell = self._now
+        shown = self._ns(cycles)
+        # A call of max() would cost as much as the rest of this method.
+        if shown > cell[0]:  # noqa: PLR1730
+            cell[0] = shown
+        self._shown = cell[0]
+
+    def pass_to(self, nanoseconds: int) -> None:
+        """Advance the counter until the time is at least `nanoseconds`.
+
+        The TSC of a dump may be unstable or belong to another machine, and then gives an arbitrary time.
+        """
+        if _signed(self._ns(self._pc.tsc)) >= nanoseconds:
+            return
+        cycles = self._cycles(nanoseconds)
+        if cycles is None:
+            return
+        self._shown = 0
+        self._now[0] = 0
+        self._pc.tsc = min(cycles, _MASK)
+
+    def now_ns(self) -> int:
+        return max(self._ns(self._pc.tsc), self._now[0])
+
+    def read_ns(self) -> int:
+        if not self._is_held:
+            self._pc.read_tsc()
+        return self.now_ns()
+
+
+class Cyc2nsClock(LinuxClock):
+    """The clock of x86 kernels.
+
+    Mirrors: arch/x86/kernel/tsc.c:cycles_2_ns (v6.1).
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel lacks the symbols or types of this clock).
+    """
+
+    def __init__(self, pc: Board, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
+        """Find the kernel's factors. `per_cpu`: address of the per-CPU area."""
         start = kernel.per_cpu("cyc2ns")
         if start is None:
             raise unusable("its symbols lack cyc2ns")
@@ -55,54 +121,63 @@ class LinuxClock(GuestClock):
         One set is valid while the other is written.
         """
         self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
-        self.show(pc.tsc)
-        pc.follower = self
+        super().__init__(pc, memory, cell)
 
     def _ns(self, cycles: int) -> int:
         factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
         return offset + (cycles * factor >> shift) & _MASK
 
-    def go_on(self, tsc: int, cycles: int) -> int:
-        """Advance the time by the cycles that guest code has used, plus `cycles`, and return it."""
-        nanoseconds = self._now[0] - self._shown
-        if nanoseconds:
-            cycles -= -nanoseconds * TSC_KHZ // 1_000_000
-        tsc += cycles
-        if cycles:
-            self.show(tsc)
-        return tsc
-
-    def show(self, cycles: int) -> None:
-        """Write the time for the TSC value `cycles` to the cell.
-
-        The cell never goes back, although rounding could give a smaller value.
-        """
-        cell = self._now
-        shown = self._ns(cycles)
-        # A call of max() would cost as much as the rest of this method.
-        if shown > cell[0]:  # noqa: PLR1730
-            cell[0] = shown
-        self._shown = cell[0]
-
-    def pass_to(self, nanoseconds: int) -> None:
-        """Advance the TSC until the time is at least `nanoseconds`.
-
-        The TSC of a dump may be unstable or belong to another machine, and then gives an arbitrary time.
-        """
+    def _cycles(self, nanoseconds: int) -> int | None:
         factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
-        if not factor or shift > _LONGEST_SHIFT or _signed(self._ns(self._pc.tsc)) >= nanoseconds:
-            return
-        self._shown = 0
-        self._now[0] = 0
-        self._pc.tsc = min(-(-(nanoseconds - _signed(offset) << shift) // factor), _MASK)
+        if not factor or shift > _LONGEST_SHIFT:
+            return None
+        return -(-(nanoseconds - _signed(offset) << shift) // factor)
 
-    def now_ns(self) -> int:
-        return max(self._ns(self._pc.tsc), self._now[0])
 
-    def read_ns(self) -> int:
-        if not self._is_held:
-            self._pc.read_tsc()
-        return self.now_ns()
+class GenericClock(LinuxClock):
+    """The clock of kernels with generic sched_clock(), such as those for RISC-V.
+
+    Mirrors: kernel/time/sched_clock.c:sched_clock (v6.12).
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel lacks the symbols or types of this clock).
+    """
+
+    def __init__(self, pc: Board, kernel: LinuxKernel, memory: GuestMemory, cell: int) -> None:
+        """Find the kernel's factors."""
+        start = kernel.required("cd")
+        offset = kernel.btf.offset
+        size = kernel.btf.size("clock_read_data")
+        words = [offset(f"clock_read_data.{name}") // 8 for name in _EPOCH]
+        factors = [offset(f"clock_read_data.{name}") // 4 for name in _FACTORS]
+        first = start + offset("clock_data.read_data")
+        sets = [memory.view(first + size * number, size) for number in range(2)]
+        self._sets = [(view.cast("Q"), view.cast("I")) for view in sets]
+        self._epoch_ns, self._epoch, self._limit = words
+        self._factor, self._shift = factors
+        self._version = memory.view(start + offset("clock_data.seq"), 4).cast("I")
+        super().__init__(pc, memory, cell)
+
+    def _ns(self, cycles: int) -> int:
+        words, halves = self._sets[self._version[0] % 2]
+        passed = cycles - words[self._epoch] & words[self._limit]
+        return words[self._epoch_ns] + (passed * halves[self._factor] >> (halves[self._shift] & 63)) & _MASK
+
+    def _cycles(self, nanoseconds: int) -> int | None:
+        words, halves = self._sets[self._version[0] % 2]
+        factor = halves[self._factor]
+        if not factor:
+            return None
+        passed = nanoseconds - words[self._epoch_ns] << (halves[self._shift] & 63)
+        return words[self._epoch] + -(-passed // factor)
+
+
+def linux_clock(pc: Board, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> LinuxClock:
+    """Return the clock of a kernel. `per_cpu`: address of the per-CPU area. `cell`: see LinuxClock.
+
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel lacks the symbols or types of its clock).
+    """
+    if kernel.architecture == X86_64.name:
+        return Cyc2nsClock(pc, kernel, memory, per_cpu, cell)
+    return GenericClock(pc, kernel, memory, cell)
 
 
 def _signed(value: int) -> int:

@@ -426,7 +426,7 @@ class PcCpu(LinuxCpu):
     def watch_gate(self, words: TrapWords, vector: int, ram: int) -> None:
         """Fill in `words`, by which the host's routine for traps checks that it may deliver `vector` itself.
 
-        They are host addresses of CPU state, and the present content of the IDT's gate for `vector`.
+        The words are host addresses of CPU state, and the present content of the IDT's gate for `vector`.
         `ram`: address of RAM in this process.
         """
         state = self._state

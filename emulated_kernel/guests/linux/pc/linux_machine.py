@@ -171,6 +171,9 @@ class LinuxMachine(ABC):
         self._stopped = IN_CALL
         self.engine.stop()
 
+    def take_breakpoints(self) -> None:  # noqa: B027 - only x86 delivers breakpoints without Python
+        """Pass each breakpoint to the host first, because the host probes the guest from now on."""
+
     @property
     def delivers_breakpoints(self) -> bool:
         """Whether breakpoints of kernel mode reach the guest's handler without Python."""

@@ -15,7 +15,10 @@ from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 
 
 def find_cells(abi: GuestAbi) -> tuple[int, ...]:
-    """Return the offsets of hidden words in Unicorn's CPU state. Raises: HardwareError (not found)."""
+    """Return the offsets in Unicorn's CPU state of the words that its API does not provide.
+
+    Raises: HardwareError (not found).
+    """
     return find_exception_cells() if abi is X86_64 else find_riscv_cells()
 
 

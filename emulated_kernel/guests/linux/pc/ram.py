@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 
+from emulated_kernel.machine.memory.paging import PageTables, X86PageTables
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 PAGE = 4096
@@ -12,16 +13,16 @@ FRAME = 0x000FFFFFFFFFF000
 PRESENT = 1
 WRITABLE = 2
 _LARGE = 0x80
+_NO_EXECUTE = 1 << 63
 _SHIFTS = (39, 30, 21, 12)
 _HALF = 1 << 47
 _WORD = 1 << 64
 _CANONICAL = _WORD - _HALF
 """Lowest address of the kernel's half of the address space; addresses below are not canonical."""
 _KERNEL_DATA = slice(273, 508)
-"""Slots of the root table that map the kernel's data: the direct map, vmalloc's memory, and struct pages.
+"""Indexes of the root table's entries for the kernel's data: direct map, vmalloc's memory, struct pages.
 
-Page tables of user mode have only the direct map's slot, for the per-CPU TSS.
-Mirrors: Documentation/x86/x86_64/mm.rst, arch/x86/mm/pti.c:pti_clone_user_shared (v6.1)
+Page tables of user mode have only the direct map's entry, for the per-CPU TSS.
 """
 
 
@@ -33,6 +34,8 @@ class LinuxMemory:
     Raises: MemoryFault (the address is not mapped).
     """
 
+    tables: type[PageTables] = X86PageTables
+    """Form of the page tables."""
     owned = PRESENT | WRITABLE
     """Bits of the page table entry of a user page that its task does not share with other tasks."""
     frame_shift = 0
@@ -65,6 +68,10 @@ class LinuxMemory:
     def is_writable(self, entry: int) -> bool:
         """Return True if the page of a page table entry can be written."""
         return bool(entry & WRITABLE)
+
+    def is_executable(self, entry: int) -> bool:
+        """Return True if the code in the page of a page table entry can be executed."""
+        return not entry & _NO_EXECUTE
 
     def maps_kernel_data(self, root: int) -> bool:
         """Return True if the page tables at `root` map the kernel's data."""

@@ -35,7 +35,7 @@ _LONGEST_WRITE = 1 << 16
 
 
 class SbiBoard(Board):
-    """The time is the counter that rdtime reads."""
+    """The time and the firmware of a RISC-V machine. The time is the counter that rdtime reads."""
 
     khz = 1_000_000
 

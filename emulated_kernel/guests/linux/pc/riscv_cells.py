@@ -48,7 +48,7 @@ _VALUES = {
     _SSCRATCH: (0x1111222233, 0x3333222211),
     MSTATUS: (0x80000, 0xC0000),
 }
-"""Register -> two values that mark it."""
+"""Register -> two distinctive values, by which the register's word is found in the CPU state."""
 
 
 class RiscvCells(NamedTuple):

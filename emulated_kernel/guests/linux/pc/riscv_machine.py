@@ -12,6 +12,7 @@ from emulated_kernel.guests.linux.pc.riscv_board import SbiBoard
 from emulated_kernel.guests.linux.pc.riscv_cells import CPU_MODEL, RiscvCells
 from emulated_kernel.guests.linux.pc.riscv_cpu import ECALL_FROM_USER, RiscvLinuxCpu
 from emulated_kernel.guests.linux.pc.sv39_memory import Sv39Memory
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.machine.cpu.riscv import CAUSE_ILLEGAL, Riscv64Cpu
 from emulated_kernel.machine.interrupts.riscv import RiscvTrapHooks
 from emulated_kernel.machine.quirks.riscv import LiveBadAddress
@@ -125,6 +126,11 @@ class RiscvMachine(LinuxMachine):
     def direct_map(self, facts: KernelOffsets) -> int:
         """Return the start of the direct map; see LinuxMachine."""
         mapping = facts.symbols["kernel_map"] + facts.offsets["kernel_mapping.va_pa_offset"]
+        return self.memory.read_word(self.cpu.root, mapping)
+
+    def direct_map_of(self, kernel: LinuxKernel) -> int:
+        """Return the start of the direct map of a kernel that runs."""
+        mapping = kernel.required("kernel_map") + kernel.btf.offset("kernel_mapping.va_pa_offset")
         return self.memory.read_word(self.cpu.root, mapping)
 
     def return_address(self) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from emulated_kernel.guests.linux.pc.ram import FRAME, PRESENT, LinuxMemory
+from emulated_kernel.machine.memory.paging import Sv39PageTables
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 _WRITE = 4
+_EXECUTE = 8
 _RIGHTS = 0xE
 """Bits of an entry that maps a page: read, write, execute."""
 _SHIFTS = (30, 21, 12)
@@ -16,12 +18,17 @@ _WORD = 1 << 64
 class Sv39Memory(LinuxMemory):
     """Reads and writes RAM by virtual addresses of 39 bits."""
 
+    tables = Sv39PageTables
     owned = PRESENT | _WRITE
     frame_shift = 2
 
     def is_writable(self, entry: int) -> bool:
         """Return True if the page of a page table entry can be written."""
         return bool(entry & _WRITE)
+
+    def is_executable(self, entry: int) -> bool:
+        """Return True if the code in the page of a page table entry can be executed."""
+        return bool(entry & _EXECUTE)
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
         """Return physical address, last entry and page size of an address; see LinuxMemory."""

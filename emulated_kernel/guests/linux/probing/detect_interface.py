@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from emulated_kernel.arch.analysis.probe_rules import PROBE_RULES, ProbeRule
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
-from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile
+from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, PROFILES, RISCV_PROFILE, Profile
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.linux_rule import series_of
 
 _ERRORS = "trace_probe_err_text"
@@ -17,12 +18,18 @@ _LONGEST = 256
 """Maximum size of a text of the error table in bytes, including its NUL."""
 
 
-def profile_of(kernel: LinuxKernel) -> Profile:
-    """Return the profile for a kernel: the kernel's own interface, and the probe rules of its version."""
+def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
+    """Return the profile for a kernel: the kernel's own interface, and the probe rules of its version.
+
+    On RISC-V, its jumps are those of the series for RISC-V, because no release of Linux has any.
+    `riscv`: name of the profile with that series.
+    """
     series = series_of(kernel.release)
     wanted = ProbeRule.of(series)
     fitting = [name for name, rules in PROBE_RULES.items() if rules <= wanted]
     rules = max(fitting, key=lambda name: len(PROBE_RULES[name]))
+    if kernel.architecture != "x86_64":
+        return replace(PROFILES[riscv], interface=KERNEL_INTERFACE, probe_rules=rules)
     return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
 
 

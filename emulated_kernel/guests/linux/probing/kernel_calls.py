@@ -6,12 +6,13 @@ An interrupt queues work, as a device's interrupt does. The work creates the thr
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from errno import EFAULT, ENOMEM, ETIMEDOUT
 
 from emulated_kernel.guests.linux.guest.call_arguments import REGISTERS, CallArguments
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
-from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
+from emulated_kernel.guests.linux.guest_abi import X86_64, GuestAbi
+from emulated_kernel.guests.linux.probing import riscv_calls
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
@@ -20,10 +21,8 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
 
-_TEXT = 0xFFFFFFFF70010000
-"""Address of the page with this module's code, after the host's other code in the kernel."""
-CALLS = range(_TEXT, _TEXT + PAGE_SIZE)
-"""Range of addresses of this module's code."""
+_TEXT = 0x10000
+"""Offset of the page with this module's code, in the host's code in the kernel."""
 _MAKER = 0x100
 """Offset of the work function in the page with the code."""
 _THREAD = 0x200
@@ -113,6 +112,11 @@ It stores the function's result at _RESULT, and _RETURNED at _STATE.
 """
 
 
+def calls_text(abi: GuestAbi) -> range:
+    """Return the addresses of this module's code."""
+    return range(abi.host_code + _TEXT, abi.host_code + _TEXT + PAGE_SIZE)
+
+
 def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
     """Return the addresses of functions, the constants and the offsets in work_struct that calls need.
 
@@ -126,6 +130,21 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
         return functions, constants, {part: kernel.btf.offset(f"work_struct.{part}") for part in _PARTS}
     except KernelError as error:
         raise unusable("its work queues are unknown") from error
+
+
+def _code(abi: GuestAbi, symbols: Mapping[str, int]) -> tuple[tuple[int, bytes], ...]:
+    """Return the code of the interrupt, the work and the thread: offset in the page, bytes."""
+    if abi is X86_64:
+        return (
+            (0, machine_code(INTERRUPT, symbols=symbols)),
+            (_MAKER, machine_code(MAKER, symbols=symbols)),
+            (_THREAD, machine_code(THREAD)),
+        )
+    return (
+        (0, riscv_calls.interrupt(symbols)),
+        (_MAKER, riscv_calls.maker(symbols, _WORK, _RESULT, _STATE, _TASK, _NO_THREAD)),
+        (_THREAD, riscv_calls.thread(_RESULT, _STATE, _RETURNED)),
+    )
 
 
 class KernelCalls(TaskObserver):
@@ -148,13 +167,13 @@ class KernelCalls(TaskObserver):
         """Addresses of the mailboxes of calls whose threads may still write to them."""
         memory = machine.memory
         self._page = memory.host_pages.alloc(PAGE_SIZE)
-        memory.map(_TEXT, self._page, PAGE_SIZE, Prot.READ | Prot.EXEC)
-        places = {"work": _TEXT + _MAIL, "thread": _TEXT + _THREAD, "name": _TEXT + _NAME}
+        text = calls_text(tasks.machine.abi).start
+        self._text = text
+        memory.map(text, self._page, PAGE_SIZE, Prot.READ | Prot.EXEC)
+        places = {"work": text + _MAIL, "thread": text + _THREAD, "name": text + _NAME}
         symbols = {**functions, **places, "any_cpu": any_cpu}
         for place, code in (
-            (0, machine_code(INTERRUPT, symbols=symbols)),
-            (_MAKER, machine_code(MAKER, symbols=symbols)),
-            (_THREAD, machine_code(THREAD)),
+            *_code(tasks.machine.abi, symbols),
             (_NAME, _COMM),
         ):
             memory.ram[self._page + place : self._page + place + len(code)] = code
@@ -187,11 +206,11 @@ class KernelCalls(TaskObserver):
         memory.write(mailbox, struct.pack("<7Q", address, *values, *(0,) * (len(REGISTERS) - len(values))))
         self._queue(mailbox)
         begun = self._tasks.machine.pc.tsc
-        self._tasks.do_work(_TEXT, lambda: self._head(mailbox)[_STATE // 8] != 0, _LONGEST)
+        self._tasks.do_work(self._text, lambda: self._head(mailbox)[_STATE // 8] != 0, _LONGEST)
         head = self._head(mailbox)
         state = head[_STATE // 8]
         if not state:
-            passed = (self._tasks.machine.pc.tsc - begun) // TSC_KHZ
+            passed = (self._tasks.machine.pc.tsc - begun) // self._tasks.machine.pc.khz
             raise KernelError(
                 ETIMEDOUT, f"it hasn't come back after {passed} ms of the guest's; its thread is left to that"
             )
@@ -214,7 +233,7 @@ class KernelCalls(TaskObserver):
         entry = work + self._parts["entry"]
         memory.write(work + self._parts["data"], struct.pack("<Q", self._no_pool))
         memory.write(entry, struct.pack("<QQ", entry, entry))
-        memory.write(work + self._parts["func"], struct.pack("<Q", _TEXT + _MAKER))
+        memory.write(work + self._parts["func"], struct.pack("<Q", self._text + _MAKER))
         struct.pack_into("<Q", memory.ram, self._page + _MAIL, work)
         self._mailboxes.add(mailbox)
 

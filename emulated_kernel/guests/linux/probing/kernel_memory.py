@@ -7,24 +7,21 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
-from emulated_kernel.guests.linux.pc.ram import FRAME, PRESENT, WRITABLE, LinuxMemory
+from emulated_kernel.guests.linux.pc.ram import PRESENT, LinuxMemory
 from emulated_kernel.machine.memory.guest_memory import GuestMemory, MappedRange
-from emulated_kernel.machine.memory.paging import X86PageTables
+from emulated_kernel.machine.memory.paging import PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
-_NO_EXECUTE = 1 << 63
-_LARGE = 0x80
-_SHIFTS = (39, 30, 21, 12)
 _ENTRIES = 512
-_SIGN = -1 << 48
+_WORD = (1 << 64) - 1
 
 
-def kernel_ranges(memory: LinuxMemory, root: int) -> Iterator[MappedRange]:
-    """Yield the ranges of RAM that the page tables at `root` map for the kernel, in order of addresses."""
+def kernel_ranges(memory: LinuxMemory, tables: PageTables) -> Iterator[MappedRange]:
+    """Yield the ranges of RAM that page tables map for the kernel, in order of addresses."""
     merged: MappedRange | None = None
-    for each in _leaves(memory, root & FRAME, 0, 0):
+    for each in _leaves(memory, tables, tables.root, 0, 0):
         if merged is None:
             merged = each
         elif (merged.end, merged.pa + merged.end - merged.start, merged.prot) == (
@@ -40,29 +37,33 @@ def kernel_ranges(memory: LinuxMemory, root: int) -> Iterator[MappedRange]:
         yield merged
 
 
-def _leaves(memory: LinuxMemory, table: int, va: int, level: int) -> Iterator[MappedRange]:
+def _leaves(
+    memory: LinuxMemory, tables: PageTables, table: int, va: int, level: int
+) -> Iterator[MappedRange]:
     """Yield the range of each page that a table and the tables below it map."""
-    shift = _SHIFTS[level]
+    shift = tables.shifts[level]
     limit = len(memory.ram)
     if table >= limit:
         return
-    first = _ENTRIES // 2 if level == 0 else 0
+    first = 0
+    if level == 0:
+        first = _ENTRIES // 2
+        va = -_ENTRIES << shift
     entries = memory.words[table >> 3 : (table >> 3) + _ENTRIES].tolist()
     for number in range(first, len(entries)):
         entry = entries[number]
         if not entry & PRESENT:
             continue
-        start = va + (number << shift)
-        if level == 0:
-            start = (start | _SIGN) & (1 << 64) - 1
-        if shift == 12 or (level and entry & _LARGE):
+        start = va + (number << shift) & _WORD
+        if tables.is_leaf(entry, shift):
             size = 1 << shift
-            pa = entry & FRAME & ~(size - 1)
+            pa = tables.target(entry) & ~(size - 1)
             if pa + size <= limit:
-                prot = Prot.READ | (Prot.WRITE if entry & WRITABLE else Prot(0))
-                yield MappedRange(start, start + size, pa, prot if entry & _NO_EXECUTE else prot | Prot.EXEC)
+                prot = Prot.READ | (Prot.WRITE if memory.is_writable(entry) else Prot(0))
+                prot |= Prot.EXEC if memory.is_executable(entry) else Prot(0)
+                yield MappedRange(start, start + size, pa, prot)
         else:
-            yield from _leaves(memory, entry & FRAME, start, level + 1)
+            yield from _leaves(memory, tables, tables.target(entry), start, level + 1)
 
 
 class KernelMemory(GuestMemory):
@@ -85,7 +86,7 @@ class KernelMemory(GuestMemory):
         self.ram = memory.ram
         self.ram_size = host.stop
         self.host_pages = UnitPool(host.start, len(host), PAGE_SIZE)
-        self._tables = X86PageTables(memory.ram, self.host_pages, root)
+        self._tables = memory.tables(memory.ram, self.host_pages, root)
         self._memory = memory
         self._cpu = cpu
         self._all = memoryview(memory.ram)
@@ -113,7 +114,8 @@ class KernelMemory(GuestMemory):
         return self._memory.walk(self._cpu.root, va)
 
     def mapped_ranges(self) -> Iterator[MappedRange]:
-        return kernel_ranges(self._memory, self._cpu.root)
+        memory = self._memory
+        return kernel_ranges(memory, memory.tables(memory.ram, self.host_pages, self._cpu.root))
 
     def is_mapped(self, va: int) -> bool:
         return self._entry(va) is not None
@@ -144,7 +146,7 @@ class KernelMemory(GuestMemory):
 
     def locate_text(self, va: int, size: int) -> int | None:
         try:
-            return self._contiguous(va, size, lambda entry: not entry & _NO_EXECUTE)
+            return self._contiguous(va, size, self._memory.is_executable)
         except MemoryFault:
             return None
 
@@ -174,7 +176,7 @@ class KernelMemory(GuestMemory):
         except MemoryFault as fault:
             raise MemoryFault(fault.address, write=True) from None
         for page, _, _, entry in pages:
-            if not entry & WRITABLE:
+            if not self._memory.is_writable(entry):
                 raise MemoryFault(page, "not writable", write=True)
         done = 0
         for _, pa, length, _ in pages:
@@ -206,7 +208,7 @@ class KernelMemory(GuestMemory):
                     ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
 
     def view(self, va: int, size: int) -> memoryview:
-        start = self._contiguous(va, size, lambda entry: bool(entry & WRITABLE))
+        start = self._contiguous(va, size, self._memory.is_writable)
         if start is None:
             raise MemoryFault(va, "not writable in one piece")
         return self._all[start : start + size]

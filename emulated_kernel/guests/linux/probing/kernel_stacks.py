@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from struct import unpack_from
 
@@ -31,19 +31,26 @@ class KernelStacks(TaskStacks):
     """
 
     def __init__(
-        self, kernel: LinuxKernel, machine: LinuxMachine, memory: GuestMemory, per_cpu: int, current: int
+        self,
+        kernel: LinuxKernel,
+        machine: LinuxMachine,
+        memory: GuestMemory,
+        per_cpu: int,
+        running: Callable[[], int],
     ) -> None:
-        """Find the task list. `current`: address of the variable with the running task's address."""
+        """Find the task list. `running`: see RunningLinux."""
         self._machine = machine
         self._memory = memory
-        self._current = current
+        self._running = running
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
         first = kernel.kallsyms.lookup_name("init_task")
-        irq_stack = kernel.per_cpu("hardirq_stack_ptr")
+        abi = machine.abi
+        irq_stack = kernel.per_cpu(abi.irq_stack)
         if first is None or irq_stack is None:
-            raise unusable("its symbols lack init_task or hardirq_stack_ptr")
+            raise unusable(f"its symbols lack init_task or {abi.irq_stack}")
         self._first = first
         self._irq_stack = per_cpu + irq_stack
+        self._irq_stack_size = abi.irq_stack_size
 
     def task_structs(self) -> Iterator[int]:
         """Yield the addresses of all task_structs: of each process and its threads, then of the idle task.
@@ -93,9 +100,9 @@ class KernelStacks(TaskStacks):
         word = reader.word
         offset = self._offsets
         sp = self._machine.regs.sp
-        current = word(self._current)
+        current = self._running()
         in_kernel = self._machine.cpu.privilege == 0
-        top = word(self._irq_stack) + 8
+        top = word(self._irq_stack) + self._irq_stack_size
         if in_kernel and top - THREAD_SIZE < sp <= top:
             yield sp, top, True
         for task in chain(self._tasks(reader), (self._first,)):

@@ -16,6 +16,7 @@ from typing import Any
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.x86.copy_insn import JMP32_SIZE
 from emulated_kernel.arch.x86.probe_checks import label_size
+from emulated_kernel.guests.linux.probing.replaced_calls import ReplacedCalls
 from emulated_kernel.guests.linux.probing.syscall_work import SyscallWork
 from emulated_kernel.image.linux.kernel_events import KernelEvent
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
@@ -205,10 +206,11 @@ class KernelTracepoints:
         self._hit = hit
         self._kernel = kernel
         self._arch = arch
+        self._replaced = ReplacedCalls(arch, machine.memory)
         # Functions that ran at boot have been freed.
         text = range(*kernel.text)
         labels = [label for label in kernel.jump_labels if label.code in text]
-        self.keys = _ShortKeys(labels, machine, poker, arch)
+        self.keys = (_ShortKeys if arch.registers.link is None else StaticKeys)(labels, machine, poker, arch)
         """Static keys with the branches of the kernel and of modules."""
         # Linux: a preemptible kernel subtracts the count that the tracepoint itself has added.
         self._own_count = -1 if kernel.is_preemptible else 0
@@ -416,24 +418,22 @@ class KernelTracepoints:
         Its arguments are a trace_event_buffer, a trace_event_file and a size. For files of the kernel's own
         tracefs, which no client can see, it returns 0.
         """
-        buffer = regs.di
-        file = regs.si
-        size = regs.dx
+        buffer, file, size = self._replaced.arguments(regs)
         place = self._places + len(self._pending) * PAGE_SIZE
         if file in self._points and len(self._pending) < _DEPTH and COMMON_SIZE <= size <= PAGE_SIZE:
             self._memory.write(place, bytes(size))
             self._pending.append((buffer, file, place, size))
-            self._return(regs, place)
+            self._replaced.end(regs, place)
         else:
-            self._return(regs, 0)
+            self._replaced.end(regs, 0)
 
     def _commit(self, regs: Any) -> None:
         """Replace trace_event_buffer_commit(): give a finished record to its event.
 
         Its argument is a trace_event_buffer.
         """
-        buffer = regs.di
-        self._return(regs, 0)
+        buffer, *_ = self._replaced.arguments(regs)
+        self._replaced.end(regs, 0)
         while self._pending:
             asked, file, place, size = self._pending.pop()
             # Records that were reserved later than this one have ended with a fault.
@@ -448,11 +448,6 @@ class KernelTracepoints:
         point = self._points.get(file)
         for handler in point.handlers if point else ():
             handler(payload, hit)
-
-    def _return(self, regs: Any, value: int) -> None:
-        regs.ax = value
-        regs.ip = self._memory.read_word(regs.sp)
-        regs.sp += _WORD
 
 
 class _ShortKeys(StaticKeys):

@@ -1,4 +1,4 @@
-"""LinuxContext: reads the context of records from a distribution's kernel, such as the current task."""
+"""linux_context: reads the context of records from a distribution's kernel, such as the current task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.compiled.guest_addresses import NeedResched
-from emulated_kernel.trace.context.trace_ctx import HitContext
+from emulated_kernel.trace.context.trace_ctx import HitContext, PerCpuContext
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 from emulated_kernel.util.errors import KernelError
 
@@ -26,6 +26,8 @@ Mirrors: arch/x86/include/asm/preempt.h:PREEMPT_NEED_RESCHED (v6.1).
 """
 _SOFTIRQ = 0xFF00
 _HARDIRQ = 0xF0000
+_THREAD_COUNT = "task_struct.thread_info.preempt_count"
+_THREAD_CPU = "task_struct.thread_info.cpu"
 _FIELDS = ("pid", "comm", "stack", "thread_info.flags")
 
 
@@ -34,17 +36,39 @@ def linux_need_resched(kernel: LinuxKernel, task_flag: int) -> NeedResched:
 
     `task_flag`: see RunningLinux.need_resched.
     """
-    return NeedResched(_PREEMPT_NEED_RESCHED, (kernel.btf.offset("task_struct.thread_info.flags"), task_flag))
+    flag = kernel.btf.offset("task_struct.thread_info.flags"), task_flag
+    return NeedResched(_PREEMPT_NEED_RESCHED if _has_per_cpu_count(kernel) else 0, flag)
+
+
+def _has_per_cpu_count(kernel: LinuxKernel) -> bool:
+    """Return True if the preempt count is a per-CPU variable, and False if it is in thread_info."""
+    return not kernel.btf.has(_THREAD_COUNT)
 
 
 def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
     """Return the kernel's struct offsets, per-CPU offsets, sizes and masks, for the probe engine.
 
-    Their names are those of the ABI table of kprobefs's own kernel.
+    Their names are those of the ABI table of kprobefs's own kernel. If the running task and the preempt count
+    are no per-CPU variables, their offsets in task_struct take the place of those.
 
     Raises: KernelError ENOEXEC, ENOENT, ENODATA.
     """
     offset = kernel.btf.offset
+    found = (
+        _per_cpu_abi(kernel, tasks)
+        if _has_per_cpu_count(kernel)
+        else {name: offset(name) for name in (_THREAD_COUNT, _THREAD_CPU)}
+    )
+    return found | {
+        "preempt.hardirq_mask": _HARDIRQ,
+        "preempt.softirq_mask": _SOFTIRQ,
+        "thread.size": THREAD_SIZE,
+        **{f"task_struct.{name}": offset(f"task_struct.{name}") for name in _FIELDS},
+        **_shadow_stacks(kernel),
+    }
+
+
+def _per_cpu_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
     count = kernel.per_cpu("__preempt_count")
     number = kernel.per_cpu("cpu_number")
     own_offset = kernel.per_cpu("this_cpu_off")
@@ -57,11 +81,6 @@ def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
         "percpu.cpu_number": number,
         "percpu.preempt_count": count,
         "percpu.need_resched": count,
-        "preempt.hardirq_mask": _HARDIRQ,
-        "preempt.softirq_mask": _SOFTIRQ,
-        "thread.size": THREAD_SIZE,
-        **{f"task_struct.{name}": offset(f"task_struct.{name}") for name in _FIELDS},
-        **_shadow_stacks(kernel),
     }
 
 
@@ -85,8 +104,25 @@ def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
     return found if max(found.values()) - min(found.values()) == _WORD else {}
 
 
-class LinuxContext(HitContext):
-    """Context of hits in a distribution's kernel, which keeps the need to reschedule in two places."""
+def linux_context(
+    ctlblk: KprobeCtlblk,
+    machine: ProbedMachine,
+    abi: Mapping[str, int],
+    arch: Arch,
+    *,
+    preemption: bool,
+    need_resched: int,
+) -> HitContext:
+    """Return the context of hits in a distribution's kernel. `need_resched`: see RunningLinux.
+
+    `preemption`: the kernel was built with CONFIG_PREEMPTION.
+    """
+    kind = FoldedContext if machine.running_task is None else ThreadContext
+    return kind(ctlblk, machine, abi, arch, preemption=preemption, need_resched=need_resched)
+
+
+class FoldedContext(PerCpuContext):
+    """Context of hits in an x86 kernel, which keeps the need to reschedule in two places."""
 
     def __init__(
         self,
@@ -98,10 +134,7 @@ class LinuxContext(HitContext):
         preemption: bool,
         need_resched: int,
     ) -> None:
-        """Read the context of hits. `need_resched`: see RunningLinux.
-
-        `preemption`: the kernel was built with CONFIG_PREEMPTION.
-        """
+        """Read the context of hits; see linux_context()."""
         self._task_flag = need_resched
         self._memory = machine.memory
         self._damage = machine.damage
@@ -118,3 +151,44 @@ class LinuxContext(HitContext):
             if self._memory.read_u32(task + self._task_flags) & self._task_flag:
                 flags |= EntryFlag.NEED_RESCHED
         return flags
+
+
+class ThreadContext(HitContext):
+    """Context of hits in a kernel that keeps the preempt count in the running task's thread_info.
+
+    Mirrors: include/asm-generic/preempt.h:preempt_count, test_preempt_need_resched (v6.12).
+    """
+
+    def __init__(
+        self,
+        ctlblk: KprobeCtlblk,
+        machine: ProbedMachine,
+        abi: Mapping[str, int],
+        arch: Arch,
+        *,
+        preemption: bool,
+        need_resched: int,
+    ) -> None:
+        """Read the context of hits; see linux_context()."""
+        assert machine.running_task is not None
+        self._task = machine.running_task
+        self._read = machine.memory.read_u32
+        self._damage = machine.damage
+        self._count_at = abi[_THREAD_COUNT]
+        self._flags_at = abi["task_struct.thread_info.flags"]
+        self._need = need_resched
+        super().__init__(ctlblk, abi, arch.interrupt_flag, preemption=preemption)
+
+    def preempt_count(self) -> int:
+        """Return the running task's preempt count; see HitContext."""
+        return self._word(self._count_at)
+
+    def resched_flags(self) -> int:
+        needed = self._word(self._flags_at) & self._need
+        return int(EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED) if needed else 0
+
+    def _word(self, offset: int) -> int:
+        """Return a u32 in the running task's task_struct; 0 if the guest has damaged the task's address."""
+        with self._damage.left_out("current task"):
+            return self._read(self._task() + offset)
+        return 0

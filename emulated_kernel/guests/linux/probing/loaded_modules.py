@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from emulated_kernel.guests.linux.guest_abi import abi_named
 from emulated_kernel.guests.linux.probing.running_kernel import RunningMemory
 from emulated_kernel.image import text_tables
 from emulated_kernel.image.kallsyms import Symbol
@@ -34,11 +35,6 @@ _MAX_BYTES = 48 << 20
 """Maximum size of a module with its tables in bytes; distributions' largest modules have 15 MiB."""
 _BTF_LIMIT = 8 << 20
 """Maximum size of a module's BTF in bytes."""
-_TEXT = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
-"""Range of addresses of modules' text.
-
-Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR (v6.1).
-"""
 _NAME = 512
 """Maximum length of a symbol's name in bytes. Mirrors: include/linux/kallsyms.h:KSYM_NAME_LEN (v6.1)."""
 _UNFORMED = 3
@@ -166,6 +162,7 @@ class LoadedModules:
 
     def _parts(self, module: int) -> tuple[Range, Range, tuple[Range, ...], tuple[Range, ...]]:
         """Return the parts of a module: text, text of init functions, data, and data of init functions."""
+        places = abi_named(self._kernel.architecture).modules
         if self._structures.btf.has("module.mem"):
             base = module + self._structures.btf.offset("module.mem")
             size = self._structures.btf.size("module_memory")
@@ -177,9 +174,9 @@ class LoadedModules:
                 return _range(start, value(at, "module_memory.size", _COUNT) if start else 0)
 
             core, init = (tuple(map(part, kinds)) for kinds in (_CORE_DATA, _INIT_DATA))
-            return _text(part(_CORE_TEXT)), _text(part(_INIT_TEXT)), core, init
+            return _text(part(_CORE_TEXT), places), _text(part(_INIT_TEXT), places), core, init
         (text, data), (init_text, init_data) = (self._layout(module, name) for name in ("core", "init"))
-        return _text(text), _text(init_text), (data,), (init_data,)
+        return _text(text, places), _text(init_text, places), (data,), (init_data,)
 
     def _layout(self, module: int, name: str) -> tuple[Range, Range]:
         """Return the ranges of text and data of one of the module's two pieces of memory, `core` or `init`.
@@ -325,8 +322,8 @@ def _range(start: int, size: int) -> Range:
     return Range(start, start + size)
 
 
-def _text(part: Range) -> Range:
-    """Check that the range `part` is text, and return it. Raises: KernelError ENOEXEC (outside of _TEXT)."""
-    if part.end > part.start and not (part.start in _TEXT and part.end - 1 in _TEXT):
+def _text(part: Range, places: range) -> Range:
+    """Check that `part` is within the places of modules' text, and return it. Raises: KernelError ENOEXEC."""
+    if part.end > part.start and not (part.start in places and part.end - 1 in places):
         raise unusable(f"a module's text cannot be at {part.start:#x}")
     return part

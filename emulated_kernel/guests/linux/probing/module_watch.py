@@ -11,6 +11,7 @@ from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.guests.linux.probing.loaded_modules import LoadedModules
+from emulated_kernel.guests.linux.probing.replaced_calls import ReplacedCalls
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import Module
 from emulated_kernel.image.text_tables import JumpLabel
@@ -21,7 +22,6 @@ from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.util.abi import PAGE_SIZE, ModuleState
 from emulated_kernel.util.errors import KernelError
 
-_WORD = 8
 _FIRST = (1 << 31) - 1
 """Priority of the notifier that is called first, before other notifiers check the module's tracepoints."""
 _LAST = -(1 << 31)
@@ -130,13 +130,11 @@ class ModuleWatch:
         machine = self._machine
         memory = self._machine.memory
         btf = self._kernel.btf
+        calls = ReplacedCalls(arch, memory)
 
         def called(regs: Any) -> None:
-            state = regs.si
-            module = regs.dx
-            regs.ax = 0
-            regs.ip = memory.read_word(regs.sp)
-            regs.sp += _WORD
+            _, state, module = calls.arguments(regs)
+            calls.end(regs, 0)
             with self._logged():
                 notify(ModuleState(state & 0xFFFFFFFF), module)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cached_property
 
-from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.arch.architectures import linux_arch
 from emulated_kernel.components.module_notifier import ModuleNotifier
 from emulated_kernel.components.probe_engine import ProbedKernel, build_probe_engine
 from emulated_kernel.components.records import KernelComponents, ProbeRegistries, TracingComponents
@@ -22,6 +22,7 @@ from emulated_kernel.guests.linux.probing.linux_context import linux_abi
 from emulated_kernel.guests.linux.probing.module_events import ModuleEvents
 from emulated_kernel.guests.linux.probing.module_watch import ModuleWatch
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
+from emulated_kernel.guests.linux.probing.replaced_calls import ReplacedCalls
 from emulated_kernel.guests.linux.probing.tracing import linux_tracing
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import LiveImage, Module
@@ -59,7 +60,6 @@ class KernelEngine:
 
         Over a kernel without preemption, the rules of `profile` for such kernels apply.
         """
-        kernel.check_architecture("x86_64", "kprobefs's kprobes", "; add --kprobes kernel")
         kernel.forbid(REPLACED_FUNCTIONS)
         if not kernel.is_preemptible:
             profile = replace(profile, preemption=False)
@@ -70,10 +70,12 @@ class KernelEngine:
         self.live = LiveImage(kernel)
         self.kernel = self.live.core
         self.machine = ProbedLinux(guest, self.kernel)
-        self._arch = X86_64()
+        self._arch = linux_arch(kernel.architecture)
+        self.replaced_calls = ReplacedCalls(self._arch, self.machine.memory)
+        """Calling convention of the kernel."""
         self._abi = linux_abi(self.kernel, guest) | {"host_clock": self.machine.clock.cell}
         self._stacks = KernelStacks(
-            self.kernel, guest.machine, self.machine.memory, guest.per_cpu, guest.current_cell
+            self.kernel, guest.machine, self.machine.memory, guest.per_cpu, guest.running
         )
         self._clock = RequestClock(self.machine.clock)
         self._modules = ModuleWatch(self.machine, self.kernel)
@@ -161,7 +163,7 @@ class KernelEngine:
 
     def drop_calls(self) -> None:
         """Drop the pending calls of hooked functions of the running task, since they will never return."""
-        self._hook_sets.drop(self.machine.memory.read_word(self.guest.current_cell))
+        self._hook_sets.drop(self.guest.running())
 
     def call_begins(self) -> None:
         """Notify the observers that the guest is about to run."""

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE
-from emulated_kernel.guests.linux.pc.linux_clock import LinuxClock
+from emulated_kernel.guests.linux.pc.linux_clock import LinuxClock, linux_clock
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
-from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
+from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 from emulated_kernel.guests.linux.probing.kernel_memory import KernelMemory
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.cpu.riscv import Riscv64Cpu
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.memory.record_memory import CELL_UNIT, RecordMemory
 from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE, MemoryLayout
@@ -24,21 +26,44 @@ from emulated_kernel.util.fast_dataclass import replace
 
 _RECORDS_SIZE = 32 << 20
 """Size in bytes of host-owned memory for pages of records; the memory below it is for code."""
-_RECORDS = 0xFFFFFF9000000000
+_X86_RECORDS = 0xFFFFFF9000000000
 """Virtual address of pages of records, in a hole that Documentation/x86/x86_64/mm.rst calls unused."""
 _CELLS_SIZE = 64 << 10
 _OTHER_TEXT = 0xFFFFFFFF81000000
 """Alternative virtual address of host code, if the kernel occupies the usual one."""
+_RISCV_TEXT = 0xFFFFFFFF64000000
+"""Virtual address of host code: module space that Linux does not reach.
+
+Linux allocates the tables of this part at boot, and uses it from its start on.
+"""
+_RISCV_CELLS = 0xFFFFFFFFA0000000
+"""Virtual address of the cells: after the kernel, where `lui` reaches them from all code."""
+_RISCV_RECORDS = 0xFFFFFFFFA0200000
 
 
-class LinuxCpuModel(X86_64Cpu):
+class LinuxX86Model(X86_64Cpu):
     """CPU and memory layout of an x86-64 Linux: where the host maps its own code and its pages of records.
 
     Linux leaves these addresses unused. The host's code is between the kernel and its modules. From there,
     32-bit displacements reach the kernel's text and per-CPU variables, whatever the variables' offsets are.
     """
 
-    layout = replace(X86_64Cpu.layout, record_pages=_RECORDS, record_pages_size=_RECORDS_SIZE)
+    layout = replace(X86_64Cpu.layout, record_pages=_X86_RECORDS, record_pages_size=_RECORDS_SIZE)
+
+    def __init__(self, layout: MemoryLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
+
+class LinuxRiscvModel(Riscv64Cpu):
+    """CPU and memory layout of a riscv64 Linux; see LinuxX86Model."""
+
+    layout = replace(
+        Riscv64Cpu.layout,
+        text_space=_RISCV_TEXT,
+        record_pages=_RISCV_RECORDS,
+        record_pages_size=_RECORDS_SIZE,
+    )
 
     def __init__(self, layout: MemoryLayout) -> None:
         super().__init__()
@@ -63,18 +88,24 @@ class KernelCode(CodeCache):
         self._engine.flush_code()
 
 
-def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
-    """Return the memory layout: choose the address of host code, and find the direct map.
+def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
+    """Return the CPU model, with the address of host code and of the direct map.
 
-    With KASLR, the kernel may be at the usual address of host code, and the direct map moves.
+    With KASLR, an x86 kernel may be at the usual address of host code, and its direct map moves.
+    Raises: KernelError ENOEXEC (the kernel is too large).
     """
-    layout = LinuxCpuModel.layout
     memory = tasks.machine.memory
-    places = layout.text_space, _OTHER_TEXT
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end
+    if isinstance(tasks.machine, RiscvMachine):
+        if end > _RISCV_CELLS:
+            raise unusable("it is so large that kprobefs's memory has no room after it")
+        direct = tasks.machine.direct_map_of(kernel)
+        return LinuxRiscvModel(replace(LinuxRiscvModel.layout, direct_map=direct))
+    layout = LinuxX86Model.layout
+    places = layout.text_space, _OTHER_TEXT
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
-    direct = kernel.required("page_offset_base")
-    return replace(layout, text_space=text, direct_map=memory.read_word(tasks.root, direct))
+    direct = memory.read_word(tasks.root, kernel.required("page_offset_base"))
+    return LinuxX86Model(replace(layout, text_space=text, direct_map=direct))
 
 
 class ProbedLinux(ProbedMachine):
@@ -91,15 +122,17 @@ class ProbedLinux(ProbedMachine):
     def __init__(self, tasks: RunningLinux, kernel: LinuxKernel) -> None:
         super().__init__()
         machine = tasks.machine
-        assert isinstance(machine, PcMachine), "boot_cache refuses other processors"
         machine.take_breakpoints()
         self._linux_engine = machine.engine
         self._at_close = machine.before_close.append
         self.damage = machine.damage
-        self.model = LinuxCpuModel(_layout(tasks, kernel))
+        self.model = _model(tasks, kernel)
         self.regs = machine.regs
         self.hooks = machine.hooks
-        self.per_cpu_bases = [tasks.per_cpu]
+        self.running_task = None if tasks.current_cell else tasks.running
+        # Without a register for the per-CPU area, offsets of cells are addresses.
+        base = tasks.per_cpu if tasks.current_cell else 0
+        self.per_cpu_bases = [base]
         end = len(machine.memory.ram)
         host = range(end - HOST_SIZE + THUNK_SIZE, end - _RECORDS_SIZE)
         memory = KernelMemory(machine.memory, machine.cpu, tasks.root, host, machine.engine.flush_tlb)
@@ -108,14 +141,24 @@ class ProbedLinux(ProbedMachine):
         self.text = Text(KernelCode(machine.engine, machine.cpu), self.model, memory, cpus=1)
         start, stop = kernel.text
         self.text.adopt(start, kernel.vmlinux.view(start, stop - start))
-        # The cells are in the direct map, within the reach of an offset from the per-CPU area.
-        cells = self.alloc_pages(_CELLS_SIZE) - tasks.per_cpu
-        if not -(1 << 31) <= cells < 1 << 31:
+        cells = self._map_cells() - base
+        if base and not -(1 << 31) <= cells < 1 << 31:
             raise unusable("its first per-CPU area is too far from the end of its memory")
         reserved = {"percpu.reserved": cells, "percpu.reserved_size": _CELLS_SIZE}
         self.records = RecordMemory(memory, self.model.layout, reserved, lambda: self.per_cpu_bases)
         time = self.records.address(self.records.alloc_percpu(CELL_UNIT))
-        self.clock = LinuxClock(machine.pc, kernel, memory, tasks.per_cpu, time)
+        self.clock = linux_clock(machine.pc, kernel, memory, tasks.per_cpu, time)
+
+    def _map_cells(self) -> int:
+        """Return the address of new memory for cells.
+
+        x86: it is in the direct map, within the reach of an offset from the per-CPU area.
+        """
+        cells = self.alloc_pages(_CELLS_SIZE)
+        if self.running_task is None:
+            return cells
+        self.memory.map(_RISCV_CELLS, self.memory.translate(cells), _CELLS_SIZE, Prot.READ | Prot.WRITE)
+        return _RISCV_CELLS
 
     def at_close(self, action: Callable[[], object], /) -> None:
         self._at_close(action)

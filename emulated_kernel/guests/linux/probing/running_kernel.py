@@ -37,8 +37,8 @@ class RunningMemory(LinkedMemory):
     def __init__(self, image: LoadSegment | None, read: Callable[[int, int], bytes]) -> None:
         """Keep the image and a function that reads other memory.
 
-        `read` returns the bytes at a virtual address. Without an image, it reads all memory. It raises
-        MemoryFault.
+        `read` returns the bytes at a virtual address. Without an image, it reads all memory. If the memory is
+        not mapped, `read` raises MemoryFault.
         """
         super().__init__(0, () if image is None else (image,), {})
         self._read = read

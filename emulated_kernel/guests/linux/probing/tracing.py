@@ -11,11 +11,11 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
-from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNKS
+from emulated_kernel.guests.linux.guest.wakeup_thunk import thunks
 from emulated_kernel.guests.linux.probing.detect_interface import detect_interface
-from emulated_kernel.guests.linux.probing.kernel_calls import CALLS
+from emulated_kernel.guests.linux.probing.kernel_calls import calls_text
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
-from emulated_kernel.guests.linux.probing.linux_context import LinuxContext, linux_need_resched
+from emulated_kernel.guests.linux.probing.linux_context import linux_context, linux_need_resched
 from emulated_kernel.guests.linux.probing.other_tracers import other_tracers
 from emulated_kernel.guests.linux.probing.syscall_work import SyscallWork
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
@@ -53,7 +53,7 @@ def linux_tracing(
     kernel = live.core
     kprobes = engine.kprobes
     tasks = Tasks(machine, abi)
-    context = LinuxContext(
+    context = linux_context(
         kprobes.hits.ctlblk,
         machine,
         abi,
@@ -82,7 +82,7 @@ def linux_tracing(
             kernel.kallsyms,
             engine.hook_sets,
             kprobes.sites,
-            lambda: (*machine.text.generated, THUNKS, CALLS),
+            lambda: (*machine.text.generated, thunks(guest.machine.abi), calls_text(guest.machine.abi)),
         ),
         tasks=tasks,
         context=context,

@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Callable
 from errno import EIO, ENOSPC
+from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -168,6 +169,7 @@ class VmcoreGuest(RunningLinux):
             self.root = facts.root
             self.per_cpu = memory.read_word(self.root, symbols["__per_cpu_offset"])
             self.current_cell = self.per_cpu + per_cpu[CURRENT_TASK]
+            self.running = partial(memory.read_word, self.root, self.current_cell)
             self._preempt_count = self.per_cpu + per_cpu["__preempt_count"]
             cr4 = memory.read_word(self.root, self.per_cpu + per_cpu[SAVED_CR4])
             self._tables = CpuTables(

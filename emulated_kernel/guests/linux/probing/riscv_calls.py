@@ -1,0 +1,63 @@
+"""The code of KernelCalls for RISC-V; kernel_calls.py describes its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from emulated_kernel.arch.riscv.encoder import (
+    BranchFunct3,
+    addi,
+    branch,
+    jalr,
+    jump_register,
+    load,
+    move,
+    move_stack_pointer,
+    set_register,
+    store,
+)
+from emulated_kernel.arch.riscv.insn import A0, RA, S0, SP, T0, T1, ZERO
+
+_WORD = 8
+_FRAME = 16
+_MAX_ERRNO = 4095
+_ARGUMENTS = 6
+_ENTER = move_stack_pointer(-_FRAME) + store(SP, _WORD, RA, _WORD) + store(SP, 0, S0, _WORD)
+_LEAVE = load(RA, SP, _WORD, _WORD) + load(S0, SP, 0, _WORD) + move_stack_pointer(_FRAME) + jump_register(RA)
+
+
+def _call(function: int) -> bytes:
+    return set_register(T1, function) + jalr(RA, T1, 0)
+
+
+def interrupt(symbols: Mapping[str, int]) -> bytes:
+    """Return the code of the interrupt: queue_work_on(any_cpu, *workqueue, *work)."""
+    code = set_register(A0, symbols["any_cpu"])
+    for register, name in ((A0 + 1, "workqueue"), (A0 + 2, "work")):
+        code += set_register(T0, symbols[name]) + load(register, T0, 0, _WORD)
+    return code + set_register(T1, symbols["queue_work_on"]) + jump_register(T1)
+
+
+def maker(symbols: Mapping[str, int], work: int, result: int, state: int, task: int, no_thread: int) -> bytes:
+    """Return the code of the work, which makes the thread and wakes it.
+
+    `work`, `result`, `state` and `task`: offsets in a mailbox. `no_thread`: state if there is no thread.
+    """
+    code = _ENTER + addi(S0, A0, -work) + set_register(A0, symbols["thread"]) + move(A0 + 1, S0)
+    code += addi(A0 + 2, ZERO, -1) + set_register(A0 + 3, symbols["name"])
+    code += _call(symbols["kthread_create_on_node"]) + set_register(T0, -_MAX_ERRNO)
+    made = store(S0, task, A0, _WORD) + _call(symbols["wake_up_process"]) + _LEAVE
+    failed = store(S0, result, A0, _WORD) + addi(T0, ZERO, no_thread) + store(S0, state, T0, _WORD)
+    return code + branch(BranchFunct3.GEU, A0, T0, 4 + len(made)) + made + failed + _LEAVE
+
+
+def thread(result: int, state: int, returned: int) -> bytes:
+    """Return the code of the thread: call the function at the start of the mailbox.
+
+    `result` and `state`: offsets in a mailbox. `returned`: state after the call.
+    """
+    code = _ENTER + move(S0, A0)
+    for number in range(_ARGUMENTS):
+        code += load(A0 + number, S0, _WORD * (1 + number), _WORD)
+    code += load(T0, S0, 0, _WORD) + jalr(RA, T0, 0) + store(S0, result, A0, _WORD)
+    return code + addi(T0, ZERO, returned) + store(S0, state, T0, _WORD) + addi(A0, ZERO, 0) + _LEAVE

@@ -1,0 +1,128 @@
+"""PatchStages: lets the change of a jump stop after each step of patching, so that users can see the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.quiescence import DelayedWork, GracePeriod
+from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
+from emulated_kernel.util.fast_dataclass import dataclass
+
+_NEXT = {PokeStep.BREAKPOINT: PokeStep.TAIL, PokeStep.TAIL: PokeStep.FIRST_BYTE}
+_REVERSED = {PokeStep.BREAKPOINT: PokeStep.TAIL, PokeStep.TAIL: PokeStep.BREAKPOINT}
+"""Last step of a change -> last step of the reverse change that has the same text."""
+
+
+@dataclass(slots=True)
+class _Stop:
+    """A change of text that has stopped after a step."""
+
+    insn: bytes
+    """The bytes that the text has after the last step."""
+    step: PokeStep
+    """The step that was written last: the breakpoint or the tail."""
+    due: int | None
+    """Jiffy from which the next step may be written; None if a user has to ask for it."""
+
+
+class PatchStages:
+    """The changes of jumps that have stopped, and the rule when they go on.
+
+    No thread waits at a stop and no lock is held. The guest runs between two steps, and hits meet the
+    breakpoint that each step leaves at the probed address. Linux has no such stops.
+    """
+
+    def __init__(
+        self, poker: TextPoker, scheduler: GracePeriod, finished: Callable[[AggrKprobe], None]
+    ) -> None:
+        """Make stages that are off. `finished` is called after the last step of a change was written."""
+        self._poker = poker
+        self._scheduler = scheduler
+        self._finished = finished
+        self.is_on = False
+        """Whether changes of jumps stop after each step."""
+        self.delay: int | None = None
+        """Number of jiffies after which a stop ends by itself; None if stops only end by go_on()."""
+        self._stops: dict[AggrKprobe, _Stop] = {}
+        self.work = DelayedWork(self._go_on_if_due, scheduler)
+
+    def __len__(self) -> int:
+        return len(self._stops)
+
+    def __contains__(self, head: AggrKprobe) -> bool:
+        """Return True if a change of the probe's jump has stopped."""
+        return head in self._stops
+
+    def step(self, head: AggrKprobe) -> PokeStep:
+        """Return the step that was written last. Raises: KeyError (no change of the probe has stopped)."""
+        return self._stops[head].step
+
+    def switch(self, on: bool, delay: int | None = None) -> None:
+        """Let changes stop from now on, or complete those that have stopped and stop no more.
+
+        `delay` is the number of jiffies after which each stop ends by itself; without it, stops last. It
+        applies to present stops, too.
+        """
+        self.is_on = on
+        self.delay = delay
+        if not on:
+            self.finish()
+            return
+        for stop in self._stops.values():
+            self._wait(stop)
+
+    def begin(self, head: AggrKprobe, insn: bytes) -> None:
+        """Write the breakpoint, as the first step to the bytes `insn`, and stop."""
+        self._poker.write_step(PokeStep.BREAKPOINT, head.address, insn)
+        self._add(head, insn, PokeStep.BREAKPOINT)
+
+    def reverse(self, head: AggrKprobe, insn: bytes) -> None:
+        """Turn a change that has stopped into the reverse change, which leads to `insn`; keep the text."""
+        self._add(head, insn, _REVERSED[self._stops[head].step])
+
+    def forget(self, head: AggrKprobe) -> None:
+        """Drop the stop of a probe, if there is one, because another function changes its text."""
+        self._stops.pop(head, None)
+
+    def go_on(self) -> None:
+        """Write the next step of each change that has stopped."""
+        for head in [*self._stops]:
+            # A hit during an earlier step may have ended the stop.
+            if head in self._stops:
+                self._write_next(head)
+
+    def finish(self) -> None:
+        """Complete all changes that have stopped."""
+        while self._stops:
+            self.go_on()
+
+    def _add(self, head: AggrKprobe, insn: bytes, step: PokeStep) -> None:
+        stop = _Stop(insn, step, None)
+        self._stops[head] = stop
+        self._wait(stop)
+
+    def _wait(self, stop: _Stop) -> None:
+        stop.due = None
+        if self.delay is not None:
+            stop.due = self._scheduler.jiffies() + self.delay
+            self.work.schedule(self.delay)
+
+    def _write_next(self, head: AggrKprobe) -> None:
+        stop = self._stops[head]
+        stop.step = _NEXT[stop.step]
+        self._poker.write_step(stop.step, head.address, stop.insn)
+        if stop.step is PokeStep.FIRST_BYTE:
+            self.forget(head)
+            self._finished(head)
+        else:
+            self._wait(stop)
+
+    def _go_on_if_due(self) -> None:
+        now = self._scheduler.jiffies()
+        for head, stop in [*self._stops.items()]:
+            if stop.due is not None and stop.due <= now and self._stops.get(head) is stop:
+                self._write_next(head)
+        dues = [stop.due for stop in self._stops.values() if stop.due is not None]
+        if dues:
+            self.work.schedule(max(min(dues) - now, 0))
