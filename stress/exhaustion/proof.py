@@ -126,9 +126,8 @@ class Proof:
             states = (s._replace(ip=address) for s in self.bench.states(address))
             # Skip random states that read below the stack pointer: they would read the detour's frame, which
             # no real function does.
-            usable = (s for s in states if not self.bench.reads_below_stack(s))
-            starts = [*islice(usable, self.states)]
-        starts = [start for start in starts if not self._comes_back(start, leads_to)]
+            usable = [state for state in states if not self.bench.reads_below_stack(state)]
+        starts = [*islice((s for s in usable if not self._comes_back(s, leads_to)), self.states)]
         behind = partial(self.live_after, address), self.loose_flags(address, region)
         made = self.probed, self.bench, leads_to
         cpus = [OtherCpu(*made, at, self.count, self.own, *behind) for at in starts]
