@@ -17,7 +17,7 @@ _KPROBE = "kernel/trace/trace_kprobe.c"
 _HIST = "kernel/trace/trace_events_hist.c"
 _FILTER = "kernel/trace/trace_events_filter.c"
 _FPROBES_OVER_FGRAPH = "fprobe_return()"
-"""Sign of a kernel whose fprobes use the function graph."""
+"""Function by which a kernel is recognised whose fprobes use the function graph; see LinuxRule."""
 
 
 class InterfaceRule(LinuxRule):

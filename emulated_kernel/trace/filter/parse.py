@@ -49,14 +49,19 @@ _CPUS = "CPUS"
 
 
 def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWords = NO_WORDS) -> EventFilter:
-    """Parse the filter of an event whose own fields are `fields`. Raises: errors of parse_filter()."""
-    return EventFilter(text, parse_filter(text, partial(find_event_field, fields), words))
+    """Parse the filter of an event whose own fields are `fields`.
+
+    Raises: errors of parse_filter(), KernelError ENOMEM (definition_bytes or the user's part is reached).
+    """
+    program = parse_filter(text, partial(find_event_field, fields), words)
+    return EventFilter(text, program, words.memory.charge(text))
 
 
 def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS) -> FilterProgram:
     """Parse a filter, and return its program.
 
-    `text` has one character per byte, and no trailing blanks. `words` are the words of the kernel's version.
+    `text` has one character per byte, and no trailing blanks. `words`: the features of filters that the
+    kernel's version has.
 
     Raises: FilterParseError EPERM, ENOENT, ESRCH, EINVAL.
     Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).
