@@ -26,6 +26,7 @@ class SparsePool:
         self._page = fill * (PAGE_SIZE // len(fill))
         host = memory.host_pages
         self._limit = (host.end - host.base) // PAGE_SIZE // _SHARE
+        self._is_prepared = False
         self._starts: list[int] = []
         """Addresses of the allocations, sorted."""
         self._ends: list[int] = []
@@ -48,6 +49,10 @@ class SparsePool:
         Raises: HardwareError (no such address is free, or too many pages are mapped).
         """
         va = self._lowest_free(size, starts)
+        if not self._is_prepared:
+            for space in self._spaces:
+                self._memory.prepare(space.start, len(space))
+            self._is_prepared = True
         pages = self._pages_of(va, va + size)
         new = [page for page in pages if page not in self._pages]
         if len(self._pages) + len(new) > self._limit:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.guests.linux.pc.ram import PRESENT, LinuxMemory
 from emulated_kernel.machine.memory.guest_memory import GuestMemory, MappedRange
-from emulated_kernel.machine.memory.paging import PageTables
+from emulated_kernel.machine.memory.paging import LARGE_PAGE_SIZE, PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
@@ -102,6 +102,11 @@ class KernelMemory(GuestMemory):
                 raise MemoryFault(page, "already mapped")
             page = (page | size_of_hole - 1) + 1
         self._tables.map(va, pa, size, prot)
+
+    def prepare(self, va: int, size: int) -> None:
+        pool = self.host_pages
+        for part in range(va, va + size, LARGE_PAGE_SIZE):
+            self._tables.make_tables(part, lambda slot: pool.base <= slot < pool.end)
 
     def unmap(self, va: int, size: int) -> None:
         for page in range(va, va + size, PAGE_SIZE):
