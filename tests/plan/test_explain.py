@@ -8,7 +8,7 @@ from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
 import pytest
@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Location
+from emulated_kernel.image.linux import module_files
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import declaration, prototype
 from emulated_kernel.image.linux.btf_members import members_at, size_of
+from emulated_kernel.image.linux.deb import PackageTar
+from emulated_kernel.image.linux.packages import open_package
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, profile_named
 from emulated_kernel.util.config import MachineConfig
@@ -453,7 +456,16 @@ def test_a_module_of_debians_package(
     (found,) = explained(capsys, "--image", package, "nls_cp437:uni2char+0x5")
     assert (found["symbol"], found["module"], found["offset"]) == ("uni2char", "nls_cp437", 5)
     assert found["instructions"][0]["verdict"] == "ftrace"
+    opened: list[BinaryIO] = []
+
+    def counting(file: BinaryIO) -> PackageTar:
+        opened.append(file)
+        return open_package(file)
+
+    monkeypatch.setattr(module_files, "open_package", counting)
     kernel = planned_kernel(None, package, None, None).with_module("nls_cp437")
+    assert len(kernel.with_module("nls_cp437").modules) == 1
+    assert len(opened) == 1
     again = Explanation(kernel, find_place("nls_cp437:uni2char+0x5", kernel.tables))
     # The module's address is made up.
     assert found["address"] not in as_text(again, whole=True)
