@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -371,6 +372,22 @@ def test_each_arrow_has_one_head_and_lines_without_gaps(jumps: list[tuple[int, i
 )
 def test_bad_input_gets_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("option", ["--image", "--vmcore"])
+@pytest.mark.parametrize("command", [["explain", "vfs_read"], ["check", "/dev/null"], ["coverage"]])
+def test_a_file_without_an_end_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], option: str
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    sparse = tmp_path / "sparse"
+    sparse.touch()
+    os.truncate(sparse, 1 << 40)
+    for path in (str(fifo), "/dev/zero", str(tmp_path), str(sparse)):
+        assert main([*command, option, path]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert path in line
 
 
 @pytest.mark.parametrize("wrong", ["vfs_raed", "do_sys_opn", "tcp_sendmgs", "kmaloc"])
