@@ -239,6 +239,11 @@ class Text:
         if self.watcher is not None:
             self.watcher.synchronised()
 
+    @property
+    def is_fetched_meanwhile(self) -> bool:
+        """Whether another CPU, or the watcher, can see the text between two pokes."""
+        return self._cpus > 1 or self.interrupt_cpus is not None or self.watcher is not None
+
     def current(self, va: int, size: int) -> bytes:
         """Return the current bytes of text, including patches. Raises: MemoryFault."""
         return self._memory.read(va, size)

@@ -10,6 +10,10 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
 
 
+_MANY = 256
+"""Number of instructions from which the steps are left out if nothing can see them."""
+
+
 class PokeStep(Enum):
     """A step of patching; each is followed by a synchronisation of all CPUs."""
 
@@ -52,8 +56,14 @@ class TextPoker:
         self.replace_all({va: insn})
 
     def replace_all(self, insns: Mapping[int, bytes]) -> None:
-        """Replace several instructions, address -> new bytes, with one synchronisation per step."""
+        """Replace several instructions, address -> new bytes, with one synchronisation per step.
+
+        If they are many, and no other CPU can fetch between two steps, they are written in one step.
+        """
         with self._patching(insns):
+            if len(insns) >= _MANY and not self._text.is_fetched_meanwhile:
+                self._text.poke_batch(insns.items())
+                return
             self._expose(insns)
             self._write(PokeStep.FIRST_BYTE, insns)
 
