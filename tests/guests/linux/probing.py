@@ -39,7 +39,12 @@ def kernel() -> LinuxKernel:
 
 
 def engine(profile: Profile) -> LinuxEngine:
-    return LinuxEngine(*debian_kernel.with_kernel(), profile)
+    made = LinuxEngine(*debian_kernel.with_kernel(), profile)
+    if profile.optimizer:
+        # The guest's page tables lead to the pages of punned jumps from now on, also after a rewind.
+        text = made.machine.text
+        text.free_text(text.alloc_text(16, made.machine.model.layout.pun_space[0]))
+    return made
 
 
 def unprobed_engine() -> LinuxEngine:
@@ -85,7 +90,7 @@ def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
         region = verdict.optimized_region(address)
         if address >= end and not isinstance(region, Rejection):
             yield address
-            end = region.end
+            end = region.addr + region.length
 
 
 def _is_pad(engine: LinuxEngine, address: int) -> bool:

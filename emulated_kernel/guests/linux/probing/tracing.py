@@ -82,7 +82,7 @@ def linux_tracing(
             kernel.kallsyms,
             engine.hook_sets,
             kprobes.sites,
-            lambda: (machine.text.generated, thunks(guest.machine.abi), calls_text(guest.machine.abi)),
+            lambda: (*machine.text.generated, thunks(guest.machine.abi), calls_text(guest.machine.abi)),
         ),
         tasks=tasks,
         context=context,
