@@ -50,7 +50,8 @@ def own_cache(meta: str, suite: str) -> Iterator[None]:
 
 def image(meta: str = META, suite: str = SUITE) -> Path:
     """Its package; it has booted."""
-    path = package(meta, suite)
+    # A meta package of another architecture ends with its name.
+    path = package(meta, suite, "riscv64" if meta.endswith("-riscv64") else "")
     with own_cache(meta, suite):
         return _ensure(path)
 

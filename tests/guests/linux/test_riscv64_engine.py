@@ -12,7 +12,8 @@ from errno import EILSEQ
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.boot_cache import started_with_kernel
+from emulated_kernel.guests.linux.boot_cache import started, started_with_kernel
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
@@ -128,6 +129,22 @@ def test_events_of_the_kernel(clean: Mount) -> None:
     assert "sched_switch: prev_comm=init prev_pid=5001" in text
     assert re.search(r"-5002 .*sys_openat\(dfd: ffffffffffffff9c, filename: ", text)
     assert re.search(r"-5002 .*sys_exit: NR 63 = 6", text)
+
+
+def test_a_marker_is_as_the_kernel_records_it(clean: Mount) -> None:
+    """Its address is that of a label in the kernel's function."""
+    path = str(package(META, SUITE, "riscv64"))
+    with own_cache(META, SUITE):
+        native = native_mount(started(path, SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    found = []
+    for mount in (clean, native):
+        write(mount, CLIENT, "/tracing/options/sym-offset", b"1")
+        write(mount, CLIENT, "/tracing/trace_marker", b"hello\n")
+        found.append(records(mount)[-1].split()[2:])
+        write(mount, CLIENT, "/tracing/options/sym-offset", b"0")
+    native.close()
+    assert found[0] == found[1]
+    assert found[0][-1] == "hello"
 
 
 def test_a_function_is_called(clean: Mount) -> None:
