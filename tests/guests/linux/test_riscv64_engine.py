@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from errno import EILSEQ
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,11 +20,15 @@ from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.kprobes.profile import RISCV_FTRACE_PROFILE, RISCV_PROFILE
+from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, RISCV_FTRACE_PROFILE, RISCV_PROFILE
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
+from kprobefs.common.errors import CliError
+from kprobefs.daemon.backends import _linux_profile
+from kprobefs.mount_options import MountOptions, check_kprobes
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.guests.linux.probing import armed, chosen, differing, disarmed, ram, workload
 from tests.guests.linux.test_riscv64 import META, SUITE, read, write
@@ -167,6 +173,18 @@ def test_modules(clean: Mount) -> None:
 
 
 # With ftrace sites
+
+
+def test_the_profile_is_for_one_processor(engine: LinuxEngine) -> None:
+    """It keeps the kernel's own interface; other processors' kernels refuse it in one line."""
+    image = package(META, SUITE, "riscv64")
+    options = MountOptions(image.parent, machine=MachineConfig(image=image, profile=RISCV_FTRACE_PROFILE))
+    check_kprobes(options)
+    found = _linux_profile(options, engine.kernel)
+    assert (found.ftrace, found.interface) == (True, KERNEL_INTERFACE)
+    other = cast(Any, SimpleNamespace(architecture="x86_64"))
+    with pytest.raises(CliError, match="is for riscv64, and the kernel for x86_64; use "):
+        _linux_profile(options, other)
 
 
 @pytest.fixture(scope="module")
