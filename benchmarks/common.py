@@ -18,7 +18,7 @@ from kprobefs.measure.host_load import HostLoad
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
 """The kprobefs program in the directory of the interpreter that runs the benchmark."""
 WIDE = 0.2
-"""Greatest spread of a row that is not measured again."""
+"""Maximum spread of a row that is not measured again."""
 _PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
 """Python's environment variables that say where its modules are."""
 
@@ -31,7 +31,7 @@ class Distribution:
     unit: str
     samples: tuple[float, ...]
     target: float | None = None
-    """The greatest median that meets the project's goal."""
+    """The maximum median that meets the project's goal."""
     runs: int = 1
     """Number of times that the row was measured; the samples are those of the least spread."""
 

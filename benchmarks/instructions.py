@@ -32,7 +32,7 @@ from emulated_kernel.machine.cpu.x86 import CR0_PAGED, CR4_PAE_PGE_SSE
 from emulated_kernel.util.abi import PAGE_SIZE
 
 TARGET = 1 / 0.9
-"""Greatest ratio of the machine's time to that of bare Unicorn."""
+"""Maximum ratio of the machine's time to that of bare Unicorn."""
 _DATA_SIZE = 1 << 20
 _ARGUMENTS = (UC_X86_REG_RDI, UC_X86_REG_RSI, UC_X86_REG_RDX)
 _EFER, _LONG_MODE_NX = 0xC0000080, 0xD01

@@ -1,7 +1,7 @@
 """Start-up, file and hit times and memory with a distribution's kernel, and kprobefs's kprobes in it.
 
-A hit makes a record with one argument. Its time is the
-time of the same calls with the probe less that without it.
+A hit makes a record with one argument. Its time is the time of the same calls with the probe, less their time
+without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from open_read_close import rounds
 FUNCTION = "int_sqrt"
 _ELEMENTS = 512
 _CALLS = 8
-"""Calls of sort() in a write; each call makes some thousand comparisons."""
+"""Number of calls of sort() in a write; each call makes some thousand comparisons."""
 
 
 def boot(image: str) -> float:

@@ -29,7 +29,10 @@ KERNEL_KPROBES = "kernel"
 KPROBES = ("kprobefs", KERNEL_KPROBES)
 LAYOUTS = ("full", "tracefs")
 ARCHITECTURES = tuple(config.ARCHITECTURES)
-CLOCKS = ("virtual", "real")
+REAL_CLOCK = "real"
+MODEL_CLOCK = "model"
+CLOCKS = ("virtual", REAL_CLOCK, MODEL_CLOCK)
+"""Values of --clock. The first one is the default."""
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
 """Profiles for a distribution's kernel on any processor."""
@@ -131,6 +134,8 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"
         raise CliError(f"--vmcore: {why}", ExitStatus.USAGE)
+    if options.vmcore is not None and machine.clock == MODEL_CLOCK:
+        raise CliError("--clock model: not possible with --vmcore; leave it out", ExitStatus.USAGE)
     _check_strategy(options)
     if options.modules and machine.image is None:
         why = "no distribution's kernel given; add --image, or leave it out"
@@ -145,6 +150,8 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
         if not os.path.exists(path):
             raise CliError(f"--modules: {path}: {os.strerror(ENOENT)}", ExitStatus.USAGE)
     if not runs_linux(options):
+        if machine.clock == MODEL_CLOCK and machine.arch == "i386":
+            raise CliError("--clock model: not on i386; use --arch x86_64 or riscv64", ExitStatus.USAGE)
         if options.modules:
             why = "only possible with a distribution's kernel; leave it out"
             raise CliError(f"--modules: {why}", ExitStatus.USAGE)

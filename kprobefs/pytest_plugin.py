@@ -194,7 +194,9 @@ def _mounted(options: list[str]) -> Iterator[Path]:
         process.wait(END_TIMEOUT)
         # If the mount has failed, the error was read already.
         if process.stderr is not None and not process.stderr.closed and (hint := process.stderr.read()):
-            warnings.warn(hint.strip().replace("--clock real", 'clock="real"'), stacklevel=1)
+            warnings.warn(
+                hint.strip().replace("--clock model or real", 'clock="model" or "real"'), stacklevel=1
+            )
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()

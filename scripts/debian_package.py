@@ -23,7 +23,7 @@ EXTRAS = ("", "completion")
 NOT_NEEDED = {"..", "__pycache__", "include"}
 """Parts of paths that are left out of Python packages: their commands, bytecode, C headers."""
 LINK = re.compile(r"!?\[(?P<words>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
-"""A link of a document in Markdown."""
+"""Pattern of a link in a Markdown document."""
 LAUNCHER = """\
 #!/usr/bin/python3 -I
 # The program's own directory comes first: Debian has other versions of its requirements.
@@ -163,7 +163,7 @@ def install_program(tree: Path, work: Path) -> None:
 def install_requirements(tree: Path) -> list[str]:
     """Install the program's requirements from this environment, and return their names and versions.
 
-    The requirements of requirements are included.
+    Requirements of these requirements are included.
     """
     found: dict[str, metadata.Distribution] = {}
     wanted = [("kprobefs", EXTRAS)]

@@ -28,7 +28,7 @@ BYTE = 34
 LEFT = 250
 TOP = 60
 ROW = 42
-"""The first byte's place, and the height of a row."""
+"""Position of the first byte from the left, of the first row from the top, and the height of a row."""
 
 
 class Row(NamedTuple):

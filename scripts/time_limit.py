@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 GRACE = 10
-"""Seconds from SIGTERM to SIGKILL."""
+"""Time in seconds from SIGTERM to SIGKILL."""
 TIMED_OUT = 124
 """Exit status after the time limit. Mirrors: timeout(1)."""
 

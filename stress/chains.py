@@ -28,7 +28,7 @@ from tests.arch.decoding import insn_length, is_call, is_return
 
 _RISCV_SRET = 0x10200073
 _MAX_INSN_SIZE = 15
-"""Bytes of the longest instruction."""
+"""Maximum size of an instruction in bytes."""
 
 
 class Code(Enum):

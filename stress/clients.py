@@ -59,7 +59,10 @@ class Clients:
         return rule in interface_named(profile_named(self.profile).interface)
 
     def answers(self, *scripts: str) -> list[str]:
-        """Return what each shell script prints, in one mount at the system's places. Raises: CheckFailed."""
+        """Return the output of each shell script, run in one mount at the system's places.
+
+        Raises: CheckFailed.
+        """
         script = f"\necho; echo {shlex.quote(END)}\n".join(("", *scripts))
         if self.root != Path("/"):
             script = IN_ROOT.format(root=shlex.quote(str(self.root)), script=shlex.quote(script))
@@ -79,7 +82,7 @@ class Clients:
 
 
 def _same(found: set[str], wanted: set[str], what: str) -> None:
-    """Raise CheckFailed unless a client shows all that the files have and nothing else."""
+    """Raise CheckFailed unless the names that a client shows are those in the files; `what` they name."""
     if found != wanted or not wanted:
         lacking = sorted(wanted - found)[:3]
         more = sorted(found - wanted)[:3]

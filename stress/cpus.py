@@ -29,7 +29,7 @@ from tests.image.linux.debian import package
 ARCHIVES = Path(__file__).parents[1] / "tests" / "guests" / "linux" / "cpus"
 QEMU_CPUS = ("qemu64", "EPYC")
 MEMORY = 256
-"""Size in MiB of QEMU's machine."""
+"""Memory of QEMU's machine in MiB."""
 _VENDOR_SIZE = 16
 _NAME_SIZE = 64
 _WORDS = {
@@ -47,7 +47,7 @@ _WORDS = {
 
 
 def unseen(_done: int, _total: int) -> None:
-    """Nobody looks."""
+    """Ignore a report of the boot's progress."""
 
 
 def cpu_of_dump(name: str, dumped: LinuxKernel, kernel: LinuxKernel) -> ProductionCpu:
@@ -137,7 +137,7 @@ def compare_with_archives(image: Path) -> int:
 
 
 def main() -> int:
-    """Return 0 if at least eight archives agree, or all texts do."""
+    """Run the comparison; return 0 if at least eight archives agree, or with --qemu all texts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--image", type=Path, help="linux-image-*.deb (default: Debian's current one)")
     parser.add_argument("--qemu", action="store_true", help="compare with QEMU")

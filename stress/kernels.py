@@ -1,9 +1,9 @@
 """Check kernels of distributions, with both engines: python -m stress.kernels [--write FILE] IMAGE...
 
 Each check uses the mount like a client. The result is a table: which checks pass, and how long starts take.
-With --inside N, N random definitions, N places of probes, N / 2 filters, 3 N / 10 histograms and the records
-of a workload are compared, too: of the kernel's own probing and of kprobefs over it.
-An IMAGE is a file for `--image`; further packages with its modules may be next to it.
+With --inside N, the answers of the kernel's own kprobes and of kprobefs over the kernel are compared, too.
+The questions are N random definitions, N places of probes, N / 2 filters, 3 N / 10 histograms and the records
+of a workload. An IMAGE is a file for `--image`; further packages with its modules may be next to it.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def module_probed(checked: Checked) -> None:
 
 
 def module_goes(checked: Checked) -> None:
-    """Check that the module goes."""
+    """Check that the module can be unloaded."""
     names = [line.split()[0] for line in checked.read("/machine/modules").splitlines()]
     loaded = [name for name in names if name in MODULES]
     if not loaded:
@@ -388,13 +388,13 @@ def called(checked: Checked) -> None:
 
 
 def removed(checked: Checked) -> None:
-    """Check that all probes go."""
+    """Check that all probes can be removed."""
     checked.define()
     _equal((checked.read("/kprobe_events"), checked.read("/kprobes/list")), ("", ""))
 
 
 def log(checked: Checked) -> None:
-    """Check that the kernel reports no trouble."""
+    """Check that the kernel's log contains no report of an error."""
     text = checked.read("/machine/dmesg")
     found = TROUBLE.search(text)
     if not text or found:
@@ -412,7 +412,7 @@ OWN_CHECKS = (*CHECKS[:-2], called, *CHECKS[-2:])
 
 @dataclass
 class Result:
-    """What the checks of a kernel gave with one engine. `boot` and `start`: seconds."""
+    """Results of a kernel's checks with one engine. `boot` and `start`: seconds."""
 
     release: str
     engine: str

@@ -183,17 +183,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="rebuild and compare with prebuilt/")
     parser.add_argument("--arch", choices=sorted(TARGETS), action="append", help="default: all")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the image of one --arch to FILE")
+    parser.add_argument(
+        "--debug", action="store_true", help="write line numbers (DWARF) into the image of --output, too"
+    )
     parser.add_argument("--module", type=Path, metavar="DIR", help="build DIR/*.c as the module DIR/NAME.ko")
     options = parser.parse_args(argv)
     if (options.output or options.module) and len(options.arch or ()) != 1:
         parser.error("--output and --module take one --arch")
+    if options.debug and not options.output:
+        parser.error("--debug: only for --output; the images in prebuilt/ have no line numbers")
     try:
         if not SOURCE.is_dir():
             raise BuildError("needs a checkout of kprobefs: the sources of its kernel aren't installed")
         if options.module:
             return write_module(options.arch[0], options.module.resolve())
         if options.output:
-            return write_image(options.arch[0], options.output)
+            return write_image(options.arch[0], options.output, has_lines=options.debug)
         outcomes = {check(a) if options.check else write(a) for a in options.arch or sorted(TARGETS)}
     except (BuildError, OSError) as error:
         print(f"build: {error}", file=sys.stderr)
@@ -218,13 +223,14 @@ def write(arch: str) -> int:
     return 0
 
 
-def write_image(arch: str, output: Path) -> int:
+def write_image(arch: str, output: Path, *, has_lines: bool = False) -> int:
     """Build an image into a file that `--image` accepts, and return exit status 0.
 
+    `has_lines`: the file has debugging information, too. The code does not depend on it.
     The argument counts of the image's functions are written to another file in the same directory. If pahole
     is installed, the kernel's types (BTF) are written to a third file there.
     """
-    built = build(arch)
+    built = build(arch, f" {_DEBUG_FLAGS}" if has_lines else "")
     _write_files(built, output)
     print(f"{output}: {len(built.data)} bytes")
     return 0
@@ -318,9 +324,12 @@ def tool_version(tool: str) -> str:
     return output.splitlines()[0]
 
 
-def build(arch: str) -> Built:
-    """Compile and link the image of an architecture in a temporary directory."""
-    target = TARGETS[arch]
+def build(arch: str, options: str = "") -> Built:
+    """Compile and link the image of an architecture in a temporary directory.
+
+    `options`: further options of the compiler.
+    """
+    target = replace(TARGETS[arch], flags=TARGETS[arch].flags + options)
     with tempfile.TemporaryDirectory(prefix="kprobefs-image-") as directory:
         work = Path(directory)
         objects = _compile_all(target, work)

@@ -1,6 +1,6 @@
 """Functions of a prebuilt image that its system calls can execute, found in the image's machine code.
 
-`python -m emulated_kernel.image.call_graph` writes prebuilt/ARCH/FILE_NAME; `--check` compares.
+`python -m emulated_kernel.image.call_graph` writes prebuilt/ARCH/FILE_NAME; `--check` compares it.
 
 A function's calls and jumps lead to functions. An indirect call may lead to any function whose address the
 image uses in text or in data. Tables through which no code calls do not count. Only the dispatch of system
@@ -34,7 +34,7 @@ _NOT_CALLED = (_TABLE, "__stop_kprobe_blacklist", "__stop___ex_table", "__start_
 The second and the third symbol precede the tables of kallsyms and of fentry sites.
 """
 _ENTRIES = ("asm_host_interrupt",)
-"""Functions that run at any instruction: exceptions and interrupts."""
+"""Functions at which exceptions and interrupts enter the kernel, after any instruction."""
 
 
 class Calls:
@@ -65,7 +65,10 @@ class FunctionCalls:
     """For each function of an image, the kinds of system calls that can execute it."""
 
     def __init__(self, image: KernelImage) -> None:
-        """Read the file next to an image. Without a file for this image, calls may execute everything."""
+        """Read the file next to an image.
+
+        Without a file for this image, every call counts as able to execute every function.
+        """
         self._image = image
         self._file = b""
         with suppress(OSError):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.elf import (
+    NT_GNU_BUILD_ID,
     SHF_ALLOC,
     SHF_EXECINSTR,
     SHF_WRITE,
@@ -26,7 +27,6 @@ _SHT_NOTE = 7
 _ET_EXEC = 2
 _PT_LOAD = 1
 _IDENT = b"\x7fELF%c\x01\x01" + bytes(9)
-_NT_GNU_BUILD_ID = 3
 _STB_GLOBAL = 1
 _PAGE = 4096
 BUILD_ID_SECTION = ".note.gnu.build-id"
@@ -75,7 +75,7 @@ def build_id(image: KernelImage) -> bytes:
 
 def build_id_note(build_id: bytes) -> bytes:
     """Return the contents of the section that names the build of a kernel."""
-    return struct.pack("<III4s", 4, len(build_id), _NT_GNU_BUILD_ID, b"GNU\0") + build_id
+    return struct.pack("<III4s", 4, len(build_id), NT_GNU_BUILD_ID, b"GNU\0") + build_id
 
 
 def debug_elf(
@@ -136,7 +136,7 @@ def _symbols(
 
 
 def _file(machine: int, bits: int, sections: list[_Section]) -> bytes:
-    """Return the file. Each section of memory has a program header of its own."""
+    """Return the contents of the ELF file. Each section of memory has a program header of its own."""
     is_64 = bits == 64
     header_size, program_size, section_size = (64, 56, 64) if is_64 else (52, 32, 40)
     names = bytearray()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ _ADVICE = "install the package that contains it, or give its file by --debug-inf
 
 def build_id(elf: Any) -> str:
     """Return the build id of an open ELF file in hexadecimal, or "" if it has none."""
-    for segment in elf.iter_segments():
-        if segment["p_type"] == "PT_NOTE":
-            for note in segment.iter_notes():
-                # Notes of other owners, such as Xen, use the same type numbers for other things.
-                if note["n_name"] == "GNU" and note["n_type"] == "NT_GNU_BUILD_ID":
-                    return str(note["n_desc"])
+    segments = (segment for segment in elf.iter_segments() if segment["p_type"] == "PT_NOTE")
+    sections = (section for section in elf.iter_sections() if section["sh_type"] == "SHT_NOTE")
+    for part in chain(segments, sections):
+        for note in part.iter_notes():
+            # Notes of other owners, such as Xen, use the same type numbers for other things.
+            if note["n_name"] == "GNU" and note["n_type"] == "NT_GNU_BUILD_ID":
+                return str(note["n_desc"])
     return ""
 
 
@@ -44,15 +46,32 @@ def find_debug_file(elf: Any, path: Path) -> Path:
             errno.ENOENT,
             f"no debug information, and neither a build id nor a .gnu_debuglink that leads to it: {_ADVICE}",
         )
-    passed = ""
-    for place in _places(path.absolute(), identity, link):
-        if not place.is_file() or place.samefile(path):
-            continue
-        if _is_of(place, identity, link):
-            return place
-        passed = f" ({place} is of another build)"
+    found, passed = _first_of(path.absolute(), identity, link)
+    if found is not None:
+        return found
     wanted = f"build id {identity}" if identity else f"the link to {link[0] if link else ''}"
     raise KernelError(errno.ENOENT, f"no debug information for {wanted} here{passed}: {_ADVICE}")
+
+
+def find_build(identity: str, path: Path) -> Path | None:
+    """Return the path of the debug file for a build id; None if no such file is installed.
+
+    `path` is the path of the kernel or of its package, whose directory and name are searched, too.
+    Raises: OSError.
+    """
+    return _first_of(path.absolute(), identity, None)[0]
+
+
+def _first_of(path: Path, identity: str, link: tuple[str, int] | None) -> tuple[Path | None, str]:
+    """Return the debug file of a build, or else a text about a file of another build."""
+    passed = ""
+    for place in _places(path, identity, link):
+        if not place.is_file() or (path.exists() and place.samefile(path)):
+            continue
+        if _is_of(place, identity, link):
+            return place, ""
+        passed = f" ({place} is of another build)"
+    return None, passed
 
 
 def _debuglink(elf: Any) -> tuple[str, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NoReturn
 
@@ -24,6 +25,8 @@ STT_OBJECT = 1
 STT_FUNC = 2
 STT_SECTION = 3
 STT_FILE = 4
+NT_GNU_BUILD_ID = 3
+_NOTE = struct.Struct("<III")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,3 +215,21 @@ def _string(table: bytes, offset: int) -> str:
 
 def _bad(message: str) -> NoReturn:
     raise UnusableFile("kernel image", message)
+
+
+def elf_notes(data: bytes) -> Iterator[tuple[bytes, int, bytes]]:
+    """Yield the owner, the type and the contents of each note in a segment or section of notes."""
+    at = 0
+    while at + _NOTE.size <= len(data):
+        name_size, size, kind = _NOTE.unpack_from(data, at)
+        at += _NOTE.size
+        name = data[at : at + name_size].rstrip(b"\0")
+        at += -(-name_size // 4) * 4
+        yield name, kind, data[at : at + size]
+        at += -(-size // 4) * 4
+
+
+def gnu_build_id(notes: bytes) -> str:
+    """Return the GNU build id among notes, in hexadecimal; "" if there is none."""
+    found = (text for name, kind, text in elf_notes(notes) if (name, kind) == (b"GNU", NT_GNU_BUILD_ID))
+    return next(found, b"").hex()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from time import monotonic_ns
 from typing import Any
 
-KINDS = ("virtual", "real")
+from emulated_kernel.machine.instruction_time import TRAP_NS, InstructionTime
+from emulated_kernel.util.errors import KernelError
+
+KINDS = ("virtual", "real", "model")
 _U64 = (1 << 64) - 1
 _NOW = 0
 _STEP = 1
@@ -38,11 +42,14 @@ class GuestClock(ABC):
 
     is_virtual: bool
     """True if only runs of the guest advance the time."""
-    step_ns: int
-    """Nanoseconds by which each reading advances the time."""
 
     def __init__(self) -> None:
         self._is_held = False
+
+    @property
+    @abstractmethod
+    def step_ns(self) -> int:
+        """Nanoseconds by which each reading advances the time."""
 
     @abstractmethod
     def now_ns(self) -> int:
@@ -127,32 +134,60 @@ class VirtualClock:
     """Advance the time by RUN_NS; called before each run."""
 
 
-class MachineClock(GuestClock):
-    """The machine's clock, in the guest's variable host_clock; it has real or virtual time.
+class ModelClock(VirtualClock):
+    """Time that passes with the guest's instructions, traps and handlers of the host, not with readings."""
 
-    Raises: ValueError (as `select`).
+    def __init__(self, cells: memoryview, seed: int) -> None:
+        super().__init__(cells, seed)
+        self.step_ns = 0
+
+    def tick(self, ns: int = TRAP_NS) -> None:
+        """Let the entry into the guest take the time of a trap; called before each run."""
+        self.advance(ns)
+
+
+class MachineClock(GuestClock):
+    """The machine's clock, in the guest's variable host_clock; it has real, virtual or model time.
+
+    Raises: ValueError, KernelError EOPNOTSUPP (as `select`).
     """
 
-    def __init__(self, cells: memoryview, kind: str, seed: int) -> None:
+    def __init__(
+        self, cells: memoryview, kind: str, seed: int, counting: InstructionTime | None = None
+    ) -> None:
+        """Make the clock. `counting` adds to the first cell; without it there is no model clock."""
         super().__init__()
         self._cells = cells
+        self._counting = counting
         self._source: RealClock | VirtualClock
         self.select(kind, seed)
 
     def select(self, kind: str, seed: int) -> None:
-        """Switch to "real" or "virtual" time; the guest's time continues from its current value.
+        """Switch to "real", "virtual" or "model" time; the guest's time continues from its current value.
 
-        Raises: ValueError (neither of the two).
+        Raises: ValueError (none of them), KernelError EOPNOTSUPP (there is no model clock on this machine).
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")
+        if kind == "model":
+            if self._counting is None:
+                raise KernelError(errno.EOPNOTSUPP, "no model clock on i386; use x86_64 or riscv64")
+            self._counting.start()
+        elif self._counting is not None:
+            self._counting.stop()
         self.kind = kind
         self.seed = seed
-        self.is_virtual = kind == "virtual"
-        self._source = RealClock(self._cells) if kind == "real" else VirtualClock(self._cells, seed)
-        self.step_ns = self._source.step_ns
-        self._cells[_STEP] = self.step_ns
+        self.is_virtual = kind != "real"
+        if kind == "real":
+            self._source = RealClock(self._cells)
+        else:
+            self._source = (ModelClock if kind == "model" else VirtualClock)(self._cells, seed)
+        self._cells[_STEP] = self._source.step_ns
         self.tick = self._source.tick
+
+    @property
+    def step_ns(self) -> int:
+        return self._source.step_ns
 
     def now_ns(self) -> int:
         return self._source.now_ns()

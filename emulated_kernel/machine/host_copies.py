@@ -67,10 +67,13 @@ class HostCopies:
             self._memory.on_change = self._draw_map
             self._draw_map()
 
-    def leave_to_guest(self) -> None:
-        """Let the guest execute all instructions itself from now on, so that they can be counted."""
+    def leave_to_guest(self, left: bool = True) -> None:
+        """Let the guest execute all copies itself from now on, so that they can be counted.
+
+        If `left` is False, let the host execute them again.
+        """
         for words in self.all:
-            words.copies_itself = 1
+            words.copies_itself = int(left)
 
     def _finds_direction(self, address: int) -> bool:
         """Return True if Unicorn stores the CPU's direction at `address` in this process."""

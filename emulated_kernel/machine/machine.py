@@ -16,6 +16,7 @@ from emulated_kernel.machine.guest_calls import HostCalls, map_stack
 from emulated_kernel.machine.guest_clock import MachineClock, compare_loops
 from emulated_kernel.machine.host_copies import HostCopies
 from emulated_kernel.machine.instruction_count import InstructionCount
+from emulated_kernel.machine.instruction_time import InstructionTime
 from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
 from emulated_kernel.machine.memory.guest_memory import GuestPool
 from emulated_kernel.machine.memory.memory import Memory
@@ -131,7 +132,7 @@ class Machine(ProbedMachine):
             prot=Prot.READ | Prot.WRITE | Prot.USER,
         )
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
-        self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed)
+        self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed, self._counting(cells))
         handler = lookup("asm_host_interrupt")
         cr2_cell = boot_params.per_cpu_address(image, "host_cr2")
         self._delivery = self._parts.delivery(self.hooks, memory, handler, cr2_cell)
@@ -148,6 +149,16 @@ class Machine(ProbedMachine):
         self.call = self.calls.call
         self.execute = self.calls.execute
         self.trap_of = self.calls.trap_of
+
+    def _counting(self, cells: int | None) -> InstructionTime | None:
+        """Return what counts instructions in the guest's time at `cells`, or None if there can be none.
+
+        A guest of 32 bits reads the time in a loop, which an instruction that advances the time repeats.
+        """
+        if cells is None or self.model.word_size == 4:
+            return None
+        time = self._ram_at + self.memory.translate(cells)
+        return InstructionTime(self._engine, self.hooks, time, self.host_copies)
 
     def _boot(self) -> None:
         self._stale: StaleFetch | None = None

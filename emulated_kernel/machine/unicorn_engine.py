@@ -249,6 +249,10 @@ class Engine(CodeCache):
         self._check(error, "uc_hook_add")
         return hook
 
+    def remove_hook(self, hook: ctypes.c_void_p) -> None:
+        """Remove a hook that add_hook() has returned. Code that calls it must be translated again."""
+        self._check(self._held.uc_hook_del(self.handle, hook), "uc_hook_del")
+
     @contextmanager
     def stopped_at(self, address: int) -> Iterator[None]:
         """Inside the with block, stop each run that reaches `address`; then drop all translated code."""
@@ -256,7 +260,7 @@ class Engine(CodeCache):
         try:
             yield
         finally:
-            self._check(self._held.uc_hook_del(self.handle, hook), "uc_hook_del")
+            self.remove_hook(hook)
             self.flush_code()
 
     def start(self, address: int) -> int:

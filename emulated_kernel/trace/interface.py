@@ -17,7 +17,7 @@ _KPROBE = "kernel/trace/trace_kprobe.c"
 _HIST = "kernel/trace/trace_events_hist.c"
 _FILTER = "kernel/trace/trace_events_filter.c"
 _FPROBES_OVER_FGRAPH = "fprobe_return()"
-"""Sign of a kernel whose fprobes use the function graph."""
+"""Function by which a kernel is recognised whose fprobes use the function graph; see LinuxRule."""
 
 
 class InterfaceRule(LinuxRule):
@@ -159,7 +159,8 @@ class InterfaceRule(LinuxRule):
     )
     HIST_COMMON_STACKTRACE = (
         "6.12",
-        "a key that is a call chain is named `common_stacktrace`; `stacktrace` means the same",
+        "call chains are named `common_stacktrace` (or `stacktrace`), can be variables, and have 31 callers;"
+        " `FIELD.stacktrace` is the field `long[]` of a synthetic event",
         f"{_HIST}:event_hist_trigger_print",
         "common_stacktrace",
     )

@@ -152,7 +152,7 @@ class TraceArrays(TaskObserver):
 
     @property
     def record_memory(self) -> MemoryBudget:
-        """The memory of all ring buffers and snapshots."""
+        """The memory budget that all ring buffers and snapshots share."""
         return self._system.memory.budget
 
     def instance_memory(self) -> tuple[int, int]:

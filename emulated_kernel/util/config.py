@@ -55,7 +55,10 @@ class MachineConfig:
     image: Path | None = None
     """File of the kernel to run; None selects the architecture's prebuilt kernel."""
     clock: str = "virtual"
-    """Mode of the clock: "virtual" (runs with the same seed have the same timestamps) or "real"."""
+    """Mode of the clock: "virtual" (the same seed gives the same timestamps), "real", or "model".
+
+    With "model", time passes with instructions.
+    """
     pauses: bool = True
     """Whether delayed work of kprobes, such as the optimizer's, becomes due by real time between requests.
 

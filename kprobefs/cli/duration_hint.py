@@ -20,7 +20,7 @@ The share is below 1: if the probed function reads files, reading the histogram 
 """
 HINT = (
     "the durations of {event} count readings of the virtual clock, which advances with readings and not with "
-    "the work done; use --clock real"
+    "the work done; use --clock model or real"
 )
 
 

@@ -529,6 +529,7 @@ def _explain(parsed: argparse.Namespace) -> int:
         as_json=parsed.json,
         svg=parsed.svg,
         html=parsed.html,
+        debug_info=parsed.debug_info,
     )
     return ExitStatus.OK
 

@@ -461,7 +461,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         "places",
         metavar="PLACE",
         nargs="+",
-        help="SYMBOL, SYMBOL+OFFSET, MODULE:SYMBOL[+OFFSET] or an address (0x...)",
+        help="SYMBOL, SYMBOL+OFFSET, MODULE:SYMBOL[+OFFSET], FILE:LINE or an address (0x...)",
     )
     what = command.add_mutually_exclusive_group()
     what.add_argument(
@@ -483,6 +483,12 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     )
     _add_cpu(command)
     _add_strategy(command)
+    command.add_argument(
+        "--debug-info",
+        metavar="FILE",
+        help="file with the kernel's debug information, for FILE:LINE (default: an installed one, or from "
+        "DEBUGINFOD_URLS)",
+    )
     command.add_argument(
         "--function", action="store_true", help="list all instructions of the function, not only those nearby"
     )

@@ -11,11 +11,13 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from emulated_kernel.util.errors import KernelError
 from kprobefs.common.errors import CliError, ExitStatus, explained, resource_hint
 from kprobefs.mount_options import (
-    CLOCKS,
     KERNEL_KPROBES,
     LINUX_PROFILES,
+    MODEL_CLOCK,
+    REAL_CLOCK,
     MountOptions,
     check_image,
     chosen_cpu,
@@ -24,6 +26,7 @@ from kprobefs.mount_options import (
 
 if TYPE_CHECKING:
     from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
+    from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
     from emulated_kernel.image.linux.linux_kernel import LinuxKernel
     from emulated_kernel.kprobes.profile import Profile
     from emulated_kernel.vfs.core.node import Owner
@@ -115,13 +118,14 @@ def _native_mount(options: MountOptions) -> Mount:
     with explained(image):
         tasks = started(image, options.machine.seed, _cpu(options))
         modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
+        _start_clock(options, tasks)
     served = native_mount(
         tasks,
         HostProcesses(),
         _owner(),
         modules,
         is_tracefs=options.layout == "tracefs",
-        is_clock_real=options.machine.clock != CLOCKS[0],
+        is_clock_real=options.machine.clock == REAL_CLOCK,
     )
     served.has_native_traps = tasks.machine.delivers_breakpoints
     return served
@@ -141,8 +145,9 @@ def _probed_mount(options: MountOptions) -> Mount:
     with explained(image):
         tasks, kernel = started_with_kernel(image, options.machine.seed, _cpu(options))
         # The engine asks whether the guest's time is real.
-        time = RealTime(tasks) if options.machine.clock != CLOCKS[0] else None
+        time = RealTime(tasks) if options.machine.clock == REAL_CLOCK else None
         engine = LinuxEngine(tasks, kernel, _linux_profile(options, kernel))
+        _start_clock(options, tasks)
         modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
     served = probed_mount(
         engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs", time=time
@@ -151,6 +156,16 @@ def _probed_mount(options: MountOptions) -> Mount:
     # Most pages of the kernel's file are read only at the start.
     kernel.release_pages()
     return served
+
+
+def _start_clock(options: MountOptions, tasks: LinuxTasks) -> None:
+    """Let the guest's instructions count, if the options ask for the model clock. Raises: CliError."""
+    if options.machine.clock != MODEL_CLOCK:
+        return
+    try:
+        tasks.machine.count_instructions()
+    except KernelError as error:
+        raise CliError(f"--clock {MODEL_CLOCK}: {error.strerror}", ExitStatus.USAGE) from error
 
 
 def _cpu(options: MountOptions) -> ProductionCpu | None:

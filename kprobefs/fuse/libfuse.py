@@ -45,6 +45,7 @@ from kprobefs.fuse.protocol import (
     FUSE_INIT,
     FUSE_LINK,
     FUSE_LOOKUP,
+    FUSE_MAX_PAGES,
     FUSE_NOTIFY_INVAL_INODE,
     FUSE_OPEN,
     FUSE_READ,
@@ -58,6 +59,12 @@ from kprobefs.fuse.protocol import (
     GETATTR_IN,
     HANDLE_FLAGS,
     IN_HEADER,
+    INIT_IN,
+    INIT_OUT_FLAGS,
+    INIT_OUT_FLAGS_OFFSET,
+    INIT_OUT_MAX_PAGES,
+    INIT_OUT_MAX_PAGES_OFFSET,
+    INIT_REPLY_SIZE,
     INVALIDATION,
     LINK_IN,
     MAX_ERRNO,
@@ -101,6 +108,10 @@ VALIDITY = 3600
 """Seconds for which the host's kernel may use a lasting name without a new LOOKUP."""
 RENAME_WINDOW = 1.0
 """Seconds after a rename(2) during which the host's kernel may still request the replaced file."""
+REQUEST_SIZE = 128 << 10
+"""Maximum number of bytes that one request reads or writes. libfuse 2 sets the limit of writes."""
+MAX_PAGES = 33
+"""Maximum number of pages of a client's buffer in one request: REQUEST_SIZE bytes with any alignment."""
 RELEASE_PAUSE = 0.0001
 """Seconds between two checks whether another thread has answered its RELEASE request."""
 RETRY_DELAY = 0.01
@@ -457,7 +468,10 @@ class ReplyChannels:
     has a node for each name, and the host's kernel does not know that they change together. Therefore such
     names do not last, and their attributes are requested at each stat(2).
 
-    Replaces: libfuse's replies to LOOKUP and GETATTR, and its ENOENT after a rename(2).
+    The host's kernel also gets a larger limit of pages. By default, it splits a read or write of 128 KiB
+    whose buffer is not aligned, and the guest makes two calls.
+
+    Replaces: libfuse's replies to INIT, LOOKUP and GETATTR, and its ENOENT after a rename(2).
     Gains: by lasting directories a ninth of a round of open, read and close, and a sixth of a stat(2); by
     clients' own names a quarter of a round in scratch/.
     Needed for: the new file instead of ENOENT where rename(2) replaces a file that another client asks for
@@ -474,10 +488,10 @@ class ReplyChannels:
     ) -> None:
         """Make the channels of `session`, which is the address of a struct fuse_session.
 
-        If `walks` is None, no reply is changed. Otherwise it is called before libfuse looks up a lasting
-        directory. It must record that no client has requested the attributes that libfuse requests next.
-        `lasting` and `clients_own` have names of directories in the root; see the class. `nodes` learns the
-        nodes of control files; if it is None, they are not learned.
+        If `walks` is None, only the reply to INIT is changed. Otherwise `walks` is called before libfuse
+        looks up a lasting directory. It must record that no client has requested the attributes that libfuse
+        requests next. `lasting` and `clients_own` have names of directories in the root; see the class.
+        `nodes` learns the nodes of control files; if it is None, they are not learned.
         """
         self.channel: int = _libfuse.fuse_session_next_chan(session, None)
         """The session's own channel, which changes nothing."""
@@ -506,9 +520,13 @@ class ReplyChannels:
         self._for_replaced = self._changed_by(_look_up_again)
         self._for_linked_replaced = self._changed_by(self._end_validity_or_look_up_again)
         self._for_control = self._changed_by(lambda _reply: None)
+        self._for_init = self._changed_by(_allow_unaligned)
 
     def select(self, opcode: int, node: int, request: bytearray, size: int) -> int:
         """Return the channel for libfuse's reply to a request; `node` is a node id, `size` is in bytes."""
+        if opcode == FUSE_INIT:
+            (flags, _) = INIT_IN.unpack_from(request, IN_HEADER.size)
+            return self._for_init if flags & FUSE_MAX_PAGES else self.channel
         if self._walks is None:
             return self.channel
         if opcode == FUSE_LOOKUP:
@@ -635,6 +653,18 @@ class ReplyChannels:
             elif links > 1:
                 return
             reply[ENTRY_VALID] = _NAME_LASTS
+
+
+def _allow_unaligned(reply: bytearray) -> None:
+    """Let requests of REQUEST_SIZE bytes have buffers of any alignment, in a reply to INIT."""
+    _, error, unique = OUT_HEADER.unpack_from(reply)
+    if error or len(reply) > INIT_REPLY_SIZE:
+        return
+    reply += bytes(INIT_REPLY_SIZE - len(reply))
+    (flags,) = INIT_OUT_FLAGS.unpack_from(reply, INIT_OUT_FLAGS_OFFSET)
+    OUT_HEADER.pack_into(reply, 0, INIT_REPLY_SIZE, 0, unique)
+    INIT_OUT_FLAGS.pack_into(reply, INIT_OUT_FLAGS_OFFSET, flags | FUSE_MAX_PAGES)
+    INIT_OUT_MAX_PAGES.pack_into(reply, INIT_OUT_MAX_PAGES_OFFSET, MAX_PAGES)
 
 
 def _look_up_again(reply: bytearray) -> None:

@@ -24,8 +24,11 @@ _PIECE = 100_000
 """Size of a piece of the reserve in bytes. malloc(3) would map a larger piece, and unmap it when freed."""
 _M_ARENA_MAX = -8
 _M_MMAP_THRESHOLD = -3
-_MAPPED = 128 << 10
-"""Size in bytes from which malloc(3) maps an allocation, unless freed memory has space for it."""
+_MAPPED = 132 << 10
+"""Size in bytes from which malloc(3) maps an allocation, unless freed memory has space for it.
+
+It is more than the longest reply to a READ, because the first use of each mapped page is a fault.
+"""
 
 ENDING = (b"", b"0", b"nop")
 """Content of writes that only clear or disable something, and therefore need no memory."""

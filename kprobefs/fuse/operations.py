@@ -116,6 +116,7 @@ class Server:
         # attr_timeout: only the permission check that follows a lookup may use the lookup's attributes.
         # atomic_o_trunc: the effect of O_TRUNC, and its errno, belong to open(2).
         # max_background: a RELEASE beyond it would enter the queue after later requests.
+        # max_read: one request for each 128 KiB of a client's read(2).
         # max_readahead: the reads after a splice(2) would miss a page that it has read ahead.
         options: dict[str, Any] = {
             "direct_io": True,
@@ -123,6 +124,7 @@ class Server:
             "attr_timeout": 0 if self._options.is_ordered else ATTRIBUTES_VALIDITY,
             "atomic_o_trunc": True,
             "max_background": MAX_BACKGROUND,
+            "max_read": libfuse.REQUEST_SIZE,
             "max_readahead": 0,
             "use_ino": True,
             "hard_remove": True,

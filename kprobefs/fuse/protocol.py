@@ -66,6 +66,16 @@ FUSE_INIT_EXT = 1 << 30
 """Bit of `flags` that says that `flags2` is valid."""
 FUSE_HAS_EXPIRE_ONLY = 1 << 3
 """Bit of `flags2` that says that the host's kernel knows FUSE_EXPIRE_ONLY."""
+FUSE_MAX_PAGES = 1 << 22
+"""Bit of `flags` since Linux 4.20: a reply may have `max_pages`, the maximum number of a request's pages."""
+INIT_OUT_FLAGS = struct.Struct("=I")
+INIT_OUT_FLAGS_OFFSET = 28
+"""Offset of fuse_init_out.flags in a reply."""
+INIT_OUT_MAX_PAGES = struct.Struct("=H")
+INIT_OUT_MAX_PAGES_OFFSET = 44
+"""Offset of fuse_init_out.max_pages in a reply."""
+INIT_REPLY_SIZE = 80
+"""Size in bytes of a reply with a struct fuse_init_out. libfuse 2 sends the first 40 bytes."""
 FIRST_WORD = struct.Struct("=I")
 """Layout of the first word after the header of a request: getattr_flags or valid."""
 HANDLE_FLAGS = {FUSE_GETATTR: 1, FUSE_SETATTR: 1 << 6, FUSE_READLINK: 0, FUSE_OPEN: 0, FUSE_OPENDIR: 0}

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kprobefs.common.errors import CliError, escape_for_terminal
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.plan.explanation import Explanation, ListedInsn
 from kprobefs.plan.place import find_place, module_of
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
+from kprobefs.plan.source_lines import SourceLines, is_source_line
 from kprobefs.plan.text import as_text
 
 
@@ -27,14 +28,19 @@ def run(
     as_json: bool,
     svg: str | None,
     html: str | None,
+    debug_info: str | None = None,
 ) -> None:
     """Run `kprobefs explain` for `places`, and print the explanations.
 
     `whole` shows whole functions. `as_json` prints JSON instead of text. `svg` and `html` are paths of files
-    to write. Raises: CliError (no such place or kernel, a file that can't be written).
+    to write. `debug_info` is the path of a file with the kernel's debug information, for lines of source
+    files. Raises: CliError (no such place or kernel, a file that can't be written).
     """
+    if debug_info is not None and not any(map(is_source_line, places)):
+        why = "only needed for places of the form FILE:LINE; leave it out"
+        raise CliError(f"--debug-info: {why}", ExitStatus.USAGE)
     kernel = planned_kernel(arch, image, vmcore, profile, strategy, cpu)
-    found = list(_explanations(kernel, places))
+    found = list(_explanations(kernel, places, debug_info))
     if svg is not None:
         from kprobefs.plan.picture import picture
 
@@ -50,9 +56,15 @@ def run(
         print("\n".join(map(escape_for_terminal, text.split("\n"))))
 
 
-def _explanations(kernel: PlannedKernel, places: Sequence[str]) -> Iterator[Explanation]:
+def _explanations(
+    kernel: PlannedKernel, places: Sequence[str], debug_info: str | None
+) -> Iterator[Explanation]:
     with_modules: dict[str, PlannedKernel] = {}
+    source = SourceLines(kernel, debug_info)
     for place in places:
+        if is_source_line(place):
+            yield from (Explanation(kernel, each) for each in source.places(place))
+            continue
         module = module_of(place)
         chosen = kernel
         if module is not None:
@@ -76,6 +88,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
     return {
         "place": explained.place.text,
         "symbol": explained.symbol.name,
+        "line": explained.place.line or None,
         "module": explained.place.where.module,
         "offset": explained.probed.offset,
         "address": f"{explained.address:#x}",

@@ -31,6 +31,8 @@ class Place:
     """Other symbols with the same name; the kernel refuses the name if there are any."""
     passed: Symbol | None = None
     """The named symbol, if the offset leads out of it; the kernel accepts such a place."""
+    line: str = ""
+    """Source file and line of the place, as FILE:LINE; "" if the user named no line."""
 
     @property
     def address(self) -> int:

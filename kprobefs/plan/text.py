@@ -39,6 +39,8 @@ def _head(explained: Explanation) -> Iterator[str]:
     module = explained.place.where.module
     place = f"at {explained.symbol.address:#x} in {explained.section}" if module is None else "in the module"
     yield f"  {explained.size} bytes {place}, profile {kernel.profile.name}"
+    if explained.place.line:
+        yield from _wrapped(f"  {explained.place.line}", "  ")
 
 
 # Listing

@@ -12,11 +12,11 @@ from dataclasses import asdict
 from stress.churn.session import Sample, Session
 
 WARM_UP = 20
-"""Cycles until caches are filled; a tenth of the time must pass too."""
+"""Number of cycles after which caches are filled; a tenth of the run's time must pass as well."""
 MEASURED = 10
-"""Least number of cycles after the first sample."""
+"""Minimum number of cycles after the first sample."""
 GROWTH = {"host_bytes": 1 << 20, "resident": 24 << 20}
-"""Greatest growth in bytes since the first sample.
+"""Name of a size -> maximum growth in bytes since the first sample.
 
 Text is reused after 1 MiB, and translated code after 16 MiB.
 """

@@ -26,7 +26,7 @@ LOAD_PID = 70_000
 FIRST_CHILD = 1000
 CHILDREN = 30_000
 ROUNDS = 5
-"""Rounds of each kind of load in a cycle."""
+"""Number of rounds of each kind of load in a cycle."""
 MODULES = ("ktgt", "twins", "counter_user")
 EVENTS = "/tracing/events/kprobes"
 MANY = "many"
@@ -34,9 +34,9 @@ MANY = "many"
 AT_ONCE = 500
 """Number of the additional probes that one write defines."""
 OOPS_EVERY = 10
-"""Cycles between two tasks that an oops kills."""
+"""Number of cycles between two tasks that an oops kills."""
 BEHIND_ENTRY = {"riscv64": 8, "riscv64i": 8}
-"""Architecture -> bytes of the nops at a function's entry; 5 on x86."""
+"""Architecture -> size in bytes of the nops at a function's entry; 5 on x86."""
 DEFINITIONS = (
     "p:a vfs_read count=$arg3 comm=$comm\n"
     "r:b do_sys_openat2 $retval\n"

@@ -38,7 +38,7 @@ class Tally:
     cases: int = 0
     answers: int = 0
     refused: int = 0
-    """Answers that are an errno."""
+    """Number of answers that are an errno."""
     differing: int = 0
     differences: list[Difference] = field(default_factory=list)
 

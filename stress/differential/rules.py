@@ -275,7 +275,7 @@ _DAMAGED = 0.08
 # Some releases of Linux 6.1 accept trailing operators, and later ones refuse them.
 _TRAILING = re.compile(r"(?<=.)(?:\s*(?:&&|\|\||!))+\s*$")
 _MAX = 3000
-"""Bytes of the longest text; a shell writes fewer at once."""
+"""Maximum size of a text in bytes; a shell writes fewer at once."""
 
 
 def text(dice: Random, rule: str) -> str:

@@ -27,7 +27,7 @@ _CLIENT = Client(PID, 0, 0)
 _PIECE = 1 << 17
 _CLEARED = 8192
 _MAX = 4 << 20
-"""Bytes that are read of a file that has no end."""
+"""Maximum number of bytes that are read from a file without an end."""
 
 
 class _Host(ProcessWatch):

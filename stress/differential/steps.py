@@ -29,7 +29,7 @@ class Area:
 
     name: str
     case: Callable[[Random, int], Case]
-    """Function from a random generator and the number of a case to the case."""
+    """Function that returns a case for a random generator and the case's number."""
     prepare: Case = ()
     """Steps after the start of a kernel."""
     reset: Case = ()

@@ -213,7 +213,8 @@ KINDS: dict[str, Callable[[Client], object]] = {
 def main() -> None:
     """Run the client with the arguments ROOT SEED COUNT SECONDS [DAEMON].
 
-    The output is a line of JSON with the numbers of answers, the slowest request, and reports of late ones.
+    The output is a line of JSON with the numbers of answers, the slowest request, and reports of late
+    requests.
     """
     root, seed, count, seconds, *daemon = sys.argv[1:]
     client = Client(root, seed)

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 LATE = 1.0
-"""Seconds after which a request is late."""
+"""Time in seconds after which a request is late."""
 BEAT = 0.1
-"""Seconds that the watchdog sleeps; if a sleep takes longer, the machine has stalled."""
+"""Time in seconds for which the watchdog sleeps; if a sleep takes longer, the machine has stalled."""
 PROGRAM = [sys.executable, "-m", "stress.endurance.late"]
 """Command that runs kprobefs with a signal handler that prints the stacks of its threads."""
 SIGNAL = signal.SIGUSR1

@@ -15,9 +15,9 @@ from tests.fuse.harness import Daemon
 from tests.mounted.files import EVENTS, Files
 
 SLOWEST = 2.0
-"""Seconds that a request may take on an otherwise idle machine."""
+"""Maximum time of a request in seconds, on an otherwise idle machine."""
 WITHIN = 120.0
-"""Seconds that a client may take to end."""
+"""Maximum time in seconds until a client ends."""
 
 
 def read_each(pipes: list[Path]) -> list[str]:

@@ -20,7 +20,7 @@ from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, environment, eventu
 from tests.mounted.files import EVENTS, Files
 
 NOTICED = 0.1
-"""Seconds until the daemon notices that it has no memory."""
+"""Time in seconds until the daemon notices that it has no memory."""
 CGROUPS = Path("/sys/fs/cgroup")
 SLEEPERS = 40
 HELD = 300

@@ -53,7 +53,7 @@ def begin(directory: Path) -> RebootableKernel:
 
 
 def defined(living: RebootableKernel) -> str:
-    """Return the definitions and settings, except those of instances/last, the records of the last kernel."""
+    """Return definitions and settings, without instances/last, which has the previous kernel's records."""
     lines = read(living, "/machine/definitions").splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("instances/last/"))
 

@@ -184,7 +184,7 @@ class CompiledPlace(Place):
         self.scheduler.occupied_of = lambda _spans: ()
 
     def _leaving(self, standing: CpuState) -> CpuState:
-        """Return a standing after unregistration; a CPU in compiled code still counts the hit."""
+        """Return `standing` as it is after unregistration; a CPU in compiled code still counts the hit."""
         in_code = any(code.contains(standing.ip) for code in self.codes)
         return standing if in_code else super()._leaving(standing)
 

@@ -10,7 +10,7 @@ _REFERENCE = re.compile(r"<([a-z_]+)>")
 _TOKEN = re.compile(rb"\w+|\s+|[^\w\s]")
 _MAX_DEPTH = 12
 _LONG = (2, 8, 63, 64, 256, 1023, 4094, 4096)
-"""Repetitions of a token, near the limits of names, lines and pages."""
+"""Numbers of repetitions of a token, near the limits of names, lines and pages."""
 _WORDS = tuple(
     value.to_bytes(8, "little", signed=True)
     for value in (
@@ -35,13 +35,14 @@ _WORDS = tuple(
     )
 )
 _MAX_SIZE = 300_000
-"""Bytes of the longest text, which takes more than two FUSE requests."""
+"""Maximum size of a text in bytes; the longest text takes more than two FUSE requests."""
 
 
 class Grammar:
     """Grammar with named rules; `<name>` in an alternative stands for a text of that rule.
 
-    The first alternative of a recursive rule must not be recursive. It is chosen beyond the greatest depth.
+    The first alternative of a recursive rule must not be recursive. At the maximum depth of recursion, only
+    this alternative is used.
     """
 
     def __init__(self, rules: Mapping[str, Sequence[str]]) -> None:

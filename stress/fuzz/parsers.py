@@ -52,7 +52,7 @@ _FUNCTIONS = Functions(
     has_module=lambda name: name == "m",
 )
 _PATTERN_MAX = 256
-"""Bytes of the longest pattern that a filter passes to the parser; words of set_ftrace_filter are shorter."""
+"""Maximum size in bytes of a filter's pattern; words of set_ftrace_filter are shorter."""
 _NUMBERS: tuple[Callable[[bytes], object], ...] = (
     *(kstrtobool, kstrtoul, switch, sysctl_switch, clock_name, tracer_name),
     *(partial(cpumask, cpus=1), partial(cpumask, cpus=64)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 _SHOWN_INPUTS = 6
 _SHOWN_FRAMES = 12
 SLOWEST = 2.0
-"""Greatest CPU time of a request in seconds; other load of the machine does not count."""
+"""Maximum CPU time of a request in seconds; other load of the machine does not count."""
 
 
 class Violation(Exception):

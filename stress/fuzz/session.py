@@ -41,7 +41,7 @@ MAX_SECONDS = 20.0
 """Time limit of a request in seconds, which is long enough for a busy machine."""
 READ_SIZE = 1 << 16
 MAX_WRITE = 1 << 17
-"""Bytes of the largest write request of FUSE."""
+"""Maximum size of a write request of FUSE in bytes."""
 _STATE = re.compile(r" \[(active|paused)\]$|:(unlimited|count=\d+)$")
 _CLIENTS = (Client(500, 0, 0), Client(501, 0, 0), Client(502, 1000, 1000))
 
@@ -124,7 +124,7 @@ class Session:
         return texts
 
     def check(self) -> None:
-        """Check that the mount answers, and that only pokes have written the text. Raises: Violation."""
+        """Check that the mount answers, and that the text is as the ledger records. Raises: Violation."""
         with self.kernel.lock:
             wrong = ledger_mismatches(self.kernel.machine.text)
         if wrong:
@@ -186,7 +186,7 @@ class Session:
         self._setup()
 
     def _drop_triggers(self, array: str = TRACING) -> None:
-        """Remove all triggers and commands on functions, by `!` with their lines without the state."""
+        """Remove all triggers and commands on functions, by writing "!" and their lines without the state."""
         triggers = [path for path in self.writable(f"{array}/events") if path.endswith("/trigger")]
         for path in (f"{array}/set_ftrace_filter", *triggers):
             for line in self.read(path).decode("latin-1").splitlines():

@@ -1,4 +1,7 @@
-"""Damage each word that readers of a guest read: python -m stress.hostile [builtin ...] [linux]."""
+"""Damage each word of a guest's memory that the host reads.
+
+python -m stress.hostile [builtin ...] [linux]
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ LINUX = "linux"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the program. Raises: what a reader raises that it must not raise."""
+    """Run the program. Raises: an exception that a reader must not raise."""
     parser = argparse.ArgumentParser(prog="python -m stress.hostile", description=__doc__)
     parser.add_argument("kernels", nargs="*", help="architectures of the own kernel, or linux; default: all")
     parser.add_argument("--most", type=int, help="cases for each reader; default: all")

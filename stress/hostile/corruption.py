@@ -12,13 +12,13 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.errors import KernelError
 
 MAX_READS = 300_000
-"""Largest number of reads of a reader's answer; as many take about half a second."""
+"""Maximum number of reads in one call of a reader; this number takes about half a second."""
 MAX_BYTES = 64 << 20
-"""Largest number of bytes that a reader's answer may read."""
+"""Maximum number of bytes that one call of a reader may read."""
 NOT_CANONICAL = 0x1234_5678_9ABC_DEF0
 _WORD = 8
 _WHOLE = 16
-"""Words of a piece of memory that are all damaged; of a larger piece, so many are drawn."""
+"""Maximum size in words of memory that is damaged as a whole; of more memory, random words are damaged."""
 Readers = Mapping[str, Callable[[], object]]
 """Name -> a function that reads the guest's memory."""
 
@@ -36,7 +36,7 @@ class Field(NamedTuple):
 
 
 class Watched:
-    """A guest's memory whose reads are counted and noted."""
+    """A guest's memory that counts its reads and can note their addresses."""
 
     def __init__(self, memory: GuestMemory) -> None:
         self.memory = memory
@@ -46,7 +46,7 @@ class Watched:
         self._bytes = 0
 
     def note(self, va: int, size: int) -> None:
-        """Note that somebody reads. Raises: Runaway (it is too much)."""
+        """Count a read of `size` bytes at `va`. Raises: Runaway (too many reads or bytes)."""
         self._reads += 1
         self._bytes += size
         if self._reads > MAX_READS or self._bytes > MAX_BYTES:
@@ -86,10 +86,10 @@ class Watched:
 
 
 def values(field: Field, word_size: int) -> list[int]:
-    """Return what the field is set to.
+    """Return the values to which a field is set, one after the other.
 
-    That is its own address, the address of a neighbour, 0, an address that is not canonical, one that is not
-    aligned, and huge numbers.
+    They are its own address, the addresses of neighbours, 0, an address that is not canonical, one that is
+    not aligned, and huge numbers.
     """
     own = field.va - field.va % word_size
     wild = (own, own + 2 * word_size, own - 2 * word_size, 0, NOT_CANONICAL, own + 3, 1 << 20, 1 << 32, -1)
@@ -109,7 +109,7 @@ def damaged(memory: GuestMemory, field: Field, value: int) -> Iterator[None]:
 
 
 def answer(read: Callable[[], object]) -> None:
-    """Let a reader answer, or refuse as it may."""
+    """Call a reader, and ignore the exceptions that it may raise."""
     with suppress(KernelError, MemoryFault):
         read()
 
@@ -119,8 +119,8 @@ def attack(
 ) -> Iterator[tuple[str, Field, int]]:
     """Damage each field that a reader reads, and let all readers answer; yield each case after it.
 
-    Of more than `limit` cases of a reader, so many are drawn. Raises: Runaway, and what a reader raises
-    besides KernelError and MemoryFault.
+    If a reader has more than `limit` cases, `limit` random cases are used. Raises: Runaway, and what a reader
+    raises besides KernelError and MemoryFault.
     """
     memory = watched.memory
     for name, read in readers.items():

@@ -22,7 +22,7 @@ MODULE = "nls_cp437"
 
 
 class _Words:
-    """The guest's RAM as words; it notes each one that is read."""
+    """The guest's RAM as words; each word that is read is counted by Watched."""
 
     def __init__(self, watched: Watched, memory: LinuxMemory, direct: int) -> None:
         self._watched = watched
@@ -44,7 +44,7 @@ class _Words:
 
 
 def watched(engine: KernelEngine) -> Watched:
-    """Return the guest's memory, of which page tables and words that are read directly are noted, too."""
+    """Return the guest's memory, which also counts reads of page tables and of single words."""
     found = Watched(engine.machine.memory)
     memory: Any = engine.guest.machine.memory
     memory.words = _Words(found, memory, engine.machine.model.layout.direct_map)
@@ -53,7 +53,7 @@ def watched(engine: KernelEngine) -> Watched:
 
 @contextmanager
 def victim() -> Iterator[LinuxEngine]:
-    """Yield Debian's kernel under our engine, with a module and a file."""
+    """Yield Debian's kernel with kprobefs's own kprobes, a module and a file."""
     engine = LinuxEngine(*debian_kernel.with_kernel())
     with engine.lock:
         syscalls = LinuxSyscalls(engine.tasks)
@@ -87,7 +87,7 @@ def engine_readers(engine: KernelEngine) -> Readers:
 
 
 def readers(engine: LinuxEngine) -> Readers:
-    """Return the readers of a kernel that runs that do not run it."""
+    """Return the readers of a running kernel that do not run guest code."""
     tasks = engine.tasks
     machine = tasks.machine
     files: Any = tasks.files

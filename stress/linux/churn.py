@@ -41,7 +41,7 @@ DEFINITIONS = (
 
 
 GROWTH = {"guest": 4 << 20, "resident": 24 << 20}
-"""Greatest growth in bytes since the first sample."""
+"""Name of a size -> maximum growth in bytes since the first sample."""
 SAMPLES = 30
 """Number of samples that are taken."""
 

@@ -36,7 +36,7 @@ from tests.guests.linux.test_snapshot import header, rewritten, save
 from tests.image.linux import made
 
 SECONDS = 30.0
-"""Greatest CPU time of a case in seconds."""
+"""Maximum CPU time of a case in seconds."""
 MEMORY = 1 << 20
 """Maximum growth of the process's resident memory in KiB."""
 EDGES = (

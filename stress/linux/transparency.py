@@ -43,11 +43,11 @@ BATCH = 50
 RETURN = 0xFFFFFFFF70400000
 """Return address of calls, which is not mapped."""
 STACK = 64 << 10
-"""Bytes of the stack for calls."""
+"""Size of the stack for calls in bytes."""
 IRQ_STACK = 16 << 10
-"""Bytes of the guest's interrupt stack."""
+"""Size of the guest's interrupt stack in bytes."""
 OBJECT = 4096
-"""Bytes of the object that an argument can point to."""
+"""Size in bytes of the object that an argument can point to."""
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
 OBJECTS = 0xFFFFFFFF70800000
 """Address of the objects. The memory around them is not mapped, so reads beyond them fault in all modes."""
@@ -63,11 +63,11 @@ Tracers follow only C functions. They may change other registers.
 """
 RETURNED = "its return"
 DUMPS = ("show_trace_log_lvl", "show_regs_print_info")
-"""Functions that print dead words of the stack; tracers leave different values there."""
+"""Functions that print unused words of the stack; tracers leave different values there."""
 SHORT = 0.02
-"""Seconds that an unprobed call may take."""
+"""Maximum time of an unprobed call in seconds."""
 LONG = 20.0
-"""Seconds that a probed call may take, in which each instruction may trap."""
+"""Maximum time of a probed call in seconds; each of its instructions may trap."""
 NUMBERS = (0, 1, 2, 3, 7, 8, 63, 64, 255, 4095, 4096, 1 << 20, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 64) - 1)
 TEXTS = (b"", b"a", b"12", b"-7", b"0x1f", b"hello, world", b"a,b=c d", b"/scratch/file", b"%s %d\n")
 

@@ -19,12 +19,12 @@ SIZE = "4G"
 LAST = "# mounts of kprobefs before the shutdown"
 """Start of the last line of the checks."""
 LIMIT = 1800
-"""Seconds for a run of the virtual machine."""
+"""Maximum time of a run of the virtual machine in seconds."""
 APPEND = "root=/dev/vda rw console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on quiet"
 
 
 def make_disk(suite: str, work: Path) -> Path:
-    """Make the disk with a new root, and return its path. Kernel and initial file system lie beside it."""
+    """Make the disk with a new root, and beside it kernel and initial file system; return the disk's path."""
     root = work / "root"
     root.mkdir()
     made = [str(ROOT / "scripts/fresh-root"), suite, "--", "sh", "stress/systemd/make_root.sh"]
@@ -41,7 +41,7 @@ def make_disk(suite: str, work: Path) -> Path:
 
 
 def run(disk: Path) -> tuple[str, str]:
-    """Run the virtual machine until it powers off. Return what the checks and the console say."""
+    """Run the virtual machine until it powers off; return the output of the checks and of the console."""
     console = disk.with_name("console")
     machine = ["-accel", "tcg,thread=multi", "-cpu", "max", "-m", "3072", "-smp", "2"]
     options = ["-nographic", "-no-reboot", "-nodefaults", "-serial", f"file:{console}"]

@@ -51,3 +51,49 @@ def _elf(sections: list[tuple[str, int, int, int, bytes, int | None]]) -> bytes:
         *(2, 3, 1, TEXT, 0, table, 0, _HEADER_SIZE, 0, 0, _SECTION_SIZE, len(sections) + 1, len(sections)),
     )
     return header + body + headers
+
+
+# Line tables
+
+_UNIT = b"\x01\x11\x00" + b"\x03\x08\x1b\x08\x10\x17\x00\x00" + b"\x00"
+"""Abbreviation of a compile unit without children: name string, comp_dir string, stmt_list sec_offset."""
+
+
+def line_sections(
+    units: Sequence[tuple[str, Sequence[tuple[str, int, int]]]], folder: str = "/build/linux"
+) -> dict[str, bytes]:
+    """Debug sections (DWARF 4) of units, each with its source file and rows of (path, line, address)."""
+    info, lines = b"", b""
+    for source, rows in units:
+        die = b"\x01" + f"{source}\0{folder}\0".encode() + struct.pack("<I", len(lines))
+        unit = struct.pack("<HIB", 4, 0, 8) + die
+        info += struct.pack("<I", len(unit)) + unit
+        lines += _program(rows)
+    return {".debug_info": info, ".debug_abbrev": _UNIT, ".debug_line": lines}
+
+
+def _program(rows: Sequence[tuple[str, int, int]]) -> bytes:
+    paths = list(dict.fromkeys(path for path, *_ in rows))
+    folders = list(dict.fromkeys(path.rpartition("/")[0] for path in paths))
+    tables = b"".join(folder.encode() + b"\0" for folder in folders) + b"\0"
+    for path in paths:
+        place, _, name = path.rpartition("/")
+        tables += name.encode() + bytes([0, folders.index(place) + 1, 0, 0])
+    tables += b"\0"
+    head = bytes([1, 1, 1, 0xFB, 14, 13, 0, 1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1]) + tables
+    code = b""
+    for path, line, address in rows:
+        code += b"\0\x09\x02" + struct.pack("<Q", address)
+        # One sequence for each row: the line starts at 1.
+        code += bytes([4, paths.index(path) + 1, 3]) + _sleb(line - 1) + b"\x01"
+        code += b"\0\x09\x02" + struct.pack("<Q", address + 1) + b"\0\x01\x01"
+    body = struct.pack("<HI", 4, len(head)) + head + code
+    return struct.pack("<I", len(body)) + body
+
+
+def _sleb(number: int) -> bytes:
+    found = b""
+    while number > 63:
+        found += bytes([number & 127 | 128])
+        number >>= 7
+    return found + bytes([number])

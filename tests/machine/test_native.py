@@ -187,6 +187,47 @@ def test_the_routine_does_what_the_tables_say(
         assert uc.reg_read(host.result) & 0xFF == 1
 
 
+CHARGES = (("charge_x86", "trap_ns", 2), ("charge_riscv", "trap_ns", 1), ("handler_x86", "handler_ns", 2),
+           ("handler_riscv", "handler_ns", 1))  # fmt: skip
+"""Routine, the word that it adds to the time, and the number of the argument with the words."""
+
+
+@pytest.mark.parametrize(("name", "ns", "argument"), [("count", "", 3), *CHARGES])
+@pytest.mark.parametrize("now", [0, 2**32 - 1, 2**64 - 1])
+def test_the_model_clock_is_advanced(
+    host: X86Host | ArmHost, name: str, ns: str, argument: int, now: int
+) -> None:
+    """The counting routine returns, and a charge goes on with the arguments that it got."""
+    uc = host.uc
+    uc.mem_write(DATA_AT, now.to_bytes(8, "little"))
+    native = TrapWords(time=DATA_AT, trap_ns=200, handler_ns=500)
+    target = "routine" if name.startswith("charge") else "handler"
+    setattr(native, target, CALLBACK)
+    uc.mem_write(WORDS_AT, bytes(native))
+    code = ROUTINES[host.name, name]
+    uc.mem_write(CODE_AT, code)
+    uc.ctl_remove_cache(CODE_AT, CODE_AT + len(code))
+    given_ = [7, 8, 9, 10]
+    given_[argument] = WORDS_AT if ns else DATA_AT
+    for register, value in zip(host.arguments, given_, strict=True):
+        uc.reg_write(register, value)
+    for register in host.kept:
+        uc.reg_write(register, register)
+    host.enter()
+    uc.ctl_exits_enabled(True)
+    uc.ctl_set_exits([RETURNED, CALLBACK])
+    uc.emu_start(CODE_AT, 0, count=100)
+    assert uc.reg_read(host.pc) == (CALLBACK if ns else RETURNED)
+    assert [uc.reg_read(register) for register in host.kept] == [*host.kept]
+    assert bytes(uc.mem_read(WORDS_AT, ctypes.sizeof(native))) == bytes(native)
+    passed = getattr(native, ns) if ns else 1
+    assert int.from_bytes(uc.mem_read(DATA_AT, 8), "little") == now + passed & 2**64 - 1
+    if ns:
+        passed_on = 3 if argument == 2 else 2
+        assert [uc.reg_read(register) for register in host.arguments[:passed_on]] == given_[:passed_on]
+        assert host.leaves
+
+
 @given(tsc=st.integers(0, 2**64 - 1), steps=st.integers(0, 2**64 - 1), followed=st.booleans())
 def test_rdtsc_advances_the_time_as_python_does(
     host: X86Host | ArmHost, tsc: int, steps: int, followed: bool

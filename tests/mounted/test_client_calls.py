@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import stat
@@ -239,3 +240,23 @@ def test_function_triggers_of_instances(traced: Files) -> None:
     assert traced.shell("rmdir tracing/instances/i").returncode == 0
     assert (traced.root / "tracing/tracing_on").read_text() == "0\n"
     assert "vfs_mkdir:stacktrace:count=0" in traced.read("tracing/set_ftrace_filter")
+
+
+@pytest.mark.parametrize("shift", [0, 1, mmap.PAGESIZE - 1])
+def test_128_kib_are_one_call_at_any_address(files: Files, shift: int) -> None:
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (4, 20):
+        pytest.skip("the host's kernel splits the call if its buffer is not aligned")
+    files.probe("p:reads vfs_read count=$arg3")
+    files.probe("p:writes vfs_write count=$arg3")
+    size = 128 << 10
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    with memory, memoryview(memory)[shift : shift + size] as block:
+        descriptor = os.open(files.path("scratch/block"), os.O_RDWR | os.O_CREAT)
+        try:
+            files.write("tracing/trace", "", os.O_TRUNC)
+            assert os.pwritev(descriptor, [block], 0) == size
+            assert os.preadv(descriptor, [block], 0) == size
+        finally:
+            os.close(descriptor)
+    found = [re.findall(r"(reads|writes): .*count=(\w+)", line) for line in files.records()]
+    assert [(name, int(count, 16)) for [(name, count)] in found[:2]] == [("writes", size), ("reads", size)]

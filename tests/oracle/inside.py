@@ -151,15 +151,54 @@ VALUES = (
 )  # fmt: skip
 
 HISTOGRAMS = (
-    "keys=prev_pid", "keys=prev_pid:vals=next_prio", "keys=stacktrace", "keys=common_stacktrace",
-    "keys=prev_pid,stacktrace", "keys=common_cpu", "keys=common_comm", "keys=comm",
-    "keys=common_comm,prev_pid", "keys=prev_comm:vals=next_prio",
-    "keys=prev_pid:vals=hitcount", "keys=prev_pid:vals=next_prio.percent",
+    "keys=prev_pid",
+    "keys=prev_pid:vals=next_prio",
+    "keys=stacktrace",
+    "keys=common_stacktrace",
+    "keys=prev_pid,stacktrace",
+    "keys=common_cpu",
+    "keys=common_comm",
+    "keys=comm",
+    "keys=common_comm,prev_pid",
+    "keys=prev_comm:vals=next_prio",
+    "keys=prev_pid:vals=hitcount",
+    "keys=prev_pid:vals=next_prio.percent",
     "keys=prev_pid:vals=next_prio.graph",
-    "keys=nothing", "key=prev_pid.hex", "keys=prev_pid.execname", "keys=common_pid.execname",
+    "keys=nothing",
+    "key=prev_pid.hex",
+    "keys=prev_pid.execname",
+    "keys=common_pid.execname",
     "vals=next_prio",
-    "keys=prev_pid:x=next_prio", "keys=prev_pid:vals=nothing", "keys=prev_state.log2",
+    "keys=prev_pid:x=next_prio",
+    "keys=prev_pid:vals=nothing",
+    "keys=prev_state.log2",
     "keys=prev_pid.buckets=10",
+    "keys=prev_pid:s=common_stacktrace",
+    "keys=prev_pid:s=stacktrace,t=$s",
+    "keys=common_stacktrace.hex",
+    "keys=STACKTRACE",
+    "keys=common_stacktrace.stacktrace",
+    "keys=prev_pid.stacktrace",
+    "keys=prev_pid:vals=common_stacktrace",
+    "keys=prev_pid:vals=stacktrace",
+    "keys=common_stacktrace.log2",
+    "keys=common_stacktrace,prev_comm,next_comm",
+    "keys=common_stacktrace,stacktrace",
+    "keys=prev_pid:s=common_stacktrace:onchange($s).save(next_comm,common_stacktrace)",
+    "keys=prev_pid:s=common_stacktrace,p=prev_pid:onmax($p).trace(asked_chain,prev_pid,$s)",
+    "keys=prev_pid:s=common_stacktrace,p=prev_pid:onmax($p).trace(asked_chain,$s,prev_pid)",
+    "keys=prev_pid:p=prev_pid:onmax($p).trace(asked_chain,prev_pid,common_stacktrace)",
+    "keys=prev_pid:p=prev_pid:onmax($p).trace(asked_chain,prev_pid,prev_state)",
+    "keys=prev_pid:s=common_stacktrace+1",
+    "keys=prev_pid:s=common_stacktrace,d=$s-1",
+)
+CHAIN_HISTOGRAMS = (
+    "keys=stack", "keys=stack.stacktrace", "keys=pid,stack.stacktrace", "keys=pid.stacktrace",
+    "keys=stack.hex", "keys=pid:vals=stack", "keys=pid:s=stack", "keys=pid:s=stack.stacktrace,t=$s",
+    "keys=stack.stacktrace,common_stacktrace", "keys=stack,stack", "keys=stack.log2",
+    "keys=pid:p=pid:onmax($p).save(stack)", "keys=pid:s=stack,p=pid:onmax($p).trace(asked_chain,pid,stack)",
+    "keys=stack.execname", "keys=stack.sym", "keys=stack.sym-offset", "keys=stack.syscall",
+    "keys=stack.buckets=2", "keys=stack.usecs",
 )  # fmt: skip
 ATTRIBUTES = (
     "", "", ":nohitcount", ":NOHC", ":sort=hitcount", ":sort=next_prio", ":size=256", ":size=1", ":pause",
@@ -173,7 +212,7 @@ LISTED = (
     (re.compile(r"[.](percent|graph)"), "Invalid field modifier"),
     (re.compile(r"[$]arg0\b"), "No BTF entry for this probe point"),
     (re.compile(r"[$]arg[*]"), r"(?s)BTF is not available.*Invalid [$]-variable specified"),
-)
+)  # fmt: skip
 """Questions, and patterns of some kernels' refusals, that the compatibility page lists as deviations."""
 
 
@@ -294,9 +333,10 @@ def compare_filters(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
     return tally
 
 
-def histogram(mount: Mount, command: str) -> tuple[str, str, str, str]:
-    """errno, trigger file, error_log and hist file behind a trigger that is removed again."""
-    path = "/tracing/events/sched/sched_switch"
+def histogram(
+    mount: Mount, command: str, path: str = "/tracing/events/sched/sched_switch"
+) -> tuple[str, str, str, str]:
+    """errno, trigger file, error_log and hist file behind a trigger of an event that is removed again."""
     write(mount, "/tracing/error_log", "", os.O_TRUNC)
     result = write(mount, f"{path}/trigger", command)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
@@ -318,12 +358,21 @@ def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tall
         print("the kernel was built without histograms")
         return tally
     dice = random.Random(seed)
+    for each in (linux, ours):
+        write(each, "/tracing/synthetic_events", "asked_chain pid_t pid; unsigned long[] stack")
     for _ in range(count):
         command = f"hist:{dice.choice(HISTOGRAMS)}{dice.choice(ATTRIBUTES)}{dice.choice(ATTRIBUTES)}"
         theirs = histogram(linux, command)
         mine = histogram(ours, command)
         if not is_listed(command, theirs[2]):
             tally.add(command, theirs, mine, is_refused=bool(theirs[0]))
+    for question in CHAIN_HISTOGRAMS:
+        command = f"hist:{question}"
+        path = "/tracing/events/synthetic/asked_chain"
+        theirs = histogram(linux, command, path)
+        tally.add(command, theirs, histogram(ours, command, path), is_refused=bool(theirs[0]))
+    for each in (linux, ours):
+        write(each, "/tracing/synthetic_events", "!asked_chain")
     return tally
 
 

@@ -63,9 +63,10 @@ def test_the_page_of_distributions_kernels_shows_what_debians_shows() -> None:
 
 @pytest.mark.mounted
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
-def test_the_page_of_durations_shows_what_the_real_clock_shows() -> None:
+@pytest.mark.parametrize("clock", ["model", "real"])
+def test_the_page_of_durations_shows_what_the_clocks_show(clock: str) -> None:
     session = [step for body in blocks("console real", DURATIONS) for step in steps(body)]
-    _compare_session(session, "--clock", "real")
+    _compare_session(session, "--clock", clock)
 
 
 @pytest.mark.mounted

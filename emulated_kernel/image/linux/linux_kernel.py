@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 from emulated_kernel.image import text_tables
 from emulated_kernel.image.address_set import AddressSet
+from emulated_kernel.image.elf import gnu_build_id
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kallsyms_tables import find_symbols
@@ -37,6 +38,8 @@ from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.util.errors import KernelError
 
 _BANNER_LIMIT = 512
+_NOTES_LIMIT = 1 << 16
+"""Maximum size in bytes of the kernel's notes that are read."""
 _JUMP = 0xE9
 """Opcode of a jump with a displacement of 32 bits."""
 _SECOND_HALF = 0x20
@@ -329,6 +332,12 @@ class LinuxKernel:
         """Release of the kernel, as uname -r prints it; "" if it is unknown."""
         words = self.version.split()
         return words[2] if len(words) > 2 else ""
+
+    @cached_property
+    def build_id(self) -> str:
+        """GNU build id of the kernel in hexadecimal; "" if the kernel has none."""
+        start, end = self.between("__start_notes", "__stop_notes")
+        return gnu_build_id(self.read(start, min(end - start, _NOTES_LIMIT))) if end > start else ""
 
     @cached_property
     def btf(self) -> Btf:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from errno import ENXIO
 from typing import NamedTuple
 
+from emulated_kernel.image.elf import elf_notes
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import UnusableFile
 from emulated_kernel.util.safe_read import identity
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")
-_NOTE = struct.Struct("<III")
 _CLASS64 = 2
 _LITTLE = 1
 _ET_CORE = 4
@@ -169,16 +169,9 @@ class CoreFile:
             raise unusable_core("it changed while it was read")
 
     def _infos(self, offset: int, size: int) -> Iterator[str]:
-        notes = self.read(offset, min(size, _NOTES_LIMIT))
-        at = 0
-        while at + _NOTE.size <= len(notes):
-            name_size, text_size, _ = _NOTE.unpack_from(notes, at)
-            at += _NOTE.size
-            name = notes[at : at + name_size].rstrip(b"\0")
-            at += -(-name_size // 4) * 4
+        for name, _, text in elf_notes(self.read(offset, min(size, _NOTES_LIMIT))):
             if name == b"VMCOREINFO":
-                yield notes[at : at + text_size].decode("latin1")
-            at += -(-text_size // 4) * 4
+                yield text.decode("latin1")
 
     def _scanned(self) -> Iterator[str]:
         """Search RAM for the page in which the kernel keeps VMCOREINFO, and yield its text."""

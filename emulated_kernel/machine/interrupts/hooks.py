@@ -72,6 +72,8 @@ class TrapHooks:
 
         While it is 1, Python gets all traps.
         """
+        self._native: tuple[int, ctypes.c_void_p] | None = None
+        """Kind and handle of the hook that calls the host's routine, if the host has one."""
         self._deferred: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()
@@ -96,9 +98,52 @@ class TrapHooks:
         words.ip = regs.address_of("ip")
         words.flags = regs.address_of("_stored_flags") if self.cpu.trap_flag else 0
         words.callback = ctypes.cast(callback, ctypes.c_void_p).value
-        engine.add_hook(kind, ctypes.c_void_p(routine), data=ctypes.addressof(words), keep=(callback, words))
+        words.handler = words.callback
+        words.routine = routine
+        self._call_natively(kind, routine, callback)
         self.breakpoints.use(TrapTable(words.breakpoints))
         self.debug_traps.use(TrapTable(words.debug_traps))
+
+    def _call_natively(self, kind: int, routine: int, *keep: object) -> None:
+        """Make Unicorn call the host's code at the address `routine` for traps."""
+        words = self.words
+        data = ctypes.addressof(words)
+        hook = self.engine.add_hook(kind, ctypes.c_void_p(routine), data=data, keep=(words, *keep))
+        self._native = kind, hook
+
+    def charge(self, time: int, trap_ns: int, handler_ns: int) -> None:
+        """Add nanoseconds to the u64 at address `time` of this process at each trap from now on.
+
+        A trap adds `trap_ns`, and if Python handles it, `handler_ns` in addition. The guest must not run, and
+        the host must have routines.
+        """
+        assert self._native is not None
+        kind, hook = self._native
+        words = self.words
+        words.time = time
+        words.trap_ns = trap_ns
+        words.handler_ns = handler_ns
+        charging = routine_address(f"charge_{self.family}")
+        handler = routine_address(f"handler_{self.family}")
+        assert charging is not None
+        self.engine.remove_hook(hook)
+        self._call_natively(kind, charging)
+        words.callback = handler
+
+    def stop_charging(self) -> None:
+        """Undo charge()."""
+        assert self._native is not None
+        kind, hook = self._native
+        self.engine.remove_hook(hook)
+        self._call_natively(kind, self.words.routine)
+        self.words.callback = self.words.handler
+
+    def _charge_callback(self) -> None:
+        """Add the time of a trap that Unicorn reports to Python without the host's routine."""
+        words = self.words
+        if words.callback != words.handler:
+            cell = ctypes.c_uint64.from_address(words.time)
+            cell.value += words.trap_ns + words.handler_ns
 
     @property
     def is_native(self) -> bool:
@@ -222,6 +267,7 @@ class TrapHooks:
                 handler_time.measure(callback, *args)
                 return True
             try:
+                self._charge_callback()
                 handle(args[1])
             except BaseException as error:
                 self._park(error)

@@ -281,3 +281,50 @@ word:
     b.ne word
 leave:
     ret
+
+@routine count
+// void (uc x0, address x1, size w2, time x3)
+    ldr x4, [x3]
+    add x4, x4, #1
+    str x4, [x3]
+    ret
+
+@routine charge_x86
+// A trap takes time; then as routine x86.
+    ldr x3, [x2, #{time}]
+    ldr x4, [x2, #{trap_ns}]
+    ldr x5, [x3]
+    add x5, x5, x4
+    str x5, [x3]
+    ldr x5, [x2, #{routine}]
+    br x5
+
+@routine charge_riscv
+// A trap takes time; then as routine riscv.
+    ldr x3, [x1, #{time}]
+    ldr x4, [x1, #{trap_ns}]
+    ldr x5, [x3]
+    add x5, x5, x4
+    str x5, [x3]
+    ldr x5, [x1, #{routine}]
+    br x5
+
+@routine handler_x86
+// The Python callback takes more time.
+    ldr x3, [x2, #{time}]
+    ldr x4, [x2, #{handler_ns}]
+    ldr x5, [x3]
+    add x5, x5, x4
+    str x5, [x3]
+    ldr x5, [x2, #{handler}]
+    br x5
+
+@routine handler_riscv
+// The Python callback takes more time.
+    ldr x3, [x1, #{time}]
+    ldr x4, [x1, #{handler_ns}]
+    ldr x5, [x3]
+    add x5, x5, x4
+    str x5, [x3]
+    ldr x5, [x1, #{handler}]
+    br x5

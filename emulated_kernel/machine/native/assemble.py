@@ -32,6 +32,8 @@ from __future__ import annotations
 
 '''
 _ROUTINE = "@routine "
+_SHORT = 28
+"""Number of bytes that fit on the line of the routine's name."""
 DELIVERED_FLAGS = FLAG_TF | FLAG_NT | FLAG_RF
 """Flags, except the interrupt flag, that the delivery of an exception clears."""
 
@@ -107,6 +109,8 @@ def module_text() -> str:
 
 
 def _hex(code: bytes) -> str:
+    if len(code) <= _SHORT:
+        return f'bytes.fromhex("{code.hex()}")'
     rows = [code[at : at + 32].hex() for at in range(0, len(code), 32)]
     return "bytes.fromhex(\n" + "\n".join(f'        "{row}"' for row in rows) + "\n    )"
 

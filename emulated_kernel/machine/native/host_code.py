@@ -20,7 +20,8 @@ PYTHON_TRAPS = "KPROBEFS_PYTHON_TRAPS"
 def routine_address(name: str) -> int | None:
     """Return the address of the host's routine `name`.
 
-    `name` is "rdtsc", "copy", or a family of guests for the routine that handles its traps.
+    `name` is that of a routine in the assembler sources, such as "rdtsc". The routine that handles traps has
+    the name of the family of guests.
     Return None if the host cannot run a routine, or if PYTHON_TRAPS is set.
     """
     if sys.platform != "linux" or os.environ.get(PYTHON_TRAPS):

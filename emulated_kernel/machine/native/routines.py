@@ -37,6 +37,11 @@ ROUTINES = {
         "488b41384c8908488b41404c8918488b413048c7000000000048ff41604c89d6"
         "4889d1f3a4c3"
     ),
+    ("x86_64", "count"): bytes.fromhex("48ff01c3"),
+    ("x86_64", "charge_x86"): bytes.fromhex("4c8b82b00000004c8b8ab80000004d0108ffa2c8000000"),
+    ("x86_64", "charge_riscv"): bytes.fromhex("4c8b86b00000004c8b8eb80000004d0108ffa6c8000000"),
+    ("x86_64", "handler_x86"): bytes.fromhex("4c8b82b00000004c8b8ac00000004d0108ffa2d0000000"),
+    ("x86_64", "handler_riscv"): bytes.fromhex("4c8b86b00000004c8b8ec00000004d0108ffa6d0000000"),
     ("aarch64", "x86"): bytes.fromhex(
         "430040f9640040f9452001913f040071a00000543f0c007101050054840400d1"
         "45e00091460c40f9471040f9c60007aa460400b5a6828fd246e9aff22637cff2"
@@ -78,5 +83,10 @@ ROUTINES = {
         "872140a98c410091472100a94a410091c64000f162ffff54c64000b1e0000054"
         "870140b98c110091470100b94a110091c61000f161ffff54c0035fd6"
     ),
+    ("aarch64", "count"): bytes.fromhex("640040f984040091640000f9c0035fd6"),
+    ("aarch64", "charge_x86"): bytes.fromhex("435840f9445c40f9650040f9a500048b650000f9456440f9a0001fd6"),
+    ("aarch64", "charge_riscv"): bytes.fromhex("235840f9245c40f9650040f9a500048b650000f9256440f9a0001fd6"),
+    ("aarch64", "handler_x86"): bytes.fromhex("435840f9446040f9650040f9a500048b650000f9456840f9a0001fd6"),
+    ("aarch64", "handler_riscv"): bytes.fromhex("235840f9246040f9650040f9a500048b650000f9256840f9a0001fd6"),
 }
 """Machine of the host, as in uname -m, and name of a routine -> position-independent code."""

@@ -57,6 +57,13 @@ class TrapWords(ctypes.Structure):
         ("gate_high", ctypes.c_uint64),
         # Address in this process of four words: stack segment, stack pointer, code segment, and ip.
         ("cells", ctypes.c_uint64),
+        # With the model clock: address in this process of the time in nanoseconds, what a trap and a callback
+        # add to it, the routine for traps, and the address of the ctypes callback, which `callback` leads to.
+        ("time", ctypes.c_uint64),
+        ("trap_ns", ctypes.c_uint64),
+        ("handler_ns", ctypes.c_uint64),
+        ("routine", ctypes.c_uint64),
+        ("handler", ctypes.c_uint64),
     )
 
 

@@ -226,3 +226,36 @@ target:
     rep movsb
 leave:
     ret
+
+@routine count
+# void (uc rdi, address rsi, size edx, time rcx), as Unicorn's UC_HOOK_CODE; `time` is the address of a u64.
+    inc qword ptr [rcx]
+    ret
+
+@routine charge_x86
+# A trap takes time; then as routine x86.
+    mov r8, [rdx + {time}]
+    mov r9, [rdx + {trap_ns}]
+    add [r8], r9
+    jmp qword ptr [rdx + {routine}]
+
+@routine charge_riscv
+# A trap takes time; then as routine riscv.
+    mov r8, [rsi + {time}]
+    mov r9, [rsi + {trap_ns}]
+    add [r8], r9
+    jmp qword ptr [rsi + {routine}]
+
+@routine handler_x86
+# The Python callback takes more time.
+    mov r8, [rdx + {time}]
+    mov r9, [rdx + {handler_ns}]
+    add [r8], r9
+    jmp qword ptr [rdx + {handler}]
+
+@routine handler_riscv
+# The Python callback takes more time.
+    mov r8, [rsi + {time}]
+    mov r9, [rsi + {handler_ns}]
+    add [r8], r9
+    jmp qword ptr [rsi + {handler}]

@@ -37,7 +37,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 FRAME = Struct("<QQiI")
 """Format of a call's data on the task's shadow stack: function, start time (ns), depth, and CallFlag."""
 CALLED = 8
-"""Offset in bytes of the start time in the shadow stack's data of tracer and profiler."""
+"""Offset in bytes of the start time in the data that tracer and profiler keep on the shadow stack."""
 _FUNC = 0
 _DEPTH = 16
 _FLAGS = 20
@@ -47,7 +47,10 @@ _CALL = POSITION
 _CALL_DEPTH = LIMIT
 """Number of the virtual register with the depth of the call."""
 _CALL_FLAGS = HIGH
-"""Number of the virtual register with the call's CallFlag. Once stored, HIGH holds halves of times."""
+"""Number of the virtual register with the call's CallFlag.
+
+After the flags are stored, the register holds upper halves of times.
+"""
 _CELL = 8
 _HALF = 4
 _INT_MAX = (1 << 31) - 1

@@ -42,8 +42,8 @@ class SyscallTracepoint:
         """Create the dispatcher for entries or exits.
 
         `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. `start` is the offset in bytes of the
-        system call's number in its records. `preempt_count` is what the tracepoint adds to the count of the
-        records' context.
+        system call's number in its records. `preempt_count` is the amount that the tracepoint adds to
+        common_preempt_count of the records.
         """
         self._raw = raw
         self._start = start

@@ -56,7 +56,7 @@ RESERVED_NAMES = frozenset(
     }
 )
 _RULES_BY_FUNCTION = (InterfaceRule.BTF_ARGS, InterfaceRule.META_ARGS, InterfaceRule.ENTRY_ARGS)
-"""Rules with which equal words can be different arguments for different functions."""
+"""Rules under which the same text can mean different arguments for different functions."""
 _ARRAY_STORES = frozenset({FetchOp.ST_MEM, FetchOp.ST_STRING, FetchOp.ST_USTRING})
 _NumberParser = Callable[[str, int, int], int]
 
@@ -124,7 +124,7 @@ class FetchContext:
     function: str | None = None
     """Name of the probed function, or None if the probe is not at a symbol."""
     first_parameter: int = 0
-    """Number of parameters of the function that its BTF has and arguments do not."""
+    """Number of the function's first parameters, by BTF, that an argument cannot name."""
     captured: list[int] = field(default_factory=list)
     """Numbers of the function arguments that a return probe keeps at the function's entry, in their order."""
 

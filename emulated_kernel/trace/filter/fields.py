@@ -23,13 +23,15 @@ class FilterType(Enum):
     """A string in user space to which the field points: a PTR_STRING with the suffix `.ustring`."""
     COMM = auto()
     CPU = auto()
+    STACKTRACE = auto()
+    """A call chain after the fixed part of the entry; see emulated_kernel.trace.synth.fields.StackField."""
     CPUMASK = auto()
     """A set of CPUs after the fixed part of the entry, as a bit mask."""
 
     @property
     def is_string(self) -> bool:
         """Whether the field is compared with strings instead of numbers."""
-        return self not in (FilterType.OTHER, FilterType.CPU, FilterType.CPUMASK)
+        return self not in (FilterType.OTHER, FilterType.CPU, FilterType.CPUMASK, FilterType.STACKTRACE)
 
 
 @dataclass(frozen=True)

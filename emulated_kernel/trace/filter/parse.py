@@ -56,7 +56,8 @@ def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWor
 def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS) -> FilterProgram:
     """Parse a filter, and return its program.
 
-    `text` has one character per byte, and no trailing blanks. `words` are the words of the kernel's version.
+    `text` has one character per byte, and no trailing blanks. `words`: the features of filters that the
+    kernel's version has.
 
     Raises: FilterParseError EPERM, ENOENT, ESRCH, EINVAL.
     Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).

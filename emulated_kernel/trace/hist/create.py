@@ -66,7 +66,7 @@ class ActionMaker:
             raise self._log.error(HistError.ONX_VAR_NOT_FOUND, name)
         action.tracked = self._refer_to(variable, None, None)
         with self._log.instead(HistError.ONX_VAR_CREATE_FAIL):
-            action.track_index = self._new_variable(_TRACKS[action.handler], 8, "u64").index
+            action.track_index = self._new_variable(_TRACKS[action.handler], 8, "u64", Flag(0)).index
 
     def _refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField:
         reference = self._data.variables.refer_to(variable, system, event_name)
@@ -74,12 +74,14 @@ class ActionMaker:
             raise KernelError(errno.ENOMEM, "histogram: too many references to variables")
         return reference
 
-    def _new_variable(self, name: str, size: int, type_: str) -> HistField:
+    def _new_variable(self, name: str, size: int, type_: str, flags: Flag) -> HistField:
         """Create a variable of the histogram, and return it. Mirrors: create_var (v6.1)."""
         data = self._data
         if data.variables.exists(name) and not data.removes:
             raise KernelError(errno.EINVAL, f"histogram: the variable {name} already exists")
-        return HistField(data, Flag.VAR, size=size, type=type_, variable=name, index=data.map.add_variable())
+        made = HistField(data, Flag.VAR | flags, size=size, type=type_, variable=name)
+        made.index = data.map.add_variable()
+        return made
 
     def _snapshot(self, action: Action) -> None:
         """Allocate the trace array's snapshot buffer, and set the condition of snapshots.
@@ -110,7 +112,8 @@ class ActionMaker:
             value = ExpressionParser(self._data.variables).atom(name, Flag.VAR)
         name = remains_of(name)
         with self._log.instead(HistError.VAR_CREATE_FIND_FAIL, name):
-            return FieldVariable(self._new_variable(name, value.size, value.type), value)
+            flags = value.flags & Flag.STACKTRACE
+            return FieldVariable(self._new_variable(name, value.size, value.type, flags), value)
 
     # trace(), and synthetic events by name
 
@@ -128,7 +131,7 @@ class ActionMaker:
                 raise KernelError(errno.EINVAL, f"{param}: a name has no dot, or two dots")
             system, event_name, name = qualified(param)
             variable = self._argument(action, system, event_name, name)
-            if not event.takes(len(arguments), variable.type, variable.size, variable.is_signed):
+            if not event.takes(len(arguments), variable.value_type):
                 raise self._log.error(HistError.SYNTH_TYPE_MISMATCH, name)
             arguments.append(self._refer_to(variable, system, event_name).reference)
         if len(arguments) != len(event.synthetic_fields):

@@ -20,10 +20,13 @@ from emulated_kernel.trace.hist.operators import find_operator, is_reference, qu
 from emulated_kernel.trace.hist.tracing_map import U64
 from emulated_kernel.trace.hist.variables import Variables
 from emulated_kernel.trace.interface import InterfaceRule
+from emulated_kernel.trace.synth.synth_event import SyntheticEvent
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
 from emulated_kernel.util.errors import KernelError
 
 _SUBEXPRESSIONS_MAX = 3
+_GENERIC_CHAINS = ("stacktrace", "STACKTRACE")
+"""Names of the call chain of a hit, if the event has no field of this name."""
 _PLAIN_MODIFIERS = {
     "hex": Flag.HEX,
     "sym": Flag.SYM,
@@ -176,33 +179,55 @@ class ExpressionParser:
     def _field(self, text: str, flags: Flag) -> tuple[FilterField | None, Flag, int]:
         """Parse a field with its modifier, and return the event's field, flags, and the size of buckets.
 
-        The event's field is None for common_timestamp, common_cpu and common_comm.
+        The event's field is None for common_timestamp, common_cpu, common_comm and common_stacktrace.
 
         Mirrors: parse_field (v6.1).
         """
         name, dot, modifier = text.partition(".")
         buckets = 0
-        if dot:
+        has_chains = InterfaceRule.HIST_COMMON_STACKTRACE in self._variables.interface
+        is_chain = has_chains and modifier == "stacktrace"
+        if is_chain:
+            flags |= Flag.STACKTRACE
+        elif dot:
             added, buckets = self._modifier(name, modifier, flags)
             flags |= added
+        source, flags = self._source(name, flags, has_chains=has_chains)
+        if is_chain and (source is None or source.type is not FilterType.STACKTRACE):
+            raise self._log.error(HistError.BAD_FIELD_MODIFIER, text)
+        return source, flags, buckets
+
+    def _source(self, name: str, flags: Flag, *, has_chains: bool) -> tuple[FilterField | None, Flag]:
+        """Return the event's field of a name, or None for a value that each hit has; and the flags.
+
+        `has_chains`: whether call chains can be values.
+        """
         if name == "common_timestamp":
             self._owner.uses_time = True
             if flags & Flag.TIMESTAMP_USECS:
                 self._owner.attrs.in_usecs = True
-            return None, flags | Flag.TIMESTAMP, buckets
+            return None, flags | Flag.TIMESTAMP
         if name == "common_cpu":
-            return None, flags | Flag.CPU, buckets
+            return None, flags | Flag.CPU
         has_comm = InterfaceRule.HIST_COMMON_COMM in self._variables.interface
         if name == "common_comm" and has_comm:
-            return None, flags | Flag.COMM | Flag.STRING, buckets
-        source = find_event_field(self._owner.file.event.fields, name)
+            return None, flags | Flag.COMM | Flag.STRING
+        if name == "common_stacktrace" and has_chains:
+            return None, flags | Flag.STACKTRACE
+        event = self._owner.file.event
+        source = find_event_field(event.fields, name)
+        if has_chains:
+            if source is None and name in _GENERIC_CHAINS:
+                return None, flags | Flag.STACKTRACE
+            if source is not None and isinstance(event, SyntheticEvent) and event.is_call_chain(name):
+                return FilterField(FilterType.STACKTRACE, source.declared), flags
         if source is not None and source.type is FilterType.CPU:
-            return source, flags | Flag.CPU, buckets
+            return source, flags | Flag.CPU
         if source is not None and source.type is FilterType.COMM and has_comm:
-            return source, flags | Flag.COMM | Flag.STRING, buckets
+            return source, flags | Flag.COMM | Flag.STRING
         if source is None or not source.declared.size:
             raise self._log.error(HistError.FIELD_NOT_FOUND, name)
-        return source, flags, buckets
+        return source, flags
 
     def _modifier(self, name: str, modifier: str, flags: Flag) -> tuple[Flag, int]:
         """Return the flag of a modifier, and the size of buckets (0 except for `buckets`).

@@ -15,6 +15,7 @@ from emulated_kernel.trace.hist.attrs import HistAttrs
 from emulated_kernel.trace.hist.tracing_map import DEFAULT_BITS, U64, Element, TracingMap, Value
 from emulated_kernel.trace.ring.trace_clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
+from emulated_kernel.trace.synth.fields import ValueType, unpack_call_chain
 from emulated_kernel.trace.text.error_log import LastCommandLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers
 from emulated_kernel.util.errors import KernelError
@@ -26,6 +27,11 @@ MAX_STRING = 256
 Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1).
 """
 STACK_DEPTH = 16
+"""Maximum number of callers in a call chain of a histogram."""
+LATER_STACK_DEPTH = 31
+"""Maximum number of callers if the interface has InterfaceRule.HIST_COMMON_STACKTRACE."""
+WORD = 8
+"""Size in bytes of each caller in a call chain that is a key or a variable."""
 _DIV_SHIFT = 20
 _PID = slice(4, 8)
 
@@ -62,6 +68,8 @@ class Flag(IntFlag):
 
 
 TIME_FLAGS = Flag.TIMESTAMP | Flag.TIMESTAMP_USECS
+_SHOWN_AS_NUMBERS = Flag.HEX | Flag.SYM | Flag.SYM_OFFSET | Flag.EXECNAME | Flag.SYSCALL
+"""Flags of keys that the `hist` file shows as a number, even if the key is a call chain."""
 
 MODIFIERS = {
     Flag.HEX: "hex",
@@ -74,6 +82,7 @@ MODIFIERS = {
     Flag.TIMESTAMP_USECS: "usecs",
     Flag.PERCENT: "percent",
     Flag.GRAPH: "graph",
+    Flag.STACKTRACE: "stacktrace",
 }
 """Flag -> name of the modifier. If a field has several of these flags, the first one is shown."""
 _ANY_MODIFIER = reduce(operator.or_, MODIFIERS)
@@ -152,6 +161,11 @@ class HistField:
     offset: int = 0
     """Offset of the field's value in the compound key, if the field is a part of the key."""
 
+    @property
+    def value_type(self) -> ValueType:
+        """The type of the field's values, for the fields of synthetic events."""
+        return ValueType(self.type, self.size, self.is_signed, bool(self.flags & Flag.STACKTRACE))
+
     def number(self, hit: HistHit) -> int:
         """Return the value at a hit as a number. Deviates: strings count as 0; Linux uses their addresses."""
         return as_number(self.value(hit))
@@ -168,11 +182,10 @@ class HistField:
             return "common_cpu"
         if self.flags & Flag.COMM:
             return "common_comm"
-        if self.flags & Flag.STACKTRACE:
-            # Linux: up to 6.1, a call chain has no name, so no sort key can select it.
-            return self.name
         if self.flags & (Flag.EXPR | Flag.VAR_REF):
             return f"{self.system}.{self.event_name}.{self.name}" if self.system else self.name
+        if self.flags & Flag.STACKTRACE:
+            return self.owner.chain_name
         return "common_timestamp" if self.flags & Flag.TIMESTAMP else ""
 
     def modifier(self) -> str:
@@ -197,9 +210,14 @@ class HistField:
             if self.flags & (Flag.VAR_REF | Flag.ALIAS):
                 text += "$"
             text += self.full_name()
-        if not self.flags & (Flag.VAR_REF | Flag.EXPR):
+        if not self.flags & (Flag.VAR_REF | Flag.EXPR | Flag.STACKTRACE):
             text += self.modifier()
         return f"{text}={self.buckets}" if self.buckets else text
+
+    @property
+    def is_shown_as_chain(self) -> bool:
+        """Whether the `hist` file shows the key as a call chain, with a line for each caller."""
+        return bool(self.flags & Flag.STACKTRACE) and not self.flags & _SHOWN_AS_NUMBERS
 
     def operand_text(self) -> str:
         """Return the field as an operand in the name of an expression. Mirrors: expr_field_str (v6.1)."""
@@ -251,6 +269,11 @@ class Histogram:
         self.field_variables: list[FieldVariable] = []
         self.saved_variables: list[FieldVariable] = []
         self.uses_time = False
+        # Linux: up to 6.1, a call chain has no name, so no sort key can select it.
+        self.chain_name = ""
+        """Name of the call chain of a hit, as a field."""
+        self.stack_depth = STACK_DEPTH
+        """Maximum number of callers in a call chain."""
         self.map = TracingMap(attrs.bits or DEFAULT_BITS, 0, 0)
 
     @property
@@ -285,7 +308,7 @@ class FieldVariable:
 
 def set_variable(element: Element, variable: HistField, value: Value) -> None:
     """Set the value of a variable in an element. A string is truncated to the variable's size."""
-    if isinstance(value, bytes):
+    if isinstance(value, bytes) and not variable.flags & Flag.STACKTRACE:
         value = value[: max(min(variable.size, MAX_STRING) - 1, 0)]
     element.variables[variable.index] = value
 
@@ -309,12 +332,36 @@ def execname_value(hit: HistHit) -> Value:
     return hit.element.comm if hit.element is not None else b"(no comm)"
 
 
-def _dynamic_string(data: bytes, place: slice) -> bytes:
-    """Return the string whose offset and length are in the __data_loc field at `place` of an entry."""
+def _chain_value(field: HistField) -> Callable[[HistHit], Value]:
+    """Return the function for the value of a call chain: the callers, WORD bytes each.
+
+    A key takes the chain of its event's field, if it has one. A variable takes the chain of the present hit
+    in any case.
+    """
+    owner = field.owner
+    declared = field.field
+    if declared is None or field.flags & Flag.VAR:
+        return lambda hit: _packed(owner.triggers.array.callers(hit.hit)[: owner.stack_depth])
+    place = slice(declared.offset, declared.offset + 4)
+    word_size = owner.triggers.array.system.arch.word_size
+    return lambda hit: _packed(unpack_call_chain(_dynamic_data(hit.entry.data, place), word_size))
+
+
+def _packed(callers: Sequence[int]) -> bytes:
+    return b"".join(caller.to_bytes(WORD, "little") for caller in callers)
+
+
+def _dynamic_data(data: bytes, place: slice) -> bytes:
+    """Return the bytes whose offset and length are in the __data_loc field at `place` of an entry."""
     location = int.from_bytes(data[place], "little")
     start = location & 0xFFFF
     length = location >> 16
-    return data[start : start + length].partition(b"\0")[0]
+    return data[start : start + length]
+
+
+def _dynamic_string(data: bytes, place: slice) -> bytes:
+    """Return the string whose offset and length are in the __data_loc field at `place` of an entry."""
+    return _dynamic_data(data, place).partition(b"\0")[0]
 
 
 def _divide(value: int, divisor: int) -> int:
@@ -346,7 +393,7 @@ OPERATIONS: dict[Operator, Operation] = {
 def make_field(
     owner: Histogram, source: FilterField | None, flags: Flag, variable: str | None = None
 ) -> HistField:
-    """Create a field that is not an expression, a reference or a stack trace.
+    """Create a field that is not an expression or a reference.
 
     `source`: field of the event, or None for a field such as the hit count. `variable`: name of the variable
     that the new field defines, or None.
@@ -363,6 +410,10 @@ def make_field(
         field.size = 8
         field.type = "u64"
         field.value = lambda _hit: field.constant
+    elif flags & Flag.STACKTRACE:
+        field.size = WORD * owner.stack_depth
+        field.type = "unsigned long[]"
+        field.value = _chain_value(field)
     elif flags & (Flag.LOG2 | Flag.BUCKET):
         operand = make_field(owner, source, flags & ~(Flag.LOG2 | Flag.BUCKET))
         if flags & Flag.LOG2:
@@ -402,6 +453,10 @@ def _of_source(field: HistField, source: FilterField) -> HistField:
         field.flags |= Flag.STRING
         field.size = MAX_STRING
         field.value = lambda hit: _dynamic_string(hit.entry.data, place)
+    elif source.type is FilterType.STACKTRACE:
+        field.flags |= Flag.STACKTRACE
+        field.size = MAX_STRING
+        field.value = _chain_value(field)
     elif declared.size in (1, 2, 4, 8):
         field.is_signed = declared.is_signed
         field.value = lambda hit: (

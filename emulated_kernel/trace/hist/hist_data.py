@@ -11,8 +11,9 @@ from emulated_kernel.trace.hist.actions import Action
 from emulated_kernel.trace.hist.attrs import HistAttrs, parse_variables
 from emulated_kernel.trace.hist.expression import ExpressionParser
 from emulated_kernel.trace.hist.field import (
+    LATER_STACK_DEPTH,
     MAX_STRING,
-    STACK_DEPTH,
+    WORD,
     Flag,
     HistField,
     HistHit,
@@ -44,7 +45,6 @@ from emulated_kernel.trace.trigger.triggers import EventTriggers
 from emulated_kernel.util.errors import KernelError
 
 HITCOUNT = "hitcount"
-_KEY_SIZE_MAX = MAX_STRING + 8 * STACK_DEPTH
 _NOT_FOR_VARIABLES = Flag.GRAPH | Flag.PERCENT | Flag.BUCKET | Flag.LOG2
 _NOT_FOR_VALUES = Flag.BUCKET | Flag.LOG2 | Flag.SYM | Flag.SYM_OFFSET | Flag.SYSCALL | Flag.STACKTRACE
 
@@ -79,6 +79,9 @@ class HistData(Histogram):
         self.made_hists: list[tuple[EventFile, str]] = []
         """Event and command of each histogram that was created on another event, to get a field of it."""
         self.variables = Variables(self, system)
+        if InterfaceRule.HIST_COMMON_STACKTRACE in system.interface:
+            self.chain_name = "common_stacktrace"
+            self.stack_depth = LATER_STACK_DEPTH
 
     # Creation. Mirrors: create_hist_data, create_hist_fields (v6.1).
 
@@ -149,7 +152,7 @@ class HistData(Histogram):
             made.size = made.size + 7 & ~7
             made.offset = self.key_size
             self.key_size += made.size
-            if self.key_size > _KEY_SIZE_MAX:
+            if self.key_size > MAX_STRING + WORD * self.stack_depth:
                 raise KernelError(errno.EINVAL, "histogram: the keys are too long")
             self.keys.append(made)
         if names[KEYS_MAX:]:
@@ -157,11 +160,8 @@ class HistData(Histogram):
 
     def _key(self, text: str) -> HistField:
         """Parse a part of the key, and return its field. Mirrors: create_key_field (v6.1)."""
-        if text in ("stacktrace", self.stack_key):
-            made = HistField(self, Flag.KEY | Flag.STACKTRACE, size=8 * STACK_DEPTH)
-            if InterfaceRule.HIST_COMMON_STACKTRACE in self.system.interface:
-                made.name = self.stack_key
-            return made
+        if text == "stacktrace":
+            return make_field(self, None, Flag.KEY | Flag.STACKTRACE)
         made = ExpressionParser(self.variables).parse(text, Flag.KEY)
         if _has_variables(made):
             raise self.log.error(HistError.INVALID_REF_KEY, leftmost_operand(text))
@@ -195,12 +195,6 @@ class HistData(Histogram):
         raise self.log.error(HistError.INVALID_SORT_FIELD, name)
 
     # Queries
-
-    @property
-    def stack_key(self) -> str:
-        """The name of a key that is a call chain, as files show it."""
-        is_common = InterfaceRule.HIST_COMMON_STACKTRACE in self.system.interface
-        return "common_stacktrace" if is_common else "stacktrace"
 
     def has_variables(self) -> bool:
         """Return True if the histogram defines or uses variables. Mirrors: has_hist_vars (v6.1)."""
@@ -258,12 +252,10 @@ class HistData(Histogram):
                 action.run(now, element, key)
 
     def _key_bytes(self, part: HistField, hit: HistHit) -> bytes:
-        if part.flags & Flag.STACKTRACE:
-            callers = self.triggers.array.callers(hit.hit)[:STACK_DEPTH]
-            return b"".join(caller.to_bytes(8, "little") for caller in callers).ljust(part.size, b"\0")
         value = part.value(hit)
         if isinstance(value, bytes):
-            return value[: part.size - 1].ljust(part.size, b"\0")
+            end = part.size if part.flags & Flag.STACKTRACE else part.size - 1
+            return value[:end].ljust(part.size, b"\0")
         return value.to_bytes(8, "little").ljust(part.size, b"\0")
 
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:

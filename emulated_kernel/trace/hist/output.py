@@ -20,7 +20,7 @@ def command_text(data: HistData) -> str:
 
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_print (v6.1).
     """
-    keys = [data.stack_key if key.flags & Flag.STACKTRACE else key.show() for key in data.keys]
+    keys = [_chain_name(key) if key.flags & Flag.STACKTRACE else key.show() for key in data.keys]
     values = [each.show() for each in data.values[1:] if not each.flags & Flag.VAR]
     variables = [each.show() for each in data.values if each.flags & Flag.VAR]
     if not data.attrs.no_hitcount:
@@ -34,6 +34,13 @@ def command_text(data: HistData) -> str:
     if data.attrs.no_hitcount:
         text += ":nohitcount"
     return text + "".join(action.show() for action in data.actions)
+
+
+def _chain_name(key: HistField) -> str:
+    """Return the name of a key that is a call chain."""
+    if key.field is not None:
+        return f"{key.field.name}.stacktrace"
+    return key.full_name() or "stacktrace"
 
 
 def _sort_texts(data: HistData) -> list[str]:
@@ -104,12 +111,14 @@ class HistPrinter:
 
     def _key(self, key: bytes, comm: bytes) -> str:
         parts = [self._key_part(part, key[part.offset :], comm) for part in self._data.keys]
-        multiline = any(part.flags & Flag.STACKTRACE for part in self._data.keys)
+        multiline = any(part.is_shown_as_chain for part in self._data.keys)
         return f"{{ {', '.join(parts)}{'' if multiline else ' '}}}"
 
     def _key_part(self, part: HistField, key: bytes, comm: bytes) -> str:
-        if part.flags & Flag.STACKTRACE:
-            return f"{self._data.stack_key}:\n{self._stack(key[: part.size])}"
+        if part.is_shown_as_chain:
+            # Linux: the first caller follows the name of a field immediately.
+            separator = ":\n" if part.field is None else ""
+            return f"{_chain_name(part)}{separator}{self._stack(key[: part.size])}"
         return f"{to_text(part.full_name())}: {self._key_value(part, key, comm)}"
 
     def _key_value(self, part: HistField, key: bytes, comm: bytes) -> str:

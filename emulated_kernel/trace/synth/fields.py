@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import struct
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
@@ -16,6 +16,8 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 STRING_MAX = 256
 """Maximum size of a string with its NUL in bytes, and size in an entry of a string of any declared size."""
+_STACK_WORDS = 31
+"""Maximum number of words of a call chain in an entry, with its length."""
 _DATA_LOC = "__data_loc "
 _SIZES_AND_FORMATS = {
     "s64": (8, "%lld"),
@@ -42,6 +44,16 @@ Mirrors: kernel/trace/trace_events_synth.c:synth_field_size, synth_field_fmt (v6
 """
 _WORDS = ("long", "unsigned long")
 """Types that have the size of the guest's long."""
+
+
+class ValueType(NamedTuple):
+    """The type of a variable or of another field of a histogram."""
+
+    name: str
+    size: int
+    """Size of a value in bytes."""
+    is_signed: bool
+    is_call_chain: bool
 
 
 @dataclass(frozen=True)
@@ -78,13 +90,9 @@ class SyntheticField(ABC):
         """The field's argument in the event's print format."""
         return f"REC->{self.name}"
 
-    def takes(self, type_: str, size: int, is_signed: bool) -> bool:
-        """Return True if a variable of a type, size and signedness can be the field's value.
-
-        Mirrors: check_synth_field (v6.1).
-        """
-        del is_signed
-        return type_ == self.type or size == self.size
+    def takes(self, given: ValueType) -> bool:
+        """Return True if a variable of a type can be the field's value. Mirrors: check_synth_field (v6.1)."""
+        return not given.is_call_chain and (given.name == self.type or given.size == self.size)
 
     @abstractmethod
     def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
@@ -105,8 +113,9 @@ class NumberField(SyntheticField):
     def print_fmt(self) -> str:
         return _SIZES_AND_FORMATS[self.type][1]
 
-    def takes(self, type_: str, size: int, is_signed: bool) -> bool:
-        return type_ == self.type or (size, is_signed) == (self.size, self.is_signed)
+    def takes(self, given: ValueType) -> bool:
+        is_alike = (given.size, given.is_signed) == (self.size, self.is_signed)
+        return not given.is_call_chain and (given.name == self.type or is_alike)
 
     def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
         del end
@@ -147,8 +156,8 @@ class DynamicStringField(SyntheticField):
     def print_value(self) -> str:
         return f"__get_str({self.name})"
 
-    def takes(self, type_: str, size: int, is_signed: bool) -> bool:
-        return "char[" in type_ or super().takes(type_, size, is_signed)
+    def takes(self, given: ValueType) -> bool:
+        return "char[" in given.name or super().takes(given)
 
     def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
         data = (value if isinstance(value, bytes) else b"") + b"\0"
@@ -165,21 +174,43 @@ class DynamicStringField(SyntheticField):
         return payload[start : start + length]
 
 
+@dataclass(frozen=True)
 class StackField(DynamicStringField):
-    """A call chain, stored after the fixed part of an entry. No variable can be the value of the field."""
+    """A call chain, stored after the fixed part of an entry as its length and the callers, in guest words."""
+
+    word_size: int
+    """Size in bytes of a guest word."""
 
     @property
     def print_value(self) -> str:
         return f"__get_stacktrace({self.name})"
 
-    def takes(self, type_: str, size: int, is_signed: bool) -> bool:
-        del type_, size, is_signed
-        return False
+    def takes(self, given: ValueType) -> bool:
+        return given.is_call_chain
+
+    def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
+        """Encode a call chain, whose callers have 8 bytes each in `value`; other values are an empty chain.
+
+        Mirrors: kernel/trace/trace_events_synth.c:trace_stack (v6.12).
+        """
+        chain = _words(value, 8) if isinstance(value, bytes) else []
+        # Linux: the length counts as one of the words, of which at most 31 are copied.
+        words = [len(chain), *chain][:_STACK_WORDS] if chain else []
+        data = b"".join(word.to_bytes(self.word_size, "little") for word in words)
+        return (end | len(data) << 16).to_bytes(8, "little"), data
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
-        data = self._data(payload, at)
-        words = (int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8))
-        return "STACK:\n" + "".join(f"=> {sprint_symbol(symbols, word)}\n" for word in words if word)
+        callers = unpack_call_chain(self._data(payload, at), self.word_size)
+        return "STACK:\n" + "".join(f"=> {sprint_symbol(symbols, caller)}\n" for caller in callers)
+
+
+def _words(data: bytes, size: int) -> list[int]:
+    return [int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]
+
+
+def unpack_call_chain(data: bytes, word_size: int) -> list[int]:
+    """Return the callers of a call chain as it is stored in an entry, without the length at its start."""
+    return _words(data, word_size)[1:]
 
 
 def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
@@ -195,7 +226,7 @@ def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
         if size:
             return StringField(type_, name, size)
         return DynamicStringField(_DATA_LOC + type_, name, 8)
-    return StackField(_DATA_LOC + type_, name, 8) if "long[" in type_ else None
+    return StackField(_DATA_LOC + type_, name, 8, word_size) if "long[" in type_ else None
 
 
 def _string_size(type_: str) -> int:

@@ -8,7 +8,7 @@ from emulated_kernel.trace.context.probe_hit import ProbeHit, nested_in
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.synth.fields import SyntheticField
+from emulated_kernel.trace.synth.fields import StackField, SyntheticField, ValueType
 
 SYSTEM = "synthetic"
 """Group of all synthetic events."""
@@ -40,13 +40,14 @@ class SyntheticEvent(TraceEvent):
     def stop(self) -> None:
         """Do nothing: trace() records nothing while the event is disabled."""
 
-    def takes(self, position: int, type_: str, size: int, is_signed: bool) -> bool:
-        """Return True if a variable of a type, size and signedness can be the value of field `position`.
-
-        Positions count from 0.
-        """
+    def takes(self, position: int, given: ValueType) -> bool:
+        """Return True if a variable of a type can be the value of field `position`, counted from 0."""
         fields = self.synthetic_fields
-        return position < len(fields) and fields[position].takes(type_, size, is_signed)
+        return position < len(fields) and fields[position].takes(given)
+
+    def is_call_chain(self, name: str) -> bool:
+        """Return True if the event has a field of this name that is a call chain."""
+        return any(each.name == name and isinstance(each, StackField) for each in self.synthetic_fields)
 
     def trace(self, values: Sequence[int | bytes], hit: ProbeHit) -> None:
         """Trigger the event: record an entry with a value for each field, if the event is enabled.
@@ -77,12 +78,14 @@ class SyntheticEvent(TraceEvent):
         Mirrors: kernel/trace/trace_events_synth.c:print_synth_event (v6.1).
         """
         del sym_addr
-        texts = []
+        text = ""
         at = 0
         for field in self.synthetic_fields:
-            texts.append(f"{field.name}={field.text(payload, at, symbols)}")
+            # Lines of a call chain end the text so far; a blank separates other fields.
+            separator = " " if text and not text.endswith("\n") else ""
+            text += f"{separator}{field.name}={field.text(payload, at, symbols)}"
             at += field.room
-        return " ".join(texts)
+        return text
 
 
 def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:

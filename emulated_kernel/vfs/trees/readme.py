@@ -75,7 +75,9 @@ def readme_text(interface: Interface) -> str:
     )
     events = lines[InterfaceRule.FPROBE_EVENTS] + lines[InterfaceRule.TRACEPOINT_EVENTS]
     nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
-    stack = "common_stacktrace" if InterfaceRule.HIST_COMMON_STACKTRACE in interface else "stacktrace"
+    has_chains = InterfaceRule.HIST_COMMON_STACKTRACE in interface
+    stack = "common_stacktrace" if has_chains else "stacktrace"
+    chain = "; long[] stack" if has_chains else ""
     return f"""\
 tracing: the files of this directory.
 
@@ -148,7 +150,7 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
                    [unsigned] char/int/long, char[<size>], char[]
   dynamic_events          - Create/append/remove/show events of all kinds that have definitions
   synthetic_events        - Create/append/remove/show the events that histograms generate:
-           echo 'delay u64 usecs; pid_t pid; char name[]' >> synthetic_events
+           echo 'delay u64 usecs; pid_t pid; char name[]{chain}' >> synthetic_events
   uprobe_events           - Create/append/remove/show the events on user programs; they cannot be enabled here
             place (uprobe): <path>:<offset>[%return][(ref_ctr_offset)]
   uprobe_profile          - the events of uprobe_events
@@ -183,7 +185,8 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
        [:pause][:continue][:clear][:name=histname1]{nohitcount}[:<handler>.<action>][ if <filter>]
    A field may have a modifier: .hex .sym .sym-offset .syscall .execname (of common_pid) .log2 .buckets=size
    .usecs (of common_timestamp) .percent .graph. Variables and values may be sums, differences, products
-   and quotients. Further fields are common_timestamp, common_cpu, and, as a key, {stack}.
+   and quotients. Further fields are common_timestamp and common_cpu.
+   A key can be any field, or the special string '{stack}'.
    Handlers:
       onmatch(matching.event) - the other event was hit before with the same key
       onmax(var)              - the variable is greater than ever before for this key

@@ -28,7 +28,7 @@ _READING = ("vfs_read", "ksys_read")
 _ANY = ("stacktrace", "traceoff", "traceoff:2")
 """Commands for any function."""
 _UNREAD = ("snapshot", "snapshot:1", "stacktrace:3")
-"""Commands for functions outside of _READING; the numbers of calls of _READING differ between the kernels."""
+"""Commands for functions outside of _READING; the kernels call those different numbers of times."""
 
 _EVENTS = ("enable_event:keep:probed", "disable_event:keep:probed")
 """Commands for the same functions as those in _UNREAD."""

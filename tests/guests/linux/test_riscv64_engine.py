@@ -178,7 +178,9 @@ def test_modules(clean: Mount) -> None:
 def test_the_profile_is_for_one_processor(engine: LinuxEngine) -> None:
     """It keeps the kernel's own interface; other processors' kernels refuse it in one line."""
     image = package(META, SUITE, "riscv64")
-    options = MountOptions(image.parent, machine=MachineConfig(image=image, profile=RISCV_FTRACE_PROFILE))
+    options = MountOptions(
+        str(image.parent), machine=MachineConfig(image=image, profile=RISCV_FTRACE_PROFILE)
+    )
     check_kprobes(options)
     found = _linux_profile(options, engine.kernel)
     assert (found.ftrace, found.interface) == (True, KERNEL_INTERFACE)

@@ -93,3 +93,61 @@ def test_6_1_has_none_of_these() -> None:
         assert "event filter parse error" not in kernel.read_file("tracing/error_log")
         kernel.write_file(f"{EVENT}/trigger", "hist:keys=stacktrace")
         assert "hist:keys=stacktrace:" in kernel.read_file(f"{EVENT}/trigger")
+
+
+CHAIN = "tracing/events/synthetic/lat"
+
+
+@pytest.fixture
+def chain(kernel: Kernel) -> Kernel:
+    """A kernel with a synthetic event that has a call chain between two numbers, and a histogram for it."""
+    kernel.write_file("tracing/dynamic_events", "s:lat u64 n; unsigned long[] stack; u64 m")
+    kernel.write_file(f"{CHAIN}/enable", "1")
+    kernel.write_file(
+        f"{EVENT}/trigger",
+        "hist:keys=a:s=common_stacktrace,n=a:onmatch(kprobes.calls).trace(lat,$n,$s,$n)",
+    )
+    return kernel
+
+
+def test_a_call_chain_is_a_variable_and_a_field_of_a_synthetic_event(chain: Kernel) -> None:
+    chain.write_file(f"{EVENT}/trigger", "hist:keys=common_stacktrace")
+    chain.write_file(f"{CHAIN}/trigger", "hist:keys=stack.stacktrace,n")
+    chain.call("gcd", 12, 18)
+    counted = chain.read_file(f"{EVENT}/hist").partition("{ common_stacktrace:")[2].partition("}")[0]
+    callers = counted.split()
+    assert callers[0].startswith("gcd+")
+    assert len(callers) > 1
+    text = chain.read_file("tracing/trace").partition(": lat: ")[2]
+    lines = "".join(f"=> {each}\n" for each in callers)
+    assert text == f"n=12 stack=STACK:\n{lines}m=12\n"
+    key = chain.read_file(f"{CHAIN}/hist").partition("{ stack.stacktrace")[2].partition("}")[0]
+    assert key.replace(",", "").split() == [*callers, "n:", "12"]
+
+
+def test_only_a_call_chain_is_the_value_of_a_call_chain(chain: Kernel) -> None:
+    for arguments in ("$t,$t,$m", "$m,$m,$m", "$m,a,$m"):
+        command = f"hist:keys=b:t=common_stacktrace,m=b:onchange($m).trace(lat,{arguments})"
+        with pytest.raises(KernelError) as refused:
+            chain.write_file(f"{EVENT}/trigger", command)
+        assert refused.value.name == "EINVAL"
+        assert "Param type doesn't match synthetic event field type" in chain.read_file("tracing/error_log")
+
+
+@pytest.mark.parametrize(
+    "trigger", ["keys=n.stacktrace", "keys=n:vals=stack", "keys=n:vals=common_stacktrace"]
+)
+def test_call_chains_are_no_values_and_numbers_no_call_chains(chain: Kernel, trigger: str) -> None:
+    with pytest.raises(KernelError) as refused:
+        chain.write_file(f"{CHAIN}/trigger", f"hist:{trigger}")
+    assert refused.value.name == "EINVAL"
+    assert "Invalid field modifier" in chain.read_file("tracing/error_log")
+
+
+def test_6_1_has_no_variables_that_are_call_chains() -> None:
+    with Kernel() as kernel:
+        kernel.write_file("tracing/kprobe_events", DEFINITION)
+        for trigger in ("keys=a:s=common_stacktrace", "keys=a:s=stacktrace", "keys=a.stacktrace"):
+            with pytest.raises(KernelError) as refused:
+                kernel.write_file(f"{EVENT}/trigger", f"hist:{trigger}")
+            assert refused.value.name == "EINVAL"

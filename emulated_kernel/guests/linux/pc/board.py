@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from ctypes import addressof, c_uint64
 from time import monotonic_ns
 from typing import Any, ClassVar, Protocol
 
@@ -26,6 +27,10 @@ _STEPS = TscWords.steps.offset // 8
 class TimeFollower(Protocol):
     """Interface of an object that shows the machine's time to guest code, which can advance that time."""
 
+    @property
+    def host_address(self) -> int:
+        """Address in this process of the u64 in which guest code advances the time, in nanoseconds."""
+
     def go_on(self, tsc: int, cycles: int) -> int:
         """Advance the time, show the new time to guest code and return it.
 
@@ -34,6 +39,29 @@ class TimeFollower(Protocol):
 
     def show(self, cycles: int) -> None:
         """Show the TSC value `cycles` to guest code as the current time."""
+
+
+class CountedTime:
+    """A TimeFollower for a guest whose instructions are counted, and which is shown no other time."""
+
+    def __init__(self, khz: int) -> None:
+        """Count nanoseconds for a counter of `khz` cycles in a millisecond."""
+        self._khz = khz
+        self._ns = c_uint64()
+        self._part = 0
+        """Part of a cycle that has passed, in units of a millionth."""
+
+    @property
+    def host_address(self) -> int:
+        return addressof(self._ns)
+
+    def go_on(self, tsc: int, cycles: int) -> int:
+        passed, self._part = divmod(self._ns.value * self._khz + self._part, _MILLION)
+        self._ns.value = 0
+        return tsc + passed + cycles
+
+    def show(self, cycles: int) -> None:
+        """Show nothing: the guest reads the TSC, and has no other time."""
 
 
 class Board(ABC):
@@ -54,6 +82,8 @@ class Board(ABC):
         self.words = TscWords(tsc=10**9, steps=seed)
         """The TSC and the generator of its random steps; the host's routine for rdtsc uses both."""
         self._cells = memoryview(self.words).cast("B").cast("Q")
+        self.counts_instructions = False
+        """Whether time passes with the guest's instructions, and not with readings."""
         self._wall: Callable[[], int] | None = None
         """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
         self._wall_base = 0
@@ -156,11 +186,12 @@ class Board(ABC):
         """Advance the time by a random step and return it, as the result of rdtsc.
 
         The step varies, because some code waits until it has read two different values. If the
-        guest's time follows the host's and lags by more than the step, it advances to the host's time.
+        guest's time follows the host's and lags by more than the step, it advances to the host's time. If
+        instructions are counted, the step is 0.
         """
         state = (self._cells[_STEPS] * STEP_FACTOR + STEP_ADDEND) & _MASK
         self._cells[_STEPS] = state
-        step = SHORTEST_STEP + (state >> STEP_SHIFT)
+        step = 0 if self.counts_instructions else SHORTEST_STEP + (state >> STEP_SHIFT)
         if self._wall is not None:
             step = max(step, self.behind() * self.khz // _MILLION)
         self.pass_time(step)

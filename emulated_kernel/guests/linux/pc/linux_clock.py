@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from ctypes import addressof, c_uint64
 from functools import partial
 from struct import Struct
 
@@ -14,6 +15,8 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.machine.guest_clock import GuestClock
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
+STEP_NS = 40
+"""Nanoseconds by which each reading by guest code advances the time, if instructions are not counted."""
 _MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")
 _EPOCH = "epoch_ns", "epoch_cyc", "sched_clock_mask"
 _FACTORS = "mult", "shift"
@@ -28,9 +31,6 @@ class LinuxClock(GuestClock):
     Compiled handlers in the guest read the time from a word in memory, and advance the word at each reading.
     """
 
-    step_ns = 40
-    """Nanoseconds by which each reading by guest code advances the word with the time."""
-
     def __init__(self, pc: Board, memory: GuestMemory, cell: int) -> None:
         """Follow the counter of `pc`.
 
@@ -39,11 +39,17 @@ class LinuxClock(GuestClock):
         super().__init__()
         self.cell = cell
         self._now = memory.view(cell, 8).cast("Q")
+        self.host_address = addressof(c_uint64.from_buffer(self._now))
         self._shown = 0
         self._pc = pc
         self.is_virtual = not pc.is_real
         self.show(pc.tsc)
         pc.follower = self
+
+    @property
+    def step_ns(self) -> int:
+        """Nanoseconds by which a reading by guest code advances the cell; 0 if instructions advance it."""
+        return 0 if self._pc.counts_instructions else STEP_NS
 
     @abstractmethod
     def _ns(self, cycles: int) -> int:

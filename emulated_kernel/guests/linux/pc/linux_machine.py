@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from emulated_kernel.machine.quirks.hook_range import HookRange
 from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_BLOCK, HOOK_CODE, Engine
+from emulated_kernel.util.errors import KernelError
 
 _TIMER_LIMIT = 1 << 20
 """Maximum number of successive timer interrupts in an idle guest.
@@ -93,6 +95,13 @@ class LinuxMachine(ABC):
         """Functions to call before the emulator is freed."""
         self.death: str = ""
         """Reason why the guest cannot run any more, or "" while it can."""
+
+    def count_instructions(self) -> None:
+        """Let time pass with the guest's instructions, traps and handlers of the host from now on.
+
+        Raises: KernelError EOPNOTSUPP (only x86_64 kernels on some hosts can do this).
+        """
+        raise KernelError(errno.EOPNOTSUPP, "not with this architecture's kernels; leave it out")
 
     def call_at(self, address: int, function: Callable[[], object]) -> None:
         """Call `function` from now on whenever the guest reaches an address.

@@ -1,0 +1,103 @@
+"""Line tables: the addresses of the lines of a source file, from the DWARF of an ELF file."""
+
+from __future__ import annotations
+
+import errno
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from emulated_kernel.util.errors import KernelError
+
+Lines = dict[int, list[int]]
+"""Number of a source line -> sorted addresses at which code of the line begins."""
+
+
+class LineTables:
+    """The line tables of an ELF file with debug information. A unit's table is read when it is needed."""
+
+    def __init__(self, elf: Any) -> None:
+        """Use an open ELF file. Raises: KernelError EINVAL (it has no line tables)."""
+        self._dwarf: Any = None
+        if elf.has_dwarf_info(strict=True):
+            self._dwarf = elf.get_dwarf_info(relocate_dwarf_sections=False)
+        if self._dwarf is None or not self._dwarf.has_debug_info or self._dwarf.debug_line_sec is None:
+            raise KernelError(errno.EINVAL, "it has no line numbers (no .debug_line)")
+        self.names: set[str] = set()
+        """Names, without directories, of all source files in the tables that were read."""
+
+    def lines(self, file: str) -> Mapping[str, Lines]:
+        """Return the path of each source file with code that `file` names -> its lines.
+
+        `file` is a path, or the end of a path. If units were compiled from such a file, only their tables are
+        read; otherwise all are, because the file is included by others.
+        """
+        units = [(unit, unit.get_top_DIE()) for unit in self._dwarf.iter_CUs()]
+        own = [(unit, top) for unit, top in units if _is_named(_source(top), file)]
+        found: dict[str, dict[int, set[int]]] = {}
+        for unit, top in own or units:
+            for path, line, address in self._rows(unit, top, file):
+                found.setdefault(path, {}).setdefault(line, set()).add(address)
+        return {
+            path: {line: sorted(addresses) for line, addresses in sorted(lines.items())}
+            for path, lines in found.items()
+        }
+
+    def _rows(self, unit: Any, top: Any, file: str) -> Iterator[tuple[str, int, int]]:
+        """Yield (path, line, address) for the starts of statements in one unit that are of `file`."""
+        program = self._dwarf.line_program_for_CU(unit)
+        if program is None:
+            return
+        paths = _paths(program, _text(top, "DW_AT_comp_dir"))
+        self.names.update(posixpath.basename(path) for path in paths)
+        wanted = {number: path for number, path in enumerate(paths) if _is_named(path, file)}
+        if not wanted:
+            return
+        for entry in program.get_entries():
+            state = entry.state
+            if state is not None and state.is_stmt and not state.end_sequence and state.file in wanted:
+                yield wanted[state.file], state.line, state.address
+
+
+def _paths(program: Any, directory: str) -> list[str]:
+    """Return the path of each file of a unit by its number; relative to `directory` if it is below that."""
+    header = program.header
+    is_numbered_from_1 = header["version"] < 5
+    folders = [_decoded(each) for each in header["include_directory"]]
+    files = header["file_entry"]
+    found = []
+    if is_numbered_from_1:
+        folders.insert(0, "")
+        found.append("")
+    for each in files:
+        folder = folders[each["dir_index"]] if each["dir_index"] < len(folders) else ""
+        path = posixpath.normpath(posixpath.join(directory, folder, _decoded(each["name"])))
+        found.append(path.removeprefix(f"{directory}/") if directory else path)
+    return found
+
+
+def _source(top: Any) -> str:
+    """Return the path of the file from which a unit was compiled."""
+    directory = _text(top, "DW_AT_comp_dir")
+    path = posixpath.normpath(posixpath.join(directory, _text(top, "DW_AT_name")))
+    return path.removeprefix(f"{directory}/") if directory else path
+
+
+def _is_named(path: str, file: str) -> bool:
+    return path == file or path.endswith(f"/{file}")
+
+
+def _text(die: Any, name: str) -> str:
+    attribute = die.attributes.get(name)
+    return "" if attribute is None else _decoded(attribute.value)
+
+
+def _decoded(name: Any) -> str:
+    return name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
+
+
+def nearest_lines(lines: Mapping[int, object], line: int) -> Sequence[int]:
+    """Return the last line with code before `line` and the first one after it, as far as they exist."""
+    before = max((each for each in lines if each < line), default=None)
+    after = min((each for each in lines if each > line), default=None)
+    return [each for each in (before, after) if each is not None]
