@@ -1,7 +1,7 @@
-"""Draws docs/images/patching-ARCH.svg: the text of a probe before, at each stage of patching, and afterwards.
+"""Draws docs/images: the text of a probe at each stage of patching, and a listing of `kprobefs explain`.
 
-The bytes are those of a kernel that runs during the command. With --check, compare the pictures with the
-existing ones.
+patching-ARCH.svg shows the text before, at each stage of patching, and afterwards. Its bytes are those of a
+kernel that runs during the command. With --check, compare the pictures with the existing ones.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from typing import NamedTuple
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
+from kprobefs.plan.explanation import Explanation
+from kprobefs.plan.picture import picture as explanation_picture
+from kprobefs.plan.place import find_place
+from kprobefs.plan.planned_kernel import planned_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs/images"
 FUNCTION = "gcd"
+EXPLAINED = "gcd+5"
+"""Place whose listing explain-x86_64.svg shows."""
 ARCHS = {"x86_64": ("linux-6.1", 5), "riscv64": ("riscv-optprobes-2023", 34)}
 """Architecture -> profile, and the offset of the probe in FUNCTION."""
 COLOURS = {"original": "#dff0e0", "breakpoint": "#f6c9c7", "jump": "#cfe1f8"}
@@ -156,12 +162,19 @@ def _legend(baseline: int) -> Iterator[str]:
         yield f'  <text x="{left + 22}" y="{baseline}">{kind}</text>'
 
 
+def listing() -> str:
+    """Return the picture that `kprobefs explain --svg` writes for EXPLAINED."""
+    kernel = planned_kernel("x86_64", None, None, None)
+    return explanation_picture([Explanation(kernel, find_place(EXPLAINED, kernel.tables))], whole=False)
+
+
 def main(arguments: list[str]) -> int:
     """Write the pictures, or compare them with the existing ones; return the exit status."""
     status = 0
-    for arch in ARCHS:
-        path = PICTURES / f"patching-{arch}.svg"
-        drawn = picture(arch)
+    pictures = {f"patching-{arch}": picture(arch) for arch in ARCHS}
+    pictures["explain-x86_64"] = listing()
+    for name, drawn in pictures.items():
+        path = PICTURES / f"{name}.svg"
         if arguments != ["--check"]:
             path.write_text(drawn)
         elif not path.is_file() or path.read_text() != drawn:

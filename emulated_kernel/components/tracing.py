@@ -48,6 +48,7 @@ from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.graphs import build_graphs
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
@@ -210,13 +211,13 @@ def _build_services(
         clocks=ClockSource(machine.clock),
         tracer_options=TracerOptions(kernel.other_tracers),
         interface=interface,
-        filter_words=_filter_words(kernel, arch, interface),
+        filter_words=_filter_words(kernel, arch, interface, kprobes.lock),
         release=kernel.release or interface.release,
         user_data=kernel.user_data,
     )
 
 
-def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface) -> FilterWords:
+def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface, lock: ControlLock) -> FilterWords:
     """Return the features that the kernel's event filters have, with its functions and number of CPUs."""
     symbols = kernel.symbols
 
@@ -227,7 +228,10 @@ def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface) -> Fil
             return None
         return range(found.symbol.address, found.symbol.address + found.symbol.size)
 
-    return FilterWords(interface, len(kernel.machine.per_cpu_bases), arch.word_size, find)
+    memory = MemoryBudget(
+        kernel.limits, Limit.DEFINITION_BYTES, Limit.USER_DEFINITION_BYTES, lambda: lock.user
+    )
+    return FilterWords(interface, len(kernel.machine.per_cpu_bases), arch.word_size, find, memory)
 
 
 def _build_functions(

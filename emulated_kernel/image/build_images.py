@@ -57,6 +57,7 @@ SOURCE = Path(__file__).parent / "src"
 MANIFEST = PREBUILT / "manifest.json"
 EXIT_OTHER_COMPILER = 77
 _SCRIPT = "vmlinux.lds"
+_SYMBOLS = "kallsyms.o"
 _TYPES_TOOL = "pahole"
 _DEBUG_FLAGS = "-gdwarf-4"
 _NOTES = ".prototypes"
@@ -332,15 +333,16 @@ def build(arch: str, options: str = "") -> Built:
     target = replace(TARGETS[arch], flags=TARGETS[arch].flags + options)
     with tempfile.TemporaryDirectory(prefix="kprobefs-image-") as directory:
         work = Path(directory)
-        objects = _compile_all(target, work)
+        has_types = target.has_types and bool(tool_version(_TYPES_TOOL))
+        # gcc's code does not depend on debugging information, so the image and its types share the objects.
+        objects = _compile_all(target, work, [_DEBUG_FLAGS] if has_types else [])
         vmlinux = _link_with_symbols(target, objects, work)
         data = _sort_ex_table(vmlinux.read_bytes())
         vmlinux.write_bytes(data)
         image = load_image(vmlinux, arch.partition("-")[0])
         modules = _build_modules(target, work) if target.has_modules else {}
         arguments = _argument_counts(work, image, modules)
-        has_types = target.has_types and bool(tool_version(_TYPES_TOOL))
-        types = _build_types(target, work) if has_types else b""
+        types = _build_types(target, objects, work) if has_types else b""
     manifest = {
         "sha256": hashlib.sha256(data).hexdigest(),
         "size": len(data),
@@ -357,17 +359,11 @@ def build(arch: str, options: str = "") -> Built:
     return Built(data, manifest, modules, arguments, types)
 
 
-def _build_types(target: BuildTarget, work: Path) -> bytes:
-    """Return the BTF of an image, made from an image with debugging information.
-
-    gcc's code does not depend on that information. Raises: BuildError.
-    """
-    directory = work / "types"
-    directory.mkdir()
-    described = replace(target, flags=f"{target.flags} {_DEBUG_FLAGS}")
-    vmlinux = _link_with_symbols(described, _compile_all(described, directory), directory)
-    output = directory / types_file.FILE_NAME
-    _run([_TYPES_TOOL, "--btf_encode", f"--btf_encode_detached={output}", str(vmlinux)])
+def _build_types(target: BuildTarget, objects: list[Path], work: Path) -> bytes:
+    """Return the BTF of the linked image, whose objects have debugging information. Raises: BuildError."""
+    output = work / types_file.FILE_NAME
+    described = _link(target, [*objects, work / _SYMBOLS], work, keeps_debug=True)
+    _run([_TYPES_TOOL, "--btf_encode", f"--btf_encode_detached={output}", str(described)])
     return output.read_bytes()
 
 
@@ -420,10 +416,10 @@ def sources(target: BuildTarget) -> list[Path]:
     return sorted((p for p in mine if not p.stem.endswith(other_width)), key=lambda p: p.as_posix())
 
 
-def _compile_all(target: BuildTarget, work: Path) -> list[Path]:
+def _compile_all(target: BuildTarget, work: Path, more: list[str]) -> list[Path]:
     def compile_one(source: Path) -> Path:
         output = work / (source.as_posix().replace("/", "_") + ".o")
-        _compile(target, source, output, [])
+        _compile(target, source, output, more)
         return output
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -458,10 +454,11 @@ def _link_with_symbols(target: BuildTarget, objects: list[Path], work: Path) -> 
     raise BuildError("the symbol table differs after each link")
 
 
-def _link(target: BuildTarget, objects: list[Path], work: Path) -> Path:
-    vmlinux = work / "vmlinux"
+def _link(target: BuildTarget, objects: list[Path], work: Path, *, keeps_debug: bool = False) -> Path:
+    vmlinux = work / ("vmlinux.debug" if keeps_debug else "vmlinux")
     script = str(work / _SCRIPT)
     command = [target.linker, *target.linker_flags.split(), "-X", "-T", script, "-o", str(vmlinux)]
+    command += [] if keeps_debug else ["--strip-debug"]
     _run([*command, *map(str, objects)])
     return vmlinux
 
@@ -475,7 +472,7 @@ def _preprocess_script(target: BuildTarget, work: Path) -> None:
 def _assemble_symbols(target: BuildTarget, symbols: Kallsyms | None, work: Path) -> Path:
     """Assemble the tables that kernel/kallsyms.c reads; without `symbols` they are empty."""
     source = work / "kallsyms.S"
-    output = work / "kallsyms.o"
+    output = work / _SYMBOLS
     source.write_text(_symbol_source(symbols))
     _run([target.compiler, *target.flags.split(), "-c", str(source), "-o", str(output)])
     return output

@@ -334,7 +334,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def has_python_post_handler(self) -> bool:
-        """Whether a Python handler runs after the step."""
+        """Whether a Python handler runs after the probed instruction."""
         self.collect()
         return bool(self._post_handlers)
 

@@ -50,7 +50,7 @@ class Observers:
         patches, probes, seen = self._known
         if patches == self._originals.changes and probes == self._table.changes:
             return seen
-        with self._lock:
+        with self._lock.observing():
             seen = self._find_sight()
             self._known = self._originals.changes, self._table.changes, seen
         return seen

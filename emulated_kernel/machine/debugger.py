@@ -97,8 +97,9 @@ class Debugger:
     def resume(self, *, step: bool) -> None:
         """Let the guest run; with `step`, only until the next instruction.
 
-        From the breakpoint of a probe, the next instruction is the one after the probe: the slot, the detour
-        and the handlers count as part of it. From elsewhere, their instructions are stepped, too.
+        At a probe's breakpoint, a step also executes the slot, the detour and the handlers, and ends after
+        the probed instruction. If the guest has stopped inside of this code, a step executes one instruction
+        of the code.
         """
         self._steps = step
         self._interrupts = False

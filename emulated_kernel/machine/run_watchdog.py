@@ -204,7 +204,10 @@ class Watchdog:
             self._guard(self._started)
 
     def _guard(self, started: float) -> None:
-        """Sleep until the budget of the run that began at `started` ends, or stop the run if it has ended."""
+        """Sleep until the budget of a run ends, or stop the run if its budget has ended already.
+
+        `started` is the time at which the run began.
+        """
         self._sleeps_long = True
         is_unwanted = self._is_unwanted
         remaining = self._remaining(started)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -31,6 +31,13 @@ class Limit(Enum):
     """Maximum size of the host's memory for keys and variables of all histograms, in bytes."""
     USER_HIST_BYTES = "user_hist_bytes"
     """Maximum part of HIST_BYTES that one user takes, who is neither root nor the owner of the mount."""
+    DEFINITION_BYTES = "definition_bytes"
+    """Maximum size of the host's memory for all filters and synthetic events, in bytes."""
+    USER_DEFINITION_BYTES = "user_definition_bytes"
+    """Maximum part of DEFINITION_BYTES that one user takes.
+
+    It limits users who are neither root nor the owner of the mount.
+    """
     USER_RECORD_BYTES = "user_record_bytes"
     """Maximum size in bytes of all ring buffers and snapshots that one user has allocated.
 
@@ -50,6 +57,8 @@ DEFAULTS: Mapping[Limit, int | None] = MappingProxyType(
         Limit.USER_OPEN_FILES: 16384,
         Limit.HIST_BYTES: 512 << 20,
         Limit.USER_HIST_BYTES: 128 << 20,
+        Limit.DEFINITION_BYTES: 512 << 20,
+        Limit.USER_DEFINITION_BYTES: 128 << 20,
         Limit.USER_RECORD_BYTES: 128 << 20,
         Limit.SCRATCH_BYTES: None,
     }
@@ -63,12 +72,19 @@ ERRNO = {
     Limit.USER_OPEN_FILES: errno.ENFILE,
     Limit.HIST_BYTES: errno.ENOMEM,
     Limit.USER_HIST_BYTES: errno.ENOMEM,
+    Limit.DEFINITION_BYTES: errno.ENOMEM,
+    Limit.USER_DEFINITION_BYTES: errno.ENOMEM,
     Limit.USER_RECORD_BYTES: errno.ENOMEM,
 }
 """Limit -> errno of a request that would exceed it. The guest enforces SCRATCH_BYTES itself, with ENOSPC."""
 RECORD_BYTES = "record_bytes"
 """Name of the line in machine/limits for the memory of all ring buffers, whose limit cannot be set."""
 UNLIMITED = "max"
+BYTES_PER_CHARACTER = 60
+"""Memory of the host that a character of a filter or a synthetic event's definition takes, in bytes.
+
+36 to 57 were measured, with the shortest fields, numbers and names.
+"""
 _NUMBER = re.compile(r"[0-9]{1,20}")
 _MAX_VALUE = 1 << 48
 _RUN_BUDGETS_MS = range(10, 600_001)
@@ -166,19 +182,44 @@ class MemoryBudget:
         self._total = total
         self._share = share
         self.user = user
-        self.used = 0
-        """Number of bytes that all users together have in use."""
+        self._used = 0
         self._by_user: Counter[int] = Counter()
+        self._ended: deque[tuple[int, int]] = deque()
+        """Size and user of each Charge that has ended and is not given back yet."""
+
+    @property
+    def used(self) -> int:
+        """Number of bytes that all users together have in use."""
+        self._settle()
+        return self._used
 
     @property
     def max_by_user(self) -> int:
         """Largest number of bytes that one user has in use; 0 if only root and the owner use any."""
+        self._settle()
         return max(self._by_user.values(), default=0)
+
+    def charge(self, text: str) -> Charge:
+        """Charge the memory that the definition `text` takes to the present user.
+
+        Raises: KernelError ENOMEM (a limit would be exceeded).
+        """
+        size = BYTES_PER_CHARACTER * len(text)
+        user = self.user()
+        if not self.take(size, user):
+            raise KernelError(errno.ENOMEM, f"{self._share.value} is reached; remove filters or events first")
+        return Charge(self._ended, size, user)
+
+    def _settle(self) -> None:
+        """Give back the charges that have ended. The caller holds the control lock."""
+        while self._ended:
+            self.give_back(*self._ended.popleft())
 
     def take(self, size: int, user: int) -> bool:
         """Charge bytes to a user. Return False, with nothing changed, if a limit would be exceeded."""
+        self._settle()
         most = None if self._total is None else self._limits[self._total]
-        if most is not None and self.used + size > most:
+        if most is not None and self._used + size > most:
             return False
         if user:
             share = self._limits[self._share]
@@ -188,13 +229,13 @@ class MemoryBudget:
         return True
 
     def _add(self, size: int, user: int) -> None:
-        self.used += size
+        self._used += size
         if user:
             self._by_user[user] += size
 
     def give_back(self, size: int, user: int) -> None:
         """Take back bytes that were charged to a user."""
-        self.used -= size
+        self._used -= size
         if user:
             self._by_user[user] -= size
             if not self._by_user[user]:
@@ -220,3 +261,20 @@ class MemoryBudget:
             for charge in freed:
                 self._add(*charge)
             raise
+
+
+class Charge:
+    """Memory that is charged to a user for as long as this object exists.
+
+    The garbage collector may run in any thread, so the end of the object only notes what to give back.
+    """
+
+    __slots__ = ("_ended", "_size", "_user")
+
+    def __init__(self, ended: deque[tuple[int, int]], size: int, user: int) -> None:
+        self._ended = ended
+        self._size = size
+        self._user = user
+
+    def __del__(self) -> None:
+        self._ended.append((self._size, self._user))

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from select import POLLIN, poll
 from threading import Event
@@ -30,7 +31,7 @@ The host kernel blocks other writers to the same file during that time.
 """
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BufferedReader:
     """Open a regular file for reading; `flags` are additional flags of open(2).
 
     Raises: OSError, EISDIR, EINVAL (not a regular file), ValueError (a path with NUL).

@@ -89,22 +89,16 @@ class ControlFile(FileDescription):
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Return the file's attributes, and let the guest repeat the client's call; see FileDescription."""
         fs = self.fs
-        if fs.lock.is_lent:
-            with fs.lock.observing():
-                self.check()
-                return fs.tree.stat(self.inner.node)
         informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
-        with fs.lock:
+        with fs.lock.observing():
             self.check()
-            if informed is not None:
+            if informed is not None and not fs.lock.is_lent:
                 with suppress(KernelError):
                     fs.calls.on_file(informed, self.path, self, ATTRIBUTE_CALLS)
             return fs.tree.stat(self.inner.node)
 
     def informed(self, client: Client) -> Client:
         """Return the client with facts, by GuestCalls.informed_of_file(); see FileDescription."""
-        if self.fs.is_observed(self.path, self.flags):
-            return client
         return self.fs.calls.informed_of_file(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
@@ -114,11 +108,10 @@ class ControlFile(FileDescription):
 
     def _read(self, client: Client, size: int, offset: int) -> bytes:
         """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), as read()."""
-        if self.fs.is_observed(self.path, self.flags):
-            with self.fs.lock.observing():
+        with self.fs.lock_for(self.path, self.flags):
+            if self.fs.lock.is_lent:
                 self.check()
                 return self.inner.read_step(size, offset)
-        with self.fs.lock:
             if self.error:
                 raise self.gone()
             return self.fs.calls.read(client, self, size, offset)
@@ -191,8 +184,7 @@ class ControlFile(FileDescription):
         Lock: takes.
         """
         fs = self.fs
-        is_observer = self.fd is None and fs.is_observed(self.path, self.flags)
-        with fs.lock.observing() if is_observer else fs.lock:
+        with fs.lock_for(self.path, self.flags) if self.fd is None else fs.lock:
             if self.error:
                 return
             del fs.opened[self]
@@ -220,22 +212,18 @@ class ControlDirectory(OpenDirectory):
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Return the attributes of the directory, and let the guest repeat the call; see FileDescription."""
         fs = self.fs
-        if fs.lock.is_lent:
-            with fs.lock.observing():
-                return fs.tree.getattr(require_path(self.path))
         informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
-        with fs.lock:
-            if informed is not None:
+        with fs.lock.observing():
+            if informed is not None and not fs.lock.is_lent:
                 with suppress(KernelError):
                     fs.calls.on_file(informed, self.path, None, ATTRIBUTE_CALLS)
             return fs.tree.getattr(require_path(self.path))
 
     def listed(self, client: Client) -> None:
         """Let the guest repeat the client's getdents64(2), by GuestCalls.listed(); see OpenDirectory."""
-        if self.fs.lock.is_lent:
-            return
-        with self.fs.lock:
-            self.fs.calls.listed(client, self)
+        with self.fs.lock.observing():
+            if not self.fs.lock.is_lent:
+                self.fs.calls.listed(client, self)
 
     def release(self) -> None:
         """Release the description, and close the guest's descriptor; see FileDescription. Lock: takes."""
@@ -564,10 +552,11 @@ class ControlFs(FileSystem):
                 found = self.tree.getattr(path)
             return found
         finally:
-            if client is not None and self.calls.sees_lookups and not self.lock.is_lent:
+            if client is not None and self.calls.sees_lookups:
                 informed = self.calls.informed(client(), None if found is None else "")
-                with self.lock:
-                    self.calls.looked_up(informed, path, found)
+                with self.lock.observing():
+                    if not self.lock.is_lent:
+                        self.calls.looked_up(informed, path, found)
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """Return the entries of a directory of the tree; see FileSystem."""
@@ -577,16 +566,15 @@ class ControlFs(FileSystem):
 
     def readlink(self, client: Client, path: str) -> str:
         """Refuse to read a link. Raises: KernelError EINVAL (no control file is a link), as getattr()."""
-        with self.lock:
+        with self.lock.observing():
             return self.tree.readlink(client, path)
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
         """Open a file by GuestCalls.open(), and report O_TRUNC to the watcher; see FileSystem."""
         if not flags & os.O_TRUNC:
-            if self.is_observed(path, flags):
-                with self.lock.observing():
+            with self.lock_for(path, flags):
+                if self.lock.is_lent:
                     return self._open_unseen(client, path, flags)
-            with self.lock:
                 return self._open(client, path, flags)
         with self.settled(), self._changing():
             file = self._open(client, path, flags)
@@ -594,9 +582,15 @@ class ControlFs(FileSystem):
                 self.watcher.truncated(path)
             return file
 
-    def is_observed(self, path: str, flags: int = os.O_RDONLY) -> bool:
-        """Return True if a request must be served without the guest, because a debugger holds the guest."""
-        return self.lock.is_lent and path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY
+    def lock_for(self, path: str, flags: int) -> AbstractContextManager[object]:
+        """Return a context manager that holds the lock for a request about an open file.
+
+        If the request can be served without the guest, it does not wait for a debugger that holds the guest.
+        The block has to ask `lock.is_lent`, which cannot become true in it.
+        """
+        if path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY:
+            return self.lock.observing()
+        return self.lock
 
     def _open_unseen(self, client: Client, path: str, flags: int) -> ControlFile:
         """Open a file for a client, without a call of the guest."""
@@ -619,14 +613,10 @@ class ControlFs(FileSystem):
 
     def opendir(self, client: Client, path: str) -> ControlDirectory:
         """Open a directory, in the guest too if a probe could notice the call; see FileSystem."""
-        if self.lock.is_lent:
-            with self.lock.observing():
-                directory = ControlDirectory(self, path)
-                self.opened[directory] = None
-                return directory
-        with self.lock:
+        with self.lock.observing():
             directory = ControlDirectory(self, path)
-            self.calls.opendir(client, directory)
+            if not self.lock.is_lent:
+                self.calls.opendir(client, directory)
             self.opened[directory] = None
             return directory
 

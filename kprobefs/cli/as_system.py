@@ -59,7 +59,10 @@ HOST_SWITCHES = (
     "kernel/traceoff_on_warning",
     "kernel/tracepoint_printk",
 )
-"""Switches of the host's tracing below /proc/sys. A file of equal content covers one that the mount lacks."""
+"""Switches of the host's tracing below /proc/sys.
+
+Over each one that the mount lacks, a file with the same content is mounted.
+"""
 HOST = ".host"
 """Name of a directory with the host's other files, if the host's kernel lacks a switch that is added."""
 

@@ -249,9 +249,10 @@ class _Question:
 
 
 def _ask(directory: str, writer: int) -> NoReturn:
-    """Write to `writer` the errno of a request that only the daemon answers, and then the mount's state.
+    """Write the errno of a request to the daemon to the descriptor `writer`, and then the mount's state.
 
-    The request for the state also needs the kernel.
+    Each is a line; after an errno other than 0, the state is left out. The daemon alone answers the first
+    request. The request for the state needs the kernel of the mount, too.
     """
     try:
         # A process that waits for the end of the parent's output must not wait for this child.

@@ -237,7 +237,7 @@ class Loader:
             self._error_logs[log] = ""
 
     def _add(self, path: str, value: str, column: int) -> None:
-        """Write those words of `value` that the list in a file does not contain."""
+        """Write to the file at `path` those words of `value` that the file's list does not contain yet."""
         missing = self._missing(path, value)
         if len(missing) > 1:
             # Each close of a filter changes the guest's text, and each write of pids copies their set.

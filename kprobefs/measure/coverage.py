@@ -22,6 +22,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.errors import CliError, ExitStatus, explained
 from kprobefs.common.progress import Progress
+from kprobefs.common.similar_symbols import nearest_symbols
 from kprobefs.measure import coverage_subject
 from kprobefs.measure.cluster import code_digest, run_on_cluster
 from kprobefs.measure.coverage_subject import Subject
@@ -98,11 +99,13 @@ class Source:
         group = self._read()
         if self.pattern is None:
             return group
-        group = [subject.of_functions(self.pattern) for subject in group]
-        if not group[0].symbols:
-            why = f"no such function in {group[0].title}"
+        found = [subject.of_functions(self.pattern) for subject in group]
+        if not found[0].symbols:
+            near = nearest_symbols(self.pattern, group[0].tables.kallsyms)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            why = f"no such function in {group[0].title}{hint}"
             raise CliError(f"--function {self.pattern}: {why}", ExitStatus.USAGE)
-        return group
+        return found
 
     def _read(self) -> list[Subject]:
         with explained(self.image or self.functions or self.vmcore or self.arch or ""):

@@ -17,11 +17,12 @@ from emulated_kernel.trace.text.chars import argv_split
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
+from kprobefs.common.similar_symbols import nearest_symbols
 from kprobefs.definitions.syntax import DEFINITION, SETTING, Line
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
-from kprobefs.plan.place import Place, nearest_symbols
+from kprobefs.plan.place import Place
 from kprobefs.plan.planned_kernel import PlannedKernel
 
 PENDING = "pending"

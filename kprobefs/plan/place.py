@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from difflib import get_close_matches
 
-from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
+from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.common.similar_symbols import SHOWN, SIMILAR, nearest_symbols
 
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{1,16}|[0-9]{1,20}")
-_SHOWN = 3
-"""Maximum number of similar symbols that an error message names."""
-_SIMILAR = 0.7
-"""Least similarity, from 0 to 1, of a symbol that an error message names."""
-_PREFIX = 4
-"""Number of first characters that a symbol must share with a wrong name to be compared with the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +78,7 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
 def _nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
     module = tables.find(name.partition(":")[0]) if isinstance(tables, LiveImage) else None
     known = [] if module is None else [f"{module.name}:{symbol.name}" for symbol in module.symbols]
-    return get_close_matches(name, list(dict.fromkeys(known)), _SHOWN, _SIMILAR)
-
-
-def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
-    """Return the symbols whose names are most similar to `name`, which does not exist.
-
-    The parts that the compiler split off from the function come first.
-    """
-    parts = [f"{name}{suffix}" for suffix in _suffixes(name, kallsyms)]
-    if parts:
-        return parts[:_SHOWN]
-    for length in (_PREFIX, 2, 0):
-        head = name[:length].encode("utf-8", "replace")
-        names = _starting(head, kallsyms)
-        if found := get_close_matches(name, names, _SHOWN, _SIMILAR):
-            return found
-    return []
-
-
-def _starting(head: bytes, kallsyms: Kallsyms) -> list[str]:
-    pattern = rb"\0(" + re.escape(head) + rb"[^\0]*)"
-    names = (found[1].decode("utf-8", "replace") for found in re.finditer(pattern, kallsyms.table.names))
-    return list(dict.fromkeys(names))
-
-
-def _suffixes(name: str, kallsyms: Kallsyms) -> Iterable[str]:
-    return (each[len(name) :] for each in _starting(f"{name}.".encode(), kallsyms))
+    return get_close_matches(name, list(dict.fromkeys(known)), SHOWN, SIMILAR)
 
 
 def _not_text(text: str, address: int, where: Location | None, tables: ProbedTables) -> CliError:

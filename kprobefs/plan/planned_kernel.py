@@ -59,6 +59,8 @@ class PlannedKernel:
         """Path of the kernel's file or package; None for a dump and for the built-in kernel."""
         self.modules: tuple[LinkedModule, ...] = ()
         """Loaded modules, in the order of loading."""
+        self._files: ModuleFiles | None = None
+        """Files of the package's modules, which this kernel and its copies share."""
         self.cpu_description = cpu_description
         """Description, for the output, of the CPUs for which the answers hold."""
         self.remarks: tuple[str, ...] = ()
@@ -110,8 +112,11 @@ class PlannedKernel:
                 ExitStatus.USAGE,
             )
         with explained(self.image):
-            files = ModuleFiles(kernel_file(self.image), core.release).read(name)
+            # Opening the package anew would unpack it anew.
+            self._files = self._files or ModuleFiles(kernel_file(self.image), core.release)
+            files = self._files.read(name)
             found = PlannedKernel(self.title, self.arch, core, self.profile, self.cpu_description)
+            found._files = self._files
             found.image = self.image
             found.remarks = self.remarks
             found.is_booted = self.is_booted

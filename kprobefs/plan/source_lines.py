@@ -70,7 +70,7 @@ class SourceLines:
             raise CliError(
                 f"{shown}: no code for this line; nearest lines with code: {near}", ExitStatus.USAGE
             )
-        return self._in_functions(f"{path}:{line}", [each + self._shift for each in lines[line]])
+        return self._in_functions(text, f"{path}:{line}", [each + self._shift for each in lines[line]])
 
     def _only_path(self, text: str, file: str, paths: Sequence[str]) -> str:
         """Return the one path that a file's name means. Raises: CliError."""
@@ -88,8 +88,12 @@ class SourceLines:
         why = f"the debug information has no code of such a file{hint}"
         raise CliError(f"{shown}: {why} (for a module, give MODULE:SYMBOL)", ExitStatus.USAGE)
 
-    def _in_functions(self, line: str, addresses: Sequence[int]) -> list[Place]:
-        """Return the first of the addresses in each function. Raises: CliError (no probe is possible)."""
+    def _in_functions(self, text: str, line: str, addresses: Sequence[int]) -> list[Place]:
+        """Return the first of the addresses in each function, as a place that the user wrote as `text`.
+
+        Raises: CliError (no probe is possible).
+        """
+        shown = escape_for_terminal(line)
         found: dict[int, Place] = {}
         refusal: CliError | None = None
         for address in addresses:
@@ -97,16 +101,16 @@ class SourceLines:
                 place = find_place(f"{address:#x}", self._kernel.tables)
             except CliError as error:
                 # The code is in init text, for example.
-                refusal = refusal or CliError(f"{line}: {error}", ExitStatus.USAGE)
+                refusal = refusal or CliError(f"{shown}: {error}", ExitStatus.USAGE)
                 continue
-            found.setdefault(place.where.symbol.address, replace(place, line=line))
+            found.setdefault(place.where.symbol.address, replace(place, text=text, line=line))
         if not found:
             assert refusal is not None
             raise refusal
         if len(found) > _MOST:
             names = ", ".join(place.where.name for place in list(found.values())[:_SHOWN])
             why = f"{len(found)} functions have code of this line, as {names}; give SYMBOL+OFFSET"
-            raise CliError(f"{line}: {why}", ExitStatus.USAGE)
+            raise CliError(f"{shown}: {why}", ExitStatus.USAGE)
         return list(found.values())
 
     def _opened(self, path: Path) -> LineTables:

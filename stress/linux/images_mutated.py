@@ -2,8 +2,8 @@
 
 Headers, sizes, counts and offsets of small kernels in each format are damaged. Files are cut at the boundary
 of each structure, and payloads with damaged tables are packed. With IMAGE, the tables of that kernel are
-damaged instead. Each file is read as by a mount. It either is a kernel or causes one line of error output and
-status 2, in bounded time and memory. No files remain.
+damaged instead. Each file is read as by a mount, and by the commands that plan probes. It either is a kernel
+or causes one line of error output and status 2, in bounded time and memory. No files remain.
 """
 
 from __future__ import annotations
@@ -57,6 +57,15 @@ EDGES = (
 )
 _XZ_BLOCK = 12
 """Offset of the first block in an .xz file."""
+PLANS = (
+    ("explain", "func_0", "func_1+2", "--strategy", "extended", "--function"),
+    ("explain", "func_2", "nosuch", "--json"),
+    ("check", "--strategy", "extended"),
+    ("coverage", "--jobs", "1"),
+    ("coverage", "--jobs", "1", "--strategy", "extended", "--json"),
+)
+"""Commands that plan probes, for damaged files that are kernels."""
+DEFINITIONS = "p:one func_0 pid=$arg1\nr:two func_1 $retval\np:three func_2+1 +0(%di):u64\n"
 SHOWN_EVERY = 20
 """One of this many refused files is also passed to the command line, which takes longer."""
 
@@ -64,9 +73,11 @@ SHOWN_EVERY = 20
 class Mutated:
     """Reads damaged files, and counts the outcomes."""
 
-    def __init__(self, seed: int, directory: Path) -> None:
+    def __init__(self, seed: int, directory: Path, planned_every: int = 1) -> None:
+        """Use a random seed and a directory for files; plan probes for one of `planned_every` kernels."""
         self.dice = random.Random(seed)
         self.directory = directory
+        self.planned_every = planned_every
         self.outcomes: Counter[str] = Counter()
         self.failures: list[str] = []
         self.slowest = 0.0
@@ -83,6 +94,8 @@ class Mutated:
             outcome = "failed"
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
         self.outcomes[outcome] += 1
+        if outcome in ("a kernel", "no kernel to boot") and not self.outcomes[outcome] % self.planned_every:
+            self._plan(name, file)
         if outcome == "refused" and self.outcomes[outcome] % SHOWN_EVERY == 1:
             self._show(name, file)
         self._bounded(name, time.process_time() - started)
@@ -121,6 +134,29 @@ class Mutated:
         target.rmdir()
         if (status, out.getvalue(), len(lines), left) != (2, "", 1, ["mnt"]):
             self.failures.append(f"{name}: status {status}, {lines}, left {left}")
+
+    def _plan(self, name: str, file: Path) -> None:
+        """Plan probes for a damaged kernel, and check that each command answers or prints one line."""
+        definitions = self.directory / "definitions"
+        definitions.write_text(DEFINITIONS)
+        for command, *more in PLANS:
+            words = [command, "--image", str(file), *more]
+            if command == "check":
+                words.append(str(definitions))
+            out, err = io.StringIO(), io.StringIO()
+            try:
+                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                    status = kprobefs(words)
+            except Exception as error:
+                self.failures.append(f"{name}: {command}: {type(error).__name__}: {error}")
+                continue
+            lines = len(err.getvalue().splitlines())
+            self.outcomes[f"{command}: {status}"] += 1
+            if (status, lines) not in ((0, 0), (1, 0), (1, 1), (2, 1)):
+                self.failures.append(f"{name}: {command}: status {status}, {err.getvalue()}")
+        definitions.unlink()
+        for kept in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.tables"):
+            kept.unlink()
 
     def check_snapshot(self, name: str, whole: bytes) -> None:
         """Load a snapshot as a mount does, and check that it is removed if it is damaged."""

@@ -9,14 +9,14 @@ from emulated_kernel.arch.x86 import insn as x86
 
 
 def insn_length(arch: Arch, code: bytes) -> int:
-    """Bytes of the first instruction. Raises: KernelError(EINVAL) if it isn't decodable."""
+    """Return the size of the first instruction in bytes. Raises: KernelError EINVAL (unknown instruction)."""
     if isinstance(arch, Riscv):
         return riscv.decode_insn(code, compressed=arch.compressed).length
     return x86.decode_insn(code, arch.bits).length
 
 
 def is_call(arch: Arch, code: bytes) -> bool:
-    """Whether the first instruction is a call."""
+    """Return True if the first instruction is a call."""
     if isinstance(arch, Riscv):
         return riscv.decode_insn(code, compressed=arch.compressed).is_call
     insn = x86.decode_insn(code, arch.bits)
@@ -24,12 +24,12 @@ def is_call(arch: Arch, code: bytes) -> bool:
 
 
 def is_return(arch: Arch, code: bytes) -> bool:
-    """Whether the first instruction returns to the caller."""
+    """Return True if the first instruction returns to the caller."""
     if isinstance(arch, Riscv):
         return riscv.decode_insn(code, compressed=arch.compressed).is_return
     return x86.decode_insn(code, arch.bits).opcode in (b"\xc2", b"\xc3", b"\xca", b"\xcb", b"\xcf")
 
 
 def starts_with_breakpoint(arch: Arch, code: bytes) -> bool:
-    """Whether a breakpoint of any length is first in `code`."""
+    """Return True if `code` begins with a breakpoint of any length."""
     return code.startswith(tuple(map(arch.breakpoint_for, (len(arch.breakpoint), 4))))

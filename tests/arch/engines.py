@@ -1,4 +1,4 @@
-"""Unicorn's engines, used again: hooks make circles of them, and those to be freed slow down new ones."""
+"""Unicorn's engines for reuse. Hooks make reference cycles, and engines to be freed slow down new ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import unicorn
 
 _FREE: dict[tuple[int, int], list[tuple[unicorn.Uc, Any]]] = defaultdict(list)
-"""By architecture and mode, with the registers of a new one."""
+"""(architecture, mode) -> free engines, each with its initial registers."""
 _LENT: dict[unicorn.Uc, tuple[int, int, Any]] = {}
 
 
 def take(arch: int, mode: int) -> unicorn.Uc:
-    """An engine as if it were new, until it is given back."""
+    """Return an engine in its initial state; give_back() returns it."""
     free = _FREE[arch, mode]
     if free:
         uc, new = free.pop()
@@ -28,7 +28,10 @@ def take(arch: int, mode: int) -> unicorn.Uc:
 
 
 def give_back(uc: Any) -> None:
-    """Its memory and hooks are gone. A hook that holds who gives it back would keep that alive for ever."""
+    """Return an engine for reuse, without its memory and hooks.
+
+    Hazard: a hook must not refer to the caller, because the engine would keep the caller alive for ever.
+    """
     arch, mode, new = _LENT.pop(uc)
     for hook in list(uc._callbacks):
         uc.hook_del(hook)
@@ -40,7 +43,7 @@ def give_back(uc: Any) -> None:
 
 @contextmanager
 def lent(arch: int, mode: int) -> Iterator[unicorn.Uc]:
-    """One for the block."""
+    """Yield an engine for the block."""
     uc = take(arch, mode)
     try:
         yield uc

@@ -1,4 +1,4 @@
-"""Handlers with what stands behind them in guest memory, as the engine puts them together."""
+"""Handlers with the code that follows them in guest memory, as the engine places them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from emulated_kernel.arch.program.ir import HandlerCode
 
 
 def going_on(arch: Arch, handler: HandlerCode, buffer: int, target: int) -> HandlerCode:
-    """A handler at `buffer` that goes on at `target`."""
+    """Return a handler at `buffer` that continues at `target`."""
     return replace(handler, code=handler.code + arch.relative_jump(buffer + len(handler.code), target))
 
 
 def detouring(arch: Arch, handler: HandlerCode, buffer: int, region: Region) -> HandlerCode:
-    """A handler at `buffer` with the instructions of a region behind it."""
+    """Return a handler at `buffer`, followed by the instructions of a region."""
     return replace(handler, code=handler.code + arch.relocated(region, buffer + len(handler.code)))

@@ -1,4 +1,4 @@
-"""Emulated x86 instructions against the processor: one step of the original, at privilege level 0."""
+"""Comparison of emulated x86 instructions with the processor: one step of the original, in ring 0."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class StackMemory:
 
 @dataclass(frozen=True)
 class Processor:
-    """Of one width; the registers with these names start as a test says."""
+    """A processor with one word size; a test sets the initial values of its registers."""
 
     arch: X86
     names: tuple[str, ...]
 
     def check(self, code: bytes, values: dict[str, int], flags: int, stack_top: bytes) -> None:
-        """The emulation leaves the registers, the flags and the stack that the processor leaves."""
+        """Check that the emulation leaves the same registers, flags and stack as the processor."""
         stack = bytearray(SIZE)
         stack[SIZE // 2 : SIZE // 2 + len(stack_top)] = stack_top
         before = {**dict.fromkeys(self.names, 0), "sp": SP, **values, "flags": flags | 2, "ip": CODE}

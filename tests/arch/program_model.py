@@ -1,4 +1,4 @@
-"""What handler programs mean: an interpreter over flat memory, to compare machine code with."""
+"""An interpreter for handler programs on flat memory, with which machine code is compared."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def holds(condition: Condition, left: int, right: int, bits: int) -> bool:
 
 
 Host = Callable[[int], bool]
-"""Called with the number of a host call; whether to go on behind it."""
+"""Function that is called with the number of a host call; it returns whether the program continues."""
 
 MAX_STEPS = 200_000
-"""Ops that a program may take before it counts as looping."""
+"""Maximum number of executed ops; a program that executes more counts as looping."""
 
 
 class ProgramMemory(Protocol):
@@ -108,7 +108,7 @@ class Interpreter:
     """Address of the per-CPU base."""
     host: Host
     vregs: list[int] = field(default_factory=lambda: [0] * ir.NR_VREGS)
-    """Zeroed, as machine code that is compared with it starts."""
+    """The virtual registers, which are 0 at first, as in the machine code that is compared."""
     faults: int = 0
 
     def run(self, program: ir.Program) -> None:

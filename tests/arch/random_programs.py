@@ -1,4 +1,4 @@
-"""Random handler programs and states, and what an interpreter makes of them."""
+"""Random handler programs and initial states, and their results in an interpreter."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from emulated_kernel.arch.program.ir import Arithmetic, Condition, Label, Progra
 from tests.arch.program_model import Interpreter, Regions
 
 CODE, DATA, CPU, STACK, END = 0x7700_0000, 0x20_0000, 0x30_0000, 0x6600_0000, 0x5500_0000
-"""Of one page each; sums and shifts of random values don't meet code or stack."""
+"""Addresses of one page each; sums and shifts of random values do not reach code or stack."""
 FAR = 0x12_3456_0000
 PAGE = 0x1000
 SP = STACK + PAGE - 0x100
 PROBE = 0x7F_0000
-"""Where the probe would be; nothing is mapped there."""
+"""Address of the probe, at which nothing is mapped."""
 COUNTERS = 0xF00
-"""Where in a CPU's area the cells are that end loops, which no other op touches."""
+"""Offset in a CPU's area of the words that end loops; no other op accesses these words."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A program, and the state that it meets."""
+    """A program, and the state in which it starts."""
 
     bits: int
     program: Program
     registers: dict[str, int]
-    """All of pt_regs that a program can ask for."""
+    """The registers of pt_regs that a program can read."""
     areas: dict[int, bytes]
     per_cpu: int
-    """Base of what LoadPerCpu reads."""
+    """Address of the area that LoadPerCpu reads."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def host_answer(calls: list[int], number: int, write: object) -> bool:
-    """The host as both sides see it: notes the call, and goes on behind every second time."""
+    """Answer a host call: record it, and let the program continue after every second call."""
     calls.append(number)
     write((DATA + 8 * (number % 16)), len(calls))  # type: ignore[operator]
     return (number + len(calls)) % 2 == 0
@@ -64,7 +64,7 @@ def interpret(case: Case) -> Outcome:
 
 
 class Maker:
-    """Makes random programs that end: backward jumps count their rounds."""
+    """Makes random programs that end: each loop limits the number of its backward jumps."""
 
     def __init__(self, rng: random.Random, bits: int, names: Sequence[str], per_cpu: int) -> None:
         self.rng = rng
@@ -104,7 +104,7 @@ class Maker:
         )
 
     def small(self) -> int:
-        """What 32 bits hold signed."""
+        """Return a random signed number of 32 bits."""
         rng = self.rng
         return rng.choice((0, 1, -1, 5, 127, 128, -128, -129, 255, 65535, (1 << 31) - 1, -(1 << 31), 1000))
 
@@ -115,7 +115,7 @@ class Maker:
         return self.rng.choice((1, 2, 4, 8)[: 4 if self.bits == 64 else 3])
 
     def label(self) -> Label:
-        """One to go to forwards, placed later."""
+        """Return a label for forward jumps, which is placed later."""
         if not self.pending or self.rng.random() < 0.5:
             self.labels += 1
             self.pending.append(Label(self.labels))
@@ -188,16 +188,16 @@ class Maker:
             self.ops.append(ir.AddToPerCpu(offset, number, rng.choice((1, 2, 4, 8))))
 
     def cell_at(self, at: int) -> int:
-        """Offset from the CPU's base of a place in its area."""
+        """Return the offset from the CPU's base of byte `at` of the CPU's area."""
         return CPU - self.per_cpu + at
 
     def shared(self) -> int:
-        """Address of 8 bytes of all CPUs."""
+        """Return the address of 8 bytes that all CPUs share."""
         start = self.rng.choice((DATA, FAR) if self.bits == 64 else (DATA,))
         return start + self.rng.randrange(0x100, 0x800, 8)
 
     def sum(self, kind: int, offset: int) -> ir.Op:
-        """Of 8 bytes."""
+        """Return an op that adds to 8 bytes."""
         rng = self.rng
         dst, high = rng.sample(self.vregs, 2) if self.bits == 32 else (self.vreg(), None)
         if kind == 5:
@@ -228,7 +228,7 @@ class Maker:
         self.ops.append(ir.Jump(self.label()))
 
     def loop(self) -> None:
-        """Back to a label, three times at most."""
+        """Emit a loop that jumps back to a label at most three times."""
         if not self.placed or self.loops == 16:
             return
         counter = self.cell_at(COUNTERS + 8 * self.loops)

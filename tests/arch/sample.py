@@ -1,4 +1,4 @@
-"""A kernel of which only some functions are known, as its tables."""
+"""Tables of a kernel of which only some functions are known."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
 
 MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
 _UNKNOWN = "?"
-"""What lies between the functions."""
+"""Name of the areas between the functions."""
 
 
 class SampleSymbols(Kallsyms):
-    """LookupError for what isn't in a sample: nothing is guessed."""
+    """Symbols of a sample. Addresses outside of the sample raise LookupError."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Sample:
     functions: Sequence[Function]
     text: range
     end: int
-    """_end: no symbol lies there or behind it."""
+    """Address of the symbol _end; all symbols are below it."""
     names: Mapping[str, int]
     blacklisted: frozenset[str] = frozenset()
     complete: bool = True
-    """Whether a name that isn't here doesn't exist."""
+    """Whether the sample has all names, so that other names do not exist in the kernel."""
 
     def __post_init__(self) -> None:
         known = self.functions

@@ -71,6 +71,7 @@ def test_a_pattern_selects_functions(capsys: pytest.CaptureFixture[str]) -> None
     assert len(selected) > 5
     assert found["symbols"] == selected
     assert "no such function" in refused(capsys, "--function", "nothing_*")
+    assert "nearest: vfs_read" in refused(capsys, "--function", "vfs_raed")
 
 
 def test_kernels_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 LIMIT = 30
-"""Seconds that COMMAND may take. One that waits for itself takes for ever."""
+"""Time limit of COMMAND in seconds. A command that waits for itself never ends."""
 PACKET = struct.Struct("=iiI")
 """The first fields of struct autofs_v5_packet: version, type, token."""
 READY = 0x9360
@@ -21,7 +21,7 @@ FAIL = 0x9361
 
 
 def main(directory: str, command: list[str]) -> int:
-    """Mount autofs, and let one look at the directory have it mounted."""
+    """Mount autofs, list the directory in a child, and let COMMAND mount on the directory."""
     # systemd mounts with its own process group, and so do its helpers.
     os.setpgid(0, 0)
     requests, pipe = os.pipe()

@@ -1,4 +1,7 @@
-"""The program without an eye on host processes; some seeds fail: `python bare_program.py mount DIR`."""
+"""The program without the watching of host processes: `python bare_program.py mount DIR`.
+
+With some seeds, the program fails.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def build(options: MountOptions) -> Mount:
-    """A mount over the kernel's tree; the seed selects a failure, for tests of those."""
+    """Return a mount of the kernel's tree; certain seeds select a failure, for tests of failures."""
     from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
     from emulated_kernel.kernel.api import Kernel
     from emulated_kernel.vfs.core.node import Owner
@@ -48,7 +51,7 @@ def build(options: MountOptions) -> Mount:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the program with the arguments of the command line."""
     mount_namespace.INTERVAL = float(os.environ.get("KPROBEFS_TEST_INTERVAL", mount_namespace.INTERVAL))
     return cli.main(build=build)
 

@@ -16,13 +16,13 @@ from tests.fuse.harness import Daemon, daemon, is_mounted
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of test daemons stay out of the user's."""
+    """Keep the records of test daemons apart from those of the user."""
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
 
 
 @contextmanager
 def mount_point() -> Iterator[Path]:
-    """An empty directory that every user reaches; what is still mounted there afterwards is detached."""
+    """Yield an empty directory that each user can reach; afterwards, detach all mounts on it."""
     with tempfile.TemporaryDirectory(prefix="kprobefs-test-") as parent:
         path = Path(os.path.realpath(parent)) / "mnt"
         path.mkdir()
@@ -34,13 +34,13 @@ def mount_point() -> Iterator[Path]:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A mount point of the test's own."""
+    """Yield a mount point for one test."""
     with mount_point() as path:
         yield path
 
 
 @pytest.fixture
 def mounted(directory: Path) -> Iterator[Daemon]:
-    """A daemon that serves the full layout."""
+    """Yield a daemon that serves the full layout."""
     with daemon(directory) as running:
         yield running

@@ -1,4 +1,4 @@
-"""The program in tests, forked by a process that has imported it already: that is most of a start."""
+"""Start of the program in tests by fork() of a process that has imported it, which saves most of the time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 POLL = 0.005
-"""Seconds."""
+"""Time in seconds between two checks whether a program has ended."""
 
 
 class Forked:
-    """A running program, with what subprocess.Popen has."""
+    """A running program, with the methods of subprocess.Popen that tests use."""
 
     def __init__(self, forker: Forker, pid: int) -> None:
         self._forker = forker
@@ -31,14 +31,14 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit status, or minus the signal; None while it runs."""
+        """Return the exit status, or minus the number of the signal, or None while the program runs."""
         if self.returncode is None:
             status = self._forker.ask(pid=self.pid)
             self.returncode = None if status is None else int(status)
         return self.returncode
 
     def wait(self, timeout: float = math.inf) -> int:
-        """Raises: subprocess.TimeoutExpired."""
+        """Wait until the program ends, and return its exit status. Raises: subprocess.TimeoutExpired."""
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -47,7 +47,7 @@ class Forked:
         return status
 
     def send_signal(self, number: int) -> None:
-        """It keeps its pid until somebody asked for its status."""
+        """Send a signal to the program, whose pid is not reused before its exit status was read."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
@@ -59,7 +59,7 @@ class Forked:
 
 
 class Forker:
-    """The process that forks; it ends with this one."""
+    """The process that forks; it ends when this process ends."""
 
     def __init__(self) -> None:
         self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -79,13 +79,13 @@ class Forker:
     ) -> Forked:
         """Run the program with these descriptors as its standard output and error.
 
-        `is_bare`: that of bare_program.py.
+        `is_bare`: run bare_program.py in place of kprobefs.
         """
         own = {"arguments": arguments, "environment": environment, "cwd": os.getcwd(), "is_bare": is_bare}
         return Forked(self, self.ask(output, errors, **own))
 
     def ask(self, *descriptors: int, **request: object) -> Any:
-        """A request and its answer."""
+        """Send a request to the process that forks, and return the answer."""
         with self._lock:
             socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
             return json.loads(self._channel.recv(100))
@@ -93,12 +93,12 @@ class Forker:
 
 @cache
 def forker() -> Forker:
-    """The one of this process."""
+    """Return the Forker of this process, which is started at the first call."""
     return Forker()
 
 
 def main() -> int:
-    """Fork on request; what a fork returns is the program's exit status."""
+    """Fork on request; in the child, return the program's exit status."""
     import kprobefs
     from kprobefs.cli import main as cli
     from tests.fuse import bare_program

@@ -1,4 +1,4 @@
-"""Starting and stopping the program in tests; every daemon is stopped by its own pid, and in time."""
+"""Start and stop of the program in tests. Each daemon is stopped by its own pid, and within a time limit."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from tests.fuse.forker import Forked, forker
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, str(ROOT / "tests" / "fuse" / "bare_program.py")]
-"""The program without an eye on host processes."""
+"""Command of the program that does not watch host processes."""
 REAL_PROGRAM = [sys.executable, "-m", "kprobefs"]
-"""The program as users have it."""
+"""Command of the program as users start it."""
 PATIENCE = 10.0
-"""Seconds for anything that should happen at once."""
+"""Time limit in seconds for effects that should occur at once."""
 RUN = 30.0
-"""Seconds for a command."""
+"""Time limit of a command in seconds."""
 WATCHDOG = 60.0
-"""Seconds after which a daemon is killed, so that requests stuck in it fail instead of hanging the test."""
+"""Time in seconds after which a daemon is killed.
+
+Requests that are stuck in the daemon then fail, and the test does not hang.
+"""
 
 needs_fuse = pytest.mark.skipif(
     not os.access("/dev/fuse", os.R_OK | os.W_OK),
@@ -42,7 +45,7 @@ Process = subprocess.Popen[bytes] | Forked
 
 @dataclass
 class Daemon:
-    """A daemon in the foreground, and where it is mounted."""
+    """A daemon in the foreground, and its mount point."""
 
     process: Process
     directory: Path
@@ -50,38 +53,38 @@ class Daemon:
 
     @property
     def log(self) -> str:
-        """What it has written to standard error."""
+        """Return the text that the daemon has written to standard error."""
         return self.log_file.read_text()
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time that it has used, in the clock's ticks."""
+        """Return the CPU time in seconds that the daemon has used, rounded to clock ticks."""
         stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         return sum(map(int, stat.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def path(self, *names: str) -> str:
-        """A path in the mount."""
+        """Return the path of a file in the mount."""
         return str(self.directory.joinpath(*names))
 
     def stop(self, signal_number: int) -> int:
-        """Send a signal; the exit status."""
+        """Send a signal to the daemon, and return its exit status."""
         self.process.send_signal(signal_number)
         return self.process.wait(PATIENCE)
 
 
 def kill_with_children(pid: int) -> None:
-    """Kill a daemon and the process that would unmount after it."""
+    """Kill a daemon, and the process that would unmount after its end."""
     for each in (*Path(f"/proc/{pid}/task/{pid}/children").read_text().split(), pid):
         os.kill(int(each), signal.SIGKILL)
 
 
 def environment() -> dict[str, str]:
-    """What the program runs with."""
+    """Return the environment in which the program runs."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
 
 
 def eventually(condition: object, message: str = "it never happened", patience: float = PATIENCE) -> None:
-    """Wait until a callable is true, so many seconds at most."""
+    """Wait until the function `condition` returns True, for at most `patience` seconds."""
     assert callable(condition)
     deadline = time.monotonic() + patience
     while not condition():
@@ -90,9 +93,9 @@ def eventually(condition: object, message: str = "it never happened", patience: 
 
 
 def kprobefs(*arguments: str, program: list[str] = PROGRAM, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run the program to its end, and until nobody has its output; `more` is set in its environment.
+    """Run the program until it has ended and all processes have closed its output.
 
-    Raises: TimeoutExpired for one that had to be killed.
+    `more`: additional environment variables. Raises: TimeoutExpired (the program had to be killed).
     """
     began = time.monotonic()
     with ExitStack() as stack:
@@ -111,13 +114,13 @@ def kprobefs(*arguments: str, program: list[str] = PROGRAM, **more: str) -> subp
 
 
 def is_mounted(directory: Path) -> bool:
-    """Whether something of ours is mounted there."""
+    """Return True if kprobefs is mounted on a directory."""
     point = mounted_on(str(directory))
     return point is not None and point.fstype == FSTYPE
 
 
 def _answers(directory: Path) -> bool:
-    """Whether it is mounted, and not by a daemon that was killed."""
+    """Return True if a directory is mounted by a daemon that was not killed."""
     with suppress(OSError):
         return os.path.ismount(directory) and bool(os.statvfs(directory))
     return False
@@ -125,7 +128,7 @@ def _answers(directory: Path) -> bool:
 
 @contextmanager
 def watched(process: Process, limit: float = WATCHDOG) -> Iterator[None]:
-    """Within, there is a limit to how long it may be stuck."""
+    """Limit the time for which a process may be stuck in the block."""
     watchdog = threading.Timer(limit, process.kill)
     watchdog.start()
     try:
@@ -146,9 +149,9 @@ def _start(program: list[str], arguments: list[str], output: int, errors: int, *
 def daemon(
     directory: Path, *options: str, program: list[str] = PROGRAM, is_shared: bool = False
 ) -> Iterator[Daemon]:
-    """A foreground daemon that is mounted; ended and unmounted afterwards, whatever happened.
+    """Yield a daemon that runs in the foreground and has mounted; end and unmount it in any case.
 
-    `is_shared`: whoever uses it has it watched meanwhile.
+    `is_shared`: each user of the daemon limits its time with watched().
     """
     log_file = directory.with_name(f"{directory.name}.log")
     with log_file.open("wb") as log, open(os.devnull, "wb") as null:

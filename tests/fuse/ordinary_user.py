@@ -1,4 +1,4 @@
-"""An ordinary user's commands: in namespaces with a home, devices and an /etc/fuse.conf for them."""
+"""Commands of an ordinary user, in namespaces with a home directory, devices and an /etc/fuse.conf."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ exec cat
 
 @dataclass(frozen=True)
 class OrdinaryUser:
-    """Whom a process plays that is nobody's; all that is below it goes with its namespaces."""
+    """An ordinary user, whose commands run in namespaces; all its processes end with the namespaces."""
 
     pid: int
-    """Of the first process in the namespaces."""
+    """Pid of the first process in the namespaces."""
     base: Path
-    """As the namespaces show it; `home` is the user's, `source` the checkout."""
+    """Directory as the namespaces show it; `home` is the user's, and `source` the checkout."""
 
     @property
     def home(self) -> Path:
-        """A directory of theirs."""
+        """The user's home directory."""
         return self.base / "home"
 
     def configure(self, text: str) -> None:
@@ -63,7 +63,7 @@ class OrdinaryUser:
         assert self._inside("sh", "-c", f'printf %s "$1" > {self.base}/fuse.conf', "sh", text).returncode == 0
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command as the user, in their home."""
+        """Run a command as the user, in the home directory."""
         return self._inside("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command)
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -76,7 +76,7 @@ class OrdinaryUser:
         return self.python("-m", "kprobefs", *arguments)
 
     def as_root(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command as root, beside the user."""
+        """Run a command as root in the user's namespaces."""
         return self._inside(*command)
 
     def _inside(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -102,7 +102,7 @@ class OrdinaryUser:
 
 @contextmanager
 def ordinary_user() -> Iterator[OrdinaryUser]:
-    """An ordinary user, for as long as the context lasts; skips where nobody can become one."""
+    """Yield an ordinary user for the block; skip the test if no process can become one."""
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     if missing := [name for name in TOOLS if shutil.which(name) is None]:

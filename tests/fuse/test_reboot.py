@@ -115,7 +115,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize(
-    ("living", "written"), zip(["x86_64", "riscv64"] * 2, FILTERS, strict=True), indirect=["living"]
+    ("living", "written"), [*zip(["x86_64", "riscv64"] * 2, FILTERS, strict=True)], indirect=["living"]
 )
 def test_filters_are_kept_or_were_none(living: RebootableKernel, written: str) -> None:
     user, kept = User(living.mount), FILTERS[written]

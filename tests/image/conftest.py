@@ -18,7 +18,7 @@ def image() -> KernelImage:
 
 @pytest.fixture(scope="session", params=["x86_64", "i386", "riscv64", "riscv64i"])
 def each_image(request: pytest.FixtureRequest) -> KernelImage:
-    """The images of all architectures, one after the other."""
+    """Return the image of each architecture, one after the other."""
     return load_image(arch=request.param)
 
 
@@ -29,7 +29,7 @@ def vmlinux() -> Path:
 
 @pytest.fixture
 def guest(image: KernelImage) -> Guest:
-    """Booted and idle, with init parked."""
+    """Return a booted, idle guest whose init task is parked."""
     machine = Guest(image)
     machine.boot()
     machine.to_idle()
@@ -38,5 +38,5 @@ def guest(image: KernelImage) -> Guest:
 
 @pytest.fixture
 def task(guest: Guest) -> int:
-    """An adopted process of root."""
+    """Return a task of the guest for a process of root."""
     return guest.adopt(1234, "bash")

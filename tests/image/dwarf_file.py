@@ -16,7 +16,7 @@ _ABBREVIATIONS = (
 
 
 def dwarf_file(functions: Sequence[tuple[str, bytes]], *, text: bool = True, debug: bool = True) -> bytes:
-    """An ELF file whose .text at TEXT holds the functions one behind the other."""
+    """Return an ELF file whose .text, at TEXT, contains the functions one after the other."""
     code = b"".join(body for _, body in functions)
     sections = [(".text", 1 if text else 8, 6, TEXT, code if text else b"", len(code))]
     if debug:

@@ -1,4 +1,4 @@
-"""The smallest machine that boots an image: enough hypervisor for tests of the guest kernel alone."""
+"""A minimal machine that boots an image, for tests of the guest kernel without kprobefs's machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOOT_PARAMS_PHYS = 0x8000
 NX = 1 << 63
 TICK_NS = 4_000_000
 BUGFLAG_WARNING = 1
-"""Execution goes on behind such a ud2."""
+"""Flag of a bug entry after whose ud2 the execution continues."""
 SYSCALL_REGS = [getattr(x86, f"UC_X86_REG_R{n}") for n in ("DI", "SI", "DX", "10", "8", "9")]
 GPRS = [
     *(getattr(x86, f"UC_X86_REG_R{n}") for n in ("AX", "BX", "CX", "DX", "SI", "DI", "BP", "SP")),
@@ -34,16 +34,16 @@ GPRS = [
 
 
 class GuestPanic(Exception):
-    """The guest kernel gave up."""
+    """Raised if the guest kernel has panicked."""
 
 
 class GuestStuck(Exception):
-    """The guest didn't stop by itself in time."""
+    """Raised if the guest has not stopped by itself in time."""
 
 
 @dataclass(frozen=True)
 class Trap:
-    """Why the guest stopped."""
+    """The reason of a stop of the guest."""
 
     reason: Hypercall
     args: tuple[int, int, int, int]
@@ -61,7 +61,7 @@ HostFile = Callable[[HostfsOp, int, int, int], int]
 
 
 class Guest:
-    """One CPU, page tables with NX, hypercalls; register access by unicorn's slow way."""
+    """A guest with one CPU, page tables with NX, and hypercalls. Registers are accessed by Unicorn's API."""
 
     def __init__(self, image: KernelImage, ram_size: int = RAM_SIZE) -> None:
         self.image = image
@@ -114,7 +114,7 @@ class Guest:
         return self.call_raw("nr_free_pages")
 
     def log(self) -> list[str]:
-        """The messages in the log buffer, as src/README.md says how to read them."""
+        """Return the messages in the log buffer, whose format src/README.md describes."""
         return [text for _, _, text in self._records()]
 
     # Running
@@ -129,7 +129,7 @@ class Guest:
         assert self.run().reason is Hypercall.BOOTED
 
     def run(self) -> Trap:
-        """Runs to the next stop that isn't served here: faults and calls of hostfs are."""
+        """Run until a stop that this method does not handle; it handles faults and calls of hostfs."""
         while True:
             self._fault = None
             rip = self.uc.reg_read(x86.UC_X86_REG_RIP)
@@ -154,7 +154,7 @@ class Guest:
         self.uc.reg_write(x86.UC_X86_REG_RAX, value & (1 << 64) - 1)
 
     def deliver(self, vector: int, error: int = 0) -> None:
-        """Pushes rip, flags, error code and vector, and goes to the stub."""
+        """Push rip, flags, error code and vector, and continue at the stub."""
         uc = self.uc
         cr2 = uc.reg_read(x86.UC_X86_REG_CR2)
         gprs = [uc.reg_read(reg) for reg in GPRS]
@@ -170,7 +170,7 @@ class Guest:
         uc.reg_write(x86.UC_X86_REG_RIP, self.abi["asm_host_interrupt"])
 
     def park(self, wake: int) -> None:
-        """Answers USER with PARK."""
+        """Answer USER with PARK."""
         self.uc.reg_write(x86.UC_X86_REG_RDI, wake)
         self.answer(PARK)
 
@@ -185,7 +185,7 @@ class Guest:
         self.deliver(Vector.WAKE)
 
     def call_raw(self, name: str, *args: int) -> int:
-        """Calls a function on a stack of its own, with preemption off, outside of any task."""
+        """Call a function on a separate stack, with preemption off, outside of any task."""
         saved = self.uc.context_save()
         count = self.percpu + self.abi["percpu.preempt_count"]
         preempt = self.read(count, 4)
@@ -205,13 +205,13 @@ class Guest:
     # Tasks: init serves as the one that all is started from
 
     def to_idle(self) -> None:
-        """Parks every task until nothing is runnable."""
+        """Park each task, until nothing is runnable."""
         while (trap := self.run()).reason is Hypercall.USER:
             self.park(0)
         assert trap.reason is Hypercall.IDLE
 
     def idle_until(self, done: Callable[[], bool], ticks: int = 1000) -> None:
-        """Lets time pass; tasks that come to user mode are parked."""
+        """Let time pass until `done` returns True; park tasks that arrive in user mode."""
         for _ in range(ticks):
             if done():
                 return
@@ -221,9 +221,10 @@ class Guest:
         raise GuestStuck("nothing happened")
 
     def syscall(self, task: int, number: int, *args: int | bytes) -> int | None:
-        """One system call of a parked task, from idle to idle; None where the task died or sleeps.
+        """Make a system call of a parked task, and run until the CPU is idle.
 
-        Bytes are put into the user buffer from its second half on.
+        Return the result, or None if the task died or sleeps. Arguments of type bytes are put into the second
+        half of the user buffer.
         """
         values = self._place(args)
         self.wake(task)
@@ -244,7 +245,7 @@ class Guest:
         return None
 
     def start_syscall(self, task: int, number: int, *args: int | bytes) -> None:
-        """Answers a parked task's USER; the guest hasn't run since."""
+        """Answer a parked task's USER, without running the guest."""
         values = self._place(args)
         self.wake(task)
         assert self.run().reason is Hypercall.USER
@@ -254,7 +255,7 @@ class Guest:
         self.answer(number)
 
     def run_for(self, instructions: int) -> None:
-        """Runs so many instructions, whatever they do."""
+        """Run a number of instructions, whatever they do."""
         self.uc.emu_start(self.uc.reg_read(x86.UC_X86_REG_RIP), 0, count=instructions)
 
     def adopt(self, pid: int, comm: str = "sh", parent: int = 1, uid: int = 0, gid: int = 0) -> int:
@@ -273,7 +274,7 @@ class Guest:
         return next(task for task in self.tasks() if self.task_u32(task, "pid") == pid)
 
     def tasks(self) -> Iterator[int]:
-        """All tasks but the idle one, by the list in them."""
+        """Yield all tasks of the guest's list except the idle task."""
         offset = self.abi["task_struct.tasks"]
         head = self.abi["init_task"] + offset
         entry = self.u64(head)
@@ -373,7 +374,10 @@ class Guest:
 
 @cache
 def _page_tables(spans: tuple[tuple[int, int, int, int], ...]) -> bytes:
-    """For TABLES_PHYS, the root first: (va, where it is, size, bits of the entries) of each."""
+    """Return page tables for TABLES_PHYS, with the root first.
+
+    Each span has a virtual address, a physical address, a size, and the bits of the entries.
+    """
     tables = [[0] * 512]
 
     def below(table: list[int], index: int) -> list[int]:

@@ -28,14 +28,14 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave: the result as far as it counts, and the memory afterwards."""
+    """Outcome of a call: the part of the result that counts, and the memory afterwards."""
 
     result: int
     memory: bytes
 
 
 def _counts(kind: Result, value: int, bits: int, base: int) -> int:
-    """The part of a result register that the function's type says something about."""
+    """Return the part of a result register that the function's type defines."""
     match kind:
         case Result.NOTHING:
             return 0
@@ -52,7 +52,7 @@ def _counts(kind: Result, value: int, bits: int, base: int) -> int:
 
 
 class Host:
-    """Calls in a shared object."""
+    """Calls functions in a shared object."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -60,7 +60,7 @@ class Host:
         self._base = ctypes.addressof(self._arena)
 
     def call(self, pure: Pure, call: Call) -> Outcome:
-        """Run it; what it points to is put into the arena before."""
+        """Put the data of a call into the arena, and make the call."""
         self._arena[: len(call.memory)] = bytes(call.memory)
         function = getattr(self._library, pure.name)
         function.restype = ctypes.c_uint64
@@ -79,7 +79,7 @@ class Host:
 
 
 class Emulated:
-    """Calls in a booted kernel."""
+    """Calls functions in a booted kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._machine = kernel.machine
@@ -88,7 +88,7 @@ class Emulated:
         self._base = kernel.call("__kmalloc", ARENA, GFP_KERNEL)
 
     def call(self, pure: Pure, call: Call) -> Outcome:
-        """Run it; what it points to is put into the arena before."""
+        """Put the data of a call into the arena, and make the call."""
         memory = self._machine.memory
         if call.memory:
             memory.write(self._base, bytes(call.memory))
@@ -113,7 +113,7 @@ class Emulated:
 
 
 def compare(kernel: Kernel, library: ctypes.CDLL, count: int, seed: int) -> list[str]:
-    """So many calls, shared out among all functions; the first differences, a line each."""
+    """Make `count` calls, distributed over all functions; return the first differences, one per line."""
     host, emulated = Host(library), Emulated(kernel)
     rng = random.Random(seed)
     different: list[str] = []
@@ -136,7 +136,10 @@ def _difference(expected: Outcome, found: Outcome) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0, 1 for differences, 77 where nothing can be compiled."""
+    """Run the command; return the exit status.
+
+    It is 0, 1 for differences, or 77 if nothing can be compiled.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.image.pure_functions", description=__doc__)
     parser.add_argument("--count", type=int, default=50_000, help="for each (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")

@@ -1,4 +1,4 @@
-"""The image's pure functions compiled for the host: a shared object from the very same sources."""
+"""The image's pure functions, compiled for the host from the same sources into a shared object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ int sprint_backtrace(char *to, unsigned long address) { return *to = 0; }
 
 
 def why_not() -> str | None:
-    """Why no functions can be compiled here; None where they can."""
+    """Return the reason why functions cannot be compiled here, or None if they can."""
     if platform.machine() != "x86_64":
         return "the headers of the sources are x86's"
     if not shutil.which("gcc"):
@@ -46,7 +46,7 @@ def why_not() -> str | None:
 
 
 def build(directory: Path) -> ctypes.CDLL:
-    """Compile and load. The names of the C library that it has too are its own."""
+    """Compile and load the functions, with their own definitions of names that the C library has, too."""
     shim, output = directory / "shim.c", directory / "pure.so"
     shim.write_text(SHIM)
     files = [str(path.relative_to(SOURCE)) for path in (*SOURCES, *MORE)]

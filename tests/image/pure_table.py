@@ -9,22 +9,22 @@ from enum import Enum, auto
 from random import Random
 
 ARENA = 8192
-"""Bytes that a call's strings and buffers may take."""
+"""Maximum size in bytes of a call's strings and buffers."""
 WORDS = ["", "a", "b", "ab", "abc", "hello", "Hello", "kprobe", "kprobes/list", "0x1f", "x,y", "  pad ", "%"]
 LETTERS = "aAbBc xX019_-,.*?[]/\\"
 
 
 class Result(Enum):
-    """What of the result register counts."""
+    """The part of the result register that counts."""
 
     NOTHING = auto()
     BYTE = auto()
-    """A number of eight bits, or a truth value."""
+    """A number of 8 bits, or a Boolean."""
     SHORT = auto()
     INT = auto()
     WORD = auto()
     POINTER = auto()
-    """NULL, or a place in the arena."""
+    """NULL, or an address in the arena."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ Argument = int | Ref | Function
 
 @dataclass
 class Call:
-    """Arguments of a call and the memory that they point to; `bits` is the guest's word."""
+    """Arguments of a call, and the memory to which they point; `bits` is the guest's word size."""
 
     rng: Random
     bits: int
@@ -55,18 +55,18 @@ class Call:
     variadic: bool = False
 
     def place(self, data: bytes) -> Ref:
-        """Data in the arena, eight bytes aligned."""
+        """Put data into the arena at a multiple of 8 bytes, and return a reference to it."""
         at = len(self.memory)
         self.memory += data + bytes(-len(data) % 8)
         assert len(self.memory) <= ARENA
         return Ref(at)
 
     def room(self, size: int) -> Ref:
-        """A buffer that isn't empty, so that what is left alone shows."""
+        """Return a buffer filled with 0xA5, so that bytes which a function leaves unchanged are visible."""
         return self.place(bytes([0xA5]) * size)
 
     def text(self, longest: int = 24) -> Ref:
-        """A string: often one of a few, so that two are alike."""
+        """Return a string, which is often one of a few, so that equal strings occur."""
         return self.string(self.any_text(longest))
 
     def string(self, text: str) -> Ref:
@@ -79,13 +79,13 @@ class Call:
         return "".join(rng.choice(LETTERS) for _ in range(rng.randrange(longest)))
 
     def data(self, size: int) -> Ref:
-        """Bytes, at times of few values."""
+        """Return random bytes, sometimes with few different values."""
         if self.rng.random() < 0.3:
             return self.place(bytes(self.rng.choice(b"\0\xffa") for _ in range(size)))
         return self.place(self.rng.randbytes(size))
 
     def number(self, bits: int | None = None) -> int:
-        """A number of any size up to so many bits, or a word's."""
+        """Return a random number of at most `bits` bits, by default of a word."""
         return self.rng.getrandbits(self.rng.randrange(1, (bits or self.bits) + 1))
 
 
@@ -94,13 +94,13 @@ Make = Callable[[Call], tuple[Argument, ...]]
 
 @dataclass(frozen=True)
 class Pure:
-    """A function: its result depends on its arguments and what they point to, and so does what it writes."""
+    """A pure function: its results and writes depend only on its arguments and the memory they point to."""
 
     name: str
     result: Result
     make: Make
     least_bits: int = 32
-    """The narrowest word for which the host's result is the same."""
+    """Minimum word size in bits for which the host's result is the same."""
 
 
 def _char(c: Call) -> int:

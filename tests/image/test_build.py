@@ -31,7 +31,7 @@ def test_no_path_of_the_build_place_is_in_the_image(each_image: KernelImage) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", share(sorted(build_images.TARGETS), 0, 2))
 def test_the_sources_give_the_prebuilt_image(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """i386, a RISC-V and the retpolines take all sources; `scripts/test --image` makes all images."""
+    """i386, a RISC-V and the landing pads take all sources; `scripts/test --image` makes all images."""
     status = build_images.main(["--check", "--arch", arch])
     message = capsys.readouterr().out.strip()
     if status == build_images.EXIT_OTHER_COMPILER:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 TIMEOUT = 60.0
-"""Seconds until a test fails that waits for an answer."""
+"""Time in seconds after which a test fails that waits for an answer."""
 IP = {"x86_64": "10", "i386": "8", "riscv64": "20"}
 """Number of the instruction pointer in a `p` packet."""
 
@@ -29,7 +29,7 @@ class GdbClient:
         self._socket.sendall(b"$" + data + b"#%02x" % (sum(data) & 0xFF))
 
     def send_until_blocked(self, body: str) -> None:
-        """Send a packet again and again, and read no answer, until the server reads no more."""
+        """Send a packet repeatedly, without reading answers, until the server reads no more."""
         self._socket.settimeout(1)
         with suppress(TimeoutError):
             while True:
@@ -39,7 +39,7 @@ class GdbClient:
         self._socket.sendall(data)
 
     def answer(self) -> str:
-        """The next packet of the server."""
+        """Return the next packet of the server."""
         while True:
             start = self._data.find(b"$")
             end = self._data.find(b"#", start)
@@ -90,7 +90,7 @@ class Request:
         return self._thread.is_alive()
 
     def done(self) -> object:
-        """The result, once there is one."""
+        """Wait for the request to end, and return its result."""
         self._thread.join(TIMEOUT)
         assert not self._thread.is_alive(), "the request still waits"
         if self.error is not None:

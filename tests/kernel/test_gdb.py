@@ -6,15 +6,19 @@ import errno
 import os
 import random
 import shutil
+import socket
 import stat
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from emulated_kernel import Client, Kernel, KernelError, MachineConfig, Mount
+from emulated_kernel.guests.common import gdb_server
 from emulated_kernel.image.linux.debug_file import builtin_debug_file
 from emulated_kernel.machine.debugger import Debugger
 from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE
@@ -167,6 +171,13 @@ def test_machine_is_served_while_gdb_holds_the_guest(guest: Guest, gdb: GdbClien
         return found
 
     assert b"kthreadd" in Request(text).done()  # type: ignore[operator]
+
+    def link() -> int:
+        with pytest.raises(KernelError) as caught:
+            guest.mount.readlink(ROOT, "/machine/tasks")
+        return caught.value.errno
+
+    assert Request(link).done() == errno.EINVAL
     assert "gdb" in [entry.name for entry in guest.mount.readdir("/machine")]
     other = Request(lambda: guest.mount.getattr("/scratch/file"))
     assert request.waits
@@ -356,3 +367,47 @@ def test_gdb_breaks_and_shows_the_file(guest: Guest, tmp_path: Path) -> None:
     assert "$1 = 5" in shown
     assert "(CPU 1)" in shown
     assert "detached" in shown
+
+
+def test_an_error_of_accept_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = socket.socket.accept
+    errors = [errno.EMFILE, errno.ECONNABORTED]
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, object]:
+        if errors:
+            raise OSError(errors.pop(), "")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    with Kernel(MachineConfig()) as kernel:
+        client = GdbClient(kernel.read_file("machine/gdb").strip())
+        assert client.ask("qAttached") == "1"
+        client.close()
+    assert not errors
+
+
+def test_directories_of_killed_daemons_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("kprobefs-gdb-dead", "another"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "socket").touch()
+    with Kernel(MachineConfig()) as one, Kernel(MachineConfig()) as other:
+        paths = [Path(kernel.read_file("machine/gdb").strip()) for kernel in (one, other)]
+        assert {path.parent for path in paths} == {*tmp_path.iterdir()} - {tmp_path / "another"}
+        assert all(path.is_socket() for path in paths)
+    assert [*tmp_path.iterdir()] == [tmp_path / "another"]
+
+
+def test_nothing_is_left_of_a_server_that_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def refuse(*_arguments: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    with Kernel(MachineConfig()) as kernel:
+        monkeypatch.setattr(gdb_server, "start_thread", refuse)
+        with pytest.raises(RuntimeError):
+            kernel.read_file("machine/gdb")
+        assert not [*tmp_path.iterdir()]

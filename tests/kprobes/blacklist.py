@@ -1,4 +1,4 @@
-"""Whether a kernel's blacklist forbids an address, by the verdict's finding."""
+"""Check whether a kernel's blacklist forbids an address, by the result of the probe checker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every instruction boundary of an image, and by which rule those that can't be probed are refused."""
+"""All instruction boundaries of an image, and the rules by which probes on some of them are refused."""
 
 from __future__ import annotations
 
@@ -36,26 +36,32 @@ class Operand:
 
 @dataclass(frozen=True)
 class Boundary:
-    """An instruction of the kernel's text as an independent decoder sees it."""
+    """An instruction of the kernel's text, from a decoder that is independent of kprobefs."""
 
     addr: int
     size: int
     function: str
     refusal: str | None
-    """The rule that forbids a probe here; None: it can be probed."""
+    """The rule that forbids a probe here; None if a probe is possible."""
     repeats: bool
     hides_trap: bool
-    """Stepping isn't what running it does: pushf stores the trap flag, pause swallows the trap."""
+    """Whether a single step has another effect than execution.
+
+    pushf stores the trap flag, and pause suppresses the trap.
+    """
     operands: tuple[Operand, ...] = ()
     raises: bool = False
-    """A division or an undefined instruction: exceptions that few others have."""
+    """Whether the instruction can raise an exception that few others can: a division or an undefined one."""
 
 
 _NAMES = {value: name.lower() for name, value in vars(Register).items() if isinstance(value, int)}
 
 
 def _name(register: int) -> str:
-    """The name in a RegisterSet; empty for no register and for rip, which the displacement holds already."""
+    """Return a register's name in a RegisterSet.
+
+    The name is empty for no register, and for rip, which the displacement includes already.
+    """
     name = _NAMES[register]
     return "" if name in ("none", "rip") else name if name[1].isdigit() else name[1:]
 
@@ -76,11 +82,11 @@ ERRNOS = {
     "breakpoint": errno.EINVAL,
     "indirect branch through memory": errno.EOPNOTSUPP,
 }
-"""What register_kprobe answers, by rule."""
+"""Rule -> errno of register_kprobe."""
 
 
 def refusal(insn: Instruction, blacklisted: bool, is_label: bool, is_bug: bool) -> str | None:
-    """The first rule that applies, in the order of Linux's checks."""
+    """Return the first rule that forbids a probe, in the order of Linux's checks, or None."""
     if blacklisted:
         return "blacklisted"
     if is_label:
@@ -95,13 +101,13 @@ def refusal(insn: Instruction, blacklisted: bool, is_label: bool, is_bug: bool) 
 
 
 def all_boundaries(image: KernelImage) -> list[Boundary]:
-    """Function by function over the whole of the core text."""
+    """Return all instruction boundaries of the core text, function by function."""
     return _boundaries(image.path, image.arch)
 
 
 @cache
 def _boundaries(path: Path, arch: str) -> list[Boundary]:
-    """Half a second's work, the same for every kernel that is booted of an image."""
+    """Return the boundaries of an image file; the result is cached, because it takes half a second."""
     return list(_walk(load_image(path, arch)))
 
 
@@ -135,7 +141,7 @@ def _walk(image: KernelImage) -> Iterator[Boundary]:
 
 
 def verdict(kprobes: Kprobes, addr: int) -> int:
-    """What registering a probe says: 0 or an errno; it is unregistered again."""
+    """Register and unregister a probe; return 0 or the errno of the registration."""
     kprobe = Kprobe(addr=addr, disabled=True)
     try:
         kprobes.register_kprobe(kprobe)

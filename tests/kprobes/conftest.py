@@ -11,12 +11,12 @@ from emulated_kernel.kprobes.profile import Profile
 from tests.ledger import ledger_mismatches
 
 BREAKPOINTS = Profile("breakpoints", ftrace=False, optimizer=False)
-"""Every probe is an int3 with a step: what all other ways must be equal to."""
+"""Profile in which every hit is an int3 and a single step; all other modes must give equal results."""
 
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    """A kernel of the test's own; its text must be the original again when the test ends."""
+    """Yield a kernel for one test, and check that its text is the original again afterwards."""
     with Kernel(profile=BREAKPOINTS) as kernel:
         yield kernel
         assert ledger_mismatches(kernel.machine.text) == []

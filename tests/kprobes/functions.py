@@ -1,4 +1,4 @@
-"""Runs whole functions, with every instruction counted, to compare them under probes everywhere."""
+"""Execution of whole functions with a count of each instruction, to compare them with and without probes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from tests.sample import fewer
 from tests.snapshot import DataSnapshot
 
 MAX_STEPS = fewer(3000, 3)
-"""Instructions of a call that are counted one by one. Few calls that end take more than a third of them."""
+"""Maximum number of instructions of a call that are counted one by one.
+
+Few calls that end take more than a third of this number.
+"""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended: its trap (return, fault or hypercall), the registers then, the bytes changed."""
+    """End of a call: its trap (return, fault or hypercall), the registers, and the changed bytes."""
 
     trap: Trap
     end: RegisterSet
@@ -34,7 +37,7 @@ class Outcome:
 
 
 class Runner:
-    """Calls functions of a stopped machine; memory is as before after each call."""
+    """Calls functions of a stopped machine, and restores its memory after each call."""
 
     def __init__(self, machine: Machine, memory: DataSnapshot, boundaries: list[Boundary]) -> None:
         self._machine = machine
@@ -44,14 +47,15 @@ class Runner:
         self._mask = (1 << machine.model.bits) - 1
 
     def call(self, start: RegisterSet) -> Outcome:
-        """Run to the end; exceptions with a fixup go on there."""
+        """Run a call to its end; an exception with a fixup continues there."""
         trap, end = self._machine.trap_of(start, fixup=True)
         return Outcome(trap, end, self._memory.undo())
 
     def count(self, start: RegisterSet) -> Counter[int] | None:
-        """How often each instruction of the call is executed or tried.
+        """Return instruction of the call -> number of times that it is executed or tried.
 
-        None for a long call, and for one that reads text: there it finds breakpoints, as on Linux.
+        Return None for a long call, and for a call that reads text, in which it finds breakpoints, as on
+        Linux.
         """
         counts: Counter[int] = Counter()
         state = start
@@ -76,9 +80,9 @@ class Runner:
         return None
 
     def loses_flags(self, executed: Iterable[int]) -> bool:
-        """Whether the emulator may tell wrong flags of a call that executed these.
+        """Return True if the emulator may report wrong flags after a call that executed these instructions.
 
-        Unicorn: cmpxchg8b leaves those flags that it doesn't set as they were when its block began.
+        Unicorn: cmpxchg8b resets the flags that it does not set to their values at the start of its block.
         """
         original = self._machine.text.original
         return any(
@@ -89,7 +93,7 @@ class Runner:
         return any(start - 8 < address < end for start, end in self._machine.image.text_ranges)
 
     def _step(self, state: RegisterSet, boundary: Boundary | None) -> tuple[Trap, RegisterSet]:
-        """One instruction, all its repetitions included."""
+        """Execute one instruction with all its repetitions."""
         if boundary is not None and boundary.hides_trap:
             return self._up_to(state, boundary.addr + boundary.size)
         ip = state.ip
@@ -109,7 +113,7 @@ class Runner:
 
 
 class ProbesEverywhere:
-    """A probe on each probeable instruction of some, counting its hits."""
+    """Probes that count hits, on each instruction of a set that can be probed."""
 
     def __init__(self, kprobes: Kprobes, boundaries: Sequence[Boundary]) -> None:
         self._kprobes = kprobes

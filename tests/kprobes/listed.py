@@ -1,4 +1,4 @@
-"""What kprobes/list shows."""
+"""The lines of kprobes/list."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from emulated_kernel.kprobes.registry import Kprobes
 
 
 def list_lines(kprobes: Kprobes) -> list[str]:
-    """Its lines, each with its end."""
+    """Return the lines of kprobes/list, with their newlines."""
     return "".join(kprobes.list_records(0)).splitlines(keepends=True)

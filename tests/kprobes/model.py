@@ -1,4 +1,4 @@
-"""The probe registry as simple as it can be told: what is registered, disabled and armed, after each act."""
+"""A simple model of the probe registry: the registered, disabled and armed probes after each operation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Entry:
 
 @dataclass
 class Point:
-    """The probes of one address, newest first; the flag of what stands for them in Linux's table."""
+    """The probes of one address, newest first, and the disabled flag of the object in Linux's hash table."""
 
     disabled: bool
     shared: bool = False
@@ -29,7 +29,7 @@ class Point:
 
 
 class Model:
-    """Linux 6.1's registry without any text."""
+    """Model of Linux 6.1's registry of probes, without code."""
 
     def __init__(self, bits: int = 64) -> None:
         self._bits = bits
@@ -53,7 +53,7 @@ class Model:
             del self.points[addr]
 
     def forget(self, addr: int, kprobe: Kprobe) -> None:
-        """A registered array is taken back."""
+        """Undo the registration of a probe, because a later probe of the array was refused."""
         self.unregister(addr, next(e for e in self.points[addr].entries if e.kprobe is kprobe))
 
     def disable(self, addr: int, entry: Entry) -> None:
@@ -63,7 +63,11 @@ class Model:
             point.disabled = True
 
     def enable(self, addr: int, entry: Entry) -> None:
-        """A lone probe's flag is the point's, which stays while all are disarmed."""
+        """Enable a probe.
+
+        As in Linux, the flag of the address stays set while all probes are disarmed. A probe that has the
+        address alone uses this flag as its own.
+        """
         point = self.points[addr]
         if point.shared or not self.all_disarmed:
             entry.disabled = False
@@ -71,24 +75,24 @@ class Model:
             point.disabled = False
 
     def armed(self) -> set[int]:
-        """Where a breakpoint stands."""
+        """Return the addresses that have a breakpoint."""
         return set() if self.all_disarmed else {a for a, p in self.points.items() if not p.disabled}
 
     def called(self, counts: dict[int, int]) -> None:
-        """A function ran that executes these instructions so many times."""
+        """Count the hits of a function's call; `counts` is instruction -> number of executions."""
         for addr in self.armed():
             for entry in self.points[addr].entries:
                 if not entry.disabled:
                     entry.hits += counts.get(addr, 0)
 
     def missed(self, counts: dict[int, int]) -> None:
-        """As `called`, but within a hit: disabled ones count it as well, as in Linux."""
+        """Count misses, for a call within a hit. As in Linux, disabled probes count them too."""
         for addr in self.armed():
             for entry in self.points[addr].entries:
                 entry.missed += counts.get(addr, 0)
 
     def listed(self) -> list[tuple[int, str, bool]]:
-        """Address, kind and disabled flag of each line of kprobes/list."""
+        """Return address, kind and disabled flag of each line of kprobes/list."""
         latest_first = reversed(list(self.points.items()))
         ordered = sorted(latest_first, key=lambda item: hash_address(item[0], self._bits))
         return [(addr, e.kind, e.disabled) for addr, point in ordered for e in point.entries]

@@ -1,4 +1,4 @@
-"""State machines over the probe API: random acts on a kernel and on the model, which must stay alike."""
+"""State machines over the probe API: random operations on a kernel and a model, which must agree."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALLS: dict[str, tuple[int | str | bytes, ...]] = {
     "int_sqrt": (1 << 30,),
     "crc32_le": (0, b"12345", 5),
 }
-"""Functions that nothing else in the kernel calls meanwhile, with arguments."""
+"""Function that nothing else in the kernel calls during a test -> its arguments."""
 PLACES = st.integers(0, 12)
 PICKS = st.integers(0, 20)
 MOSTLY = st.sampled_from([True, True, True, False])
@@ -45,18 +45,18 @@ SELDOM = MOSTLY.map(operator.not_)
 
 
 class Reference(NamedTuple):
-    """The functions without probes."""
+    """Data about the functions without probes."""
 
     boundaries: tuple[Boundary, ...]
     """The instructions that can be probed."""
     counts: dict[str, Counter[int]]
-    """How often a call executes each."""
+    """Function -> instruction -> number of times that a call executes the instruction."""
     results: dict[str, int]
 
 
 @cache
 def reference(arch: str) -> Reference:
-    """What calls do on an architecture."""
+    """Return the data about calls on an architecture."""
     with Kernel(MachineConfig(arch=arch), profile=BREAKPOINTS) as kernel:
         boundaries = [b for b in all_boundaries(kernel.image) if b.function in CALLS]
         counts, results = {}, {}
@@ -69,7 +69,7 @@ def reference(arch: str) -> Reference:
 
 
 def run(machine: type[OnKernel], examples: int, **attributes: Any) -> None:
-    """Run a machine with some of its class attributes set."""
+    """Run a state machine with some of its class attributes set."""
     spare: list[Kernel] = []
     try:
         run_state_machine_as_test(
@@ -82,7 +82,7 @@ def run(machine: type[OnKernel], examples: int, **attributes: Any) -> None:
 
 
 class OnKernel(RuleBasedStateMachine):
-    """Acts on a kernel that is as before when all has been undone, so that another example can have it."""
+    """Operations on a kernel that examples share: after undo(), its state is as before."""
 
     arch: ClassVar[str] = "x86_64"
     profile: ClassVar[Profile] = BREAKPOINTS
@@ -99,10 +99,10 @@ class OnKernel(RuleBasedStateMachine):
         self.before = self._held()
 
     def warm_up(self) -> None:
-        """Take what the first of its kind takes, and what is kept then."""
+        """Make the first use of each kind of resource, which stays allocated afterwards."""
 
     def undo(self) -> None:
-        """Unregister what is left, and have freed what is only freed later."""
+        """Unregister all probes, and free what is only freed later."""
 
     def _held(self) -> tuple[int, int, int]:
         machine = self.kernel.machine
@@ -132,18 +132,18 @@ class OnKernel(RuleBasedStateMachine):
 
 
 class Modelled(OnKernel):
-    """What can be done with probes of any kind; subclasses register them."""
+    """Operations on probes of any kind; subclasses register the probes."""
 
     def __init__(self) -> None:
         self.reference = reference(self.arch)
         self.places = [b.addr for b in self.reference.boundaries][::7]
-        """Where probes are registered."""
+        """Addresses at which probes are registered."""
         self.hits: Counter[int] = Counter()
-        """By the number of the probe."""
+        """Number of a probe -> hits."""
         self.steps: Counter[int] = Counter()
         self.numbers: dict[Kprobe, int] = {}
         self.owners: dict[Kprobe, Jprobe] = {}
-        """Of the kprobes that are part of something else."""
+        """Kprobe -> the jprobe of which it is a part."""
         super().__init__()
         self.model = Model(self.kernel.machine.model.bits)
 
@@ -165,11 +165,11 @@ class Modelled(OnKernel):
         return entries[number % len(entries)]
 
     def place(self, number: int) -> int:
-        """Small numbers are few places, so that probes meet."""
+        """Return the address with a number. Few numbers occur, so that probes share addresses."""
         return self.places[number % len(self.places)]
 
     def name(self, addr: int) -> tuple[str, int]:
-        """The function and the offset."""
+        """Return the function and the offset of an address."""
         function = next(b.function for b in self.reference.boundaries if b.addr == addr)
         return function, addr - self.entry(function)
 
@@ -177,7 +177,7 @@ class Modelled(OnKernel):
         return next(b.addr for b in self.reference.boundaries if b.function == function)
 
     def counter(self) -> tuple[int, dict[str, Any]]:
-        """The number of a new probe, and handlers that count for it."""
+        """Return the number of a new probe, and handlers that count its hits."""
         number = len(self.numbers)
 
         def hit(_kprobe: Kprobe, _regs: Any) -> None:
@@ -197,7 +197,7 @@ class Modelled(OnKernel):
         stepped: bool = False,
         length: int = 0,
     ) -> Kprobe:
-        """A probe whose handlers count."""
+        """Return a probe whose handlers count its hits."""
         number, handlers = self.counter()
         if not stepped:
             del handlers["post_handler"]
@@ -209,7 +209,7 @@ class Modelled(OnKernel):
         return kprobe
 
     def act(self, verb: str, entry: Entry) -> None:
-        """Do to a probe what is done to its kind."""
+        """Call the API function of a probe's kind for a `verb`, such as "disable"."""
         kind = {"k": "kprobe", "j": "jprobe", "r": "kretprobe"}[entry.kind]
         getattr(self.kernel, f"{verb}_{kind}")(self.owners.get(entry.kprobe, entry.kprobe))
 
@@ -246,7 +246,7 @@ class Modelled(OnKernel):
         self.model.called(self.reference.counts[name])
 
     def patches(self) -> Mapping[int, bytes]:
-        """What stands in the text, by address."""
+        """Return address -> changed bytes of the text."""
         return dict.fromkeys(self.model.armed(), b"\xcc")
 
     @invariant()
@@ -263,7 +263,7 @@ class Modelled(OnKernel):
         assert ledger_mismatches(machine.text) == []
 
     def optimized(self) -> set[int]:
-        """The addresses that are shown as optimized."""
+        """Return the addresses that kprobes/list shows as optimized."""
         return set()
 
     @invariant()

@@ -1,4 +1,4 @@
-"""A scheduler whose answers a test gives."""
+"""A scheduler whose answers a test sets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from emulated_kernel.kprobes.quiescence import GracePeriod, Span
 
 
 class ScriptedGracePeriod(GracePeriod):
-    """Nobody stands anywhere, and time stands still, until a test says otherwise."""
+    """Reports that no task is in any range, and that no time passes, until a test sets other answers."""
 
     def __init__(self) -> None:
         self.now = 0
         self.turns = 0
-        """How often the tasks have got the CPU."""
+        """Number of times that the tasks have got the CPU."""
         self.occupied_of: Callable[[Sequence[Span]], Collection[Span]] = lambda _spans: ()
         self.quiescent_in: Callable[[Sequence[Span]], bool] = lambda _spans: True
 
@@ -60,7 +60,7 @@ class _InPart(ScriptedGracePeriod):
 
 
 def script(kernel: Kernel) -> ScriptedGracePeriod:
-    """Let a test say what the optimizer and the garbage of a kernel are told; until then as it was."""
+    """Replace the scheduler that the optimizer and the garbage of a kernel ask; return the new one."""
     kprobes = kernel.kprobes
     scripted = _InPart(kprobes.garbage._scheduler)
     askers: list[Any] = [kprobes.garbage, kprobes.garbage.work]

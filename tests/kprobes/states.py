@@ -15,14 +15,14 @@ MAX_REPETITIONS = 1 << 10
 ARENA_SIZE = 4 * PAGE_SIZE
 TF = 0x100
 ARITHMETIC_FLAGS = 0x8D5
-"""CF PF AF ZF SF OF."""
+"""Mask of the flags CF, PF, AF, ZF, SF and OF."""
 FIXED_FLAG = 2
 INTERRUPT_FLAG = 0x200
 DIRECTION_FLAG = 0x400
 NON_CANONICAL = 0x8000_1234_5678_9ABC
 UNMAPPED = 0x5000
 _CELL = 0x3B000000
-"""From the CPU's base on: of no other use on either architecture."""
+"""Offset from the CPU's base of memory that nothing else uses on either architecture."""
 
 _SPECIAL = ("sp", "ip", "flags")
 _SMALL = (
@@ -50,20 +50,20 @@ _SMALL = (
 
 @dataclass(frozen=True)
 class Arena:
-    """Mapped memory between unmapped pages that pointers of the generated states go to."""
+    """Mapped memory between unmapped pages, to which pointers of the generated states point."""
 
     base: int
     general: tuple[str, ...]
-    """Names of the general registers, but the stack pointer."""
+    """Names of the general registers except the stack pointer."""
     word_size: int
     data: tuple[int, ...]
-    """Addresses in the kernel's writable data."""
+    """Addresses of the kernel's writable data."""
     read_only: int
     text: int
 
     @property
     def mask(self) -> int:
-        """All ones in a register."""
+        """Return a register value of all ones."""
         return (1 << 8 * self.word_size) - 1
 
     @property
@@ -71,7 +71,7 @@ class Arena:
         return self.base + ARENA_SIZE
 
     def pointer(self, rng: Random) -> int:
-        """An address with mapped memory around, now and then on the border of it."""
+        """Return an address in mapped memory, sometimes at the border of the memory."""
         choice = rng.random()
         if choice < 0.7:
             return self.base + 0x800 + rng.randrange(0, ARENA_SIZE - 0x1000, 8)
@@ -82,7 +82,7 @@ class Arena:
         return rng.choice((self.read_only, self.text, UNMAPPED, NON_CANONICAL))
 
     def stack(self, rng: Random) -> int:
-        """A stack pointer, mostly a good one."""
+        """Return a stack pointer, which usually points to mapped memory."""
         if rng.random() < 0.85:
             return self.base + 0x1000 + rng.randrange(0, ARENA_SIZE - 0x2000, 8)
         near = rng.choice((self.base, self.end)) + rng.randrange(-12, 12)
@@ -115,7 +115,10 @@ def build_arena(machine: Machine, rng: Random, *, text: bool = True) -> Arena:
 
 
 def writable_memory(machine: Machine, arena: Arena) -> DataSnapshot:
-    """Everything that the guest can write, the arena and the host's call stack; nothing of the host's own."""
+    """Return a snapshot of all memory that the guest can write, the arena and the host's call stack.
+
+    Memory that only the host uses is left out.
+    """
     host = machine.memory.host_pages.base
     ranges = [r for r in machine.memory.ranges if r.prot & Prot.WRITE and r.pa < host]
     spans = [
@@ -128,9 +131,9 @@ def writable_memory(machine: Machine, arena: Arena) -> DataSnapshot:
 
 
 def image_and_arena(machine: Machine, arena: Arena) -> DataSnapshot:
-    """The memory that the generated pointers lead to; quicker to look through than all of it.
+    """Return a snapshot of the memory that the generated pointers point to.
 
-    In 32 bits noise leads to any memory.
+    It is faster to compare than a snapshot of all memory. In 32 bits, random numbers can point to any memory.
     """
     if machine.model.bits == 32:
         return writable_memory(machine, arena)
@@ -138,7 +141,10 @@ def image_and_arena(machine: Machine, arena: Arena) -> DataSnapshot:
 
 
 def _unmap_unused(machine: Machine) -> None:
-    """RAM below the image, the host's own, and memory of records: in 32 bits noise leads there."""
+    """Unmap RAM below the image, the host's memory and the memory of records.
+
+    In 32 bits, random numbers would point there.
+    """
     memory, layout = machine.memory, machine.model.layout
     low = layout.direct_map
     image = min(va for va, *_ in machine.image.segments)
@@ -150,13 +156,13 @@ def _unmap_unused(machine: Machine) -> None:
 
 
 def _reserved(machine: Machine) -> tuple[int, int]:
-    """Address and size of what handlers have their cells in."""
+    """Return address and size of the memory in which handlers have their cells."""
     abi = machine.image.abi
     return abi["percpu.base"] + abi["percpu.reserved"], abi["percpu.reserved_size"]
 
 
 def counter_cell(machine: Machine) -> tuple[int, int]:
-    """Address of 8 bytes that no state leads to, and their offset from the CPU's base."""
+    """Return the address of 8 bytes to which no state points, and their offset from the CPU's base."""
     address = machine.per_cpu_bases[0] + _CELL
     memory = machine.memory
     memory.map(address, memory.host_pages.alloc(PAGE_SIZE), PAGE_SIZE, Prot.READ | Prot.WRITE)
@@ -165,7 +171,7 @@ def counter_cell(machine: Machine) -> tuple[int, int]:
 
 
 def _outside(start: int, pa: int, size: int, machine: Machine) -> list[tuple[int, int]]:
-    """(va, size) of what a range has besides handlers' cells."""
+    """Return (va, size) of each part of a range outside of the handlers' cells."""
     va, reserved_size = _reserved(machine)
     found = machine.memory.find(va)
     if found is None:
@@ -186,7 +192,10 @@ def _word(arena: Arena, rng: Random) -> int:
 
 
 def generate(arena: Arena, rng: Random, ip: int, *, repeats: bool = False) -> RegisterSet:
-    """A state about to execute the instruction at `ip`; one that `repeats` gets a counter that ends."""
+    """Return a random state before the instruction at `ip`.
+
+    If the instruction `repeats`, the counter register has a small number.
+    """
     pointers = rng.choice((0.9, 0.5, 0.1))
 
     def value() -> int:

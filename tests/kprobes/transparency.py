@@ -1,4 +1,4 @@
-"""Runs one instruction unprobed and probed, and tells everything that differs."""
+"""Execution of one instruction with and without a probe, and comparison of the effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Changes = dict[int, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Fault:
-    """An exception as the guest would see it."""
+    """An exception as the guest would get it."""
 
     vector: int
     error_code: int
@@ -34,7 +34,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Effect:
-    """What an instruction did: registers behind it (or at its fault), the fault, the bytes changed."""
+    """Effect of an instruction: the registers after it or at its fault, the fault, and the changed bytes."""
 
     end: RegisterSet
     fault: Fault | None
@@ -45,7 +45,7 @@ class Effect:
 
 
 class Stepper:
-    """Single instructions of a stopped machine; memory is as before after each."""
+    """Executes single instructions of a stopped machine, and restores its memory after each one."""
 
     def __init__(self, machine: Machine, memory: DataSnapshot) -> None:
         self._machine = machine
@@ -55,7 +55,10 @@ class Stepper:
         self._behind: RegisterSet | None = None
 
     def unprobed(self, start: RegisterSet) -> Effect:
-        """By the trap flag, which is in no result; a repeated instruction traps after each repetition."""
+        """Execute the unprobed instruction by the trap flag, which the result does not have.
+
+        A repeated instruction traps after each repetition.
+        """
         state = start._replace(flags=start.flags | TF)
         for _ in range(MAX_REPETITIONS + 1):
             trap, state = self._machine.trap_of(state)
@@ -66,9 +69,10 @@ class Stepper:
         raise AssertionError(f"{start.ip:#x} repeats without an end")
 
     def up_to(self, start: RegisterSet, next_ip: int) -> Effect:
-        """By a breakpoint behind it: for pushf, which shows the trap flag, for pause, and for native hits.
+        """Execute the instruction up to a breakpoint after it.
 
-        Unicorn: `pause` doesn't trap, and the instruction behind it is run too.
+        This is for pushf, which stores the trap flag, for pause, and for hits that guest code handles.
+        Unicorn: `pause` does not trap, and the next instruction is executed too.
         """
         text = self._machine.text
         text.poke(next_ip, INT3)
@@ -81,7 +85,7 @@ class Stepper:
         return self._effect(state, Fault.of(trap))
 
     def probed(self, start: RegisterSet) -> Effect:
-        """Through the breakpoint of the probe that `probe` made for this place."""
+        """Execute the instruction through the breakpoint of the probe that `probe` made for its address."""
         self._behind = None
         trap, state = self._machine.trap_of(start)
         if trap.kind is TrapKind.HYPERCALL and trap.address == self._machine.model.layout.host_text + 1:
@@ -90,7 +94,7 @@ class Stepper:
         return self._effect(state, Fault.of(trap))
 
     def probe(self, addr: int) -> Kprobe:
-        """A probe, not registered yet, that ends the run behind the probed instruction."""
+        """Return a probe, not yet registered, that ends the run after the probed instruction."""
         return Kprobe(addr=addr, post_handler=self._stop)
 
     def _stop(self, _kprobe: Kprobe, regs: Any) -> None:
@@ -105,7 +109,7 @@ class Stepper:
 
 
 def differences(unprobed: Effect, probed: Effect) -> list[str]:
-    """What isn't the same, in words; empty when a probe can't be noticed."""
+    """Return descriptions of the differences; none if the probe has no visible effect."""
     found = [
         f"{name}: {a:#x} unprobed, {b:#x} probed"
         for name, a, b in zip(RegisterSet._fields, unprobed.end, probed.end, strict=True)

@@ -1,4 +1,4 @@
-"""Machines that a test boots are closed when it ends."""
+"""Fixture that closes the machines of a test when the test ends."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ STACK_TOP = DATA + 0x3000
 CLOCK = DATA + 0x100
 CR2 = DATA + 0x110
 LOG = DATA + 0x200
-"""The handler logs {vector, error code, ip, cr2} quads here; the count is at DATA."""
+"""Address of the handler's log of 8-byte words {vector, error code, ip, cr2}; the count is at DATA."""
 CODE = TEXT + 0x1000
-"""Where tests put their code."""
+"""Address of the code of tests."""
 
 BOOT = f"""
     movabs rsp, {STACK_TOP:#x}
@@ -56,12 +56,12 @@ HANDLER = f"""
 """
 
 booted: list[Machine] = []
-"""Machines to be closed after the test."""
+"""Machines that are closed after the test."""
 _assembler = Ks(KS_ARCH_X86, KS_MODE_64)
 
 
 def asm(source: str, address: int = CODE) -> bytes:
-    """Machine code of Intel-syntax source."""
+    """Return the machine code of assembly in Intel syntax."""
     code, _ = _assembler.asm(source, address)
     return bytes(code)
 
@@ -106,7 +106,7 @@ class FakeImage:
 
 
 def boot(source: str = "", **options: object) -> Machine:
-    """A machine with `source` at CODE, about to execute it."""
+    """Return a machine with the code `source` at CODE, which it is about to execute."""
     image_options = {k: options.pop(k) for k in ("handler", "ex_table") if k in options}
     machine = Machine(MachineConfig(**options), FakeImage(asm(source) if source else b"", **image_options))
     machine.regs.ip = CODE
@@ -115,7 +115,7 @@ def boot(source: str = "", **options: object) -> Machine:
 
 
 def exceptions(machine: Machine) -> list[tuple[int, int, int, int]]:
-    """(vector, error code, ip, cr2) of what the guest's handler saw."""
+    """Return (vector, error code, ip, cr2) of each exception that the guest's handler has logged."""
     memory = machine.memory
     count = memory.read_u64(DATA)
     return [tuple(memory.read_u64(LOG + 32 * i + 8 * k) for k in range(4)) for i in range(count)]

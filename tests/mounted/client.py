@@ -16,11 +16,11 @@ from pathlib import Path
 EVENTS = "tracing/events/kprobes"
 
 MODES = ("int3\n", "ftrace\n", "optimized\n")
-"""Of an armed probe in a kernel with preemption."""
+"""The possible modes of an armed probe in a kernel with preemption."""
 
 
 class Client:
-    """One process of many; everything it makes bears its number."""
+    """One of many client processes; its number is in the names of all objects that it creates."""
 
     def __init__(self, root: Path, number: int) -> None:
         self.root = root
@@ -37,7 +37,7 @@ class Client:
             os.close(descriptor)
 
     def probe(self) -> None:
-        """Define an event, use it, remove it."""
+        """Define an event, use it and remove it."""
         place = self.dice.choice(["vfs_read", "vfs_write+5", "do_sys_openat2", "kernel_clone", "strlen"])
         enable = f"{EVENTS}/{self.event}/enable"
         self.append("kprobe_events", f"p:{self.event} {place} di=%di comm=$comm\n")
@@ -50,7 +50,7 @@ class Client:
         assert not (self.root / enable).exists()
 
     def store(self) -> None:
-        """Write a file in pieces, read it back, replace it, remove it."""
+        """Write a file in pieces, read it, replace it and remove it."""
         data = self.dice.randbytes(self.dice.choice([0, 1, 100, 4096, 5000, 200_000]))
         temporary, file = self.directory / "new", self.directory / "file"
         with temporary.open("wb", buffering=0) as out:
@@ -63,7 +63,7 @@ class Client:
         file.unlink()
 
     def call(self) -> None:
-        """Call a function; another client's result may be read."""
+        """Call a function; the file may show the result of another client's call."""
         self.append("machine/call", f'strlen "{self.event}"\n')
         assert (self.root / "machine/call").read_text().startswith("strlen = 0x")
 
@@ -73,7 +73,7 @@ class Client:
             assert (self.root / name).read_text() or name in ("kprobes/list", "kprobe_profile")
 
     def fork(self) -> None:
-        """A child that does something too."""
+        """Fork a child that also makes requests."""
         child = os.fork()
         if child == 0:
             os._exit((self.root / "machine/version").read_text().startswith("Linux") - 1)
@@ -81,7 +81,7 @@ class Client:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the client with the arguments of the command line."""
     root, number, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     client = Client(root, number)
     actions = [client.probe, client.store, client.store, client.call, client.look, client.fork]

@@ -1,4 +1,4 @@
-"""Fixtures: real mounts of the real kernel."""
+"""Fixtures: FUSE mounts of the built-in kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["directory", "runtime"]
 
 @pytest.fixture
 def mounted(directory: Path) -> Iterator[Daemon]:
-    """A daemon that serves the emulated kernel; its log must tell of no fault."""
+    """Yield a daemon that serves the emulated kernel, and check that its log has no report of an error."""
     with daemon(directory, program=REAL_PROGRAM) as running:
         yield running
     assert_no_fault(running)
@@ -25,7 +25,7 @@ def mounted(directory: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A daemon for all tests of a module that write what is refused."""
+    """Yield a daemon for all tests of a module; these tests only make writes that are refused."""
     with pytest.MonkeyPatch.context() as patch, mount_point() as path:
         patch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path_factory.mktemp("runtime")))
         with daemon(path, program=REAL_PROGRAM, is_shared=True) as running:
@@ -34,7 +34,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def shared(lasting: Daemon) -> Iterator[Files]:
-    """Its files: no event is defined, no error logged, nothing called."""
+    """Return the files of the daemon `lasting`, without events, errors and calls."""
     files = Files(lasting.directory)
     with watched(lasting.process):
         yield files
@@ -50,12 +50,12 @@ def shared(lasting: Daemon) -> Iterator[Files]:
 
 
 def assert_no_fault(daemon: Daemon) -> None:
-    """Nothing unexpected is in its log."""
+    """Check that the daemon's log has no report of an error."""
     assert "ERROR" not in daemon.log, daemon.log
     assert "Traceback" not in daemon.log, daemon.log
 
 
 @pytest.fixture
 def files(mounted: Daemon) -> Files:
-    """Its files."""
+    """Return the files of the daemon `mounted`."""
     return Files(mounted.directory)

@@ -1,4 +1,4 @@
-"""Files of a mount, used as a process uses them: one open, one read or write, errno kept."""
+"""Access to files of a mount as by a process: one open, one read or write; errors keep their errno."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 EVENTS = "tracing/events/kprobes"
 TIMEOUT = 20.0
-"""Seconds for a command of a test."""
+"""Time limit of a test's command in seconds."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Files:
         return self.root / name
 
     def read(self, name: str) -> str:
-        """All of a file."""
+        """Return the text of a file."""
         return self.path(name).read_text(errors="surrogateescape")
 
     def lines(self, name: str) -> list[str]:
-        """All of its lines."""
+        """Return the lines of a file."""
         return self.read(name).splitlines()
 
     def write(self, name: str, data: str | bytes, flags: int = os.O_APPEND) -> int:
-        """One write(2). Raises: OSError with its errno."""
+        """Write with one write(2), and return the number of bytes taken. Raises: OSError."""
         descriptor = os.open(self.path(name), os.O_WRONLY | flags)
         try:
             return os.write(descriptor, data.encode() if isinstance(data, str) else data)
@@ -40,13 +40,13 @@ class Files:
             os.close(descriptor)
 
     def probe(self, definition: str) -> None:
-        """Define an event in group kprobes and enable it."""
+        """Define an event in group kprobes, and enable it."""
         self.write("kprobe_events", definition)
         name = definition.split(maxsplit=1)[0].partition(":")[2]
         self.write(f"{EVENTS}/{name}/enable", "1")
 
     def records(self) -> list[str]:
-        """Lines of tracing/trace without its header."""
+        """Return the lines of tracing/trace without the header."""
         return [line for line in self.lines("tracing/trace") if not line.startswith("#")]
 
     def shell(self, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -64,5 +64,5 @@ class Files:
 
 
 def assert_errno(number: int) -> pytest.RaisesExc[OSError]:
-    """A context whose block must fail with this errno."""
+    """Return a context manager whose block must fail with this errno."""
     return pytest.raises(OSError, match=rf"Errno {number}\b")

@@ -1,4 +1,4 @@
-"""Files of the kernel's source as Debian packages it, kept in a cache; skipped where they can't be had."""
+"""Files of Debian's kernel source, kept in a cache. Tests are skipped if they are not available."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 _PACKAGE = re.compile(r"linux-source-[\d.]+")
 _SECONDS = 50
-"""That each step may take; less than a test may."""
+"""Time limit of each step in seconds, which is less than that of a test."""
 _EXTRACT = """
 set -e
 apt-get download "$1" > apt.log 2>&1
@@ -24,7 +24,7 @@ dpkg-deb --fsys-tarfile "$1"_*.deb | tar -xO "./usr/src/$1.tar.xz" | xz -dc |
 
 
 def source(name: str) -> Path:
-    """Return a file of the source tree; skip the test where it can't be had."""
+    """Return the path of a file of the source tree; skip the test if the file is not available."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = cache_home / "kprobefs" / "linux-source" / name
     if kept.exists():

@@ -1,4 +1,4 @@
-"""A file system whose one file lets its readers wait until a signal: python slow_files.py DIR."""
+"""A file system with one file, whose readers wait until a signal: python slow_files.py DIR."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 100
 
 
 class SlowFiles(Operations):  # type: ignore[misc]
-    """DIR/slow.ko; `answers` is set when it may be read."""
+    """The file DIR/slow.ko; `answers` is set when the file can be read."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()

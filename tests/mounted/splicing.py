@@ -23,13 +23,13 @@ from pathlib import Path
 PAGE = 4096
 COMMIT_MASK = 0xFFFFF
 PADDING_EVENT = 29
-"""The event type that ends a page; those above hold times, in 8 bytes."""
+"""Type of the event that ends a page; events of higher types hold times, in 8 bytes."""
 SPLICE_F_NONBLOCK = 2
 TRACING = Path(os.environ.get("KPROBEFS", "/sys/kernel/debug")) / "tracing"
 RAW = TRACING / "per_cpu/cpu0/trace_pipe_raw"
 SCRATCH = TRACING.parent / "scratch"
 PADDING = "." * 100
-"""Of a marker: 30 of them fill a page."""
+"""Text of a marker; 30 markers fill a page."""
 
 
 def mark(first: int, count: int, array: Path = TRACING) -> None:
@@ -39,13 +39,13 @@ def mark(first: int, count: int, array: Path = TRACING) -> None:
 
 
 def numbers(pages: bytes) -> list[int]:
-    """Of the markers in raw pages."""
+    """Return the numbers of the markers in raw pages."""
     assert len(pages) % PAGE == 0
     return [int(text.split()[0]) for text in pages.split(b"mark ")[1:]]
 
 
 def records(pages: bytes) -> list[bytes]:
-    """Events of raw pages, without their times."""
+    """Return the events of raw pages, without times."""
     found = []
     for start in range(0, len(pages), PAGE):
         _, commit = struct.unpack_from("<QQ", pages, start)
@@ -61,14 +61,14 @@ def records(pages: bytes) -> list[bytes]:
 
 @contextmanager
 def opened(path: Path, flags: int = os.O_NONBLOCK) -> Iterator[int]:
-    """A descriptor for reading."""
+    """Yield a descriptor of a file."""
     descriptor = os.open(path, os.O_RDONLY | flags)
     yield descriptor
     os.close(descriptor)
 
 
 def spliced(source: int, size: int, flags: int = 0) -> bytes:
-    """What one splice(2) takes out of a file, by way of a pipe. Raises: OSError."""
+    """Return the bytes that one splice(2) moves from a file to a pipe. Raises: OSError."""
     reading, writing = os.pipe()
     try:
         taken = os.splice(source, writing, size, flags=flags)
@@ -82,7 +82,7 @@ def spliced(source: int, size: int, flags: int = 0) -> bytes:
 
 
 def refused(operation: Callable[[], object]) -> int:
-    """The errno of what must fail."""
+    """Return the errno of an operation that must fail."""
     try:
         answer = operation()
     except OSError as error:
@@ -91,7 +91,7 @@ def refused(operation: Callable[[], object]) -> int:
 
 
 def until_empty(take: Callable[[], bytes]) -> bytes:
-    """All that can be taken before EAGAIN."""
+    """Return all bytes that `take` returns before it fails with EAGAIN."""
     data = b""
     while True:
         try:
@@ -233,7 +233,7 @@ def texts() -> None:
 
 
 def failure(call: Callable[[], object]) -> int | None:
-    """The errno of a call, None where it goes well."""
+    """Return the errno of a call, or None after success."""
     try:
         call()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A stand-in for the server that surftrace asks for the types of functions; logs what it was asked."""
+"""A stand-in for the server that surftrace asks for the types of functions; it logs the requests."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ OWN_LOCK = """case $HOME/ in /var/tmp/*) ;; *) mount --rbind "$HOME" /var/tmp ;;
 
 
 def as_system(script: str, home: Path, *options: str) -> str:
-    """What a shell script prints whose commands see the mount where a system has its tracefs."""
+    """Return the output of a shell script whose commands see the mount where a system has its tracefs."""
     return beside(OWN_LOCK + script, home, "--as-system", *options)
 
 
 def beside(script: str, home: Path, *options: str) -> str:
-    """What a shell script prints whose commands find the mount in $KPROBEFS."""
+    """Return the output of a shell script whose commands find the mount in $KPROBEFS."""
     own = {"PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home), "LC_ALL": "C"}
     result = subprocess.run(
         [sys.executable, "-m", "kprobefs", "run", *options, "--", "bash", "-c", script],
@@ -46,7 +46,7 @@ def needs(program: str) -> pytest.MarkDecorator:
 
 
 def built(name: str, to: Path, *options: str) -> Path:
-    """Return a program of a C source beside this file."""
+    """Compile a C source into the directory `to`, and return the program's path; skip without a compiler."""
     program = to / f"{name}{'-static' if '-static' in options else ''}"
     compiler = shutil.which("cc")
     if compiler is None:

@@ -22,13 +22,13 @@ from typing import Any
 TRACING = Path(os.environ.get("TRACING", "/sys/kernel/tracing"))
 CASES: list[Callable[[], None]] = []
 KPROBE, KRETPROBE, EPROBE, SYNTH = 1 << 0, 1 << 1, 1 << 4, 1 << 5
-"""Of enum tracefs_dynevent_type."""
+"""Values of enum tracefs_dynevent_type."""
 START, DESTROY = 0, 4
-"""Of enum tracefs_hist_command."""
+"""Values of enum tracefs_hist_command."""
 RESET = 1
-"""TRACEFS_FL_RESET."""
+"""The flag TRACEFS_FL_RESET."""
 OPTIONS = 64
-"""More than enum tracefs_option_id has."""
+"""A number above all values of enum tracefs_option_id."""
 
 
 class Event(ctypes.Structure):
@@ -111,19 +111,19 @@ lib = Library()
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
-    """One of CASES."""
+    """Add a function to CASES."""
     CASES.append(function)
     return function
 
 
 def pointer(value: int | None) -> c_void_p:
-    """An object of the library; it must be there."""
+    """Return a pointer to an object of the library, after checking that it is not NULL."""
     assert value
     return c_void_p(value)
 
 
 def strings(value: int | None) -> list[str]:
-    """A list of the library's, which ends with NULL."""
+    """Return the strings of a list of the library, which ends with NULL."""
     listed = ctypes.cast(pointer(value), POINTER(c_char_p))
     found = []
     while (text := listed[len(found)]) is not None:
@@ -137,7 +137,7 @@ def shown(path: str) -> str:
 
 @contextmanager
 def instance(name: str = "one") -> Iterator[c_void_p]:
-    """An instance of this name, for a while."""
+    """Yield an instance of this name, and remove it after the block."""
     made = pointer(lib.tracefs_instance_create(name.encode()))
     try:
         yield made
@@ -152,7 +152,7 @@ def events() -> c_void_p:
 
 
 def recorded(of: c_void_p | None, cpus: list[int] | None = None) -> list[tuple[str, int, int, bytes]]:
-    """Name, time, CPU and data of each event that the library takes out of the raw pages."""
+    """Return name, time, CPU and data of each event that the library reads from raw pages."""
     found = []
 
     @ON_RECORD
@@ -478,7 +478,7 @@ def sizes_and_masks() -> None:
 
 
 def main() -> None:
-    """All cases; those that fail leave the mount as it comes."""
+    """Run all cases. A case that fails does not restore the mount."""
     if "TRACING" in os.environ:
         assert lib.tracefs_set_tracing_dir(str(TRACING).encode()) == 0
     failed = {}

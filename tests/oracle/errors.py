@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Replays recorded writes through a mount and compares what they led to with Linux's answers.
+"""Comparison of the effects of recorded writes, replayed through a mount, with Linux's answers.
 
-    errors.py FILE [--sections NAME,...] [--first N]
-
-Mounts by itself; with $KPROBEFS set, uses that mount. Exits 1 if an answer differs.
+errors.py FILE [--sections NAME,...] [--first N]
+The program makes its own mount. If $KPROBEFS is set, it uses that mount. The exit status is 1 if an answer
+differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFINED = re.compile(r"^\s*[a-z]\w*:(\w+)/(\w+)", re.MULTILINE)
 PENDING = "might be able to register after target module is loaded"
 MODULE = "ktgt"
 MODULE_STAND_INS = {"0": "ktgt_add", "EILSEQ": "ktgt_add", "EINVAL": "ktgt_np"}
-"""A module here, and its functions that answer as one of the recorded kernel's modules did."""
+"""A module here, and its functions that stand for functions of one of the recorded kernel's modules."""
 HASHED_ADDRESS = re.compile(r"\b0x[0-9a-f]{16}\b")
 PLACES = {"tracing": "tracing", "debug": "."}
 OPTIMIZATION = "/proc/sys/debug/kprobes-optimization"
@@ -41,18 +41,18 @@ PARTS = ("errno", "error_log", "kprobe_events", "kmsg")
 
 @dataclass
 class Answer:
-    """What a write led to."""
+    """Effects of a write."""
 
     errno: str | int
     error_log: str
     kprobe_events: str
     kmsg: list[str] | None
-    """New messages in the kernel log; None where a stand-in may be told of in another way."""
+    """New messages in the kernel log; None if the name of a stand-in could change them."""
 
 
 @dataclass
 class Tally:
-    """How many answers agree, what can't be compared, and the first that differ."""
+    """Number of answers that agree, answers that cannot be compared, and the first that differ."""
 
     agreed: Counter[str] = field(default_factory=Counter)
     compared: int = 0
@@ -87,18 +87,18 @@ class Mounted:
         return (self.root / path).read_text(errors="surrogateescape")
 
     def messages(self) -> list[str]:
-        """The kernel log without its times."""
+        """Return the kernel log without times."""
         return TIMESTAMP.sub("", self.read("machine/dmesg")).splitlines()
 
     def path(self, recorded: str) -> Path:
-        """Where a file of the recorded kernel stands here."""
+        """Return the path of a recorded kernel's file in the mount."""
         if recorded == OPTIMIZATION:
             return self.root / "kprobes/optimization"
         place, _, rest = recorded.partition("/")
         return self.root / PLACES.get(place, place) / rest
 
     def write(self, file: str, data: bytes, mode: str) -> str | int:
-        """One write(2); 0 or the name of its errno."""
+        """Write with one write(2); return 0 or the name of the errno."""
         flags = os.O_WRONLY | (os.O_APPEND if mode == "append" else 0)
         try:
             descriptor = os.open(self.path(file), flags)
@@ -111,7 +111,7 @@ class Mounted:
         return 0
 
     def reset(self) -> None:
-        """The state before each record: no events, nothing logged, all armed."""
+        """Restore the state before each record: no events, no messages, and all probes armed."""
         (self.root / "kprobes/enabled").write_text("1")
         self._remove_triggers()
         (self.root / "tracing/events/enable").write_text("0")
@@ -121,9 +121,9 @@ class Mounted:
             pass
 
     def _remove_triggers(self) -> None:
-        """They keep their events from being removed.
+        """Remove all triggers, because an event with a trigger cannot be removed.
 
-        Truncating removes histograms; not each could be removed by the line that it shows.
+        Truncation removes histograms. Some of these cannot be removed by the line that they show.
         """
         for path in self.root.glob("tracing/events/kprobes/*/trigger"):
             path.write_bytes(b"")
@@ -132,7 +132,7 @@ class Mounted:
                     self.write(str(path.relative_to(self.root)), f"!{line.split(' [')[0]}".encode(), "append")
 
     def prepare(self, step: Step) -> None:
-        """One step of a record's set-up."""
+        """Do one step of a record's preparation."""
         if isinstance(step, str):
             self.write("tracing/kprobe_events", _bytes(step), "append")
         else:
@@ -140,7 +140,7 @@ class Mounted:
             self.write(file, _bytes(text), mode)
 
     def stand_in(self, record: Record) -> tuple[str, str] | None:
-        """A symbol of the record that this kernel lacks, and one of the same kind."""
+        """Return a symbol of the record that this kernel lacks, and a symbol of the same kind; else None."""
         in_module = IN_MODULE.search(record["bytes"])
         if in_module is not None and not any(PENDING in message for message in record["kmsg"]):
             module, name = in_module.groups()
@@ -157,7 +157,7 @@ def _lacks_ambiguous_names(mounted: Mounted, record: Record) -> bool:
 
 
 def _collides_with_static_event(mounted: Mounted, record: Record) -> bool:
-    """With an event of the recorded kernel that this one lacks."""
+    """Return True if the name collides with an event of the recorded kernel that this kernel lacks."""
     named = DEFINED.search(record["bytes"])
     if record["errno"] != "EEXIST" or record["setup"] or named is None:
         return False
@@ -171,7 +171,7 @@ def _chooses_missing_tracer(mounted: Mounted, record: Record) -> bool:
 
 
 def _is_missing_kind(mounted: Mounted, record: Record) -> bool:
-    """What README doesn't name; the definition's first letter tells the kind."""
+    """Return True for a kind of event that README does not name, by the definition's first letter."""
     pattern = EVENT_KINDS.get(record["bytes"][:1])
     of_kind = record["file"] == "tracing/dynamic_events" and pattern is not None
     return of_kind and str(pattern) not in mounted.read("tracing/README")
@@ -197,16 +197,19 @@ EXEMPTIONS: dict[str, Callable[[Mounted, Record], bool]] = {
     "histograms": _is_histogram,
     "other tracers": _chooses_missing_tracer,
 }
-"""Areas that this kernel lacks; its answers differ from Linux's. docs/reference/compatibility.md has them."""
+"""Name of an area that this kernel lacks -> test for records of the area.
+
+Its answers differ from Linux's. docs/reference/compatibility.md lists the areas.
+"""
 
 
 def exemption(mounted: Mounted, record: Record) -> str | None:
-    """Why a record can't be compared, None if it can."""
+    """Return the reason why a record cannot be compared, or None if it can."""
     return next((reason for reason, applies in EXEMPTIONS.items() if applies(mounted, record)), None)
 
 
 def replay(mounted: Mounted, record: Record) -> Answer | None:
-    """The mount's answer, in the recorded kernel's terms; None where the file isn't exposed."""
+    """Return the mount's answer, with the recorded kernel's names; None if the mount lacks the file."""
     swap = mounted.stand_in(record)
     text = record["bytes"].replace(*swap) if swap else record["bytes"]
     mounted.reset()
@@ -223,9 +226,9 @@ def replay(mounted: Mounted, record: Record) -> Answer | None:
 
 
 def _carried_over(record: Record) -> list[Step]:
-    """The sysctl keeps its value from one recorded write to the next, not all of which are here.
+    """Return the steps that set the sysctl to the value that an earlier recorded write has left.
 
-    What Linux logs tells that it was the other one.
+    Not all recorded writes are replayed. The value is known from Linux's messages.
     """
     changed = [message for message in record["kmsg"] if "jump-optimization" in message]
     return [[record["file"], "0" if "enabled" in changed[0] else "1"]] if changed else []
@@ -236,13 +239,13 @@ def _bytes(text: str) -> bytes:
 
 
 def _renamed(events: str, swap: tuple[str, str]) -> str:
-    """Put the recorded symbol back, in names that Linux makes of it too."""
+    """Replace the stand-in by the recorded symbol, also in names that Linux makes from the symbol."""
     name, stand_in = swap
     return events.replace(stand_in, name).replace(stand_in.replace(":", "_"), name.replace(":", "_"))
 
 
 def _back(log: str, swap: tuple[str, str]) -> str:
-    """Put the recorded symbol in the place of its stand-in, and carets behind it where they belong."""
+    """Replace the stand-in in a log by the recorded symbol, and move the carets after it."""
     name, stand_in = swap
     shift = len(name) - len(stand_in)
     lines = log.split("\n")
@@ -267,14 +270,14 @@ def _is_comparable(part: str, record: Record, answer: Answer) -> bool:
 
 
 def normal(part: str, text: str | int | list[str]) -> str:
-    """A text without what differs from boot to boot: timestamps, and pointers that Linux prints hashed."""
+    """Return a text without timestamps and hashed pointers, which differ from boot to boot."""
     if part == "error_log":
         return TIMESTAMP.sub("", str(text))
     return HASHED_ADDRESS.sub("0x(address)", str(text)) if part == "kprobe_events" else str(text)
 
 
 def compare(mounted: Mounted, records: Iterable[Record]) -> Tally:
-    """Replay the records that can be compared."""
+    """Replay the records that can be compared, and return the counts."""
     tally = Tally()
     for record in records:
         reason = exemption(mounted, record)
@@ -298,13 +301,13 @@ def compare(mounted: Mounted, records: Iterable[Record]) -> Tally:
 
 
 def load(path: Path) -> list[Record]:
-    """The recorded writes."""
+    """Return the recorded writes."""
     with path.open() as lines:
         return [json.loads(line) for line in lines]
 
 
 def main() -> int:
-    """The command line."""
+    """Run the comparison that the command line selects; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--sections", default="", help="only these, separated by commas")

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Asks a distribution's kernel, running in the emulator, what ours answers.
+"""Comparison of kprobefs's answers with those of a distribution's kernel that runs in the emulator.
 
-    inside.py IMAGE [--profile NAME] [--count N] [--seed N] [--only WHAT]
-
-Definitions, of which most are wrong, go to kprobe_events of both; probes on places of the kernel's own
-text are given to it, where our verdict over the same text is asked; and what a workload records is
-compared where the kernel probes itself, and where our engine probes it. Exits 1 if any answer differs.
+inside.py IMAGE [--profile NAME] [--count N] [--seed N] [--only WHAT]
+Definitions, most of which are wrong, are written to kprobe_events of both kernels. Places in the kernel's
+text are probed in the kernel, and checked by kprobefs's probe checker. The records of a workload are compared
+between the kernel's own kprobes and kprobefs's. The exit status is 1 if any answer differs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from tests.guests.linux.parts import guest_of
 CLIENT = Client(4001, 0, 0)
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
 ADDRESS = re.compile(r"0x(?:\(____ptrval____\)|[0-9a-f]{16})")
-"""Linux prints pointers hashed, or not at all."""
+"""Pattern of addresses, since Linux prints pointers hashed or not at all."""
 PIECE = 1 << 17
 RECORDED = (
     "p:k/created shmem_create mode=%cx:x16",
@@ -59,9 +58,9 @@ RECORDED = (
     "p:k/opened shmem_file_llseek to=%si",
     "r:k/made shmem_get_inode",
 )
-"""On what requests for scratch/ run through, and for nothing else."""
+"""Definitions of probes on functions that only requests for scratch/ execute."""
 OFFSETS = {"first": 5, "second": 21}
-"""Least offsets of instructions in shmem_write_end."""
+"""Minimum offsets of instructions in shmem_write_end."""
 RECORDED_BY_NAME = (
     "p:k/n1 shmem_create dentry:%pd mode=mode dir->i_ino dentry->d_name.len",
     "p:k/n2 shmem_file_llseek $arg*",
@@ -72,17 +71,21 @@ RECORDED_BY_NAME = (
     "f:k/n7 shmem_write_b*",
     "f:k/n8 __shmem_get_inode $retval->i_ino mode $retval->i_sb->s_id:string",
 )
-"""The same with arguments by name, for kernels since 6.12."""
+"""Definitions with arguments by name, for kernels since 6.12."""
 STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
-"""Whose, which Linux knows from the next switch of tasks on; when; and in which context: a probe is a jump
-from when its optimizer has come to it."""
+"""Pattern of a record's task name, time and context, which are not compared.
+
+Linux knows the name only after the next task switch. A probe is a jump only after the optimizer has run.
+"""
 LONG_CALL = b"\x67\xe8"
-"""A call of six bytes, as boot makes of indirect ones. Linux 6.1 has a probed one return behind its fifth
-byte, and dies of that."""
+"""First bytes of a call of 6 bytes, into which boot changes indirect calls.
+
+In Linux 6.1, such a call with a probe returns after its fifth byte, which crashes the kernel.
+"""
 MODULES = ("dm_mod", "kvm")
-"""With tables of all kinds among them."""
+"""Modules that together have tables of all kinds."""
 OPTIMIZING = 5_000_000
-"""Microseconds of the guest's time in which it optimizes what it can."""
+"""Time of the guest in microseconds in which all possible probes are optimized."""
 KINDS = ("p", "r") * 6 + ("p:", "r8", "p8", "r0", "r99999", "x", "P", "-", "pp", "r-1")
 NAMES = ("", ":x") * 4 + (":g/x", ":g/", ":1x", ":a-b", ":" + "n" * 64, ":g.h", ":kprobes/x", ":/x")
 PLACES = ("vfs_read", "vfs_write") * 4 + (
@@ -116,7 +119,7 @@ BY_NAME = (
     "file->f_inode->i_sb->s_id:string", "file->f_inode->i_sb->s_iflags", "$comm:char", "%di:char",
     "x=%di:%pd", "file->f_op", "+0(+8(file)):string", "+8(%di):b4@2/", "+8(%di):symstr", "+0(buf):b9@2/8",
 )  # fmt: skip
-"""Arguments that name parameters and fields, which kernels since 6.12 have."""
+"""Fetch arguments that name parameters and fields, for kernels since 6.12."""
 TPROBE_KINDS = ("t", "t", "t", "t3", "t0")
 TPROBE_PLACES = (
     "sched_switch",
@@ -218,15 +221,15 @@ LISTED = (
 
 @dataclass
 class Tally:
-    """How many answers agree, and what differs."""
+    """Number of answers that agree, and the differences."""
 
     compared: int = 0
     refused: int = 0
-    """Of those both refused."""
+    """Number of answers that agree because both kernels refuse."""
     differences: list[str] = field(default_factory=list)
 
     def add(self, what: str, linux: object, ours: object, *, is_refused: bool) -> None:
-        """One question."""
+        """Count one question."""
         self.compared += 1
         self.refused += is_refused
         if linux != ours:
@@ -234,7 +237,7 @@ class Tally:
 
 
 def definitions(count: int, seed: int, interface: Interface) -> Iterator[str]:
-    """Definitions that are right in most of their parts."""
+    """Yield random definitions, most parts of which are valid."""
     dice = random.Random(seed)
     arguments = ARGUMENTS + (BY_NAME if InterfaceRule.BTF_ARGS in interface else ())
     kinds = [(KINDS, PLACES)] * 2
@@ -250,7 +253,7 @@ def definitions(count: int, seed: int, interface: Interface) -> Iterator[str]:
 
 
 def read(mount: Mount | Mount, path: str) -> str:
-    """A whole file."""
+    """Return the text of a whole file."""
     handle, text = mount.open(CLIENT, path, os.O_RDONLY), b""
     while piece := mount.read(CLIENT, handle, PIECE, len(text)):
         text += piece
@@ -259,7 +262,7 @@ def read(mount: Mount | Mount, path: str) -> str:
 
 
 def write(mount: Mount | Mount, path: str, text: str, flags: int = 0) -> str:
-    """One write(2); the name of its errno, or nothing."""
+    """Write with one write(2); return the name of the errno, or "" after success."""
     try:
         handle = mount.open(CLIENT, path, os.O_WRONLY | flags)
     except KernelError as error:
@@ -275,7 +278,7 @@ def write(mount: Mount | Mount, path: str, text: str, flags: int = 0) -> str:
 
 
 def answer(mount: Mount | Mount, definition: str) -> tuple[str, str, str]:
-    """errno, error_log and dynamic_events behind a definition."""
+    """Return errno, error_log and dynamic_events after a definition."""
     file = "/tracing/dynamic_events" if definition.startswith("f") else "/tracing/kprobe_events"
     for path in ("/tracing/dynamic_events", "/tracing/error_log"):
         write(mount, path, "", os.O_TRUNC)
@@ -287,12 +290,12 @@ def answer(mount: Mount | Mount, definition: str) -> tuple[str, str, str]:
 
 
 def is_listed(question: str, log: str) -> bool:
-    """Whether a kernel's refusal of a question is one of the listed deviations."""
+    """Return True if a kernel's refusal of a question is one of the listed deviations."""
     return any(asked.search(question) and re.search(refusal, log) for asked, refusal in LISTED)
 
 
 def compare_definitions(linux: Mount, ours: Mount, count: int, seed: int, interface: Interface) -> Tally:
-    """Both kernels' answers to each."""
+    """Compare both kernels' answers to random definitions."""
     tally = Tally()
     for definition in definitions(count, seed, interface):
         theirs = answer(linux, definition)
@@ -303,7 +306,7 @@ def compare_definitions(linux: Mount, ours: Mount, count: int, seed: int, interf
 
 
 def filters(count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Events, and filters that are right in most of their parts."""
+    """Yield events, and filters most parts of which are valid."""
     dice = random.Random(seed)
     for _ in range(count):
         terms = [
@@ -314,7 +317,7 @@ def filters(count: int, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def filtered(mount: Mount, event: str, text: str) -> tuple[str, str, str]:
-    """errno, filter and error_log behind a filter of an event."""
+    """Return errno, filter file and error_log after a filter of an event."""
     path = f"/tracing/events/{event}/filter"
     write(mount, "/tracing/error_log", "", os.O_TRUNC)
     result = write(mount, path, text)
@@ -322,7 +325,7 @@ def filtered(mount: Mount, event: str, text: str) -> tuple[str, str, str]:
 
 
 def compare_filters(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
-    """Both kernels' answers to each filter."""
+    """Compare both kernels' answers to random filters."""
     tally = Tally()
     have = {line.replace(":", "/") for line in read(linux, "/tracing/available_events").splitlines()}
     for event, text in filters(count, seed):
@@ -336,7 +339,7 @@ def compare_filters(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
 def histogram(
     mount: Mount, command: str, path: str = "/tracing/events/sched/sched_switch"
 ) -> tuple[str, str, str, str]:
-    """errno, trigger file, error_log and hist file behind a trigger of an event that is removed again."""
+    """Return errno, trigger file, error_log and hist file after a hist trigger, which is removed again."""
     write(mount, "/tracing/error_log", "", os.O_TRUNC)
     result = write(mount, f"{path}/trigger", command)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
@@ -352,7 +355,7 @@ def histogram(
 
 
 def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
-    """Both kernels' answers to each histogram trigger; what they have counted is left out."""
+    """Compare both kernels' answers to random hist triggers, without the counts."""
     tally = Tally()
     if all(entry.name != "hist" for entry in linux.readdir("/tracing/events/sched/sched_switch")):
         print("the kernel was built without histograms")
@@ -377,7 +380,7 @@ def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tall
 
 
 def table_places(kernel: ProbedTables, text: range, *more: Iterable[int]) -> Iterator[list[int]]:
-    """What each table that decides about probes names, in a text; `more`: of a kernel."""
+    """Yield, for each table that decides about probes, the addresses in a text that the table names."""
     tables: tuple[Iterable[int], ...] = (
         kernel.mcount,
         [code for code, *_ in kernel.jump_labels],
@@ -397,7 +400,7 @@ def table_places(kernel: ProbedTables, text: range, *more: Iterable[int]) -> Ite
 
 
 def kernel_places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
-    """Addresses in a kernel's text."""
+    """Yield addresses in a kernel's text."""
     symbols, text = kernel.kallsyms.symbols, range(*kernel.text)
     thunks = [symbol.address for symbol in symbols if symbol.name.startswith("__x86_indirect_thunk")]
     tables = [*table_places(kernel, text, kernel.return_sites, thunks)]
@@ -405,7 +408,7 @@ def kernel_places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
 
 
 def module_places(live: LiveImage[LinuxKernel], module: Module, count: int, seed: int) -> Iterator[int]:
-    """Addresses in a module's."""
+    """Yield addresses in a module's text."""
     text = range(*module.text)
     return places(live, text, module.symbols, [*table_places(live, text)], count, seed)
 
@@ -418,9 +421,9 @@ def places(
     count: int,
     seed: int,
 ) -> Iterator[int]:
-    """Addresses in its text: most of them boundaries of instructions, some within one.
+    """Yield addresses in a text, most of which are boundaries of instructions.
 
-    A half of them is anywhere, the others are about what a table names.
+    Half of the addresses are random, and the others are near addresses that a table names.
     """
     dice = random.Random(seed)
     starts = sorted({symbol.address for symbol in symbols if symbol.address in text})
@@ -436,9 +439,9 @@ def places(
 
 
 def compare_places(linux: Mount, kernel: ProbedTables, places: Iterable[int], rules: ProbeRules) -> Tally:
-    """errno of the definition, and what kprobes/list says of the armed probe.
+    """Compare the errnos of probes' definitions, and the lines of kprobes/list for armed probes.
 
-    `kernel`: with its text as it runs.
+    `kernel`: the kernel with its text as it runs.
     """
     arch = X86_64()
     verdict = arch.probe_checker(kernel, arch.strategies["optprobe-linux"], ftrace=True, rules=rules)
@@ -483,7 +486,7 @@ def compare_places(linux: Mount, kernel: ProbedTables, places: Iterable[int], ru
 
 
 def compare_modules(image: str, names: Iterable[str], count: int, seed: int, rules: ProbeRules) -> Tally:
-    """Places in modules that the kernel has loaded: it and our engine, in one guest, judge them."""
+    """Compare answers about places in loaded modules, of the kernel and of kprobefs in the same guest."""
     from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
     from emulated_kernel.vfs.core.node import Owner
@@ -508,7 +511,7 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int, rul
 
 
 def recorded(mount: Mount | Mount, lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What a workload in scratch/ leaves in the trace and in kprobe_profile; without times."""
+    """Run a workload in scratch/; return the trace and kprobe_profile, without times."""
     write(mount, "/tracing/dynamic_events", "", os.O_TRUNC)
     for definition in lines:
         assert not write(mount, "/tracing/dynamic_events", definition, os.O_APPEND), definition
@@ -527,7 +530,7 @@ def recorded(mount: Mount | Mount, lines: Sequence[str]) -> tuple[list[str], lis
 
 
 def recorded_definitions(engine: LinuxEngine, interface: Interface) -> list[str]:
-    """The probes of compare_records()."""
+    """Return the definitions of the probes of compare_records()."""
     kallsyms = engine.kernel.kallsyms
     start = kallsyms.lookup_name("shmem_write_end") or 0
     where = kallsyms.lookup(start)
@@ -546,7 +549,7 @@ def _symbol(line: str) -> str:
 
 
 def compare_records(linux: Mount, ours: Mount, lines: Sequence[str]) -> Tally:
-    """Of the same kernel, probed by itself and by ours: hits, misses, and each record."""
+    """Compare hits, misses and records of a kernel's own kprobes with those of kprobefs over this kernel."""
     tally = Tally()
     their_lines, their_profile = recorded(linux, lines)
     our_lines, our_profile = recorded(ours, lines)
@@ -558,7 +561,7 @@ def compare_records(linux: Mount, ours: Mount, lines: Sequence[str]) -> Tally:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the comparison that the command line selects; return the exit status."""
     from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
     from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount

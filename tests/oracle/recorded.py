@@ -1,4 +1,4 @@
-"""Reads what a real kernel answered: function tables and the verdict on each probe point."""
+"""Reader of a real kernel's recorded answers: function tables, and the result for each probe point."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.arch.sample import MODULES, Sample
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE_ALIGNMENT = 2 << 20
 CALL_SIZE = 5
-"""Bytes of a static call site, and of an fentry site."""
+"""Size in bytes of a static call site, and of an fentry site."""
 
 
 def oracle_directory() -> Path:
-    """Where the recordings are: $KPROBEFS_ORACLE, or beside the project."""
+    """Return the directory of the recordings: $KPROBEFS_ORACLE, or a directory beside the project."""
     return Path(os.environ.get("KPROBEFS_ORACLE") or ROOT.parent / "shared" / "oracle")
 
 
@@ -34,21 +34,24 @@ class Point:
     symbol: str
     offset: int
     addr: int | None
-    """None: the symbol doesn't exist."""
+    """Address of the point; None if the symbol does not exist."""
     ambiguous: bool
-    """Several symbols have the name. The recorded tables hold one each, so it comes with the point."""
+    """Whether several symbols have the name.
+
+    The recorded tables hold one symbol per name, so the address is stored with the point.
+    """
     errno: str
     flags: str
 
     @property
     def place(self) -> str:
-        """symbol+offset."""
+        """Return the place as symbol+offset."""
         return f"{self.symbol}+{self.offset:#x}"
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One kernel's answers."""
+    """The answers of one kernel."""
 
     version: str
     sample: Sample
@@ -56,14 +59,14 @@ class Recording:
 
 
 def versions(directory: Path) -> list[str]:
-    """Of the kernels whose functions and verdicts are in `directory`."""
+    """Return the versions of the kernels whose functions and results are in `directory`."""
     functions = sorted(directory.glob("functions-*.json.gz"))
     found = [path.name.removeprefix("functions-").removesuffix(".json.gz") for path in functions]
     return [version for version in found if _verdicts(directory, version).exists()]
 
 
 def recordings(directory: Path) -> Iterator[Recording]:
-    """Every pair of functions and verdicts in `directory`."""
+    """Yield the recording of each kernel in `directory`."""
     return (recording(directory, version) for version in versions(directory))
 
 
@@ -73,7 +76,7 @@ def _verdicts(directory: Path, version: str) -> Path:
 
 @cache
 def recording(directory: Path, version: str) -> Recording:
-    """One kernel's; reading it takes a second."""
+    """Return the recording of one kernel; reading it takes a second."""
     points = tuple(_points(_verdicts(directory, version)))
     return Recording(version, _sample(directory / f"functions-{version}.json.gz", points), points)
 
@@ -107,7 +110,7 @@ def _sample(path: Path, points: tuple[Point, ...]) -> Sample:
 
 
 def _image_end(text: range, points: tuple[Point, ...]) -> int:
-    """_end isn't recorded; it is taken as the next large page behind the last symbol of the image."""
+    """Return the end of the image, which is not recorded: the next large page after the last symbol."""
     symbols = (p.addr for p in points if p.addr and p.offset == 0)
     last = max((addr for addr in symbols if text.start <= addr < MODULES.start), default=text.stop)
     return -(-max(last + 1, text.stop) // IMAGE_ALIGNMENT) * IMAGE_ALIGNMENT
@@ -134,5 +137,5 @@ def _function(name: str, entry: dict[str, Any]) -> Function:
 
 
 def errno_name(errno: int) -> str:
-    """ "0" or the symbolic name, as recorded."""
+    """Return "0" or the symbolic name of an errno, as it is recorded."""
     return errorcode[errno] if errno else "0"

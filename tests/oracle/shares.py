@@ -1,6 +1,7 @@
-"""How much of what registers a real kernel optimized, by ways of counting: python -m tests.oracle.shares.
+"""Share of the registered probes that a real kernel optimized, by several ways to count.
 
-It was asked of instructions here and there; each answer is one point.
+python -m tests.oracle.shares
+The kernel was asked about a sample of instructions; each answer is one point.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from tests.oracle.recorded import Recording, oracle_directory, recordings
 
 Weight = Callable[[int, int], float]
-"""Of each point of a function, by how many it has and the function's bytes."""
+"""Function that returns the weight of a point from the function's number of points and its size in bytes."""
 WAYS: dict[str, Weight] = {
     "each point as often": lambda _points, _size: 1.0,
     "each function as often": lambda points, _size: 1 / points,
@@ -21,9 +22,9 @@ WAYS: dict[str, Weight] = {
 
 
 def by_function(recording: Recording) -> Iterator[tuple[list[bool], int]]:
-    """Of each function that was asked about: whether its points are optimized, and its bytes.
+    """Yield, for each function in a recording, whether its points are optimized, and its size in bytes.
 
-    Left out are points that don't register, and fentry sites.
+    Points that cannot be registered and fentry sites are left out.
     """
     functions = sorted(recording.sample.functions, key=lambda function: function.addr)
     starts = [function.addr for function in functions]
@@ -39,7 +40,7 @@ def by_function(recording: Recording) -> Iterator[tuple[list[bool], int]]:
 
 
 def share(recording: Recording, weight: Weight) -> float:
-    """In per cent."""
+    """Return the share of optimized points in percent."""
     optimized = registered = 0.0
     for answers, size in by_function(recording):
         each = weight(len(answers), size)
@@ -49,7 +50,7 @@ def share(recording: Recording, weight: Weight) -> float:
 
 
 def main() -> None:
-    """Prints a row for each way, a column for each recording."""
+    """Print a row for each way to count, and a column for each recording."""
     found = list(recordings(oracle_directory()))
     print("", *(recording.version for recording in found), sep=" | ")
     for way, weight in WAYS.items():

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Compares our verdicts with a real kernel's: `verdict.py [DIR]`; exit 1 if any differs."""
+"""Comparison of the probe checker's results with a real kernel's: `verdict.py [DIR]`.
+
+The exit status is 1 if any result differs.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from tests.arch.sample import Sample
 from tests.oracle.recorded import Point, Recording, errno_name, oracle_directory, recordings
 
 SHOWN = 20
-"""Differences listed of each kind."""
+"""Maximum number of differences of each kind that are printed."""
 
 
 @dataclass
 class Comparison:
-    """How many answers of one kind agree, and the first that don't."""
+    """Number of answers of one kind that agree, and the first ones that differ."""
 
     total: int = 0
     agree: int = 0
@@ -49,23 +52,26 @@ class Report:
     errno: Comparison = field(default_factory=Comparison)
     flags: Comparison = field(default_factory=Comparison)
     parentless: Comparison = field(default_factory=Comparison)
-    """Points in split-off parts of functions that weren't recorded: whether such a part is notrace is told
-    by the other function. The kernel's answer must be EINVAL, or ours for a traced function."""
+    """Points in split-off parts of functions whose other part was not recorded.
+
+    Whether such a part is notrace depends on the other part. The kernel's answer must be EINVAL, or
+    kprobefs's answer for a traced function.
+    """
     by_parent: int = 0
-    """How many of those the other function alone explains: EINVAL where the point by itself is good."""
+    """Number of these points that only the other part explains: EINVAL although the point itself is valid."""
     unknown: int = 0
-    """Points in modules, whose bytes weren't recorded."""
+    """Number of points in modules, whose bytes were not recorded."""
     seconds: float = 0.0
 
     @property
     def perfect(self) -> bool:
-        """Whether every answer agrees."""
+        """Whether all answers agree."""
         return all(part.agree == part.total for part in (self.errno, self.flags, self.parentless))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What comes of a probe of kprobe_events that is the only one in its function."""
+    """Outcome of a definition in kprobe_events whose probe is the only one in its function."""
 
     refused: Rejection | None
     detoured: Region | Rejection
@@ -76,40 +82,37 @@ class Answer:
 
     @property
     def flags(self) -> str:
-        """As in kprobes/list."""
+        """Return the flags as kprobes/list shows them."""
         if isinstance(self.detoured, Region):
             return "[OPTIMIZED]"
         return "[FTRACE]" if self.detoured.reason is RejectReason.FTRACE else ""
 
     @property
     def why(self) -> str:
-        """The rule that decides."""
+        """Return the rule that decides."""
         found = self.refused or self.detoured
         return "optimized" if isinstance(found, Region) else found.reason.value
 
 
 def linux_verdict(sample: Sample) -> X86ProbeChecker:
-    """By what Linux looks at alone."""
+    """Return a checker that applies only the rules of Linux."""
     arch = X86_64()
     return arch.probe_checker(sample, arch.strategies["optprobe-linux"], ftrace=True)
 
 
 def answer(verdict: X86ProbeChecker, addr: int) -> Answer:
-    """Raises: LookupError if the sample lacks what decides.
-
-    Mirrors: kernel/trace/trace_kprobe.c:__register_trace_kprobe (v6.1).
-    """
+    """Return the outcome of a definition. Raises: LookupError (the sample lacks data for the decision)."""
     return probed(verdict, addr, verdict.check_traced(addr))
 
 
 def probed(verdict: X86ProbeChecker, addr: int, refused: Rejection | None = None) -> Answer:
-    """The same of a plain kprobe."""
+    """Return the outcome of a plain kprobe."""
     refused = refused or verdict.may_probe(addr)
     return Answer(refused, refused or verdict.optimized_region(addr))
 
 
 def compare(recording: Recording) -> Report:
-    """All points of a recording."""
+    """Compare all points of a recording."""
     report = Report(recording.version)
     started = time.process_time()
     verdict = linux_verdict(recording.sample)
@@ -148,7 +151,7 @@ def _compare_at(
 
 
 def main(arguments: list[str]) -> int:
-    """Prints one line a kind of answer, then the differences."""
+    """Print a line for each kind of answer, and then the differences."""
     parser = argparse.ArgumentParser(description="Compares our verdicts with a real kernel's.")
     parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help="with the recordings")
     directory = parser.parse_args(arguments).directory or oracle_directory()

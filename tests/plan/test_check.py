@@ -372,6 +372,18 @@ def test_definitions_from_standard_input() -> None:
     assert found["kernels"][0]["lines"][0]["outcome"] == "ftrace"
 
 
+def test_definitions_that_are_no_text_are_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.probes"
+    file.write_bytes(b"p:a vfs_\x86read\np:b \xff\xfe\x00\nr:\x80 vfs_read\np " + bytes(range(128, 256)))
+    assert main(["check", str(file)]) == 1
+    assert "\x86" not in capsys.readouterr().out
+    assert main(["check", str(file), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert {line["outcome"] for line in found["kernels"][0]["lines"]} <= {"EINVAL", "ENOENT"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

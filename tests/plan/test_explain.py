@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
 import pytest
@@ -18,9 +19,12 @@ from hypothesis import strategies as st
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Location
+from emulated_kernel.image.linux import module_files
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import declaration, prototype
 from emulated_kernel.image.linux.btf_members import members_at, size_of
+from emulated_kernel.image.linux.deb import PackageTar
+from emulated_kernel.image.linux.packages import open_package
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, profile_named
 from emulated_kernel.util.config import MachineConfig
@@ -370,6 +374,22 @@ def test_bad_input_gets_one_line(arguments: list[str], said: str, capsys: pytest
     assert said in refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize("option", ["--image", "--vmcore"])
+@pytest.mark.parametrize("command", [["explain", "vfs_read"], ["check", "/dev/null"], ["coverage"]])
+def test_a_file_without_an_end_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], option: str
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    sparse = tmp_path / "sparse"
+    sparse.touch()
+    os.truncate(sparse, 1 << 40)
+    for path in (str(fifo), "/dev/zero", str(tmp_path), str(sparse)):
+        assert main([*command, option, path]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert path in line
+
+
 @pytest.mark.parametrize("wrong", ["vfs_raed", "do_sys_opn", "tcp_sendmgs", "kmaloc"])
 def test_a_wrong_name_names_symbols_that_exist(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, wrong)
@@ -453,7 +473,16 @@ def test_a_module_of_debians_package(
     (found,) = explained(capsys, "--image", package, "nls_cp437:uni2char+0x5")
     assert (found["symbol"], found["module"], found["offset"]) == ("uni2char", "nls_cp437", 5)
     assert found["instructions"][0]["verdict"] == "ftrace"
+    opened: list[BinaryIO] = []
+
+    def counting(file: BinaryIO) -> PackageTar:
+        opened.append(file)
+        return open_package(file)
+
+    monkeypatch.setattr(module_files, "open_package", counting)
     kernel = planned_kernel(None, package, None, None).with_module("nls_cp437")
+    assert len(kernel.with_module("nls_cp437").modules) == 1
+    assert len(opened) == 1
     again = Explanation(kernel, find_place("nls_cp437:uni2char+0x5", kernel.tables))
     # The module's address is made up.
     assert found["address"] not in as_text(again, whole=True)

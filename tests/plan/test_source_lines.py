@@ -110,6 +110,7 @@ def test_a_line_is_explained_as_its_addresses_are(
 ) -> None:
     found = explained(capsys, "--debug-info", str(own_lines(tmp_path / "debug")), line)
     assert {each.pop("line") for each in found} == {path}
+    assert {each["place"] for each in found} == {line}
     assert sorted(each["symbol"] for each in found) == sorted(each.partition("+")[0] for each in places)
     wanted = {each["address"]: each for each in explained(capsys, *places)}
     for each in found:

@@ -22,7 +22,7 @@ _VARYING = (
     (re.compile(r"(?m)^bash: line \d+: "), "bash: "),
     (re.compile(r"(?m)[ ]+$"), ""),
 )
-"""What another run, machine or shell shows differently, and what stands for it."""
+"""Patterns of text that differs between runs, machines or shells, and the replacements."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Step:
 
 
 def blocks(info: str, document: Path = README) -> list[str]:
-    """The bodies of a document's blocks that are fenced with exactly this info string."""
+    """Return the bodies of a document's blocks that are fenced with exactly this info string."""
     return [match["body"] for match in _FENCE.finditer(document.read_text()) if match["info"] == info]
 
 
 def of_image(text: str, symbols: Kallsyms) -> str:
-    """A text with the addresses and sizes that this image's functions have, where it tells some."""
+    """Return a text with the addresses and sizes that functions have in this image."""
 
     def addressed(match: re.Match[str]) -> str:
         address = symbols.lookup_name(match["name"])
@@ -54,7 +54,7 @@ def of_image(text: str, symbols: Kallsyms) -> str:
 
 
 def steps(body: str) -> list[Step]:
-    """The commands of a console block, in order; lines that begin with ">" go on with one."""
+    """Return the commands of a console block; a line that begins with ">" continues the command before it."""
     parts = re.split(r"^\$ ", body, flags=re.MULTILINE)
     assert not parts[0], f"output before the first command: {parts[0]!r}"
     found = []
@@ -67,7 +67,7 @@ def steps(body: str) -> list[Step]:
 
 
 def normalise(text: str) -> str:
-    """`text` with addresses, sizes, times, pids and script lines replaced, blanks at line ends gone."""
+    """Return `text` with addresses, sizes, times, pids and script lines replaced, and lines stripped."""
     for pattern, replacement in _VARYING:
         text = pattern.sub(replacement, text)
     return text.rstrip("\n")

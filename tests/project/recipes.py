@@ -1,6 +1,6 @@
-"""The recipes of examples/ as data: what they run, and on which system.
+"""The recipes of examples/ as data: their commands, and the systems on which they run.
 
-`python -m tests.project.recipes RECIPE` prints that as a script for a checkout in a new root:
+`python -m tests.project.recipes RECIPE` prints a recipe as a script for a checkout in a new root:
 scripts/fresh-root trixie -- sh -c "$(.venv/bin/python -m tests.project.recipes Containerfile)"
 """
 
@@ -21,30 +21,30 @@ SYSTEMS = {
     "python:3.12-slim-bookworm": "debian:12",
     "docker.io/library/debian:trixie-slim": "debian:13",
 }
-"""Images that recipes name, and what /etc/os-release says in them."""
+"""Image that a recipe names -> name and version in the image's /etc/os-release."""
 
 
 def github() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The job and its steps."""
+    """Return the job of the GitHub workflow, and its steps."""
     recipe = yaml.safe_load((EXAMPLES / "github.yml").read_text())
     (job,) = recipe["jobs"].values()
     return job, job["steps"]
 
 
 def gitlab() -> dict[str, Any]:
-    """The job."""
+    """Return the job of the GitLab pipeline."""
     return yaml.safe_load((EXAMPLES / "gitlab.yml").read_text())["test"]
 
 
 def containerfile() -> list[tuple[str, str]]:
-    """Instructions with their arguments, on one line each."""
+    """Return the instructions of the Containerfile with their arguments, each on one line."""
     lines = (EXAMPLES / "Containerfile").read_text().replace("\\\n", " ").splitlines()
     found = [line.partition(" ") for line in lines if line and not line.startswith("#")]
     return [(name, arguments) for name, _, arguments in found]
 
 
 def systems() -> dict[str, tuple[str, list[str]]]:
-    """By recipe: the image that it is for, and the commands that it runs there."""
+    """Return recipe -> its image, and the commands that it runs in the image."""
     job, steps = github()
     instructions = containerfile()
     (image,) = (arguments for name, arguments in instructions if name == "FROM")
@@ -56,19 +56,19 @@ def systems() -> dict[str, tuple[str, list[str]]]:
 
 
 def programs(commands: list[str]) -> list[list[str]]:
-    """What the shell would run for them, one after the other, in words."""
+    """Return the programs that a shell would run for commands, each as a list of words."""
     parts = " && ".join(commands).split("&&")
     return [words[words[0] == "sudo" :] for words in map(shlex.split, parts)]
 
 
 def pip_step() -> list[str]:
-    """The words behind `pip` in the container's."""
+    """Return the words after `pip` in the Containerfile."""
     (step,) = (words for words in programs(systems()["Containerfile"][1]) if words[0].endswith("/pip"))
     return step[1:]
 
 
 def entry_point() -> list[str]:
-    """What the container runs by itself."""
+    """Return the command of the container's entry point."""
     found = dict(containerfile())
     return [*json.loads(found["ENTRYPOINT"]), *json.loads(found["CMD"])]
 
@@ -83,7 +83,7 @@ export PATH=/opt/image/bin:$PATH
 
 
 def script(recipe: str) -> str:
-    """Runs a recipe, word for word, in a new root of its system, with the checkout as directory."""
+    """Return a script that runs a recipe unchanged in a new root of its system, from the checkout."""
     lines = ["set -eux"]
     if recipe != "Containerfile":
         lines += [IMAGE, *(f"sh -ec {shlex.quote(command)}" for command in systems()[recipe][1])]

@@ -20,7 +20,7 @@ class Boot(Protocol):
 
 @pytest.fixture
 def boot() -> Iterator[Boot]:
-    """Kernels that are closed when the test ends."""
+    """Yield a function that boots kernels; close the kernels when the test ends."""
     booted: list[Kernel] = []
 
     def make(cpus: int = 2, arch: str = "x86_64", **options: Any) -> Kernel:
@@ -34,5 +34,5 @@ def boot() -> Iterator[Boot]:
 
 
 def clients(kernel: Kernel, count: int) -> list[GuestTask]:
-    """Tasks of host processes."""
+    """Return tasks of the guest for `count` host processes."""
     return [kernel.guest.processes.task_of(FIRST_PID + number, 0, 0) for number in range(count)]

@@ -1,4 +1,4 @@
-"""Guest code that calls a function again and again, so that CPUs are in it most of the time."""
+"""Guest code that calls a function repeatedly, so that CPUs execute the function most of the time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from emulated_kernel.arch.riscv.insn import A0, RA, S0, SP, T0, ZERO
 from emulated_kernel.kernel.api import Kernel
 
 TURNS = 40
-"""Calls in each run of the loop, with TURNS down to 1 as the argument."""
+"""Number of calls in each run of the loop, with the arguments TURNS down to 1."""
 _ROOM = 64
 
 
 def loop(kernel: Kernel, name: str = "int_sqrt", argument: int | None = None) -> int:
-    """A new guest function that calls `name`; its result is that of the last call.
+    """Return the address of a new guest function that calls `name` repeatedly and returns the last result.
 
-    `argument`: the same for all calls; None: how many are left.
+    `argument`: argument of each call; None passes the number of remaining calls.
     """
     text = kernel.machine.text
     code = text.alloc_text(_ROOM)

@@ -1,4 +1,4 @@
-"""How many seeds the tests of races run with: KPROBEFS_SEEDS has them run for long."""
+"""Number of seeds for tests of races; KPROBEFS_SEEDS sets it for long runs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from tests.sample import fewer
 
 
 def seeds(count: int, parts: int = 2) -> range:
-    """The first `parts`-th of `count` seeds, all in a whole run, or as many as the environment says."""
+    """Return 1 / `parts` of `count` seeds; all in a whole run, or the number in KPROBEFS_SEEDS."""
     return range(1, int(os.environ.get("KPROBEFS_SEEDS", fewer(count, parts))) + 1)

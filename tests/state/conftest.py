@@ -17,7 +17,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A state with definitions and records."""
+    """Return the directory of a state with definitions and records."""
     directory = tmp_path_factory.mktemp("left") / "state"
     run = Run(directory)
     run.write("/kprobe_events", DEFINITIONS)
@@ -31,6 +31,6 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(left: Path, place: Path) -> Path:
-    """A state of its own for a test."""
+    """Return a copy of the state for one test."""
     subprocess.run(["cp", "-a", "--sparse=always", str(left), str(place)], check=True)
     return place

@@ -1,4 +1,4 @@
-"""A daemon's life with --state, without the FUSE around it, and what is looked at of what it left."""
+"""A daemon with --state, from start to end, without FUSE; and checks of the state that it left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ p:writes vfs_write
 
 
 class Run:
-    """A daemon's life, without the FUSE around it."""
+    """A daemon with --state, without FUSE."""
 
     def __init__(self, directory: Path, config: MachineConfig = CONFIG) -> None:
         self.directory = StateDirectory(str(directory))
@@ -60,18 +60,18 @@ class Run:
         self.mount.release(file)
 
     def kept(self) -> str:
-        """What machine/state says of whether there is a state."""
+        """Return the part of machine/state that says whether a state is kept."""
         return self.read("/machine/state").splitlines()[1]
 
     def found(self) -> str:
         return self.read("/machine/state").splitlines()[2].removeprefix("last ")
 
     def troubles(self) -> list[str]:
-        """What machine/state says was wrong with what was left."""
+        """Return the errors in the previous state that machine/state reports."""
         return [line.removeprefix("trouble ") for line in self.read("/machine/state").splitlines()[3:]]
 
     def die(self) -> None:
-        """As kill -9: nothing is written any more."""
+        """End the daemon as kill -9 does: it writes nothing any more."""
         self.mount.watch(None)
         if self.living._state is not None and self.living._state._timer is not None:
             self.living._state._timer.cancel()
@@ -88,7 +88,7 @@ class Run:
 
 
 def own(definitions: str) -> list[str]:
-    """But for what is about an earlier kernel's records."""
+    """Return definitions without those about an earlier kernel's records."""
     return [line for line in definitions.splitlines() if not line.startswith("instances/last")]
 
 
@@ -101,7 +101,7 @@ def records_of(directory: Path) -> Path:
 
 
 def rewrite(directory: Path, change: Callable[[list[journal.Entry]], None]) -> None:
-    """Another journal, each entry of which is whole."""
+    """Rewrite the journal with other entries, each of which is complete."""
     entries = journal.read(directory / "journal").entries
     change(entries)
     journal.Journal(directory / "journal", b"".join(map(journal.encoded, entries))).close()

@@ -13,7 +13,7 @@ from emulated_kernel.vfs.core.node_tree import NodeTree
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    """Of two CPUs, with an event kprobes/a that isn't enabled."""
+    """Yield a kernel with two CPUs and an event kprobes/a, which is not enabled."""
     with Kernel(MachineConfig(cpus=2)) as booted:
         booted.tracing.kprobe_events.write(b"p:a vfs_read\n")
         yield booted
@@ -26,7 +26,7 @@ def tree(kernel: Kernel) -> NodeTree:
 
 @pytest.fixture(scope="module")
 def unchanged() -> Iterator[NodeTree]:
-    """The files of a kernel that all tests of a module share, since they only look at it."""
+    """Yield the files of a kernel that all tests of a module share, because the tests change nothing."""
     with Kernel(MachineConfig(cpus=2)) as booted:
         booted.tracing.kprobe_events.write(b"p:a vfs_read\n")
         yield booted.filesystem()

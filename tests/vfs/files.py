@@ -1,4 +1,4 @@
-"""Files of a tree opened, read and written as root does."""
+"""Access to files of a NodeTree as by root."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(tree: NodeTree, path: str, client: Client = ROOT) -> str:
 
 
 def write(tree: NodeTree, path: str, text: str | bytes, flags: int = os.O_WRONLY) -> int:
-    """Bytes taken; the file is closed, whether it fails or not."""
+    """Write to a file, close it in any case, and return the number of bytes taken."""
     file = tree.open(path, flags, ROOT)
     data = text if isinstance(text, bytes) else text.encode()
     try:
@@ -39,12 +39,12 @@ def write(tree: NodeTree, path: str, text: str | bytes, flags: int = os.O_WRONLY
 
 
 def truncate(tree: NodeTree, path: str) -> None:
-    """Open it as `> path` does, and close it."""
+    """Open a file with O_TRUNC, as `> path` does, and close it."""
     tree.release(tree.open(path, os.O_WRONLY | os.O_TRUNC, ROOT))
 
 
 def names(tree: NodeTree, path: str) -> list[str]:
-    """Of a directory's entries, without "." and ".."."""
+    """Return the names of a directory's entries, without "." and ".."."""
     return [entry.name for entry in tree.readdir(path)][2:]
 
 
@@ -53,7 +53,7 @@ def assert_errno(number: int) -> AbstractContextManager[object]:
 
 
 def name_of(action: Callable[[], object]) -> str:
-    """The name of the errno that it raises, or "None"."""
+    """Return the name of the errno that `action` raises, or "None"."""
     try:
         action()
     except KernelError as error:

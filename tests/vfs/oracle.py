@@ -1,4 +1,4 @@
-"""Where the recorded answers of a real Linux 6.1 are; tests that need them are skipped without."""
+"""Paths of recorded answers of Linux 6.1. Tests that need them are skipped without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "oracle"
 
 
 def oracle_path(name: str) -> Path:
-    """A file of the oracle; skips the test where it is absent."""
+    """Return the path of a recorded file; skip the test if the file is absent."""
     path = Path(os.environ.get("KPROBEFS_ORACLE", _DEFAULT)) / name
     if not path.exists():
         pytest.skip(f"no oracle: {path} is missing (set KPROBEFS_ORACLE)")
@@ -23,19 +23,19 @@ def oracle_path(name: str) -> Path:
 
 @cache
 def quirks() -> dict[str, Any]:
-    """samples/quirks.json."""
+    """Return the contents of samples/quirks.json."""
     parsed: dict[str, Any] = json.loads(oracle_path("samples/quirks.json").read_text())
     return parsed
 
 
 def errors(file: str) -> list[dict[str, Any]]:
-    """The recorded writes to one file."""
+    """Return the recorded writes to one file."""
     lines = oracle_path("errors-6.1.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["file"] == file]
 
 
 def modes(sample: str, prefix: str) -> dict[str, str]:
-    """Names below `prefix` to modes as `ls` writes them, out of an ls_*.txt sample."""
+    """Return name below `prefix` -> mode in the form of `ls`, from a sample ls_*.txt."""
     found = {}
     for line in oracle_path(f"samples/{sample}").read_text().splitlines():
         words = line.split()

@@ -6,6 +6,7 @@ Source: the GDB manual, appendix "GDB Remote Serial Protocol".
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import select
@@ -13,7 +14,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from emulated_kernel.machine.debugger import Debugger
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
@@ -24,6 +25,10 @@ PACKET_LIMIT = 16 << 10
 """Maximum size of a packet in bytes."""
 _SLICE = 0.05
 """Seconds between two looks whether the guest has stopped, while it runs."""
+_RETRY = 0.2
+"""Seconds until a connection is accepted again after an error."""
+_PREFIX = "kprobefs-gdb-"
+_SOCKET = "socket"
 _INTERRUPT = 3
 _TRAP = 5
 _SIGINT = 2
@@ -64,6 +69,32 @@ _FEATURES = re.compile(rb"qXfer:features:read:target\.xml:([0-9a-f]{1,8}),([0-9a
 _ADDRESSES = 1 << 64
 
 
+def remove_stale(place: str) -> None:
+    """Remove the directories of sockets in `place` whose daemons were killed.
+
+    A living daemon holds a lock of its directory. Only this user's directories are removed.
+    """
+    for name in os.listdir(place):
+        path = os.path.join(place, name)
+        if name.startswith(_PREFIX):
+            with suppress(OSError):
+                _remove_unlocked(path)
+
+
+def _remove_unlocked(path: str) -> None:
+    """Remove a directory of a socket, unless its daemon lives. Raises: OSError (also if it lives)."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(directory).st_uid != os.geteuid():
+            return
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError):
+            os.unlink(_SOCKET, dir_fd=directory)
+        os.rmdir(path)
+    finally:
+        os.close(directory)
+
+
 class GdbServer:
     """Serves `path`, a socket in a directory of its own, which only the daemon's user can open.
 
@@ -72,22 +103,32 @@ class GdbServer:
 
     def __init__(self, debugger: Debugger) -> None:
         self._debugger = debugger
-        self._directory = tempfile.mkdtemp(prefix="kprobefs-gdb-")
-        self.path = os.path.join(self._directory, "socket")
-        self._listener = socket.socket(socket.AF_UNIX)
-        try:
-            self._listener.bind(self.path)
-        except OSError as error:
-            self._listener.close()
-            os.rmdir(self._directory)
-            number = error.errno or errno.ENAMETOOLONG
-            raise KernelError(number, f"gdb: {self.path} cannot be bound; choose a shorter TMPDIR") from error
-        os.chmod(self.path, 0o600)
-        self._listener.listen(1)
+        remove_stale(tempfile.gettempdir())
         self._closing = threading.Event()
         self._connection: socket.socket | None = None
         """The debugger's connection; None without a debugger."""
-        self._thread = start_thread("kprobefs-gdb", self._serve)
+        with ExitStack() as unless_made:
+            directory = tempfile.mkdtemp(prefix=_PREFIX)
+            unless_made.callback(os.rmdir, directory)
+            self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            unless_made.callback(os.close, self._directory)
+            # remove_stale() of other daemons leaves a locked directory alone.
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path = os.path.join(directory, _SOCKET)
+            self._listener = unless_made.enter_context(socket.socket(socket.AF_UNIX))
+            self._bind()
+            unless_made.callback(os.unlink, self.path)
+            os.chmod(self.path, 0o600)
+            self._listener.listen(1)
+            self._thread = start_thread("kprobefs-gdb", self._serve)
+            self._resources = unless_made.pop_all()
+
+    def _bind(self) -> None:
+        try:
+            self._listener.bind(self.path)
+        except OSError as error:
+            number = error.errno or errno.ENAMETOOLONG
+            raise KernelError(number, f"gdb: {self.path} cannot be bound; choose a shorter TMPDIR") from error
 
     def close(self) -> None:
         """End the session and remove the socket; further calls do nothing."""
@@ -97,24 +138,24 @@ class GdbServer:
         # shutdown() wakes accept(), which close() does not.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         # A debugger that doesn't read its answers blocks the thread in send().
         connection = self._connection
         if connection is not None:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
+        # The user may have removed the socket or its directory.
         with suppress(OSError):
-            os.unlink(self.path)
-        with suppress(OSError):
-            os.rmdir(self._directory)
+            self._resources.close()
 
     def _serve(self) -> None:
         while not self._closing.is_set():
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                # The connection may have ended, or the daemon has no descriptor left for it.
+                self._closing.wait(_RETRY)
+                continue
             self._connection = connection
             with connection, suppress(OSError):
                 try:

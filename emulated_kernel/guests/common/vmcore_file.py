@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
-from collections.abc import Callable
-from typing import IO
+from collections.abc import Callable, Iterator
+from typing import IO, Protocol
 
 from emulated_kernel.guests.common.spill_file import open_tmpfile
 from emulated_kernel.machine.core_dump import RAM_OFFSET, core_headers
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.memory.guest_memory import MappedRange
 from emulated_kernel.machine.memory.sparse import copy_data, write_all
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.util.errors import KernelError
@@ -18,9 +21,34 @@ from emulated_kernel.vfs.core.open_file import File, OpenFile
 
 MAX_OPEN = 4
 """Maximum number of cores that are open at a time. Each has a temporary file."""
+MAX_BYTES = 1 << 30
+"""Maximum size of the memory in all open cores, without zeros. A single core may be larger."""
 
 
-def write_core(machine: ProbedMachine, vmcoreinfo: bytes) -> IO[bytes]:
+class CoreMemory(Protocol):
+    """Guest memory that is written to a core; see GuestMemory."""
+
+    @property
+    def ram(self) -> mmap.mmap: ...
+
+    def data_ranges(self) -> Iterator[tuple[int, int]]: ...
+
+    def mapped_ranges(self) -> Iterator[MappedRange]: ...
+
+
+class CoreSource(Protocol):
+    """A stopped machine that is written to a core; see ProbedMachine."""
+
+    @property
+    def model(self) -> CpuModel: ...
+
+    @property
+    def memory(self) -> CoreMemory: ...
+
+    def all_registers(self) -> list[dict[str, int]]: ...
+
+
+def write_core(machine: CoreSource, vmcoreinfo: bytes) -> IO[bytes]:
     """Return an unnamed file with an ELF core of a stopped machine.
 
     Zeros of the guest's memory are holes. Raises: KernelError ENOSPC (no directory has room), OSError.
@@ -46,6 +74,8 @@ class VmcoreFile(File):
         self.machine = machine
         self.vmcoreinfo = vmcoreinfo
         self.open_cores = 0
+        self.open_bytes = 0
+        """Size of the memory in the open cores, without zeros."""
 
     def stat(self, owner: Owner) -> Stat:
         """Return the attributes of the node; debuggers refuse a core whose size is 0."""
@@ -64,8 +94,12 @@ class OpenVmcore(OpenFile):
         super().__init__(node, flags, client)
         if node.open_cores >= MAX_OPEN:
             raise KernelError(errno.EBUSY, f"vmcore: {MAX_OPEN} are open; close one first")
+        self._size = sum(size for _, size in node.machine.memory.data_ranges())
+        if node.open_cores and node.open_bytes + self._size > MAX_BYTES:
+            raise KernelError(errno.EBUSY, "vmcore: the open ones have 1 GiB; close one first")
         self._core = write_core(node.machine, node.vmcoreinfo())
         node.open_cores += 1
+        node.open_bytes += self._size
 
     def _read(self, size: int, position: int) -> bytes:
         return os.pread(self._core.fileno(), size, position)
@@ -80,6 +114,7 @@ class OpenVmcore(OpenFile):
     def release(self) -> None:
         """Free the temporary file."""
         self.node.open_cores -= 1
+        self.node.open_bytes -= self._size
         self._core.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from errno import ENXIO
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ _DEVICES = range(3 << 30, 4 << 30)
 RAM_LIMIT = 64 << 30
 _MAX_LINES = 4096
 _BLOCK = 1 << 20
-_FIRST = b"OSRELEASE="
+INFO_START = b"OSRELEASE="
 """First bytes of VMCOREINFO, which begins at the start of a page."""
 _SIGNS = (b"SYMBOL(init_uts_ns)=", b"KERNELOFFSET=")
 _OTHERS = {
@@ -44,12 +44,39 @@ def unusable_core(message: str) -> UnusableFile:
     return UnusableFile("dump", message)
 
 
+def is_vmcoreinfo(text: bytes) -> bool:
+    """Return True if a text that begins with INFO_START has the lines that each VMCOREINFO has."""
+    return all(sign in text for sign in _SIGNS)
+
+
 class CoreSegment(NamedTuple):
     """A piece of RAM: its physical address, its offset in the file, and its size in bytes."""
 
     pa: int
     offset: int
     size: int
+
+
+def _merged(loads: Iterable[CoreSegment]) -> Iterator[CoreSegment]:
+    """Yield sorted segments, with those as one that overlap and have their common pages once in the file.
+
+    A core for gdb has a segment for each range of virtual addresses, so that memory mapped twice is in two of
+    them.
+    """
+    last: CoreSegment | None = None
+    for load in loads:
+        if (
+            last is not None
+            and load.pa < last.pa + last.size
+            and load.offset - load.pa == last.offset - last.pa
+        ):
+            last = last._replace(size=max(last.size, load.pa + load.size - last.pa))
+            continue
+        if last is not None:
+            yield last
+        last = load
+    if last is not None:
+        yield last
 
 
 class CoreFile:
@@ -73,7 +100,7 @@ class CoreFile:
             raise unusable_core("it has no memory")
         if len(loads) > 1 and not any(load.pa for load in loads):
             raise unusable_core("it is a core of a process, not of a machine")
-        self.segments = tuple(sorted(load for load in loads if load.pa not in _DEVICES))
+        self.segments = tuple(_merged(sorted(load for load in loads if load.pa not in _DEVICES)))
         self._check()
         # One is usual. The limit is for hostile files, in which each header can claim the whole file.
         notes = [where[1:] for kind, *where in programs if kind == _PT_NOTE][:_MAX_NOTES]
@@ -178,9 +205,9 @@ class CoreFile:
         for _, offset, size in self.segments:
             for _, block in self.data(offset, size):
                 for page in range(0, len(block), PAGE_SIZE):
-                    if block.startswith(_FIRST, page):
+                    if block.startswith(INFO_START, page):
                         text = block[page : page + PAGE_SIZE].partition(b"\0")[0]
-                        if all(sign in text for sign in _SIGNS):
+                        if is_vmcoreinfo(text):
                             yield text.decode("latin1")
 
     @staticmethod

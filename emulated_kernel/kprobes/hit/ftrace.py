@@ -45,7 +45,7 @@ class FtraceOps:
     Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
     """
     codes: Mapping[int, int] = field(default_factory=dict)
-    """Site -> address of guest code with the effect of `func`; a site calls it if it has no other user."""
+    """Site -> address of guest code with the effect of `func`. A site without other users calls this code."""
     assembly: AssemblyOwner | None = field(default=None, init=False)
     """Owner of handlers in assembly, which run before all users' `func`."""
     sites: set[int] = field(default_factory=set, init=False)

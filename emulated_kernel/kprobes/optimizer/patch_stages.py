@@ -55,7 +55,10 @@ class PatchStages:
         return head in self._stops
 
     def step(self, head: AggrKprobe) -> PokeStep:
-        """Return the step that was written last. Raises: KeyError (no change of the probe has stopped)."""
+        """Return the step after which the change of a probe's jump has stopped.
+
+        Raises: KeyError (no change of the probe's jump has stopped).
+        """
         return self._stops[head].step
 
     def switch(self, on: bool, delay: int | None = None) -> None:

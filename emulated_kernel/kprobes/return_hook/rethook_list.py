@@ -91,9 +91,10 @@ class RethookListStack(ShadowStack):
         """Return the number of nodes in the pool. Raises: MemoryFault (the pool is damaged)."""
 
     def high_water(self, hook: int) -> int:
-        """Return the highest number of nodes in use at a time: those that ever had a return address.
+        """Return the highest number of nodes that were in use at the same time.
 
-        The node that was put back last is taken first, so no further nodes ever get a return address.
+        It is the number of nodes in which a return address was ever stored. The pool gives out the node that
+        was put back last, so it takes an unused node only if all others are in use.
         """
         words = self.words
         at = self.ret_addr_word * self.words.word_size

@@ -169,8 +169,8 @@ class GuestRecords(TaskObserver):
     def call_begins(self, *, keeps_names: bool = False) -> None:
         """Implement TaskObserver.call_begins: make the next record on each CPU save its task's name again.
 
-        The name may have changed, or the saved name may have been dropped. Except the name that was saved
-        last, if neither has happened and the call keeps names.
+        The name may have changed, or the saved name may have been dropped. If the call keeps names and
+        neither has happened, the name that was saved last is not saved again.
         """
         pid = _NO_PID
         if keeps_names and self._comm == self._saved_comm and self._cmdlines.changes == self._saved_changes:

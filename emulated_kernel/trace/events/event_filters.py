@@ -59,7 +59,7 @@ class EventFilters:
         """Set the event's filter to the written text. "0" clears the filter.
 
         If the text cannot be parsed, the event has no filter afterwards, and the file shows the error.
-        Raises: KernelError EINVAL (a page or more), FilterParseError, as parse_event_filter().
+        Raises: KernelError EINVAL (a page or more), ENOMEM, FilterParseError, as parse_event_filter().
         Mirrors: apply_event_filter (v6.1).
         """
         text = _written(data)
@@ -76,7 +76,7 @@ class EventFilters:
 
         `events` are in order of registration. Linux: the write succeeds even if the filter is wrong for some
         events; error_log shows the error of the newest event first.
-        Raises: KernelError EINVAL (a page or more), ENODEV (there are no events).
+        Raises: KernelError EINVAL (a page or more), ENODEV (there are no events), ENOMEM.
         Mirrors: apply_subsystem_event_filter (v6.1).
         """
         text = _written(data)
@@ -103,7 +103,8 @@ class EventFilters:
     def _show_error(self, event: TraceEvent, text: str, failure: FilterParseError) -> None:
         """Log a parse error, and show it in the event's filter file. Mirrors: append_filter_err (v6.1)."""
         log_filter_error(self._error_log, text, failure)
-        event.set_filter(self._recorder, EventFilter(self._error_text(text, failure), None))
+        shown = self._error_text(text, failure)
+        event.set_filter(self._recorder, EventFilter(shown, None, self._words.memory.charge(shown)))
 
     def _error_text(self, text: str, failure: FilterParseError) -> str:
         """Return the content of a filter file after a parse error: the filter, a caret and the error.

@@ -146,13 +146,15 @@ class EventRegistry:
             watcher.event_added(event)
 
     def remove(self, event: TraceEvent) -> None:
-        """Unregister an event and free its id."""
+        """Unregister an event, drop its filters and free its id."""
         del self._by_id[event.id], self._numbers[event]
         heappush(self._free_ids, event.id)
         group = self._groups[event.group]
         del group[event.name]
         if not group:
             del self._groups[event.group]
+        # A directory may keep the object for a while, and the filters take memory.
+        event.filters = {}
         for watcher in self._watchers:
             watcher.event_removed(event)
 

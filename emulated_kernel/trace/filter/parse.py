@@ -49,8 +49,12 @@ _CPUS = "CPUS"
 
 
 def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWords = NO_WORDS) -> EventFilter:
-    """Parse the filter of an event whose own fields are `fields`. Raises: errors of parse_filter()."""
-    return EventFilter(text, parse_filter(text, partial(find_event_field, fields), words))
+    """Parse the filter of an event whose own fields are `fields`.
+
+    Raises: errors of parse_filter(), KernelError ENOMEM (definition_bytes or the user's part is reached).
+    """
+    program = parse_filter(text, partial(find_event_field, fields), words)
+    return EventFilter(text, program, words.memory.charge(text))
 
 
 def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS) -> FilterProgram:

@@ -10,6 +10,7 @@ from emulated_kernel.trace.filter.fields import FilterType
 from emulated_kernel.trace.filter.pattern import StringPattern
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.limits import Charge
 
 
 class FilterOp(Enum):
@@ -230,6 +231,8 @@ class EventFilter:
 
     text: str
     program: FilterProgram | None
+    charge: Charge | None = None
+    """The memory that the filter takes."""
 
     def accepts(self, entry: RawEntry) -> bool:
         """Return True if the filter's program accepts the entry, or if it has no program."""

@@ -6,9 +6,14 @@ import re
 from collections.abc import Callable
 
 from emulated_kernel.trace.interface import LINUX_6_1, Interface, InterfaceRule
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
 _REGION = re.compile(r"\s*(?:all|(?P<first>\d+|N)(?:-(?P<last>\d+|N))?)(?::(?P<used>\d+)/(?P<group>\d+))?\s*")
+
+
+def _no_limit() -> MemoryBudget:
+    return MemoryBudget(Limits(), None, Limit.USER_DEFINITION_BYTES)
 
 
 def _no_function(_place: str | int) -> None:
@@ -17,7 +22,7 @@ def _no_function(_place: str | int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class FilterWords:
-    """Features of event filters that later kernels have and Linux 6.1 does not."""
+    """Features of event filters that later kernels have and Linux 6.1 does not, and the memory of filters."""
 
     interface: Interface = LINUX_6_1
     cpus: int = 1
@@ -26,6 +31,8 @@ class FilterWords:
     """Size of an address in bytes."""
     find_function: Callable[[str | int], range | None] = _no_function
     """Returns the addresses of the function with a name, or of the function that contains an address."""
+    memory: MemoryBudget = field(default_factory=_no_limit)
+    """Memory of the host for all filters and synthetic events of the kernel."""
 
     @property
     def has_functions(self) -> bool:

@@ -33,11 +33,13 @@ def leftmost_operand(text: str) -> str:
     also cuts the text at the dots of GROUP.EVENT.$NAME.
     Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_atom (v6.1).
     """
-    found = find_operator(text)
-    if found is None:
-        return remains_of(text)
-    operator, at = found
-    return text if operator is Operator.UNARY_MINUS else leftmost_operand(text[:at])
+    # Not recursive: a text may have thousands of operators.
+    while (found := find_operator(text)) is not None:
+        operator, at = found
+        if operator is Operator.UNARY_MINUS:
+            return text
+        text = text[:at]
+    return remains_of(text)
 
 
 def remains_of(text: str) -> str:

@@ -29,8 +29,11 @@ from emulated_kernel.util.safe_read import BoundedFileReader
 
 UPROBE_EVENT_SYSTEM = "uprobes"
 _RETURN = "%return"
-PATIENCE = 0.1
-"""Maximum time in seconds for which a command waits for the file system of the probed file."""
+PATIENCE = 0.3
+"""Maximum time in seconds for which a command waits for the file system of the probed file.
+
+Other requests wait meanwhile. On a busy host, a healthy file system has needed more than 0.1 s.
+"""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from emulated_kernel.trace.synth.synth_event import FIELDS_MAX, SYSTEM, Syntheti
 from emulated_kernel.trace.text.chars import SPACES, argv_split, is_good_name, split_at, to_text
 from emulated_kernel.trace.text.error_log import CommandError, LastCommandLog
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Charge
 
 _LOCATION = "synthetic_events"
 
@@ -36,8 +37,10 @@ class SynthError(CommandError):
 class _Entry(DynEvent):
     """A synthetic event in the list of dynamic events."""
 
-    def __init__(self, event: SyntheticEvent, owner: SyntheticEvents) -> None:
+    def __init__(self, event: SyntheticEvent, owner: SyntheticEvents, charge: Charge) -> None:
         self.event = event
+        self.charge = charge
+        """The memory that the event takes."""
         self._owner = owner
 
     @property
@@ -81,7 +84,8 @@ class SyntheticEvents(EventKind[_Entry]):
         return None if entry is None else entry.event
 
     def _find(self, name: str) -> _Entry | None:
-        return next((entry for entry in self._own if entry.event.name == name), None)
+        named = self._listed.named(name) if name else ()
+        return next((entry for entry in named if isinstance(entry, _Entry)), None)
 
     def records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of synthetic_events, from line `start` on."""
@@ -157,8 +161,9 @@ class SyntheticEvents(EventKind[_Entry]):
             raise log.error(SynthError.EVENT_EXISTS, name, errno.EEXIST)
         event = SyntheticEvent(name, _parse_fields(fields or "", self._word_size, log))
         self._check_capacity()
+        entry = _Entry(event, self, self.filter_words.memory.charge(text))
         self.registry.add(event)
-        self._list(_Entry(event, self))
+        self._list(entry)
 
 
 def _split_name(text: str) -> tuple[str, str | None]:

@@ -35,7 +35,7 @@ class GraphUser(ABC):
     symbols: tuple[str, str]
     """Names of the Linux functions that correspond to entered() and returned()."""
     data_size: int
-    """Size in bytes of the user's data for each call. A u64 at offset CALLED is the call's time in ns."""
+    """Size in bytes of the user's data for each call. A u64 at offset CALLED is the start time in ns."""
 
     @abstractmethod
     def entered(self, func: int, caller: RethookNode | None, regs: Any, /) -> bytes | None:

@@ -125,7 +125,8 @@ class FilterEdit(WordEdit):
     def clear(self) -> None:
         """Remove all functions from the copy.
 
-        Linux: selections that wait for a module are removed from the set itself, at once.
+        Linux: selections that wait for a module are removed at once from the set in use, not only from the
+        copy.
         """
         self._is_truncated = True
         self.sites.clear()

@@ -47,6 +47,7 @@ class _LimitsFile:
         self._further = further
         self._records = kernel.machine.records
         trace = kernel.tracing
+        definitions = trace.system.filter_words.memory
         self._used: dict[Limit, Callable[[], int]] = {
             Limit.PROBES: lambda: trace.dynamic_events.count,
             Limit.INSTANCES: lambda: trace.arrays.limited,
@@ -54,6 +55,8 @@ class _LimitsFile:
             Limit.USER_OPEN_FILES: lambda: limits.user_open_files,
             Limit.HIST_BYTES: lambda: trace.arrays.hist_memory.used,
             Limit.USER_HIST_BYTES: lambda: trace.arrays.hist_memory.max_by_user,
+            Limit.DEFINITION_BYTES: lambda: definitions.used,
+            Limit.USER_DEFINITION_BYTES: lambda: definitions.max_by_user,
             Limit.USER_RECORD_BYTES: lambda: trace.arrays.record_memory.max_by_user,
         }
         # The kernel may have room for fewer probes or instances than the limit allows.

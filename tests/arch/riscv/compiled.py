@@ -1,4 +1,4 @@
-"""C functions from the cross compiler, for tests to probe; nothing of them is committed."""
+"""C functions for tests to probe, built by the cross compiler during the test."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ noinline u64 all(u64 a, u64 b)
 
 @dataclass(frozen=True)
 class Program:
-    """Linked at BASE, data behind the text."""
+    """A program that is linked at BASE, with the data after the text."""
 
     image: bytes
     functions: dict[str, Function]
@@ -100,7 +100,7 @@ class Program:
 
 
 def build(directory: Path, *, compressed: bool, optimize: str) -> Program:
-    """Raises: subprocess.CalledProcessError."""
+    """Compile and link the program. Raises: subprocess.CalledProcessError."""
     source, elf = directory / "functions.c", directory / "functions"
     source.write_text(SOURCE)
     march = f"rv64ima{'c' if compressed else ''}_zicsr"

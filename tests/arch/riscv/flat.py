@@ -18,14 +18,14 @@ NAMES = REGISTER_NAMES[1:]
 _IDS = {name: getattr(const, f"UC_RISCV_REG_{name.upper()}") for name in NAMES}
 
 OnBreak = Callable[["Flat", int], int | None]
-"""(machine, address of the breakpoint) -> where to go on, or None to stop there."""
+"""Function (machine, address of the breakpoint) -> address to continue at, or None to stop."""
 
 
 class Flat:
     """Runs code between breakpoints, which the caller handles."""
 
     def __init__(self, areas: Mapping[int, bytes], registers: Mapping[str, int]) -> None:
-        """`areas` are whole pages."""
+        """Map `areas` (address -> contents), which are whole pages, and set the registers."""
         self.uc = engines.take(unicorn.UC_ARCH_RISCV, unicorn.UC_MODE_RISCV64)
         weakref.finalize(self, engines.give_back, self.uc)
         for start, data in areas.items():
@@ -42,12 +42,12 @@ class Flat:
 
         self.uc.hook_add(unicorn.UC_HOOK_CODE, note)
         self.faults: Mapping[int, int] = {}
-        """Instructions that may fault, and where to go on then."""
+        """Address of an instruction that may fault -> address to continue at after a fault."""
         self.nr_faults = 0
 
     @property
     def at(self) -> int:
-        """Address of the instruction that ran last."""
+        """Return the address of the last executed instruction."""
         return self._last[0]
 
     def get(self, name: str) -> int:
@@ -60,7 +60,7 @@ class Flat:
         return {name: self.get(name) for name in NAMES}
 
     def run(self, ip: int, end: int, on_break: OnBreak | None = None) -> int:
-        """Until `end`, or the breakpoint if nobody handles them; returns the address."""
+        """Run until `end`, or until a breakpoint that `on_break` does not handle; return the address."""
         while True:
             try:
                 self.uc.emu_start(ip, end)
@@ -77,7 +77,7 @@ class Flat:
                 ip = self.faults[self.at]
 
     def step(self, ip: int) -> int:
-        """One instruction; returns where it leads, which may be nowhere."""
+        """Execute one instruction, and return the next address, which may be unmapped."""
         try:
             self.uc.emu_start(ip, 0, count=1)
         except unicorn.UcError as error:

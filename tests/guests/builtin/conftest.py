@@ -1,4 +1,4 @@
-"""A booted kernel whose host processes are scripted."""
+"""Fixtures: a booted kernel whose host processes are scripted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_PID = 500
 
 @dataclass
 class ScriptedWatch(ProcessWatch):
-    """A ProcessWatch that tells what a test has put in."""
+    """A ProcessWatch that reports the data which a test has stored."""
 
     pending_forks: list[Fork] = field(default_factory=list)
     pending_exits: list[int] = field(default_factory=list)
@@ -78,11 +78,11 @@ def kernel(watch: ScriptedWatch) -> Iterator[Kernel]:
 
 
 def tasks(kernel: Kernel) -> dict[int, TaskInfo]:
-    """The guest's tasks by pid."""
+    """Return pid -> task of the guest."""
     found = kernel.guest.kernel.tasks()
     return {task.pid: task for task in found}
 
 
 def dmesg(kernel: Kernel) -> str:
-    """The kernel log, a message a line."""
+    """Return the kernel log, with one message per line."""
     return "\n".join(message.text for message in kernel.guest.kernel.messages())

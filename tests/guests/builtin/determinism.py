@@ -39,7 +39,7 @@ SHOWN = (
 
 
 class Session:
-    """Requests of two processes, in an order of its own."""
+    """Requests of two processes in a fixed order."""
 
     def __init__(self, arch: str, seed: int, cpus: int) -> None:
         self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
@@ -49,7 +49,7 @@ class Session:
         self.mount: Mount = self.kernel.mount()
 
     def write(self, path: str, text: str, client: Client = SHELL) -> None:
-        """One write(2); a refusal is part of the session too."""
+        """Write with one write(2); an error is a part of the session, too."""
         handle = self.mount.open(client, path, os.O_WRONLY | os.O_APPEND)
         with suppress(KernelError):
             self.mount.write(client, handle, text.encode(), 0)
@@ -69,7 +69,7 @@ class Session:
         self.mount.release(handle)
 
     def fork(self, pid: int) -> None:
-        """The shell forks a child that executes something and ends, all before the next request."""
+        """Let the shell fork a child that executes a program and ends, all before the next request."""
         self.watch.comms[pid] = "child"
         self.watch.pending_forks.append(Fork(pid, SHELL.pid, "child", 0, 0, alive=True))
         self.read("/machine/version")
@@ -77,7 +77,7 @@ class Session:
         self.read("/machine/version", WORKER)
 
     def run(self) -> str:
-        """All that happens, and then all that can be seen of it."""
+        """Run the session, and return the final contents of the files SHOWN."""
         self.define()
         for number in range(4):
             self.store(f"/scratch/f{number}", b"x" * 3000 * number)
@@ -90,7 +90,7 @@ class Session:
         return "".join(f"== {path}\n{self.read(path).decode()}" for path in SHOWN)
 
     def define(self) -> None:
-        """Probes of all kinds, triggers, an instance with the kernel's own events, a function tracer."""
+        """Define probes of all kinds, triggers, an instance with static events, and a function tracer."""
         self.write("/machine/modules", "load ktgt")
         self.write(
             "/kprobe_events",
@@ -107,7 +107,7 @@ class Session:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the sessions that the command line selects, and print their digests."""
     runs, *given = sys.argv[1:]
     arch, seed, cpus = (*given, *DEFAULTS[len(given) :])
     text = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ def test_what_is_shown(mount: Mount) -> None:
         "user_open_files": ["16384", "0"],
         "hist_bytes": [str(512 << 20), "0"],
         "user_hist_bytes": [str(128 << 20), "0"],
+        "definition_bytes": [str(512 << 20), "0"],
+        "user_definition_bytes": [str(128 << 20), "0"],
         "user_record_bytes": [str(128 << 20), "0"],
         "scratch_bytes": ["max", "0"],
         "run_budget_ms": ["200"],
@@ -215,6 +218,47 @@ def test_the_memory_of_one_user_s_histograms(mount: Mount) -> None:
     for trigger in (triggers[0], triggers[2], triggers[3]):
         write(mount, trigger, "!hist:keys=a\n")
     assert (shown(mount)["user_hist_bytes"][1], shown(mount)["hist_bytes"][1]) == ("0", "0")
+
+
+def test_the_memory_of_filters_and_synthetic_events(mount: Mount) -> None:
+    """Filters of events, of triggers and of event probes, errors that filter files show, and fields count."""
+    one, other = USERS
+    write(mount, EVENTS, "p:a int_sqrt a=$arg1\np:b int_sqrt a=$arg1\n")
+    event, second = (f"/tracing/events/kprobes/{name}" for name in "ab")
+    terms = " || ".join(["a == 1"] * 50)
+    write_as(one, mount, f"{event}/filter", f"{terms}\n")
+    each = int(shown(mount)["user_definition_bytes"][1])
+    assert each >= 50 * len(terms)
+    write(mount, LIMITS, f"user_definition_bytes {each * 3 // 2}\n")
+    probe = f"e:e sched/sched_switch if {terms.replace('a ', 'prev_pid ')}\n"
+    synthetic = f"s {';'.join(f'u64 f{number}' for number in range(60))}\n"
+    with refused(errno.ENOMEM):
+        write_as(one, mount, f"{second}/filter", f"{terms}\n")
+    with refused(errno.ENOMEM):
+        write_as(one, mount, f"{second}/filter", f"{terms} || nonsense\n")
+    with refused(errno.ENOMEM):
+        write_as(one, mount, f"{second}/trigger", f"stacktrace if {terms}\n")
+    with refused(errno.ENOMEM):
+        write_as(one, mount, "/tracing/synthetic_events", synthetic)
+    with refused(errno.ENOMEM):
+        write_as(one, mount, "/tracing/dynamic_events", probe)
+    assert read(mount, f"{second}/filter") == "none\n"
+    assert read(mount, f"{second}/trigger").startswith("#")
+    assert read(mount, "/tracing/synthetic_events") == ""
+    for client in (other, CLIENT):
+        write_as(client, mount, f"{second}/filter", f"{terms}\n")
+    write_as(one, mount, f"{event}/filter", "0\n")
+    write_as(one, mount, f"{event}/trigger", f"stacktrace if {terms}\n")
+    write_as(CLIENT, mount, "/tracing/synthetic_events", synthetic)
+    write(mount, "/tracing/dynamic_events", probe)
+    mount.mkdir(CLIENT, "/tracing/instances/i", 0o755)
+    write(mount, "/tracing/instances/i/events/kprobes/b/filter", f"{terms}\n")
+    assert int(shown(mount)["definition_bytes"][1]) > 4 * each
+    write(mount, "/tracing/dynamic_events", "-:e\n-:synthetic/s\n-:b\n")
+    write(mount, f"{event}/trigger", "!stacktrace\n")
+    mount.rmdir(CLIENT, "/tracing/instances/i")
+    gc.collect()
+    assert [shown(mount)[name][1] for name in ("definition_bytes", "user_definition_bytes")] == ["0", "0"]
 
 
 def test_the_record_memory_of_one_user(mount: Mount) -> None:

@@ -20,7 +20,7 @@ HEADER, PROGRAM, NOTE = (
 CORE, X86_64 = 4, 62
 LOAD, NOTES = 1, 4
 HOLE = range(0xA0000, 0x100000)
-"""Where a PC has its screen."""
+"""Physical addresses of a PC's video memory."""
 TEXT = "kept in the dump\n"
 LINKS = {
     "link": "dir/note",
@@ -41,7 +41,10 @@ def dump(
     machine: int = X86_64,
     hole: range = range(0),
 ) -> bytes:
-    """`memory`: physical addresses and bytes there; `info`: a VMCOREINFO note; `hole`: RAM of zeros."""
+    """Return a dump.
+
+    `memory`: physical addresses and their bytes. `info`: text of a VMCOREINFO note. `hole`: RAM that is zero.
+    """
     notes = b""
     for name, text in ((b"CORE\0", bytes(336)), (b"QEMU\0", bytes(440))):
         notes += NOTE.pack(len(name), len(text), 1 if name == b"CORE\0" else 0) + name.ljust(8, b"\0") + text
@@ -62,7 +65,7 @@ def dump(
 
 
 def vmcoreinfo(ram: bytes) -> str:
-    """What the kernel keeps for who dumps it."""
+    """Return the VMCOREINFO that the kernel keeps in its RAM."""
     at = ram.find(b"OSRELEASE=")
     while b"SYMBOL(_stext)" not in ram[at : at + 4096].partition(b"\0")[0]:
         at = ram.index(b"OSRELEASE=", at + 1)
@@ -70,7 +73,10 @@ def vmcoreinfo(ram: bytes) -> str:
 
 
 def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool, hole: range = range(0)) -> None:
-    """Its RAM with some files in its tmpfs; `has_info`: with a VMCOREINFO note; `hole`: RAM of zeros."""
+    """Write a dump of a kernel's RAM, which has some files in tmpfs.
+
+    `has_info`: add a VMCOREINFO note. `hole`: RAM that is zero.
+    """
     calls, init = LinuxSyscalls(tasks), tasks.init
     calls.on_path(init, "mkdirat", "/scratch/dir", 0o750)
     for name, text, mode in (("dir/note", TEXT, 0o640), ("numbers", NUMBERS, 0o600)):

@@ -42,14 +42,19 @@ def own_cache(meta: str, suite: str) -> Iterator[None]:
     if (meta, suite) == (META, SUITE):
         yield
         return
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(Path(home, "kprobefs", "tests", f"{meta}-{suite}")))
+        patch.setenv("XDG_CACHE_HOME", str(lasting_cache(f"{meta}-{suite}")))
         yield
 
 
+def lasting_cache(name: str) -> Path:
+    """A cache directory that stays on this machine, as the usual one does."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "kprobefs", "tests", name)
+
+
 def image(meta: str = META, suite: str = SUITE) -> Path:
-    """Its package; it has booted."""
+    """Return the kernel's package, after the kernel was booted into the cache."""
     # A meta package of another architecture ends with its name.
     path = package(meta, suite, "riscv64" if meta.endswith("-riscv64") else "")
     with own_cache(meta, suite):
@@ -57,14 +62,14 @@ def image(meta: str = META, suite: str = SUITE) -> Path:
 
 
 def tasks(meta: str = META, suite: str = SUITE) -> LinuxTasks:
-    """A kernel of its own, just booted."""
+    """Return the tasks of a new kernel that has just booted."""
     path = image(meta, suite)
     with own_cache(meta, suite):
         return started(str(path), SEED)
 
 
 def with_kernel(meta: str = META, suite: str = SUITE) -> tuple[LinuxTasks, LinuxKernel]:
-    """The same, with what its file tells."""
+    """Return the tasks of a new kernel, and the contents of the kernel's file."""
     path = image(meta, suite)
     with own_cache(meta, suite):
         return started_with_kernel(str(path), SEED)
@@ -72,14 +77,14 @@ def with_kernel(meta: str = META, suite: str = SUITE) -> tuple[LinuxTasks, Linux
 
 @cache
 def modules(release: str, meta: str = META, suite: str = SUITE) -> ModuleFiles:
-    """Those of its package, for all who need some."""
+    """Return the module files of the kernel's package; all tests share the object."""
     return ModuleFiles(image(meta, suite), release)
 
 
 def mount(
     watch: ProcessWatch | None = None, meta: str = META, suite: str = SUITE, *, is_tracefs: bool = False
 ) -> Mount:
-    """Its files, root's."""
+    """Return a mount of the kernel, whose files belong to root."""
     guest = tasks(meta, suite)
     files = modules(guest.release, meta, suite)
     return native_mount(guest, watch or ProcessWatch(), Owner(0, 0), files, is_tracefs=is_tracefs)

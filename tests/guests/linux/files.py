@@ -1,4 +1,4 @@
-"""A distribution's kernel in a mount, as a process sees it."""
+"""Access to a mount of a distribution's kernel as by a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.vfs.mount import Mount
 
 
 class Files:
-    """A mount as a process sees it."""
+    """The files of a mount, as a process accesses them."""
 
     def __init__(self, mount: Mount, client: Client) -> None:
         self.mount = mount
@@ -36,7 +36,10 @@ class Files:
         return text.decode()
 
     def call(self, line: str) -> str:
-        """What a function of the kernel gives; of a call that fails the errno in front."""
+        """Call a function of the kernel by machine/call, and return the text of the file.
+
+        If the call fails, the name of the errno precedes the text.
+        """
         try:
             self.write("/machine/call", f"{line}\n")
         except KernelError as error:

@@ -1,4 +1,4 @@
-"""Module files made by code, with the symbols that they ask the kernel for."""
+"""Module files that tests create, with undefined symbols that they choose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _GLOBAL = 1 << 4
 
 
 def made_module(wanted: Sequence[str], defined: Sequence[str] = (), needs: Sequence[str] = ()) -> bytes:
-    """As a linker leaves it: a name that another one ends with has no string of its own."""
+    """Return a module file in the form of a linker.
+
+    A name that is the end of another name has no string of its own.
+    """
     strings = b"\0"
     for name in sorted((*wanted, *defined), key=len, reverse=True):
         if f"{name}\0".encode() not in strings:

@@ -1,4 +1,4 @@
-"""What a mount of a distribution's kernel is made of."""
+"""Access to the parts of a mount of a distribution's kernel."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from emulated_kernel.vfs.mount import Mount
 
 
 def control(mount: Mount) -> ControlFs:
-    """Its control files."""
+    """Return the file system of the mount's control files."""
     root = mount.filesystem_at("/")
     assert isinstance(root, ControlFs)
     return root
 
 
 def guest_of(mount: Mount) -> LinuxGuest:
-    """What its file systems share."""
+    """Return the guest that the mount's file systems share."""
     root = mount.filesystem_at("/")
     return root.guest if isinstance(root, GuestFs) else calls_of(mount).guest
 
 
 def calls_of(mount: Mount) -> LinuxControlCalls:
-    """The guest's part in the use of its control files."""
+    """Return the object that repeats the clients' calls on control files in the guest."""
     found = control(mount).calls
     assert isinstance(found, LinuxControlCalls)
     return found
 
 
 def file(mount: Mount, handle: int) -> GuestFile:
-    """An open file of the guest."""
+    """Return the open file of the guest with a handle."""
     found = mount._handles[handle]
     assert isinstance(found, GuestFile)
     return found
 
 
 def core(mount: Mount) -> VmcoreControlCalls:
-    """What runs a dump's functions."""
+    """Return the object that runs the functions of a dump."""
     found = control(mount).calls
     assert isinstance(found, VmcoreControlCalls)
     return found
 
 
 def core_files(mount: Mount) -> VmcoreFs:
-    """A dump's files."""
+    """Return the file system of a dump."""
     found = mount.filesystem_at(FILES)
     assert isinstance(found, VmcoreFs)
     return found

@@ -1,4 +1,4 @@
-"""Our engine in Debian's kernel, in each mode: where probes can be, and a workload that they are hit by."""
+"""kprobefs's kprobes in Debian's kernel, in each mode: possible places, and a workload that hits them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.guests.linux import debian_kernel
 
 GUEST_RAM = 128 << 20
 _X87 = 0xD8
-"""The first of the eight opcodes that all x87 instructions have."""
+"""First of the eight opcodes of x87 instructions."""
 PLAIN = replace(PROFILES[DEFAULT], ftrace=False, optimizer=False)
 MODES = {
     "stepped": PLAIN,
@@ -57,7 +57,10 @@ def engine(profile: Profile) -> LinuxEngine:
 
 
 def unprobed_engine() -> LinuxEngine:
-    """The same memory as one with probes: the kernel's page tables lead to the host's window of code."""
+    """Return an engine without probes, but with the same memory as one with probes.
+
+    The kernel's page tables also map the host's window of code.
+    """
     alone = engine(MODES["stepped"])
     alone.machine.text.free_text(alone.machine.text.alloc_text(16))
     return alone
@@ -67,7 +70,7 @@ def unprobed_engine() -> LinuxEngine:
 
 
 def boundaries(engine: LinuxEngine, starts: Iterable[int]) -> Iterator[int]:
-    """Addresses of the instructions of the functions that begin there, in their order."""
+    """Yield the addresses of the instructions of the functions at `starts`, in order."""
     for address in sorted(starts):
         where = kernel().kallsyms.lookup(address)
         assert where is not None
@@ -76,7 +79,10 @@ def boundaries(engine: LinuxEngine, starts: Iterable[int]) -> Iterator[int]:
 
 
 def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
-    """All but x87 instructions where a probe can be; with the optimizer, where its jump meets no other."""
+    """Yield addresses that can be probed, except x87 instructions.
+
+    With the optimizer, yield only addresses whose jumps do not overlap.
+    """
     verdict, end = engine.kprobes.probe_checker, 0
     has_x87 = engine.components.arch.name == "x86_64"
     for address in addresses:
@@ -106,7 +112,7 @@ def _is_pad(engine: LinuxEngine, address: int) -> bool:
 
 
 def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], Counter[int]]:
-    """Probes there, each in the best mode that the profile has, and the count of their hits."""
+    """Register probes, each in the best mode of the profile; return them and the count of their hits."""
     hits: Counter[int] = Counter()
     probes = [
         Kprobe(addr=address, pre_handler=lambda kprobe, _: hits.update((kprobe.address,)))
@@ -123,7 +129,7 @@ def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], 
 
 
 def disarmed(engine: LinuxEngine, probes: Iterable[Kprobe]) -> None:
-    """Take them away; none was missed, and the text is the kernel's own again."""
+    """Unregister the probes, and check that no hit was missed and the text is the original again."""
     with engine.lock:
         for probe in probes:
             assert (probe.nmissed, probe.failures) == (0, 0), hex(probe.address)
@@ -137,7 +143,7 @@ def disarmed(engine: LinuxEngine, probes: Iterable[Kprobe]) -> None:
 
 
 def workload(engine: LinuxEngine) -> list[Any]:
-    """System calls of two clients, forks and an exit; what they have answered."""
+    """Make system calls of two clients, forks and an exit; return the answers."""
     tasks, calls = engine.tasks, LinuxSyscalls(engine.tasks)
     first = tasks.fork(tasks.init, 4001)
     second = tasks.fork(first, 4002)
@@ -160,7 +166,7 @@ def _files(calls: LinuxSyscalls, client: LinuxTask, turn: int) -> Iterator[Any]:
 
 
 def probed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Any], Counter[int]]:
-    """What the workload answers with probes there, and how often each was hit."""
+    """Run the workload with probes; return its answers, and address -> number of hits."""
     probes, hits = armed(engine, addresses)
     with engine.lock:
         answers = workload(engine)
@@ -173,7 +179,7 @@ def ram(engine: LinuxEngine) -> bytes:
 
 
 def differing(one: bytes, other: bytes) -> list[str]:
-    """Addresses of the first words that do."""
+    """Return the addresses of the first words that differ."""
     pages = (at for at in range(0, GUEST_RAM, 4096) if one[at : at + 4096] != other[at : at + 4096])
     words = (
         at for page in pages for at in range(page, page + 4096, 8) if one[at : at + 8] != other[at : at + 8]

@@ -1,4 +1,4 @@
-"""Functions as their kernel's BTF declares them: what their parameters are, as far as inputs depend on it."""
+"""Prototypes of functions from their kernel's BTF, as far as inputs depend on them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _QUALIFIERS = (Kind.VOLATILE, Kind.CONST, Kind.RESTRICT, Kind.TYPE_TAG)
 
 
 class Prototype(NamedTuple):
-    """Types as C writes them, without qualifiers."""
+    """A prototype, with types in C and without qualifiers."""
 
     parameters: tuple[str, ...]
     is_variadic: bool
 
 
 def prototype(btf: Btf, function: str) -> Prototype:
-    """Raises: KernelError for a function that isn't there."""
+    """Return a function's prototype. Raises: KernelError (no such function)."""
     count = btf.parameters(function)
     proto = btf.type(btf.type(btf.find(Kind.FUNC, function)).size_or_type)
     types = [struct.unpack_from("<II", btf._types, proto.tail + 8 * at)[1] for at in range(count)]

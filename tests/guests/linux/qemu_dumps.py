@@ -32,7 +32,7 @@ PATIENCE = 120.0
 
 
 class Kind(NamedTuple):
-    """How QEMU runs the machine."""
+    """A configuration of QEMU's machine."""
 
     name: str
     cpu: str
@@ -50,21 +50,21 @@ KINDS = (
 
 
 def initramfs() -> bytes:
-    """An init that waits for ever, and a file."""
+    """Return an initramfs with an init that waits for ever, and a file."""
     program = init_program(X86_STUB)[: -len(X86_STUB.code)] + PAUSE.ljust(len(X86_STUB.code), b"\x90")
     files = [CpioFile("dir", 0o40755), CpioFile("dir/note", 0o100640, NOTE.encode())]
     return _cpio([*files, CpioFile("init", 0o100755, program)])
 
 
 def vmlinuz(package: Path, target: Path) -> Path:
-    """The kernel out of a Debian package."""
+    """Extract the kernel of a Debian package to `target`, and return that path."""
     with package.open("rb") as file:
         target.write_bytes(read_kernel(file))
     return target
 
 
 def dump(kind: Kind, kernel: Path, directory: Path) -> Path:
-    """Boot it, and have its memory written when its init runs."""
+    """Boot the kernel in QEMU, and dump its memory when init runs; return the dump's path."""
     core, console, monitor = (directory / name for name in ("core", "console", "monitor"))
     (directory / "initrd").write_bytes(initramfs())
     command = ["qemu-system-x86_64", "-accel", "tcg,thread=single", "-cpu", kind.cpu, "-smp", str(kind.cpus)]
@@ -95,7 +95,7 @@ def _until(done: Callable[[], bool]) -> None:
 
 
 def check(core: Path) -> str:
-    """What is done with a dump works; what its kernel says of itself."""
+    """Check the operations on a dump; return a line with the kernel's release and address, and the size."""
     guest, kernel = started_core(str(core))
     mount = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     shell = Files(mount, Client(1, 0, 0))
@@ -122,7 +122,7 @@ def check(core: Path) -> str:
 
 
 def main() -> None:
-    """All kinds, or those that are named."""
+    """Make and check dumps of all kinds, or of the kinds that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("package", type=Path, help="linux-image-*.deb")
     parser.add_argument("--kind", type=int, nargs="*", help="numbers of kinds, from 0")

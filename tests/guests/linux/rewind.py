@@ -1,4 +1,4 @@
-"""Memory as it was at a moment: what was written since is told by the host's page tables, and taken back."""
+"""Restoring of memory to an earlier state: the host's page tables name the pages that were written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from collections.abc import Callable
 PAGE = 4096
 _ENTRY = 8
 _WRITTEN = re.compile(rb"[\x40-\x5f\x80-\x9f\xc0-\xdf]")
-"""Highest byte of a page's entry that is present (0x80) or swapped (0x40), and no page of the file (0x20).
+"""Pattern of the highest byte of the entry of a page that was written.
 
-Source: Documentation/admin-guide/mm/pagemap.rst.
+It is present (0x80) or swapped (0x40), and not a page of the file (0x20). Source:
+Documentation/admin-guide/mm/pagemap.rst.
 """
 
 
 class Rewind:
-    """For a private mapping of a file. Raises: OSError where the host shows no /proc/self/pagemap."""
+    """Restores a private mapping of a file. Raises: OSError (the host shows no /proc/self/pagemap)."""
 
     def __init__(
         self,
@@ -26,7 +27,11 @@ class Rewind:
         is_compared: Callable[[int], bool],
         is_left: Callable[[int], bool] = lambda _page: False,
     ) -> None:
-        """Of a page's offset: whether `changed` tells of it, and whether it is left as it is."""
+        """Use the mapping `ram`.
+
+        The functions get a page's offset. `is_compared` returns whether changed() reports the page, and
+        `is_left` whether back() leaves it unchanged.
+        """
         self._ram = ram
         self._is_compared = is_compared
         self._is_left = is_left
@@ -35,18 +40,18 @@ class Rewind:
         self._kept: dict[int, bytes] = {}
 
     def keep(self) -> None:
-        """This is the moment."""
+        """Keep the present contents as the state to restore."""
         self._kept = {page: self._ram[page : page + PAGE] for page in self.written()}
 
     def keep_rest(self) -> None:
-        """What isn't compared is kept as it is now, all else as it was."""
+        """Keep the present contents of pages that are not compared, and restore all others."""
         compared = {page: kept for page, kept in self._kept.items() if self._is_compared(page)}
         rest = [page for page in self.written() if not self._is_compared(page)]
         self._kept = compared | {page: self._ram[page : page + PAGE] for page in rest}
         self.back()
 
     def written(self) -> list[int]:
-        """Offsets of pages that aren't the file's any more."""
+        """Return the offsets of pages that were written."""
         entries = os.pread(self._pagemap, len(self._ram) // PAGE * _ENTRY, self._at)
         pages = (found.start() * PAGE for found in _WRITTEN.finditer(entries[_ENTRY - 1 :: _ENTRY]))
         return [page for page in pages if not self._is_left(page)]
@@ -58,16 +63,16 @@ class Rewind:
         ]
 
     def changed(self) -> dict[int, bytes]:
-        """The pages that were written to, but for those that hold what they held."""
+        """Return offset -> contents of the written pages whose contents differ from the kept ones."""
         compared = filter(self._is_compared, self._changed())
         return {page: self._ram[page : page + PAGE] for page in compared}
 
     def others(self) -> list[int]:
-        """Pages that were changed and aren't compared."""
+        """Return the offsets of changed pages that are not compared."""
         return [page for page in self._changed() if not self._is_compared(page)]
 
     def back(self) -> bool:
-        """Take it all back; whether some of it isn't compared."""
+        """Restore all pages; return True if some of them are not compared."""
         others = False
         for page in self._changed():
             others |= not self._is_compared(page)

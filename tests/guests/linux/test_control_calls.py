@@ -303,7 +303,8 @@ def test_limits(ours: Mount) -> None:
 
     assert [*shown()] == [
         "probes", "instances", "open_files", "user_open_files",
-        "hist_bytes", "user_hist_bytes", "user_record_bytes", "record_bytes",
+        "hist_bytes", "user_hist_bytes", "definition_bytes", "user_definition_bytes",
+        "user_record_bytes", "record_bytes",
     ]  # fmt: skip
     shell.write("/kprobe_events", "p:one vfs_read\n")
     shell.write("/machine/limits", "probes 2\ninstances 0\n")

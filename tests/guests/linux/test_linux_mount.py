@@ -15,6 +15,9 @@ import pytest
 from emulated_kernel.guests.common.host_processes import Fork, ProcessWatch
 from emulated_kernel.guests.linux.guest import syscalls
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.mounts import native_mount
+from emulated_kernel.image.linux.vmcore import CoreFile
+from emulated_kernel.machine.core_dump import RAM_OFFSET
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
@@ -191,7 +194,7 @@ def test_instances_and_directories(shell: Files) -> None:
         mount.getattr("/tracing/instances/mine")
     top = {entry.name for entry in mount.readdir("/")}
     assert top >= {"kprobes", "tracing", "scratch", "machine", "kprobe_events", "kprobe_profile"}
-    files = {"cpu", "dmesg", "kallsyms", "limits", "load", "meminfo", "modules", "version"}
+    files = {"cpu", "dmesg", "kallsyms", "limits", "load", "meminfo", "modules", "version", "vmcore"}
     assert {entry.name for entry in mount.readdir("/machine")} == {".", "..", *files}
 
 
@@ -503,3 +506,27 @@ def test_a_seek_after_an_appending_write(shell: Files, path: str, flags: int) ->
     assert mount.read(SHELL, handle, 100, 0) == text
     mount.release(handle)
     mount.release(mount.open(SHELL, "/tracing/set_event_pid", os.O_WRONLY | os.O_TRUNC))
+
+
+def test_the_core_of_the_guest(mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its headers say where RAM is. Only root and the owner can open it, and only so often at a time."""
+    monkeypatch.setattr(native_mount, "MAX_OPEN", 1)
+    path = "/machine/vmcore"
+    for client, flags, error in ((STRANGER, os.O_RDONLY, errno.EACCES), (SHELL, os.O_WRONLY, errno.EACCES)):
+        with pytest.raises(KernelError) as caught:
+            mount.open(client, path, flags)
+        assert caught.value.errno == error
+    handle = mount.open(SHELL, path, os.O_RDONLY)
+    with pytest.raises(KernelError) as caught:
+        mount.open(SHELL, path, os.O_RDONLY)
+    assert caught.value.errno == errno.EBUSY
+    size = mount.getattr(path).size
+    copy = tmp_path / "core"
+    copy.write_bytes(mount.read(SHELL, handle, RAM_OFFSET, 0))
+    os.truncate(copy, size)
+    mount.release(handle)
+    mount.release(mount.open(SHELL, path, os.O_RDONLY))
+    with copy.open("rb") as file:
+        core = CoreFile(file.fileno())
+    assert core.vmcoreinfo["OSRELEASE"] in Files(mount, SHELL).read("/machine/version")
+    assert 64 << 20 < core.end <= size - RAM_OFFSET

@@ -13,18 +13,26 @@ from stress.linux.transparency import OBJECTS, PROBED, Call, Caller, Comparison
 from tests.guests.linux.probing import MODES, engine, kernel
 from tests.guests.linux.rewind import Rewind
 from tests.guests.linux.traced import TRACED
-from tests.sample import fewer
+from tests.sample import fewer, share
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the host has no pagemap")
 
+WHOLE_TRACERS = ("graph", "profile", "functions")
+"""Tracers of all functions, each of which takes seconds to start."""
+MODES_COMPARED = (
+    *PROBED,
+    *(mode for mode in TRACED if mode not in WHOLE_TRACERS),
+    *share(WHOLE_TRACERS, 0, 3),
+)
+
 
 def test_calls_are_the_same_in_all_modes() -> None:
-    comparison = Comparison(seed=2)
+    comparison = Comparison(2, MODES_COMPARED)
     comparison.compare(functions(fewer(300, 20), seed=2), 2)
     comparison.close()
     assert comparison.differences == []
     assert comparison.ends["its"] > comparison.functions / 2
-    for mode in (*PROBED, *TRACED):
+    for mode in MODES_COMPARED:
         assert comparison.hits[mode] > comparison.functions
 
 

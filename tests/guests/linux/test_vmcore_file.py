@@ -15,9 +15,12 @@ from elftools.elf.elffile import ELFFile
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.vmcore_file import write_core
+from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.mounts.probed_tree import vmcoreinfo
-from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
+from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
+from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
 from emulated_kernel.image.linux.debug_file import linux_debug_file
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.machine.core_dump import RAM_OFFSET, register_names
@@ -58,6 +61,26 @@ def memory(read: Callable[[int, int], bytes], va: int, size: int) -> bytes:
             assert load["p_offset"] == RAM_OFFSET + load["p_paddr"]
             return read(load["p_offset"] + va - load["p_vaddr"], size)
     raise AssertionError(f"{va:#x} is not in the core")
+
+
+def test_a_mount_shows_the_kernel_of_a_core(
+    guest: LinuxEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its segments overlap. The mappings of the mount that wrote it stay beside those of the new one."""
+    path = tmp_path / "core"
+    with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as file:
+        copy = ("cp", "--sparse=always", f"/proc/self/fd/{file.fileno()}", str(path))
+        subprocess.run(copy, pass_fds=(file.fileno(),), check=True)
+    # Nothing is kept of it.
+    monkeypatch.setattr(snapshot, "LIMIT", 0)
+    found, symbols = started_core(str(path))
+    mount = vmcore_mount(found, KernelEngine(found, symbols), Owner(0, 0), is_tracefs=False)
+    write(mount, "/tracing/kprobe_events", "p:reads int_sqrt\n")
+    write(mount, "/tracing/events/kprobes/reads/enable", "1\n")
+    write(mount, "/machine/call", "int_sqrt 144\n")
+    assert read(mount, "/machine/call") == "int_sqrt = 0xc (12)\n"
+    assert read(mount, "/kprobes/stats/kprobes/reads/hits") == "1\n"
+    mount.close()
 
 
 def test_memory_and_registers(guest: LinuxEngine) -> None:

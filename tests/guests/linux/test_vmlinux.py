@@ -19,8 +19,8 @@ from tests.guests.linux.probing import differing, kernel, ram
 
 @pytest.fixture
 def vmlinux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Debian's, stripped, with a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """Debian's, stripped; its snapshot is not among the packages'."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(debian_kernel.lasting_cache("vmlinux")))
     file = tmp_path / "vmlinux"
     with open_elf(debian_kernel.image()) as unpacked:
         file.write_bytes(unpacked.read())

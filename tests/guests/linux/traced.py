@@ -1,4 +1,4 @@
-"""What may be on while a real kernel's functions are called, from tracers to events; how often it was hit."""
+"""Tracers and events that may be on while functions of a real kernel are called, with counts of hits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from emulated_kernel.util.errors import KernelError
 from tests.guests.linux.probing import GUEST_RAM
 
 _ARITHMETIC = 0x8D5
-"""Bits of the flags that are undefined behind a call."""
+"""Bits of the flags register that are undefined after a call."""
 _LOOSE = _ARITHMETIC | FLAG_IF
-"""All that are ever set in a call, beside FLAG_FIXED."""
+"""All bits of the flags register that are set in a call, except FLAG_FIXED."""
 _DEEPEST = 64
-"""Calls of a function that are pending at once: some call themselves."""
+"""Maximum number of pending calls of a function, since some functions call themselves."""
 
 
 @contextmanager
 def time_stands() -> Iterator[None]:
-    """Readings of ours take no time, as there are none where nothing is traced; for code made meanwhile."""
+    """Let readings of the clock by kprobefs's code take no time, for code that is compiled in the block.
+
+    Without tracing, there are no such readings.
+    """
     step, LinuxClock.step_ns = LinuxClock.step_ns, 0
     try:
         yield
@@ -38,10 +41,10 @@ def time_stands() -> Iterator[None]:
 
 
 class Traced(ABC):
-    """Switched on for the functions of a batch; calls that don't return are forgotten behind each."""
+    """A tracer that is switched on for a batch of functions; calls that do not return are forgotten."""
 
     is_at_entries = False
-    """Whether code of ours changes registers there that no C function reads."""
+    """Whether kprobefs's code at function entries changes registers that no C function reads."""
 
     def __init__(self, engine: LinuxEngine) -> None:
         self.engine = engine
@@ -56,21 +59,22 @@ class Traced(ABC):
 
     @abstractmethod
     def on(self, starts: Sequence[int]) -> None:
-        """For the functions that begin there, or for all."""
+        """Switch the tracer on for the functions at the addresses `starts`, or for all."""
 
     @abstractmethod
     def hits(self) -> int:
-        """How often it was hit since."""
+        """Return the number of hits since the call of on()."""
 
     @abstractmethod
     def off(self) -> None:
-        """For the functions of this batch."""
+        """Switch the tracer off for the functions of the batch."""
 
     def own_word(self, found: int, expected: int) -> int:
-        """What stands for it: functions that look find a trampoline for their caller, as in Linux.
+        """Return the word to compare in place of `found`, which may be kprobefs's own data.
 
-        Copies of task_structs have where the original's pending calls are, and flags that are kept hold what
-        a function that returned has left in those of arithmetic.
+        Functions that read their return address find a trampoline, as in Linux. Copies of task_structs
+        contain the position of the original's pending calls. Saved flags contain arithmetic flags that a
+        function which has returned has left.
         """
         host = self.engine.machine.model.layout.direct_map + GUEST_RAM
         is_own = host <= found < host + HOST_SIZE or any(
@@ -82,13 +86,13 @@ class Traced(ABC):
     # Pending calls
 
     def before(self) -> None:
-        """Each task has its array of the function graph, as it had when the tracer started."""
+        """Restore each task's array of the function graph, as it was when the tracer started."""
         for stack in self._stacks():
             for task in self._arrays:
                 stack.tasks.of(task)[RET_STACK] = self._arrays[task]
 
     def after(self) -> None:
-        """Nobody awaits a call, and no task has an array."""
+        """Drop all pending calls and all tasks' arrays."""
         for stack in self._stacks():
             for task in list(stack._stacks):
                 self.engine.components.engine.hook_sets.drop(task)
@@ -96,7 +100,7 @@ class Traced(ABC):
         self.engine.drop_calls()
 
     def keep_arrays(self) -> None:
-        """Those that tasks have now: before() gives them these."""
+        """Keep the tasks' present arrays for before()."""
         self._arrays = {task: at for stack in self._stacks() for task, at in stack._stacks.items()}
         self.after()
 
@@ -106,7 +110,7 @@ class Traced(ABC):
 
 
 class WholeGraph(Traced):
-    """function_graph over all functions that can be traced, in guest code from the first call on."""
+    """The tracer function_graph on all functions that can be traced, in guest code from the first call on."""
 
     def __init__(self, engine: LinuxEngine) -> None:
         super().__init__(engine)
@@ -128,11 +132,11 @@ class WholeGraph(Traced):
         return self._hook.returned - self._before
 
     def off(self) -> None:
-        """It goes on."""
+        """Do nothing: the tracer stays on."""
 
 
 class WholeProfile(Traced):
-    """The function profiler over all functions."""
+    """The function profiler on all functions."""
 
     def __init__(self, engine: LinuxEngine) -> None:
         super().__init__(engine)
@@ -151,14 +155,14 @@ class WholeProfile(Traced):
         return self._calls() - self._before
 
     def off(self) -> None:
-        """It goes on."""
+        """Do nothing: the tracer stays on."""
 
     def _calls(self) -> int:
         return sum(profile.counter for profile in self._profiles.values())
 
 
 class WholeFunctions(Traced):
-    """The function tracer over all functions."""
+    """The function tracer on all functions."""
 
     def __init__(self, engine: LinuxEngine) -> None:
         super().__init__(engine)
@@ -174,7 +178,7 @@ class WholeFunctions(Traced):
         return self._records() - self._before
 
     def off(self) -> None:
-        """It goes on."""
+        """Do nothing: the tracer stays on."""
 
     def _records(self) -> int:
         counts = dict(line.split(": ") for line in self.array.stats_text(0).splitlines())
@@ -182,7 +186,7 @@ class WholeFunctions(Traced):
 
 
 class Events(Traced):
-    """Events on the functions: entries with arguments out of registers and memory, returns with values."""
+    """Events at the functions' entries, with arguments from registers and memory, and at their returns."""
 
     is_at_entries = True
 
@@ -216,7 +220,7 @@ class Events(Traced):
 
 
 class Hooks(Traced):
-    """A kretprobe on each function, and an fprobe on all of them, with handlers in Python."""
+    """A kretprobe on each function and an fprobe on all of them, with handlers in Python."""
 
     is_at_entries = True
 

@@ -1,4 +1,4 @@
-"""The optimizer's fixtures."""
+"""Fixtures of the optimizer's tests."""
 
 from tests.kprobes.optimizer.conftest import boot, probed
 

@@ -1,4 +1,4 @@
-"""A booted kernel, and probes that note their hits."""
+"""A booted kernel, and probes that record their hits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches
 
 GCD_HEAD, GCD_TAIL = 5, 8
-"""gcd: a jump at the first covers the second, and the second can have one too."""
+"""Offsets in gcd: a jump at the first covers the second, and the second can have a jump, too."""
 
 
 @dataclass
 class Probed:
-    """A kernel with what tests do to it; `hits` has a line for each call of a handler."""
+    """A kernel and the operations of tests on it; `hits` has an item for each call of a handler."""
 
     kernel: Kernel
     hits: list[tuple[str, int]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Probed:
 
     @cached_property
     def verdict(self) -> ProbeChecker[Any]:
-        """The optimizer's; where there is none, what it would be."""
+        """The optimizer's probe checker; without an optimizer, the checker that one would use."""
         kernel, kprobes = self.kernel, self.kernel.kprobes
         if kprobes.optimizer is not None:
             return kprobes.probe_checker
@@ -46,7 +46,7 @@ class Probed:
         return kernel.arch.probe_checker(kernel.image, strategy, ftrace=kprobes.profile.ftrace)
 
     def region(self, address: int) -> Region:
-        """What the jump replaces of a place that can be optimized."""
+        """Return the region that the jump replaces at an address that can be optimized."""
         found = self.verdict.optimized_region(address)
         assert isinstance(found, Region)
         return found
@@ -57,7 +57,10 @@ class Probed:
         return found + offset
 
     def probe(self, symbol: str, offset: int = 0, at: int | None = None, **options: Any) -> Kprobe:
-        """Register a probe that notes its hits as (symbol, offset); `at` if several symbols have the name."""
+        """Register a probe that records its hits as (symbol, offset).
+
+        `at`: probed address, if several symbols have the name.
+        """
 
         def note(_kprobe: Kprobe, _regs: Any) -> None:
             self.hits.append((symbol, offset))
@@ -69,7 +72,7 @@ class Probed:
         return kprobe
 
     def flags(self) -> dict[str, str]:
-        """symbol+offset to the flags in kprobes/list; of several probes there, joined by a comma."""
+        """Return symbol+offset -> flags in kprobes/list; flags of several probes are joined by a comma."""
         found: dict[str, str] = {}
         for line in list_lines(self.kernel.kprobes):
             _, _, place, *flags = line.split()
@@ -81,14 +84,14 @@ class Probed:
         return self.kernel.machine.text.current(self.address(symbol, offset), size)
 
     def gcd(self) -> list[tuple[str, int]]:
-        """Call gcd(12, 18), check the result, and return the hits of it."""
+        """Call gcd(12, 18), check the result, and return the hits of the call."""
         self.hits.clear()
         address = self.address("gcd")
         assert self.kernel.machine.call(address, 12, 18) == 6
         return list(self.hits)
 
     def settle(self) -> None:
-        """Let the optimizer do all that it has to do, and what is left behind be freed."""
+        """Do all pending work of the optimizer, and free code that is no longer used."""
         if self.kernel.kprobes.optimizer is not None:
             self.optimizer.work.flush()
         self.kernel.kprobes.garbage.work.flush()
@@ -100,11 +103,12 @@ class Boot(Protocol):
 
 @pytest.fixture
 def boot() -> Iterator[Boot]:
-    """Boots a kernel of a profile and an architecture."""
+    """Yield a function that boots a kernel with a profile and an architecture."""
     kernels: list[Kernel] = []
 
     def build(profile: str = "linux-6.1", arch: str = "x86_64") -> Probed:
-        kernels.append(Kernel(MachineConfig(arch=arch, profile=profile)))
+        # A busy host may pause between two requests; only requests count here.
+        kernels.append(Kernel(MachineConfig(arch=arch, profile=profile, pauses=False)))
         return Probed(kernels[-1])
 
     yield build
@@ -115,5 +119,5 @@ def boot() -> Iterator[Boot]:
 
 @pytest.fixture
 def probed(boot: Boot) -> Probed:
-    """A kernel of the default profile."""
+    """Return a kernel with the default profile."""
     return boot("linux-6.1")

@@ -1,4 +1,4 @@
-"""Pieces of the image run from made-up states: what a probed run is compared with."""
+"""Execution of pieces of the image from random states, with which probed runs are compared."""
 
 from __future__ import annotations
 
@@ -35,49 +35,52 @@ _ICED_FLAGS = {
 ARITHMETIC = tuple(_ICED_FLAGS)
 STATUS_FLAGS = sum(ARITHMETIC)
 COUNTS = ("cx", "dx")
-"""A string instruction with a huge count would write where no snapshot is; memcpy takes it of dx."""
+"""Registers with counts. With a huge count, a string instruction would write outside of the snapshot.
+
+memcpy takes the count from dx.
+"""
 STATES = 3
 SCRATCH = 16 << 10
 
 State = Any
-"""A CPU's registers, all of them."""
+"""All registers of a CPU."""
 
 Live = Callable[[int], LiveRegisters]
-"""Address -> registers and flags that may not differ there."""
+"""Function: address -> registers and flags that must be the same there with and without the probe."""
 
 Pieces = Sequence[tuple[int, bytes]]
-"""Addresses, and what stands there."""
+"""Addresses and the bytes at them."""
 
 
 class End(NamedTuple):
-    """How a run ended: its registers, or its fault."""
+    """End of a run: its registers, or its fault."""
 
     registers: State | None
     fault: tuple[int, int, int] | None
     met: int | None
-    """The exit by which it left the piece; None: by a return, or an indirect jump."""
+    """The exit by which the run left the piece; None if it left by a return or an indirect jump."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """How the unprobed piece ended from a state, to compare the probed one with."""
+    """End of the unprobed piece from a state, to be compared with that of the probed piece."""
 
     end: End
     written: Mapping[int, int]
     live: tuple[int, ...]
-    """The bits of each register that may not differ."""
+    """Mask of the bits of each register that must be the same."""
     registers: tuple[int, ...] | None
-    """Those bits."""
+    """Values of these bits."""
     memory: DataSnapshot
-    """All memory as it was left, but for `free`."""
+    """All memory at the end, except `free`."""
     free: range
-    """The stack that was free at the start: it may hold anything where the piece wrote nothing."""
+    """Addresses of the stack that was unused at the start; memory that the piece did not write may differ."""
     written_in_free: Pieces
     undo: Pieces
-    """What to write after a run that ended so."""
+    """Bytes to write after a run with this end, to restore the memory."""
 
     def is_met(self, end: End, memory: Memory) -> bool:
-        """Whether a run ended as this one; `memory` is as that run left it."""
+        """Return True if a run has ended like this one; `memory` is as that run left it."""
         registers = end.registers and tuple(map(and_, end.registers, self.live))
         return (
             registers == self.registers
@@ -88,10 +91,10 @@ class Expected:
 
 
 def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
-    """Flags that may differ behind instructions.
+    """Return the flags that may differ after instructions.
 
-    Those that they leave undefined: an emulator computes these from what went before. And where all were
-    dead in front (not `live`), those that none of them touches.
+    They are the flags that the instructions leave undefined, which an emulator computes from earlier values.
+    If no flag was live before (`live` is False), they are also the flags that no instruction touches.
     """
     undefined = touched = loose = 0
     for insn in (*iced_decoder(code, addr, bits), None):
@@ -105,7 +108,7 @@ def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
 
 
 def undefined_flags(code: bytes, addr: int, bits: int) -> int:
-    """Flags that some of these instructions leave undefined, wherever each of them leads."""
+    """Return the flags that some of the instructions leave undefined; all paths are considered."""
     undefined = 0
     for insn in iced_decoder(code, addr, bits):
         undefined |= insn.rflags_undefined
@@ -145,24 +148,24 @@ def _bits(
 
 
 _BELOW, _ABOVE = 2048, 512
-"""Bytes around the stack pointer that are put back after each run."""
+"""Numbers of bytes below and above the stack pointer that are restored after each run."""
 
 
 class Bench:
-    """Runs pieces of the image from made-up states; memory is as before after each run."""
+    """Runs pieces of the image from random states, and restores the memory after each run."""
 
     def __init__(self, probed: Probed) -> None:
         self.machine = machine = probed.kernel.machine
         self._arch = arch = probed.kernel.arch
         self._model = model = machine.model
         self.all_live = probed.verdict.live_at(0)
-        """Of nowhere nothing is known."""
+        """All registers and flags: at address 0 nothing is known, so that all count as live."""
         self.noise = 64 if arch.bits == 64 else 31
-        """Bits of numbers that are no pointers: on i386 wider ones could be."""
+        """Maximum number of bits of numbers that are no pointers; on i386, a wider number could be one."""
         self.general = [name for name in model.registers if name not in ("sp", "ip", *model.saved_in_calls)]
-        """Registers that may hold anything."""
+        """Registers that may have any value."""
         self.frame = (len(arch.pt_regs) + 1) * arch.word_size
-        """Bytes below the stack pointer that a detour uses; nothing of the kernel's lives there."""
+        """Number of bytes below the stack pointer that a detour uses, and that hold no data of the kernel."""
         self.scratch = machine.alloc_pages(SCRATCH)
         machine.memory.write(self.scratch, self._numbers(SCRATCH))
         self.sp = machine.calls.stack_top - _ABOVE
@@ -171,10 +174,10 @@ class Bench:
         machine.memory.write(self.sp, self._pad.to_bytes(arch.word_size, "little") * 60)
         self._snapshot = data_snapshot(machine, [*self._data(), (self.sp - _BELOW, _BELOW + _ABOVE)])
         self._met: int | None = None
-        """Where the piece has ended."""
+        """Exit at which the piece has ended."""
 
     def _numbers(self, size: int) -> bytes:
-        """Bytes that read as no pointer to memory, which a run would write to behind our back."""
+        """Return bytes that are no pointers to memory; through a pointer, a run could write unnoticed."""
         found = random.Random(7).randbytes(size)
         if self._arch.bits == 64:
             return found
@@ -182,11 +185,11 @@ class Bench:
         return bytes(byte - 0x40 if byte >= kernel else byte for byte in found)
 
     def _data(self) -> list[tuple[int, int]]:
-        """Address and size of all memory that runs may write, but the stack."""
+        """Return address and size of all memory that runs may write, except the stack."""
         return [*image_data(self.machine), (self.scratch, SCRATCH)]
 
     def states(self, seed: int) -> Iterator[State]:
-        """Registers that are pointers, numbers and flags of all kinds; the same for a seed."""
+        """Yield random states with pointers, numbers and flags; equal seeds give equal states."""
         dice = random.Random(seed)
         kept = {name: self.machine.regs.get(name) for name in self._model.saved_in_calls}
         interrupts_on = self._model.register_set().flags | self._model.interrupt_flag
@@ -208,7 +211,7 @@ class Bench:
 
     @contextmanager
     def trapping(self, handlers: Mapping[int, Callable[[Regs], None]]) -> Iterator[None]:
-        """Within, there are breakpoints with these handlers, whatever stands there otherwise."""
+        """Set breakpoints with these handlers in the block, whatever code is at their addresses."""
         breakpoints, text, trap = self.machine.breakpoints, self.machine.text, self._arch.breakpoint
         usual = {addr: (text.current(addr, len(trap)), breakpoints.get(addr)) for addr in handlers}
         breakpoints.update(handlers)
@@ -225,7 +228,7 @@ class Bench:
                     breakpoints[addr] = handler
 
     def until(self, *ends: int) -> AbstractContextManager[None]:
-        """Within, pieces end in front of these addresses."""
+        """Let pieces end before these addresses in the block."""
 
         def stop(regs: Regs) -> None:
             self._met = regs.ip - len(self._arch.breakpoint)
@@ -234,7 +237,7 @@ class Bench:
         return self.trapping(dict.fromkeys(ends, stop))
 
     def _run(self, start: State) -> End:
-        """Until the end of the piece, a return or a fault; memory is left as it is then."""
+        """Run until the end of the piece, a return or a fault; do not restore the memory."""
         self._met = None
         trap, state = self.machine.trap_of(start, fixup=True)
         if trap.address == self._pad + len(self._model.halt):
@@ -242,9 +245,9 @@ class Bench:
         return End(None, (trap.vector, trap.error_code, trap.cr2), self._met)
 
     def step(self, start: State, targets: Iterable[int]) -> End:
-        """A single instruction; memory is left as it is then.
+        """Execute a single instruction; do not restore the memory.
 
-        `targets`: where it may jump to. Where there is no trap flag a breakpoint is what stops it there.
+        `targets`: addresses to which it may jump. On a machine without a trap flag, breakpoints stop the run.
         """
         flag = self._arch.trap_flag
         if not flag:
@@ -259,7 +262,7 @@ class Bench:
         return End(None, (trap.vector, trap.error_code, trap.cr2), None)
 
     def _behind(self, addr: int) -> int:
-        """Where the instruction there ends; of one that faults, for it is none, any address will do."""
+        """Return the address after an instruction; for one that cannot be decoded, any address."""
         code = self.machine.text.current(addr, self._arch.max_insn_size)
         try:
             return addr + insn_length(self._arch, code)
@@ -267,7 +270,7 @@ class Bench:
             return addr + len(self._arch.breakpoint)
 
     def run(self, start: State) -> End:
-        """How the piece ends."""
+        """Run the piece, and return its end."""
         end = self._run(start)
         self.restore()
         return end
@@ -299,7 +302,7 @@ class Bench:
         )
 
     def deviation(self, start: State, expected: Expected) -> str | None:
-        """Run the probed piece; how it ended, if that was otherwise."""
+        """Run the probed piece; return a description of its end, or None if the end equals `expected`."""
         end, memory = self._run(start), self.machine.memory
         if expected.is_met(end, memory):
             for at, data in expected.undo:
@@ -310,9 +313,10 @@ class Bench:
         return deviation
 
     def reads_below_stack(self, start: State) -> bool:
-        """Whether what comes out depends on bytes below the stack pointer: an index gone wild.
+        """Return True if the result depends on bytes below the stack pointer, read by an invalid index.
 
-        On a real CPU an interrupt would have overwritten them. Not while the region is probed.
+        On a real CPU, an interrupt would have overwritten these bytes. Do not call this while the region is
+        probed.
         """
         plain = self.run(start)
         self.machine.memory.write(start.sp - _BELOW, b"\xa5" * _BELOW)
@@ -323,16 +327,16 @@ class Bench:
         return {at: byte for at, (_, byte) in self._snapshot.changes().items()}
 
     def changed(self) -> Pieces:
-        """The memory that differs from the snapshot, as it is now."""
+        """Return the present contents of the memory that differs from the snapshot."""
         return [(at, now) for at, _, now in self._snapshot.changed_lines()]
 
     def restore(self) -> None:
-        """Make memory as it was."""
+        """Restore the memory."""
         self._snapshot.restore()
 
 
 def optimizable(probed: Probed) -> Iterator[tuple[str, int, int]]:
-    """(symbol, offset, address) of every probe point of the image that can be optimized."""
+    """Yield (symbol, offset, address) of each probe point of the image that can be optimized."""
     return (place for place in instructions(probed) if is_optimizable(probed, place))
 
 
@@ -342,7 +346,7 @@ def refused_by_linux(probed: Probed) -> Iterator[tuple[str, int, int]]:
 
 
 def is_optimizable(probed: Probed, place: tuple[str, int, int]) -> bool:
-    """Whether a jump may stand there."""
+    """Return True if a jump is possible at a place."""
     address = place[2]
     return probed.verdict.may_probe(address) is None and isinstance(
         probed.verdict.optimized_region(address), Region
@@ -350,7 +354,7 @@ def is_optimizable(probed: Probed, place: tuple[str, int, int]) -> bool:
 
 
 def instructions(probed: Probed) -> Iterator[tuple[str, int, int]]:
-    """(symbol, offset, address) of every instruction that a probe may be on, but fentry sites."""
+    """Yield (symbol, offset, address) of each instruction that can be probed, except fentry sites."""
     kernel = probed.kernel
     image = kernel.image
     end = image.text_ranges[0].end

@@ -93,14 +93,11 @@ def test_optimized_after_a_few_requests(probed: Probed, files: Files) -> None:
 def test_the_detour_shown_is_the_one_that_is_jumped_to(probed: Probed, files: Files) -> None:
     """First the one that traps, then the one with the handler in it; and a stub in front of a slot."""
     detour = "/kprobes/stats/kprobes/ev/detour"
-    # A pause of the host between two requests must not let the optimizer run.
-    files.write("/kprobes/optimization", "0")
     files.write("/kprobe_events", "p:ev gcd+5")
     files.write("/tracing/events/kprobes/ev/enable", "1")
     slot = files.read(detour)
     probed.gcd()
     assert files.read(detour).endswith(slot)
-    files.write("/kprobes/optimization", "1")
     probed.settle()
     for saves_all in (True, False):
         address = probed.address("gcd", GCD_HEAD)

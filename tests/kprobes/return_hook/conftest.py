@@ -16,7 +16,7 @@ Boot = Callable[..., Kernel]
 
 @pytest.fixture
 def boot() -> Iterator[Boot]:
-    """Boots a kernel; its text must be the original again when the test ends."""
+    """Yield a function that boots a kernel; check that the text is the original again afterwards."""
     kernels: list[Kernel] = []
 
     def build(profile: str = "linux-6.1", return_hook: str | None = None, **options: object) -> Kernel:
@@ -32,16 +32,16 @@ def boot() -> Iterator[Boot]:
 
 @pytest.fixture(params=list(SHADOW_STACKS))
 def stack(request: pytest.FixtureRequest) -> str:
-    """The name of a shadow stack."""
+    """Return the name of a shadow stack."""
     return str(request.param)
 
 
 @pytest.fixture
 def kernel(boot: Boot, stack: str) -> Kernel:
-    """A kernel with that shadow stack."""
+    """Return a kernel with the shadow stack `stack`."""
     return boot(return_hook=stack)
 
 
 def dmesg(kernel: Kernel) -> list[str]:
-    """The messages of the kernel log."""
+    """Return the messages of the kernel log."""
     return [message.text for message in kernel.guest.kernel.messages()]

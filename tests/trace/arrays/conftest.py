@@ -1,4 +1,4 @@
-"""A kernel that really records, for tests of trace arrays and their events."""
+"""A booted kernel that records hits, for tests of trace arrays and their events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def booted() -> Iterator[Kernel]:
 
 @pytest.fixture
 def kernel(booted: Kernel) -> Iterator[Kernel]:
-    """With events a and b of group kprobes, and g/c; all are gone afterwards."""
+    """Yield a kernel with the events kprobes/a, kprobes/b and g/c; remove all events afterwards."""
     booted.tracing.kprobe_events.write(b"p:a strlen s=+0(%di):string\np:b strlen\np:g/c memcmp\n")
     yield booted
     for name in list(booted.trace_arrays.names()):
@@ -34,6 +34,6 @@ def arrays(kernel: Kernel) -> TraceArrays:
 
 
 def names(tracing: Tracing) -> list[str]:
-    """Events of a trace array's records, oldest first."""
+    """Return the names of the events of a trace array's records, oldest first."""
     lines = [line for line in tracing.array.trace_text().splitlines() if not line.startswith("#")]
     return [line.split(": ")[1].split(":")[0] for line in lines]

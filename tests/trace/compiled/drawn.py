@@ -1,4 +1,4 @@
-"""What is drawn at random for compiled handlers: fetch arguments, filters, registers and memory."""
+"""Random data for compiled handlers: fetch arguments, filters, registers and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTEXTS = st.tuples(
 
 
 class Drawn:
-    """Strategies for one architecture."""
+    """Hypothesis strategies for one architecture."""
 
     def __init__(self, arch: str) -> None:
         self.target = target = TARGETS[arch]
@@ -53,10 +53,10 @@ class Drawn:
 
     OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "&")
     LIMITS = (0, -1, 1 << 32, -(1 << 32), (1 << 32) - 1, 1 << 31, 0x123456789, (1 << 63) - 1)
-    """For fields of 8 bytes."""
+    """Values that are compared with fields of 8 bytes."""
 
     def simple(self) -> st.SearchStrategy[str]:
-        """An expression without a dereference."""
+        """Return a strategy for expressions without a dereference."""
         registers = st.sampled_from([f"%{name}" for name in (*self.registers, "sp", "ip")])
         stack = st.sampled_from(["$stack", "$stack0", "$stack3", "$stack63", "$stack64", "$stack2048"])
         arguments = st.sampled_from(["$arg1", "$arg2", "$arg6", "$arg7", "$arg9"])
@@ -64,7 +64,7 @@ class Drawn:
         return st.one_of(registers, stack, arguments, st.sampled_from(["\\0x10", "\\-1", *limits]))
 
     def pointers(self, depth: int = 3) -> st.SearchStrategy[str]:
-        """An expression that ends in a dereference."""
+        """Return a strategy for expressions whose last operation is a dereference."""
         inner = self.simple()
         if depth:
             inner = st.one_of(inner, self.pointers(depth - 1))
@@ -74,7 +74,7 @@ class Drawn:
         )
 
     def arguments(self) -> st.SearchStrategy[str]:
-        """A fetcharg; some are refused when they are parsed."""
+        """Return a strategy for fetch arguments, of which the parser refuses some."""
         types = st.sampled_from([*TYPES, *BITFIELDS])
         strings = st.sampled_from(["string", "ustring"])
         literals = st.sampled_from(["", "x", "abcdefgh", "fifteen chars.."])
@@ -91,7 +91,7 @@ class Drawn:
         )
 
     def fill(self, guest: Guest, data: st.DataObject) -> None:
-        """Words that may be pointers, and bytes that may be strings, everywhere."""
+        """Fill the guest's memory with words that may be pointers, and bytes that may be strings."""
         target, word = self.target, guest.word
         places = (
             (target.kernel, 8192),

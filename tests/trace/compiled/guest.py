@@ -24,24 +24,24 @@ from tests.arch.program_model import Interpreter, Unmapped
 from tests.trace.events.kernel import FUNCTIONS, Function, no_string
 
 _SCRATCH, _CONTROLS = 0x1000, 0x10000
-"""Offsets in the CPU's area."""
+"""Offsets of the scratch memory and the control blocks in the CPU's area."""
 CPU = 3
 PID, COMM = 4242, b"a-task"
 STEP = 57
 _TOP = 16384 - 512
-"""Of the stack: where the stack pointer is at a hit."""
+"""Offset in the stack of the stack pointer at a hit."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture, and where things lie in its guest."""
+    """An architecture, and the addresses of memory in its guest."""
 
     arch: Arch
     kernel: int
-    """Two pages that arguments may point to; pages before and behind aren't mapped."""
+    """Address of two pages that arguments may point to; the pages before and after are not mapped."""
     stack: int
     edge: int
-    """The last page of user space."""
+    """Address of the last page of user space."""
     clock: int
     pages: int
     per_cpu: int
@@ -54,7 +54,7 @@ class Target:
 
     @property
     def functions(self) -> list[Function]:
-        """With addresses that a word holds."""
+        """Return functions whose addresses fit into a word."""
         return [replace(each, address=each.address & self.mask) for each in FUNCTIONS]
 
     @property
@@ -88,7 +88,7 @@ TARGETS = {
 
 
 class Memory:
-    """Mapped stretches of the address space."""
+    """The mapped ranges of the address space."""
 
     def __init__(self) -> None:
         self.stretches: dict[int, bytearray] = {}
@@ -118,7 +118,7 @@ class Memory:
 
 @dataclass
 class Numbers:
-    """The same memory as programs see it."""
+    """The memory as numbers, for the interpreter of handler programs."""
 
     memory: Memory
 
@@ -134,7 +134,7 @@ class Numbers:
 
 @dataclass
 class Hit:
-    """ProbeHit over the same memory."""
+    """A ProbeHit that reads the same memory."""
 
     regs: Any
     memory: Memory
@@ -147,7 +147,7 @@ class Hit:
 
 @dataclass(eq=False)
 class RingRecorder(Recorder):
-    """A Recorder with a ring buffer, and its twin, which guest code writes to."""
+    """A Recorder with two equal ring buffers, of which guest code writes to the second."""
 
     guest: Guest
     number: int
@@ -181,7 +181,7 @@ class RingRecorder(Recorder):
         return self.guest_ring.make_room(length, time)
 
     def event_switched(self, _event: TraceEvent, /, *, enabled: bool) -> None:
-        """Nothing depends on it."""
+        """Do nothing, because nothing depends on it."""
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
         return RawEntry(
@@ -200,10 +200,10 @@ class RingRecorder(Recorder):
             self.guest.host_saved += [PID] * self.saves_comm
 
     def event_removed(self, event: TraceEvent) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def same(self) -> None:
-        """Both rings hold the same bytes."""
+        """Check that both ring buffers contain the same bytes."""
         assert list(self.guest_ring) == list(self.host_ring)
         assert self.guest_ring.stats() == self.host_ring.stats()
         start = ring_layout.data_start(2)
@@ -217,7 +217,7 @@ class RingRecorder(Recorder):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a kernel keeps that rescheduling is needed; its preempt count is at 0x7C."""
+    """The place of a kernel's mark that rescheduling is needed; its preempt count is at offset 0x7C."""
 
     need_resched: int
     resched: NeedResched
@@ -228,11 +228,11 @@ LAYOUTS = (
     Layout(0x68, NeedResched()),
     Layout(0x7C, NeedResched(1 << 31, (0x300, 1 << 3))),
 )
-"""Beside the count, apart from it, and folded into it, as in Linux on x86."""
+"""Layouts: next to the preempt count, apart from it, and in the same word, as in Linux on x86."""
 
 
 class Guest:
-    """One CPU with a task."""
+    """A guest with one CPU and one task."""
 
     def __init__(
         self, way: EntryKind = EntryKind.JUMP, arch: str = "x86_64", layout: Layout = LAYOUTS[0]
@@ -289,9 +289,9 @@ class Guest:
         return True
 
     def set_context(self, count: int, need_resched: int, *, interrupts: bool) -> None:
-        """preempt_count of the CPU, the interrupt flag, and whether rescheduling is needed.
+        """Set the CPU's preempt count, its interrupt flag, and whether rescheduling is needed.
 
-        `need_resched`: bit 0 for the CPU's word; bit 1 for the task's flag, in a kernel that has one.
+        `need_resched`: bit 0 is for the CPU's word. Bit 1 is for the task's flag, in a kernel that has one.
         """
         resched = self.layout.resched
         word = need_resched & 1
@@ -314,7 +314,7 @@ class Guest:
         self.context = (flags, count & 0xFF)
 
     def advance(self, ns: int) -> None:
-        """Let time pass for both."""
+        """Advance the clocks of host and guest."""
         self.now += ns
         self.memory.word(self.target.clock, self.now)
 
@@ -329,7 +329,7 @@ class Guest:
         return compiled, builder.program(), builder
 
     def hit(self, event: KprobeTraceEvent, return_address: int = 0) -> None:
-        """One hit, in Python and compiled; the clocks must agree afterwards."""
+        """Handle one hit in Python and in guest code, and check that the clocks agree afterwards."""
         handle = event.probes[0].handle
         assert handle is not None
         self.regs.ip = return_address or handle.address + 1
@@ -352,5 +352,5 @@ class Guest:
 
 
 def recordings(compiled: CompiledEvent) -> tuple[Recording, ...]:
-    """What it records to."""
+    """Return the recordings of an event."""
     return compiled.recordings

@@ -1,4 +1,4 @@
-"""A kernel for kprobe events to be tested on: symbols, registers and an engine that only keeps books."""
+"""A stand-in for a kernel, for tests of kprobe events: symbols, registers, and an engine without code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DEFAULT_MAXACTIVE = 10
 
 @dataclass(frozen=True)
 class Function:
-    """A symbol: where, whether tracing may probe it, and how registering there fails or not."""
+    """A symbol: its address, whether tracing may probe it, and the error of a registration there."""
 
     name: str
     address: int
@@ -104,7 +104,7 @@ class Symbols:
 
 @dataclass(eq=False)
 class Handle:
-    """What was registered for a probe of an event."""
+    """The registration of an event's probe."""
 
     kprobe: EventProbe
     user: TraceKprobe
@@ -115,12 +115,12 @@ class Handle:
         return self.kprobe.address
 
     def gone(self) -> None:
-        """Its module went."""
+        """Mark the probe as gone, because its module was unloaded."""
         self.kprobe.flags |= KprobeFlag.GONE
 
 
 class Backend:
-    """Kprobes and Kretprobes in one, which refuse what a table of functions says."""
+    """A stand-in for Kprobes and Kretprobes, which refuses registrations by a table of functions."""
 
     def __init__(self, symbols: Symbols) -> None:
         self.symbols = symbols
@@ -176,12 +176,12 @@ class Backend:
         self._of(kprobe).enabled = False
 
     def handler_changed(self, kprobe: EventProbe) -> None:
-        """Nothing is compiled here."""
+        """Do nothing, because handlers are not compiled."""
 
 
 @dataclass
 class Hit:
-    """A ProbeHit over chunks of memory, each the only content of its pages."""
+    """A ProbeHit that reads from a few pieces of memory; the rest of their pages is not mapped."""
 
     regs: Any = field(default_factory=lambda: SimpleNamespace(**dict.fromkeys(REGISTERS, 0)))
     memory: dict[int, bytes] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class Hit:
 
 @dataclass(eq=False)
 class FakeRecorder(Recorder):
-    """Keeps everything; its task's pid is 42."""
+    """A Recorder that keeps all entries; the pid of its task is 42."""
 
     entries: list[tuple[TraceEvent, bytes]] = field(default_factory=list)
     removed: list[TraceEvent] = field(default_factory=list)
@@ -237,12 +237,12 @@ class FakeRecorder(Recorder):
 
 
 def no_string(_address: int, _is_user: bool) -> None:
-    """RawEntry.string_at of a hit without memory."""
+    """Return None: a RawEntry.string_at for a hit without memory."""
 
 
 @dataclass
 class Kernel:
-    """Everything together."""
+    """Symbols, probes, events and recorder of the stand-in for a kernel."""
 
     symbols: Symbols
     backend: Backend
@@ -251,7 +251,7 @@ class Kernel:
     commands: EventCommands
     events: KprobeEvents
     dynamic_events: DynamicEvents
-    """Of kprobe events alone."""
+    """Dynamic events, of which only kprobe events exist."""
     filters: EventFilters
 
 
@@ -279,7 +279,7 @@ def make_kernel(
     interface: Interface = LINUX_6_1,
     types: Btf | None = None,
 ) -> Kernel:
-    """A kernel without events."""
+    """Return a kernel without events."""
     symbols: Any = Symbols(functions, modules)
     backend: Any = Backend(symbols)
     recorder = recorder or FakeRecorder()
@@ -297,14 +297,14 @@ def make_kernel(
 
 
 def hit_all(kernel: Kernel, hit: Hit) -> None:
-    """One hit of every armed probe, newest first, as Linux runs them."""
+    """Hit every armed probe once, the newest probe first, as Linux does."""
     for handle in reversed(kernel.backend.handles):
         if handle.enabled and not handle.kprobe.is_gone:
             handle.user.hit(hit)  # type: ignore[arg-type]
 
 
 def errno_of(action: Callable[[], object]) -> str:
-    """The name of the errno that `action` fails with, "" where it succeeds."""
+    """Return the name of the errno with which `action` fails, or "" if it succeeds."""
     try:
         action()
     except KernelError as failure:

@@ -1,4 +1,4 @@
-"""An event that no probe makes, as those of the kernel itself."""
+"""An event without a probe, like those of the kernel itself."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from emulated_kernel.trace.symbols import KernelSymbols
 
 
 class PlainEvent(TraceEvent):
-    """Of any name and fields; shows a record as hexadecimal digits."""
+    """An event with any name and fields; a record is shown as hexadecimal digits."""
 
     def start(self) -> None:
-        """It is always there."""
+        """Do nothing: the event needs no probe."""
 
     def stop(self) -> None:
-        """It stays."""
+        """Do nothing: the event has no probe."""
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         del symbols, sym_addr

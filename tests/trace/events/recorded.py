@@ -1,4 +1,4 @@
-"""What a real kernel was recorded to answer, where that is at hand."""
+"""Recorded answers of a real kernel, on machines that have the recordings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def oracle_path(name: str) -> Path:
-    """A file of the recordings; skips the test where there are none."""
+    """Return the path of a recorded file; skip the test if there are no recordings."""
     root = os.environ.get("KPROBEFS_ORACLE")
     project = Path(__file__).resolve().parents[3]
     path = (Path(root) if root else project.parent / "shared" / "oracle") / name
@@ -19,5 +19,5 @@ def oracle_path(name: str) -> Path:
 
 
 def sample(name: str) -> str:
-    """The text of a recorded file."""
+    """Return the text of a recorded file."""
     return oracle_path(f"samples/{name}").read_text(errors="surrogateescape")

@@ -36,7 +36,7 @@ _CODES = {"x86_64": _x86_64, "i386": _i386, "riscv64": _riscv64}
 
 
 class Recursion:
-    """Code in a kernel's memory that calls bsearch so often in itself."""
+    """Code in a kernel's memory that calls bsearch recursively."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -48,7 +48,7 @@ class Recursion:
         self._words = machine.alloc_pages(64)
 
     def run(self, depth: int) -> None:
-        """depth + 1 calls."""
+        """Make `depth` + 1 calls, each inside the one before."""
         memory = self._kernel.machine.memory
         memory.write_word(self._words, depth)
         self._kernel.call("bsearch", self._words, self._words, 1, 1, self._stub)

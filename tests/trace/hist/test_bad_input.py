@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,3 +123,15 @@ def test_any_text(file: str, text: str) -> None:
         assert _state(kernel) == before or file != "trigger"
     _hit(kernel)
     kernel.hist()
+
+
+@pytest.mark.parametrize("operator", "+-*/")
+@pytest.mark.parametrize("head", ["hist:keys=n:x=", "hist:keys=n:vals=", "hist:keys="])
+def test_thousands_of_operators(head: str, operator: str) -> None:
+    """Linux: at most three subexpressions are possible. More of them are refused, however many they are."""
+    kernel = _kernel()
+    before = _state(kernel)
+    for text in (operator.join("1" * 2000), "-(" * 1300 + "n" + ")" * 1300):
+        with pytest.raises(KernelError):
+            kernel.write(f"{head}{text}")
+    assert _state(kernel) == before

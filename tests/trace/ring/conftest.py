@@ -1,4 +1,4 @@
-"""What the tests of ring buffer and trace text share: a trace array over made-up events, and the oracle."""
+"""Fixtures of the tests of ring buffer and trace text: a trace array with made-up events, and recordings."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class TextEvent(TraceEvent):
         super().__init__("texts", name)
 
     def start(self) -> None:
-        """It is always there."""
+        """Do nothing: the event needs no probe."""
 
     def stop(self) -> None:
-        """It stays."""
+        """Do nothing: the event has no probe."""
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         del symbols, sym_addr
@@ -78,7 +78,7 @@ class TextEvent(TraceEvent):
 
 
 class Events(EventRegistry):
-    """Events of ids that the tests choose."""
+    """Events whose ids the tests choose."""
 
     def __setitem__(self, number: int, event: TextEvent) -> None:
         self._by_id[number] = event
@@ -88,7 +88,7 @@ class Events(EventRegistry):
 
 
 class HostMemory:
-    """GuestRecords out of the guest's sight."""
+    """A GuestRecords whose memory is not in a guest."""
 
     can_tell_time = False
 
@@ -108,7 +108,7 @@ class HostMemory:
 
 @dataclass
 class OneTask:
-    """Tasks of which one runs."""
+    """A Tasks object with one task, which runs."""
 
     task: TaskContext
 
@@ -118,7 +118,7 @@ class OneTask:
 
 @dataclass
 class Clock:
-    """Time that tests set."""
+    """A clock whose time the tests set."""
 
     ns: int = 0
 
@@ -128,7 +128,7 @@ class Clock:
 
 @dataclass
 class Bench:
-    """A trace array with the means to fill it."""
+    """A trace array, and methods that write records to it."""
 
     clock: Clock
     events: Events
@@ -187,7 +187,7 @@ def one_cpu() -> Bench:
 
 @pytest.fixture(scope="session")
 def samples() -> Path:
-    """The recorded files of a Linux 6.1."""
+    """Return the directory of files that were recorded from Linux 6.1."""
     root = Path(os.environ.get("KPROBEFS_ORACLE", PROJECT.parent / "shared" / "oracle"))
     if not (root / "samples").is_dir():
         pytest.skip(f"no oracle at {root}")

@@ -1,4 +1,4 @@
-"""What the tests of static events share: a kernel, and events of it by name."""
+"""Fixtures of the tests of static events: a kernel, and its events by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture
 def enable(kernel: Kernel) -> Enable:
-    """Enables `group/name` for the top trace array, or switches it off."""
+    """Return a function that enables the event `group/name` for the top trace array, or disables it."""
 
     def switch(path: str, on: bool = True) -> None:
         kernel.trace_arrays.top.events.set_enabled(find(kernel, path), on)
@@ -30,13 +30,13 @@ def enable(kernel: Kernel) -> Enable:
 
 
 def find(kernel: Kernel, path: str) -> TraceEvent:
-    """The event `group/name`."""
+    """Return the event `group/name`."""
     event = kernel.tracing.kprobe_events.registry.find(*path.split("/"))
     assert event is not None, path
     return event
 
 
 def records(kernel: Kernel) -> list[str]:
-    """What the lines of the trace say, from the pid's column on and without CPU, flags and time."""
+    """Return the trace's lines from the pid's column on, without CPU, flags and time."""
     lines = [line for line in kernel.trace.trace_text().splitlines() if not line.startswith("#")]
     return [f"{line[:24].split('-')[-1].split()[0]} {line.split(': ', 1)[1]}" for line in lines]

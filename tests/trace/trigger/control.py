@@ -26,7 +26,7 @@ CLOCKS = {"local": True, "global": True, "counter": False, "uptime": False, "mon
 
 @dataclass
 class FakeSnapshot:
-    """Tells what is done to it."""
+    """A Snapshot that records the calls of its methods."""
 
     actions: list[str]
     condition: object = None
@@ -40,7 +40,7 @@ class FakeSnapshot:
 
 @dataclass(eq=False)
 class Control(FakeRecorder):
-    """A TraceArray."""
+    """A stand-in for TraceArray."""
 
     tracing_on: bool = True
     clock_name: str = "local"
@@ -94,39 +94,39 @@ class TriggerKernel:
         self.triggers = EventTriggers(array, events.registry, events.error_log, symbols, triggers)
 
     def define(self, *commands: str) -> None:
-        """Make kprobe events."""
+        """Define kprobe events."""
         for command in commands:
             self.kernel.events.write(command.encode())
 
     def event(self, name: str) -> TraceEvent:
-        """A kprobe event or a synthetic one."""
+        """Return a kprobe event or a synthetic event by its name."""
         registry = self.kernel.events.registry
         found = registry.find("kprobes", name) or registry.find("synthetic", name)
         assert found is not None
         return found
 
     def write(self, text: str, event: str = "a") -> None:
-        """Write to an event's trigger file."""
+        """Write a text to an event's trigger file."""
         assert self.triggers.write(self.event(event), text.encode()) == len(text)
 
     def show(self, event: str = "a") -> str:
-        """The event's trigger file."""
+        """Return the text of the event's trigger file."""
         return "".join(self.triggers.records(self.event(event)))
 
     def hist(self, event: str = "a") -> str:
-        """The event's hist file."""
+        """Return the text of the event's hist file."""
         return "".join(hist_records(self.triggers, self.event(event)))
 
     def entries(self, event: str = "a") -> list[str]:
-        """The elements in the event's hist file."""
+        """Return the elements in the event's hist file."""
         return [line for line in self.hist(event).splitlines() if line.startswith("{")]
 
     def errors(self) -> str:
-        """The error log without times."""
+        """Return the error log without times."""
         return "".join(f"{record.partition('] ')[2]}" for record in self.kernel.events.error_log.records())
 
     def enabled(self, event: str = "a") -> str:
-        """The event's enable file."""
+        """Return the text of the event's enable file."""
         return self.event(event).file(self.kernel.recorder).enabled_text()
 
     def hit(self, hit: Hit | None = None, **regs: int) -> None:
@@ -138,5 +138,5 @@ class TriggerKernel:
 
     @property
     def recorded(self) -> list[str]:
-        """Names of the events recorded."""
+        """Return the names of the recorded events."""
         return [event.name for event, _ in self.kernel.recorder.entries]

@@ -54,7 +54,8 @@ class ClientCalls:
         if not guest.is_watched(kind) or client.pid <= INIT_PID:
             return client
         processes = guest.processes
-        with self._lock:
+        # No guest code runs, so this does not wait for a debugger that holds the guest.
+        with self._lock.observing():
             unshown = processes.unshown_program(client.pid)
             sight = guest.sight() if opened else Sight.MEMORY
         instead = None if opened and sight is Sight.MEMORY else opened

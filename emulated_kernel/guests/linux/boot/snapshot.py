@@ -37,6 +37,7 @@ from emulated_kernel.guests.linux.pc.exception_cells import STATE_SIZE
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.machines import new_machine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
+from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import library_release
 from emulated_kernel.util.cache_directory import cache_directory
@@ -48,6 +49,8 @@ _MAGIC = b"kprobefs booted kernel 31\n"
 HEADER = 256 << 10
 """Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10
+_SOURCE_LIMIT = 4 << 30
+"""Maximum size of a kernel's file in bytes; with debug information, a kernel has about 1 GiB."""
 _COMMAND_LINES = boot_protocol.COMMAND_LINE, riscv_boot.COMMAND_LINE
 NORESERVE = 0x4000
 """MAP_NORESERVE, a flag of mmap(2): a guest may have more memory than the host has available."""
@@ -125,8 +128,11 @@ def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """Return the SHA-256 of a whole file in hexadecimal, and the Reading with which to remember() it.
 
     The digest is cached, because both the command and its daemon need it.
+    Raises: OSError (also if the file is not regular), KernelError ENOEXEC (it is too large for a kernel).
     """
-    with open(source, "rb") as file:
+    with open_regular(source) as file:
+        if os.fstat(file.fileno()).st_size > _SOURCE_LIMIT:
+            raise unusable(f"a file of more than {_SOURCE_LIMIT >> 30} GiB")
         reading = about_to_read(directory(), file.fileno(), _HASH)
         return reading, reading.stored or hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -137,7 +143,7 @@ def core_place(source: Path) -> Path:
     The path depends on the file's path, identity and beginning, because a dump may be too long to read.
     Raises: OSError.
     """
-    with open(source, "rb") as file:
+    with open_regular(source) as file:
         digest = hashlib.sha256(file.read(_PIECE))
     facts = (_MAGIC, "core", library_release(), os.path.realpath(source))
     digest.update(repr((*facts, *identity(source))).encode())

@@ -29,10 +29,7 @@ _WORD = (1 << 64) - 1
 
 
 class ClientScheduler:
-    """Switches between client tasks; keeps the task at its stub and the task that waits in a call.
-
-    Raises: KernelError (with the errno of a system call), GuestFault (the guest has died).
-    """
+    """Switches between client tasks, and records which task is at its stub and which one waits in a call."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class LinuxClients:
         is_same = task is not None and not task.has_executed and (watch.known_comm(pid) or "") == task.comm
         if is_same and not watch.has_events():
             return client
-        with self._lock:
+        with self._lock.observing():
             unshown = self._unshown_program(pid)
         if unshown is None:
             return client

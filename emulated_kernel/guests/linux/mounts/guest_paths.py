@@ -14,6 +14,7 @@ DMESG = "/machine/dmesg"
 LIMITS = "/machine/limits"
 LOAD = "/machine/load"
 MODULES = "/machine/modules"
+VMCORE = "/machine/vmcore"
 FORWARDED = {f"{MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")}
 """Path of a file of machine/ -> path in the guest's procfs that it shows."""
 TOPS = {"tracing": TRACEFS, "scratch": TMPFS, "sysctl": f"{PROC}/sys", "dev": DEVICES}

@@ -7,8 +7,10 @@ import os
 import select
 import stat
 from collections.abc import Callable
+from typing import IO
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.common.vmcore_file import MAX_OPEN, write_core
 from emulated_kernel.guests.linux.guest.cpu_report import cpu_text
 from emulated_kernel.guests.linux.guest.passing_time import PassingTime, RealTime
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
@@ -25,9 +27,12 @@ from emulated_kernel.guests.linux.mounts.guest_paths import (
     MACHINE,
     MODULES,
     TOPS,
+    VMCORE,
 )
 from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
+from emulated_kernel.guests.linux.mounts.native_core import NativeCore
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.machine.core_dump import RAM_OFFSET
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limits
@@ -113,7 +118,7 @@ class _LoadFile(FileDescription):
     fs: MachineFs
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Start or stop workloads as the lines say, after all lines were parsed."""
+        """Start or stop workloads as the lines of `data` say, after all lines were parsed."""
         del client, offset
         guest = self.fs.guest
         try:
@@ -129,8 +134,34 @@ class _LoadFile(FileDescription):
         """Do nothing: write(2) returns only after it has executed the commands."""
 
 
+class _CoreFile(FileDescription):
+    """An open ELF core of the guest as it was at the open."""
+
+    __slots__ = ("_core",)
+
+    fs: MachineFs
+
+    def __init__(self, fs: MachineFs, path: str, flags: int, core: IO[bytes]) -> None:
+        super().__init__(fs, path, flags)
+        self._core = core
+
+    def read(self, client: Client, size: int, offset: int) -> bytes:
+        """Read from the core; see FileDescription. Lock: leaves."""
+        del client
+        return os.pread(self._core.fileno(), size, offset)
+
+    def fsync(self, client: Client) -> None:
+        """Do nothing: the file is read-only."""
+
+    def release(self) -> None:
+        """Free the temporary file; see FileDescription."""
+        super().release()
+        self._core.close()
+        self.fs.open_cores -= 1
+
+
 class MachineFs(FileSystem):
-    """File system of machine/, with the files dmesg (kernel log), cpu, limits, and load (starts workloads).
+    """File system of machine/, with the files dmesg, cpu, limits, load (starts workloads) and vmcore.
 
     Other files are mounted there from the guest's /proc.
     """
@@ -147,6 +178,9 @@ class MachineFs(FileSystem):
             LOAD: lambda: "".join(guest.loads.text()).encode(),
         }
         """Path of a file -> function that returns its text."""
+        self._core = NativeCore(guest.tasks)
+        self.open_cores = 0
+        """Number of open files of VMCORE."""
 
     def _log(self) -> bytes:
         with self.guest.running:
@@ -158,14 +192,22 @@ class MachineFs(FileSystem):
         owner = self.guest.owner
         if path == MACHINE:
             return Stat(_HOST_INO, stat.S_IFDIR | 0o755, 2, owner.uid, owner.gid)
+        if path == VMCORE:
+            core = RAM_OFFSET + len(self._core.ram)
+            return Stat(self._number(path), stat.S_IFREG | 0o400, 1, owner.uid, owner.gid, size=core)
         mode = 0o644 if path == LOAD else 0o444
         return Stat(self._number(path), stat.S_IFREG | mode, 1, owner.uid, owner.gid)
 
     def _number(self, path: str) -> int:
         """Return the inode number of a file. Raises: KernelError ENOENT."""
-        if path not in self._texts:
+        if path not in self._names:
             raise KernelError(errno.ENOENT, path)
-        return _HOST_INO + 1 + [*self._texts].index(path)
+        return _HOST_INO + 1 + self._names.index(path)
+
+    @property
+    def _names(self) -> list[str]:
+        """Paths of all files."""
+        return [*self._texts, VMCORE]
 
     def is_always_open(self, path: str) -> bool:
         """Return True, as for all files of machine/; see FileSystem."""
@@ -180,14 +222,16 @@ class MachineFs(FileSystem):
         return [
             DirEntry(".", stat.S_IFDIR, _HOST_INO),
             DirEntry("..", stat.S_IFDIR, _HOST_INO),
-            *(DirEntry(each.rpartition("/")[2], stat.S_IFREG, self._number(each)) for each in self._texts),
+            *(DirEntry(each.rpartition("/")[2], stat.S_IFREG, self._number(each)) for each in self._names),
         ]
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
         """Open a file; see FileSystem. Raises: KernelError EACCES (for writing, if it takes none)."""
         self.getattr(path)
         file: FileDescription
-        if flags & os.O_ACCMODE == os.O_RDONLY:
+        if path == VMCORE:
+            file = self._open_core(client, flags)
+        elif flags & os.O_ACCMODE == os.O_RDONLY:
             file = _TextFile(self, path, flags, self._texts[path]())
         elif path == LOAD and flags & os.O_ACCMODE == os.O_WRONLY and self.guest.owner.is_privileged(client):
             file = _LoadFile(self, path, flags)
@@ -195,6 +239,20 @@ class MachineFs(FileSystem):
             raise KernelError(errno.EACCES, path)
         self.opened[file] = None
         return file
+
+    def _open_core(self, client: Client, flags: int) -> _CoreFile:
+        """Write a core and open it.
+
+        Raises: KernelError EACCES (not root or the owner, or for writing), EBUSY (too many are open), ENOSPC.
+        """
+        if flags & os.O_ACCMODE != os.O_RDONLY or not self.guest.owner.is_privileged(client):
+            raise KernelError(errno.EACCES, VMCORE)
+        if self.open_cores >= MAX_OPEN:
+            raise KernelError(errno.EBUSY, f"vmcore: {MAX_OPEN} are open; close one first")
+        with self.guest.lock:
+            core = write_core(self._core, self._core.vmcoreinfo())
+        self.open_cores += 1
+        return _CoreFile(self, VMCORE, flags, core)
 
 
 def native_mount(

@@ -53,7 +53,7 @@ class LinuxClock(GuestClock):
 
     @abstractmethod
     def _ns(self, cycles: int) -> int:
-        """Return the time when the counter is `cycles`."""
+        """Return the time in nanoseconds at which the counter of cycles is `cycles`."""
 
     @abstractmethod
     def _cycles(self, nanoseconds: int) -> int | None:

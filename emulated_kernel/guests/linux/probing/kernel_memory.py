@@ -131,6 +131,12 @@ class KernelMemory(GuestMemory):
         return ((pa, length) for _, pa, length, _ in self._pages(va, size))
 
     def locate_text(self, va: int, size: int) -> int | None:
+        if size <= PAGE_SIZE - va % PAGE_SIZE:
+            # Tracers of all functions locate more than 100,000 sites, each of which is in one page.
+            found = self._entry(va)
+            if found is None or not self._memory.is_executable(found[1]) or found[0] + size > len(self.ram):
+                return None
+            return found[0]
         try:
             return self._contiguous(va, size, self._memory.is_executable)
         except MemoryFault:

@@ -294,14 +294,20 @@ class KernelTracepoints:
         if register is not None:
             switch = partial(self._switch_registered, register, event, batch)
         stub = f"__probestub_{event.name}"
+        has_stub = self._has_stubs and self._kernel.kallsyms.lookup_name(stub) is not None
         return KernelStaticEvent(
             event.system,
             event.name,
             layout_fields(event.fields, self._kernel.btf.size("trace_entry")),
             event.print_fmt,
             batch,
-            batch.add(switch, stub if self._kernel.kallsyms.lookup_name(stub) else "", self._switch_stub),
+            batch.add(switch, stub if has_stub else "", self._switch_stub),
         )
+
+    @cached_property
+    def _has_stubs(self) -> bool:
+        """Whether tracepoints have stubs, as since Linux 6.3. A lookup for each event would take 3 ms."""
+        return self._kernel.kallsyms.lookup_name("__probestub_sched_switch") is not None
 
     @cached_property
     def names(self) -> KernelNames:

@@ -92,7 +92,7 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
     """Return the CPU model, with the address of host code and of the direct map.
 
     With KASLR, an x86 kernel may be at the usual address of host code, and its direct map moves.
-    Raises: KernelError ENOEXEC (the kernel is too large).
+    Raises: KernelError ENOEXEC (the kernel is too large, or in the core of a mount of a core).
     """
     memory = tasks.machine.memory
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end
@@ -104,8 +104,15 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
     layout = LinuxX86Model.layout
     places = layout.text_space, _OTHER_TEXT
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
+    records = layout.record_pages
+    if memory.walk(tasks.root, records) is not None:
+        # The dump is of a mount. Its handlers stay where they are, because text may lead to them.
+        text += TEXT_SPACE_SIZE
+        records += _RECORDS_SIZE
+        if memory.walk(tasks.root, records) is not None:
+            raise unusable("it is the core of a mount of a core; use the first core")
     direct = memory.read_word(tasks.root, kernel.required("page_offset_base"))
-    return LinuxX86Model(replace(layout, text_space=text, direct_map=direct))
+    return LinuxX86Model(replace(layout, text_space=text, record_pages=records, direct_map=direct))
 
 
 class ProbedLinux(ProbedMachine):
