@@ -52,7 +52,7 @@ class ArchSpecificInsn:
     length: int
     """Length of the probed instruction in bytes."""
     slot_bytes: bytes
-    """Content of the insn slot: the copied instruction, its displacement adjusted, and a breakpoint."""
+    """Content of the insn slot: a copy of the instruction that works there, and a breakpoint after it."""
     boostable: bool
     """Whether a jump back to the probed function may replace the breakpoint after the copy."""
     emulate: Emulation | None
@@ -406,7 +406,7 @@ class Arch(ABC):
     def detour_parts(self, start: int, trap: int, copied: int, end: int) -> tuple[CodePart, ...]:
         """Return the parts of a detour from `start` to `end`. The other arguments are those of Detour.
 
-        All arguments are addresses, or offsets.
+        All arguments are addresses, or all are offsets in bytes from the start of the detour.
         """
         return (
             CodePart("save the registers", start),
@@ -423,7 +423,8 @@ class Arch(ABC):
     def around_handler(self, region: Region) -> tuple[bytes, bytes]:
         """Return the code before a detour's breakpoint, and the code after it.
 
-        The first part saves a struct pt_regs, the second restores it.
+        The first code saves a struct pt_regs on the stack, and the second code restores the registers from
+        it.
         """
 
     @abstractmethod

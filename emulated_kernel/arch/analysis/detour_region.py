@@ -50,7 +50,7 @@ class Region:
 
     @property
     def length(self) -> int:
-        """Size in bytes of what no other probe may patch while the jump is there."""
+        """Number of bytes from `addr` on that no other probe may patch while the jump is there."""
         return len(self.code)
 
     @property

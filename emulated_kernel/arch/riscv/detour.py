@@ -61,7 +61,7 @@ def detour_jump(region: Region, target: int) -> bytes:
 
 
 def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
-    """Implement Arch.relocated: relocate the instructions, and append an auipc and jalr to the region's end.
+    """Implement Arch.relocated: relocate the instructions, and append a jump back (auipc and jalr).
 
     Linux: the detour loads the address of the region's end from a word next to the code.
     Deviates: an auipc computes the address.

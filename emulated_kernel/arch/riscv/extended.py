@@ -38,7 +38,7 @@ class _Replaced:
         self.free = ALL_REGISTERS
         """Mask of the registers that are free wherever a long jump of the detour leads."""
         self.end = 0
-        """Address after the instructions that are copied."""
+        """Address after the last instruction that is copied."""
 
     @property
     def leaves(self) -> bool:
@@ -47,7 +47,7 @@ class _Replaced:
 
 
 def region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that a jump at `addr` replaces by the tactics, or the first rule that forbids it."""
+    """Return the region that a jump at `addr` replaces with the tactics, or the rejection of the jump."""
     for reason in (RejectReason.UNDECODABLE, RejectReason.INDIRECT_JUMP):
         if reason in analysis.hazards:
             return Rejection(reason, analysis.hazards[reason])

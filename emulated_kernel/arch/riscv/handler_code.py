@@ -62,7 +62,7 @@ def handler_code(
 
 
 def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
-    """Return the code with short branches if they reach their targets, else with far branches.
+    """Return handler code with short branches if they reach their targets, else with far branches.
 
     `make(far)` generates the code, with far branches if `far` is True.
     """

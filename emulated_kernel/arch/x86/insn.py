@@ -25,7 +25,7 @@ EMULATE_PREFIX_SIZE = 5
 
 
 class Imm(Enum):
-    """Kind of the immediate operand of an opcode; letters as in the opcode maps of Intel's manual."""
+    """Kind of an opcode's immediate operand. The letters are those of the opcode maps in Intel's manual."""
 
     __hash__ = object.__hash__
 
@@ -37,11 +37,11 @@ class Imm(Enum):
     VWORD32 = auto()
     """Iz, Jz: 2 bytes if the operand size is 16 bits, otherwise 4."""
     VWORD = auto()
-    """Iv: 2, 4 or 8 bytes, as the operand size says."""
+    """Iv: 2, 4 or 8 bytes, depending on the operand size."""
     POINTER = auto()
     """Ap: an offset and a selector, the operand of a direct far call or jump."""
     MOFFSET = auto()
-    """Ob, Ov: an address of 2, 4 or 8 bytes, as the address size says."""
+    """Ob, Ov: an address of 2, 4 or 8 bytes, depending on the address size."""
 
 
 _FIXED_SIZES = {Imm.NONE: 0, Imm.BYTE: 1, Imm.WORD: 2, Imm.WORD_BYTE: 2}
