@@ -81,7 +81,7 @@ class HandlerTime:
 
 
 class Watchdog:
-    """Stops a run after `budget` seconds of CPU time; in the second half, callbacks count little.
+    """Stops a run after `budget` seconds of CPU time. In the second half, callbacks count only in part.
 
     Arming costs only two stores: the watchdog's thread wakes by itself, at most once per budget, and then
     reads the start of the current run. If no guest runs, the thread waits without a timeout.
@@ -138,7 +138,7 @@ class Watchdog:
     def ask(self, is_unwanted: Callable[[], bool] | None) -> None:
         """Set a function that the thread calls during runs; if it returns True, the run is stopped.
 
-        None: no function.
+        If `is_unwanted` is None, no function is called.
         """
         self._is_unwanted = is_unwanted
         # Order matters, as in _guard: either the thread sees the new function, or this code sees its long

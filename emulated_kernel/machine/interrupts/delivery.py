@@ -14,7 +14,7 @@ _NESTING_LIMIT = 4
 
 
 class Delivery:
-    """Delivers interrupts: pushes an interrupt frame, and lets the guest continue at its handler.
+    """Delivers interrupts: pushes an interrupt frame, and makes the guest continue at its handler.
 
     The frame has four words, from low to high addresses: vector, error code, flags, ip.
     """
@@ -73,7 +73,10 @@ class Delivery:
         return None
 
     def _looping(self, address: int) -> bool:
-        """Return True if the delivery itself faults: repeated faults at one address, each with a lower sp."""
+        """Return True if the guest faults in a loop, because the delivery of a fault causes the next one.
+
+        Such faults are at one address, each with a lower sp than the fault before it.
+        """
         sp = self._regs.sp
         last_address, last_sp = self._last
         self._nested = self._nested + 1 if address == last_address and sp < last_sp else 0

@@ -70,9 +70,9 @@ class PageTables(ABC):
             va += step
 
     def make_tables(self, va: int, is_own: Callable[[int], bool]) -> None:
-        """Create the tables through which map() reaches `va`, so that it changes only own tables.
+        """Create tables for the page at `va`, so that a later map() of it changes only the host's tables.
 
-        `is_own`: physical address -> whether tables there are own ones.
+        `is_own`: function that returns True if a physical address is in pages of the host, not of the guest.
         """
         slot = self._slot(va, LARGE_PAGE_SIZE)
         if not is_own(slot) and not self._get(slot):

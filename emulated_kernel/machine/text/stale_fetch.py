@@ -44,7 +44,7 @@ class Prefetch:
         self._writes: list[_Write] = []
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
-        """Record a write, as TextWatcher.written does."""
+        """Implement TextWatcher.written: record a write to text."""
         if before != after:
             self._writes.append(_Write(va, before))
 
@@ -114,7 +114,7 @@ class StaleFetch:
         return bytes(really)
 
     def synchronised(self) -> None:
-        """Do nothing: `serialise` is called for each CPU that takes its interrupt."""
+        """Do nothing: `serialise` is called for each CPU that takes the interrupt of a synchronisation."""
 
     def serialise(self, cpu: int) -> None:
         """Drop the prefetched bytes of a CPU, which was interrupted or has trapped."""

@@ -10,7 +10,7 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
 
 _MANY = 256
-"""Number of instructions from which the steps are left out if nothing can see them."""
+"""Minimum number of instructions that are replaced in one step, if no other CPU can fetch meanwhile."""
 
 
 class PokeStep(Enum):
