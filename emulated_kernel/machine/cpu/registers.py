@@ -77,7 +77,7 @@ class Regs:
 
     @property
     def flags(self) -> int:
-        """Value of EFLAGS, read through the API because Unicorn computes it lazily. riscv64: sstatus."""
+        """Value of EFLAGS or, on riscv64, of sstatus; read through the API, as Unicorn computes it lazily."""
         return self._engine.reg_read(self._flags_register)
 
     @flags.setter
