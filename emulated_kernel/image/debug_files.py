@@ -63,7 +63,11 @@ def find_build(identity: str, path: Path) -> Path | None:
 
 
 def _first_of(path: Path, identity: str, link: tuple[str, int] | None) -> tuple[Path | None, str]:
-    """Return the debug file of a build, or else a text about a file of another build."""
+    """Return the first debug file of a build that is found, or None, and a text for the error message.
+
+    `path`: path of the kernel. `identity`: build id in hexadecimal. `link`: contents of .gnu_debuglink. The
+    text is about a debug file of another build, or "".
+    """
     passed = ""
     for place in _places(path, identity, link):
         if not place.is_file() or (path.exists() and place.samefile(path)):

@@ -135,10 +135,13 @@ class _Writer:
         self._written: dict[int, int] = {}
         """Cache of reference(): id of a type -> id of the type that is written for it, or 0."""
         self._next = len(btf)
-        """Number of the next type that BTF lacks."""
+        """Id for the next type that is written although BTF lacks it."""
 
     def reference(self, number: int) -> int | None:
-        """Return the id of a type without tags, which DWARF lacks; None for void."""
+        """Return the id of the type to write in a reference to the type `number`; None for void.
+
+        Type tags are skipped, because DWARF lacks them.
+        """
         found = self._written.get(number)
         if found is None:
             found = self._written[number] = self._find(number)
@@ -156,7 +159,7 @@ class _Writer:
         return _TYPE, _REF4, self.reference(number)
 
     def write(self, number: int) -> None:
-        """Write the type with an id; nothing for functions, variables and tags."""
+        """Write the type with the id `number`. Write nothing for functions, variables and tags."""
         btf = self.btf
         kind = btf.type(number)
         name: Attribute = (_NAME, _STRP, btf.text(kind.name) or None)
@@ -247,7 +250,7 @@ class _Writer:
         self.dwarf.end()
 
     def variable(self, name: str, number: int, address: int) -> None:
-        """Write a global variable of the type with an id."""
+        """Write a global variable whose type has the id `number`."""
         self._global(name, self.reference(number), address)
 
     def described(self, numbers: Iterable[int], symbols: Mapping[str, tuple[int, int]]) -> None:

@@ -1,6 +1,7 @@
 """Modules of a distribution's kernel, linked at made-up addresses from their files: text, symbols and tables.
 
-The kernel is not needed for that, but the module is as it would be before boot-time patches.
+No running kernel is needed for that. The text of a module is as it is before the patches that a running
+kernel applies to it.
 """
 
 from __future__ import annotations
