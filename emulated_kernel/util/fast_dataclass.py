@@ -120,7 +120,7 @@ else:
         metadata=None,
         kw_only=False,
     ):
-        """Return the description of a field. The arguments are those of the standard library's field()."""
+        """Return the description of a field; the arguments are those of the standard library's function."""
         return Field(default, default_factory, init, repr, hash, compare, metadata or {}, kw_only)
 
     def fields(made):
