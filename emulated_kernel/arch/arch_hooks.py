@@ -404,7 +404,7 @@ class Arch(ABC):
         return Detour(code, len(save), len(template))
 
     def detour_parts(self, start: int, trap: int, copied: int, end: int) -> tuple[CodePart, ...]:
-        """Return the parts of a detour from `start` to `end`. The other arguments are those of Detour.
+        """Return the parts of a detour from `start` to `end`. `trap` and `copied` are as in Detour.
 
         All arguments are addresses, or all are offsets in bytes from the start of the detour.
         """
@@ -452,8 +452,8 @@ class Arch(ABC):
     ) -> ProbeChecker[Any]:
         """Return a checker that decides where probes can be placed and optimized in the kernel of `image`.
 
-        `ftrace`: ftrace calls the probes on fentry sites. `rules`: the rules that the kernel has in addition
-        to those of Linux 6.1.
+        `strategy`: optimization policy; None if no jump is allowed. `ftrace`: ftrace calls the probes on
+        fentry sites. `rules`: the rules that the kernel has in addition to those of Linux 6.1.
         """
 
     def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:

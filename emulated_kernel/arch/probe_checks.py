@@ -143,7 +143,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
     ) -> None:
         """Prepare checks of addresses in the kernel of `image`.
 
-        `ftrace`: ftrace calls the probes on fentry sites; otherwise the sites are plain nops.
+        `strategy`: optimization policy; None if no jump is allowed. `ftrace`: ftrace calls the probes on
+        fentry sites; otherwise the sites are plain nops.
         """
         self.strategy = strategy
         self._disassembler = disassembler
@@ -251,7 +252,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def function_entry(self, where: Location, addr: int) -> int | None:
         """Return the address of a function entry probe: after the landing pad, if the function has one.
 
-        If `addr` is neither the function's start nor the address after its landing pad, return None.
+        `where` is the place of `addr` as a symbol and offset. If `addr` is neither the function's start nor
+        the address after its landing pad, return None.
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_adjust_kprobe_addr (v6.1).
         """
         body = addr - where.offset
@@ -277,7 +279,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return replace(where, offset=where.offset + entry - addr), True
 
     def is_entry_site(self, where: Location) -> bool:
-        """Return True if an fentry site belongs to the function that it lies in.
+        """Return True if the fentry site at `where` belongs to the function that contains it.
 
         Linux: the fentry site of a discarded weak function lies in the function before it.
         Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1)

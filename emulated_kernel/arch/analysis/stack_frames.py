@@ -250,7 +250,7 @@ def search_frames(
     ways: Mapping[int, Iterable[int]],
     stack_pointer: str,
 ) -> FrameSearch:
-    """Return a completed search for the stack frames of a function; arguments are as for find_frames()."""
+    """Return a completed search for a function's stack frames. The parameters are those of find_frames()."""
     dead_ends: set[int] = set()
     while True:
         found = FrameSearch(insns, entries, ways, stack_pointer, dead_ends)

@@ -129,7 +129,7 @@ class Assembler(ABC):
 
     @abstractmethod
     def cells(self, source: SourceText) -> tuple[str, ...]:
-        """Return the names of the cells that the text uses, without duplicates.
+        """Return the names of the cells that a handler's text uses, without duplicates.
 
         Raises: KernelError EINVAL.
         """

@@ -161,7 +161,7 @@ def _free_at_entry(analysis: RiscvFunctionAnalysis, target: int) -> int:
 
 
 def _scratch(analysis: RiscvFunctionAnalysis, addr: int, replaced: _Replaced) -> ScratchRegisters | Rejection:
-    """Return the registers for the jump to the detour, and for the long jumps of the detour."""
+    """Return free registers for the jump to the detour and for the long jumps in it, or a rejection."""
     before = ALL_REGISTERS & ~analysis.live_mask(addr)
     after = replaced.free
     if not replaced.leaves:

@@ -157,7 +157,7 @@ def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, in
 
 
 def opcodes(ranges: str) -> frozenset[int]:
-    """Return the set of opcodes that a text such as "00-03 0f" describes."""
+    """Return the set of the opcodes in a text of hexadecimal numbers and ranges, such as "00-03 0f"."""
     spans = (span.split("-") for span in ranges.split())
     return frozenset(op for span in spans for op in range(int(span[0], 16), int(span[-1], 16) + 1))
 
