@@ -90,8 +90,9 @@ def _note(name: bytes, kind: int, data: bytes) -> bytes:
 
 
 def _prstatus(model: CpuModel, number: int, values: Mapping[str, int]) -> bytes:
-    """Return the NT_PRSTATUS of a CPU. Its pr_pid is the number of the CPU plus 1, as in QEMU's dumps.
+    """Return the NT_PRSTATUS of CPU `number`, whose registers have the values `values`.
 
+    pr_pid is the number of the CPU plus 1, as in QEMU's dumps.
     Mirrors: include/linux/elfcore.h:elf_prstatus (v6.1).
     """
     word = "Q" if model.bits == 64 else "I"

@@ -357,7 +357,7 @@ class Machine(ProbedMachine):
             setattr(regs, name, argument)
 
     def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> None:
-        """Interrupt the stopped guest, which enters its interrupt handler in the next run.
+        """Interrupt the stopped guest with `vector`; its interrupt handler begins in the next run.
 
         Raises: GuestFault (DOUBLE_FAULT: the guest's stack can't take the frame), HardwareError (the image
         has no interrupt handler).

@@ -147,7 +147,7 @@ class Watchdog:
             self._wake.set()
 
     def arm(self, budget: float | None = None) -> None:
-        """Start the time of a run; `budget` replaces the usual budget for this run.
+        """Begin to measure the time of a run; `budget` replaces the usual budget for this run.
 
         Raises: KernelError ENOMEM (the host has no thread; a run without a watchdog isn't allowed).
         """
@@ -162,7 +162,10 @@ class Watchdog:
             self._thread = start_thread("run-budget", self._watch)
 
     def disarm(self) -> bool:
-        """End the time of a run; return True if the run was stopped. No stop arrives after the return."""
+        """Stop measuring the time of a run; return True if the watchdog has stopped the run.
+
+        No stop arrives after the return.
+        """
         started = self._started
         self._started = 0.0
         # Order matters, as in _expire: either the thread sees the end, or this code sees that it is stopping.

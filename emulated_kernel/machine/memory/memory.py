@@ -99,7 +99,7 @@ class Memory(GuestMemory):
         self._on_remap()
 
     def _insert(self, new: MappedRange) -> None:
-        """Add a range; if it continues the range below it, merge the two."""
+        """Add the range `new`; if it continues the range below it, merge the two."""
         at = bisect_right([r.start for r in self.ranges], new.start)
         below = self.ranges[at - 1] if at else None
         if (

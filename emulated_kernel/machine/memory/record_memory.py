@@ -183,7 +183,7 @@ class RecordMemory:
         )
 
     def _span(self, base: int) -> tuple[int, int]:
-        """Return address and size of the pages that contain the cells of a CPU."""
+        """Return address and size of the pages that contain the cells of the per-CPU area at `base`."""
         start = base + self._cells.base
         end = base + self._cells.base + self._size
         va = start - start % PAGE_SIZE

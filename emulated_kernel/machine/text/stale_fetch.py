@@ -139,7 +139,7 @@ class StaleFetch:
         self._fetched[cpu] = start, prefetch
 
     def show(self, cpu: int, ip: int) -> range | None:
-        """Substitute the CPU's prefetched bytes for text, for one instruction.
+        """Substitute the prefetched bytes of a CPU for the text at `ip`, for one instruction.
 
         Return the range of addresses in which the run must stay; None if nothing was substituted.
         """
