@@ -427,7 +427,7 @@ def _compile_all(target: BuildTarget, work: Path, more: list[str]) -> list[Path]
 
 
 def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -> None:
-    """Compile one file.
+    """Compile one source file to the object `output`, with the additional options `more`.
 
     The path relative to src/ keeps the name of the build directory out of __FILE__ and symbols.
     """

@@ -27,7 +27,7 @@ class LineTables:
         """Names, without directories, of all source files in the tables that were read."""
 
     def lines(self, file: str) -> Mapping[str, Lines]:
-        """Return the path of each source file with code that `file` names -> its lines.
+        """Return path -> lines, for each source file with code that `file` names.
 
         `file` is a path, or the end of a path. If units were compiled from such a file, only their tables are
         read; otherwise all are, because the file is included by others.
