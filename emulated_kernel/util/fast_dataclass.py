@@ -224,7 +224,7 @@ else:
         return found
 
     def _is_class_variable(annotation):
-        """Return True for ClassVar. Raises: TypeError (InitVar, KW_ONLY)."""
+        """Return True if an annotation is ClassVar. Raises: TypeError (it is InitVar or KW_ONLY)."""
         text = annotation if isinstance(annotation, str) else str(annotation)
         kind = text.partition("[")[0].rpartition(".")[2]
         if kind in ("InitVar", "KW_ONLY"):

@@ -143,7 +143,7 @@ class Limits:
         return max(self._by_user.values(), default=0)
 
     def count_user(self, uid: int, change: int) -> None:
-        """Count an open (1) or a close (-1) of a file by a user other than root."""
+        """Count that user `uid`, who is not root, opens a file (`change` is 1) or closes it (-1)."""
         self._by_user[uid] += change
         if not self._by_user[uid]:
             del self._by_user[uid]
