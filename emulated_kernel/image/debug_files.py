@@ -91,7 +91,11 @@ def _debuglink(elf: Any) -> tuple[str, int] | None:
 
 
 def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator[Path]:
-    """Yield the possible paths of the debug file, the most specific first."""
+    """Yield the paths at which the debug file of a build can be, the most specific first.
+
+    `path`: path of the kernel. `identity`: build id in hexadecimal, or "". `link`: name and CRC of
+    .gnu_debuglink.
+    """
     if identity:
         yield DEBUG_ROOT / ".build-id" / identity[:2] / f"{identity[2:]}.debug"
     if link is not None:
@@ -114,7 +118,10 @@ def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator
 
 
 def _is_of(place: Path, identity: str, link: tuple[str, int] | None) -> bool:
-    """Return True if a file contains the debug information of the build that the build id or link names."""
+    """Return True if the file `place` contains the debug information of a build.
+
+    The build is the one with the build id `identity` or, if that is "", with the CRC of `link`.
+    """
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 

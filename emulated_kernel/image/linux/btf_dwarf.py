@@ -58,7 +58,11 @@ class DwarfSections:
         self._info += bytes(11)
 
     def begin(self, tag: int, attributes: Iterable[Attribute], *, children: bool, number: int = 0) -> None:
-        """Append an entry. If it has `children`, they follow until end(). `number`: id of the type."""
+        """Append an entry with the tag and attributes `tag` and `attributes`.
+
+        With `children`, the entries until end() are its children. `number`: id of the type, if the entry is
+        one.
+        """
         values = [each for each in attributes if each[2] is not None]
         key = tag, children, tuple((name, form) for name, form, _ in values)
         code = self._abbreviations.setdefault(key, len(self._abbreviations) + 1)
@@ -232,7 +236,7 @@ class _Writer:
                 self.dwarf.entry(_PARAMETER, ((_NAME, _STRP, each.name or None), self._type(each.type)))
 
     def function(self, number: int, start: int, size: int) -> None:
-        """Write the function that a type of kind FUNC describes."""
+        """Write the function with the id `number`, whose code begins at `start` and has `size` bytes."""
         kind = self.btf.type(number)
         if self.btf.kind(kind.size_or_type) is not Kind.FUNC_PROTO:
             return

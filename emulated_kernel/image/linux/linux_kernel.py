@@ -232,7 +232,10 @@ class LinuxKernel:
         self.blacklist = tuple(dict.fromkeys(entries))
 
     def between(self, start: str, end: str) -> Range:
-        """Return the address range between two symbols; an empty range if either symbol doesn't exist."""
+        """Return the address range from the symbol `start` to the symbol `end`.
+
+        The range is empty if either symbol doesn't exist.
+        """
         first = self._address(start)
         last = self._address(end)
         return Range(first, last) if first < last else Range(0, 0)
