@@ -561,7 +561,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return finding if about is None else replace(finding, blamed=self._texts[about])
 
     def register_text(self, addr: int) -> str:
-        """Return text with the register that isn't free at `addr`, and the reason.
+        """Return a text that names the register that isn't free at `addr`, and the reason.
 
         Only jumps on RISC-V need a register.
         """

@@ -69,7 +69,10 @@ class X86Emulation(Emulation):
 
 
 def condition_holds(condition: int, flags: int) -> bool:
-    """Return True if condition code 0-15 (o no b ae e ne be a s ns p np l ge le g) holds."""
+    """Return True if a condition code from 0 to 15 holds for the status flags.
+
+    The codes are, in ascending order: o no b ae e ne be a s ns p np l ge le g.
+    """
     return _CONDITIONS[condition >> 1](flags) != bool(condition & 1)
 
 

@@ -380,7 +380,10 @@ class _Decoder:
 
 
 def _immediate_of_group(opcode: bytes, modrm: int | None, kind: Imm) -> Imm:
-    """Return `kind`, or the kind of test's immediate: only test has one in group 3, in two encodings."""
+    """Return the kind of an instruction's immediate, where `kind` is the kind for its opcode.
+
+    In group 3, only `test` has an immediate, and it has two encodings there.
+    """
     if opcode in (b"\xf6", b"\xf7") and modrm is not None and modrm >> 3 & 7 < 2:
         return Imm.BYTE if opcode == b"\xf6" else Imm.VWORD32
     return kind
