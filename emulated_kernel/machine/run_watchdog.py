@@ -26,7 +26,7 @@ The rest counts, so that a guest that loops from hit to hit is stopped.
 
 
 class HandlerTime:
-    """Measures the CPU time of callbacks within runs, such as probe handlers; only in long runs.
+    """Measures the CPU time of callbacks within long runs of the guest, such as probe handlers.
 
     The guest isn't responsible for the time of handlers, however many probes a function has.
     """

@@ -74,7 +74,7 @@ class Memory(GuestMemory):
         self._index()
 
     def _index(self) -> None:
-        """Rebuild the parallel lists of the ranges' members, which make look-ups fast."""
+        """Rebuild the lists that hold the members of all `ranges`; they make look-ups fast."""
         if self.on_change is not None:
             self.on_change()
         self._starts = [r.start for r in self.ranges]

@@ -149,7 +149,7 @@ class PageTables(ABC):
 
 
 class X86PageTables(PageTables):
-    """4-level paging with NX. Accessed and dirty are set in advance, so that the CPU never writes entries."""
+    """4-level paging with NX. Bits A and D are set in advance, so that the CPU never writes entries."""
 
     shifts: tuple[int, ...] = (39, 30, 21, 12)
     _PRESENT = 1
@@ -195,7 +195,7 @@ class PaePageTables(X86PageTables):
 class Sv39PageTables(PageTables):
     """3-level paging of 39-bit addresses.
 
-    Accessed and dirty are set in advance, so that the CPU never writes entries.
+    The bits A (accessed) and D (dirty) are set in advance, so that the CPU never writes entries.
     """
 
     shifts = (30, 21, 12)

@@ -77,10 +77,11 @@ class Prefetch:
 
 
 class StaleFetch:
-    """Watches text for all CPUs; `serialise` is called when a CPU executes a serialising instruction.
+    """Makes CPUs execute bytes of text that they may have prefetched before the text was changed.
 
-    For each instruction the seed selects one of the variants that the CPU may have fetched. The substitution
-    ends when the CPU leaves the changed bytes.
+    `serialise` is called when a CPU executes a serialising instruction. For each instruction the seed selects
+    one of the variants that the CPU may have fetched. The substitution ends when the CPU leaves the changed
+    bytes.
     """
 
     def __init__(self, text: Text, breakpoints: tuple[bytes, ...], unit: int, seed: int) -> None:
