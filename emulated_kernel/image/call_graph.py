@@ -62,7 +62,7 @@ _OF_PROGRAMS = frozenset({
 
 
 class FunctionCalls:
-    """For each function of an image, the kinds of system calls that can execute it."""
+    """Tells for each function of an image which kinds of system calls can execute it."""
 
     def __init__(self, image: KernelImage) -> None:
         """Read the file FILE_NAME next to an image.

@@ -1,4 +1,4 @@
-"""ELF files for debuggers: a kernel's memory and symbols, with debug information from elsewhere."""
+"""ELF files for debuggers: a kernel's memory and symbols, and debug sections that the caller provides."""
 
 from __future__ import annotations
 

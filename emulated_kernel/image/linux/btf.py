@@ -342,7 +342,10 @@ class Btf:
         return self.text(self.type(number).name)
 
     def referred(self, number: int) -> int:
-        """Return the id of the type that a pointer points to, or of which an array consists, resolved."""
+        """Return the id of the type to which a pointer points, or of an array's elements.
+
+        Typedefs and qualifiers of this type are resolved.
+        """
         kind = self.type(number)
         if kind.kind is Kind.ARRAY:
             return self.resolve(self.array_of(number)[0])

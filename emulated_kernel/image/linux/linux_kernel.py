@@ -296,9 +296,9 @@ class LinuxKernel:
                     yield aligned, bytes(segment.data[aligned - start : last - start])
 
     def text_as_booted(self, returns: ReturnThunks, part: Range | None = None) -> bytes:
-        """Return the kernel's text, or a part of it, with its returns rewritten as boot does.
+        """Return the kernel's text, or the range `part` of it, with its return instructions rewritten.
 
-        The other patches of boot aren't applied.
+        `returns`: way in which boot rewrites the returns. The other patches of boot aren't applied.
         """
         start, end = part or self.text
         text = bytearray(self.read(start, end - start))
