@@ -266,7 +266,8 @@ class MemoryBudget:
 class Charge:
     """Memory that is charged to a user for as long as this object exists.
 
-    The garbage collector may run in any thread, so the end of the object only notes what to give back.
+    The garbage collector may run in any thread, so the end of the object only records its size and user in
+    MemoryBudget.
     """
 
     __slots__ = ("_ended", "_size", "_user")
