@@ -462,9 +462,9 @@ class Arch(ABC):
 
     @abstractmethod
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
-        """Return a loop for the address `at` that calls `entry` as often as the u64 at address `turns` says.
+        """Return a loop for the address `at` that calls `entry` again and again, and then returns.
 
-        The loop decrements the u64 after each call, and ends with a return instruction.
+        The u64 at address `turns` is the number of calls. The loop decrements it after each call.
         Raises: KernelError ERANGE (`entry` is too far away).
         """
 
