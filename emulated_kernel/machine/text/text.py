@@ -358,7 +358,10 @@ class Text:
                 self._note(va + i, data[i : i + 1], before[i : i + 1])
 
     def _invalidate(self, va: int, size: int) -> None:
-        """Drop translated code, page by page. Unicorn: it translates only the first address of the range."""
+        """Drop the translated code of a range, page by page.
+
+        Unicorn: remove_cache() looks up only the physical page of the first address.
+        """
         end = va + size
         while va < end:
             stop = min(end, va - va % PAGE_SIZE + PAGE_SIZE)
