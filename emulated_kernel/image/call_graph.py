@@ -62,7 +62,7 @@ _OF_PROGRAMS = frozenset({
 
 
 class FunctionCalls:
-    """Tells for each function of an image which kinds of system calls can execute it."""
+    """Finds the kinds of system calls that can execute a function of an image."""
 
     def __init__(self, image: KernelImage) -> None:
         """Read the file FILE_NAME next to an image.
