@@ -44,14 +44,15 @@ class ValuePlace:
     where: str
     """The place as a fetch argument: `%bx` or `$stack2`."""
     is_low_half: bool
-    """Whether only the lower 32 bits of the value are there."""
+    """Whether the place holds only the lower 32 bits of the value."""
 
 
 class EntryValues:
-    """Places of a function's entry values before each of its instructions, by forward copy propagation.
+    """Finds the places of a function's entry values before each of its instructions.
 
-    A place counts only if it holds the value on all paths from the entry. A stack slot counts only until a
-    called function may know its address, because that function may write to the slot.
+    The analysis is forward copy propagation. A place counts only if it holds the value on all paths from the
+    entry. A stack slot counts only until a called function may know its address, because that function may
+    write to the slot.
     """
 
     def __init__(

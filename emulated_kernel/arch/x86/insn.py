@@ -1,4 +1,4 @@
-"""x86 decoder that decodes as Linux does: instruction lengths, and the fields that its probe rules use.
+"""x86 decoder with the results of Linux's decoder: lengths, and fields that Linux's probe rules use.
 
 iced-x86 decodes what the processor executes; this decoder reproduces what Linux reads. The two decoders
 differ in bytes that are not code, since Linux gives a length to opcodes that don't exist. They also differ in
