@@ -31,7 +31,7 @@ class InstructionTime:
     def __init__(
         self, engine: Engine, hooks: TrapHooks, address: int, copies: HostCopies | None = None
     ) -> None:
-        """Prepare to count. `address`: place of the time in this process's memory, a u64.
+        """Prepare to count. `address`: address in this process of the u64 that holds the time.
 
         `copies`: copies that the host executes for the guest, except while instructions are counted.
         """

@@ -18,7 +18,10 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 
 def _memory_file(size: int) -> int | None:
-    """Return the descriptor of an unnamed file in memory, whose holes are known; None if there is none."""
+    """Return the descriptor of an unnamed file in memory, whose holes can be found.
+
+    Return None if the host offers no such file.
+    """
     if not hasattr(os, "memfd_create"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""TrapWords: the host memory that the routine for traps reads; TrapTable: its hash table."""
+"""TrapWords: host memory that the routine for traps reads; TrapTable: the hash table that it searches."""
 
 from __future__ import annotations
 
