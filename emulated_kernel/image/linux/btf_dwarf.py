@@ -260,7 +260,7 @@ class _Writer:
     def described(self, numbers: Iterable[int], symbols: Mapping[str, tuple[int, int]]) -> None:
         """Write functions and variables of BTF that `symbols` has (name -> address and size).
 
-        `numbers`: their ids. If several functions have an address or a name, the first counts.
+        `numbers`: their ids. If several functions share an address or a name, the first counts.
         """
         known: set[int] = set()
         for number in numbers:

@@ -55,7 +55,10 @@ class LinkedModule:
     return_sites: tuple[int, ...]
 
     def booted(self, returns: ReturnThunks) -> Module:
-        """Return the module with its returns rewritten as the kernel does when it loads the module."""
+        """Return the module with its returns rewritten in the way `returns`.
+
+        The kernel rewrites them when it loads the module.
+        """
         code = {start: bytearray(text) for start, text in self.module.code.items()}
         for site in self.return_sites:
             for start, text in code.items():
