@@ -87,7 +87,7 @@ class ControlLock:
         Each entry from outside sets it to 0.
         """
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a context manager, which a thread enters while it waits longer than PATIENCE.
+        """Function that returns a context manager, which a thread enters once it has waited for PATIENCE.
 
         A thread that serves requests uses it to let another thread serve them while it waits.
         """

@@ -30,7 +30,7 @@ class Limit(Enum):
     HIST_BYTES = "hist_bytes"
     """Maximum size of the host's memory for keys and variables of all histograms, in bytes."""
     USER_HIST_BYTES = "user_hist_bytes"
-    """Maximum part of HIST_BYTES that one user takes, who is neither root nor the owner of the mount."""
+    """Maximum part of HIST_BYTES for one user who is neither root nor the owner of the mount."""
     DEFINITION_BYTES = "definition_bytes"
     """Maximum size of the host's memory for all filters and synthetic events, in bytes."""
     USER_DEFINITION_BYTES = "user_definition_bytes"
