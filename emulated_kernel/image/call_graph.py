@@ -41,7 +41,7 @@ class Calls:
     """Kinds of system calls of clients, as a mask. An IntFlag would take 0.5 us for each `&`."""
 
     NAMES = 1
-    """All other system calls of clients, such as open(2), close(2) and calls on names and attributes."""
+    """System calls of clients that are of no other kind, such as open(2), close(2) and rename(2)."""
     READS = 2
     WRITES = 4
     ALL = 7
