@@ -35,7 +35,7 @@ class Djprobes(Optimizer):
 
         Return the reason why the probe gets no jump, or an empty string.
 
-        Raises: KernelError EOPNOTSUPP (the analysis finds that there can be no jump), others as
+        Raises: KernelError EOPNOTSUPP (the analysis finds that there can be no jump), and the errors of
         resolve_region().
         """
         found = self._verdict.optimized_region(kprobe.address)
@@ -59,12 +59,12 @@ class Djprobes(Optimizer):
         return f"0x{kprobe.address:x}: a probe at 0x{inner:x} was in its region before"
 
     def resolve_region(self, kprobe: Kprobe) -> Region | None:
-        """Return the region that the jump of a probe would replace; None if the probe has no length.
+        """Return the region that a probe's jump would replace; None if the user gave no `length` for it.
 
-        Deviates: the paper's kernel has no disassembler, and believes the length. Source: section 3.3.1.
-
-        Raises: KernelError EEXIST (another djprobe's region covers the address), EINVAL (the length is not
-        what the static analysis says).
+        Deviates: the paper's kernel has no disassembler, so it does not check the length. Source: section
+        3.3.1.
+        Raises: KernelError EEXIST (another djprobe's region covers the address), EINVAL (the static analysis
+        allows no jump, or finds another length).
         """
         addr = kprobe.address
         if any(self.covering(addr)):
@@ -99,7 +99,7 @@ class Djprobes(Optimizer):
     def commit(self) -> None:
         """Write the jumps of registered djprobes and free the detours of unregistered ones.
 
-        Raises: KernelError EBUSY (a task stays in the way or doesn't freeze; nothing was done).
+        Raises: KernelError EBUSY (a task stays in a region or does not freeze; no text was changed).
         Source: section 3.4.
         """
         with self._all_at_known_places() as all_frozen:

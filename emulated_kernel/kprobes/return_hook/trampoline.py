@@ -155,7 +155,10 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """Return the saved registers, the slot of the return address, and where to write the real address."""
+        """Return the saved registers, the return address's stack slot, and the address that `ret` reads.
+
+        The real return address must be written to the address that `ret` reads.
+        """
         saved = self._frames[regs.sp]
         after = regs.sp + len(self._arch.pt_regs) * self._word
         return saved, after if self._arch.registers.link is None else saved.sp, after
