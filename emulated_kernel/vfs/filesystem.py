@@ -133,7 +133,7 @@ class FileSystem(ABC):
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
         """Create a regular file and open it as open() does.
 
-        Raises: KernelError EACCES (the file system does not let clients create files).
+        Raises: KernelError EACCES (clients cannot create files in the file system).
         """
         raise self._refused(errno.EACCES, path)
 
@@ -423,7 +423,7 @@ class OpenDirectory(FileDescription):
         """Entries from the last listing that began at index 0, or None before the first listing."""
 
     def listed(self, client: Client) -> None:
-        """Let the guest repeat the client's getdents64(2). By default do nothing. Lock: takes."""
+        """Repeat the client's getdents64(2) in the guest; by default, do nothing. Lock: takes."""
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Refuse to read a directory. Raises: KernelError EISDIR, as the following methods."""

@@ -25,9 +25,9 @@ def encode(text: str) -> bytes:
 
 
 class Moves(Enum):
-    """How far a write(2) moves the file position, at which the next read begins.
+    """Distance by which a write(2) moves the file position, at which the next read begins.
 
-    Linux: the write method of each file decides how far.
+    Linux: the write method of each file decides the distance.
     """
 
     NOT = auto()
@@ -71,7 +71,7 @@ class File(Node):
     def __init__(self, mode: int, moves: Moves = Moves.BY_BYTES) -> None:
         super().__init__(mode)
         self.moves = moves
-        """How far a write(2) moves the file position."""
+        """Distance by which a write(2) moves the file position."""
 
 
 class Cursor:
@@ -159,7 +159,7 @@ class OpenFile:
 
     @property
     def acts_on_close(self) -> bool:
-        """Whether release() has an effect that other files show. By default, an override of it has one."""
+        """Whether release() has an effect that other files show; by default, if a subclass overrides it."""
         return type(self).release is not OpenFile.release
 
     @property

@@ -62,7 +62,7 @@ _ULONG_MAX = (1 << 64) - 1
 
 
 def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, Node]:
-    """Return name -> node of a trace array's files. If `instance` is set, leave out options of the top array.
+    """Return name -> node of a trace array's files. `instance`: leave out the top array's options.
 
     Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1).
     """
