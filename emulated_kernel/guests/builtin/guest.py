@@ -78,7 +78,7 @@ class Guest:
         number: int | None = None,
         wanted: object = None,
     ) -> bytes:
-        """Let a task read a control file, and return the data.
+        """Make a task read a control file, and return the data.
 
         `produce` is called during the task's vfs_read and returns the data.
 
@@ -113,7 +113,7 @@ class Guest:
         kept: ExitStack,
         number: int | None = None,
     ) -> int:
-        """Let a task write a control file and return the result of `consume`, which its vfs_write calls.
+        """Make a task write a control file; return the result of `consume`, which its vfs_write calls.
 
         Probes of vfs_write can read the data in user memory. `kept` receives the resources of the call. The
         caller closes `kept` when the call has ended, but not while the call sleeps. `number` is the number of
@@ -172,7 +172,7 @@ class Guest:
             self.runner.interrupt(task, error)
 
     def enter(self, task: GuestTask) -> None:
-        """Make this task the guest's current one, by a system call if necessary."""
+        """Make this task the guest's current one; if necessary, the task makes a system call for this."""
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 

@@ -204,7 +204,7 @@ class SmpGuestRunner(GuestRunner):
         return at in (CpuPosition.IDLE, CpuPosition.USER) and self._kernel.sent_to(number) != 0
 
     def _interrupt_current(self) -> None:
-        """Deliver the lowest pending interrupt of the current CPU, if any, if the CPU can take it."""
+        """Deliver the lowest pending interrupt of the current CPU, if there is one and the CPU takes it."""
         cpu = self._machine.cpu
         if self._at is CpuPosition.ANSWERED or not self._kernel.sent_to(cpu):
             return
@@ -305,7 +305,7 @@ class SmpGuestRunner(GuestRunner):
                 self._kernel.send(number, Vector.TIMER)
 
     def _await_time(self, request: Request, slept: int) -> None:
-        """Let a jiffy pass, as GuestRunner._await_time does.
+        """Advance the time by a jiffy; see GuestRunner._await_time.
 
         The jiffy's timer interrupts also make an inactive task in user mode yield its CPU to tasks that wait
         for that CPU.
