@@ -100,7 +100,7 @@ _LINE = 256
 _MAX_OPEN = 32
 """Maximum number of files /proc/PID/syscall that stay open."""
 _TRIES = 20
-"""Maximum number of reads of /proc/PID/syscall to wait until the process sleeps in its call.
+"""Maximum number of reads of /proc/PID/syscall until it shows that the process sleeps in its call.
 
 A process that has just sent its request may not sleep yet.
 """
@@ -172,7 +172,7 @@ class ClientCall:
         return [(at, os.fsdecode(self.data[at])) for at, kind in kinds if kind == "p" and at in self.data]
 
     def names(self, count: int) -> bool:
-        """Return True if the call names `count` files by paths that are not empty."""
+        """Return True if the call names exactly `count` files by paths that are not empty."""
         if self.is_hidden:
             return ARGUMENTS[self.name].count("p") == count
         return sum(bool(text) for _at, text in self.paths) == count
