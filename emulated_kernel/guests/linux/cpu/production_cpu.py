@@ -75,7 +75,7 @@ class ProductionCpu:
         )
 
     def as_text(self) -> str:
-        """Return the CPU as JSON, which from_text() reads. CPUs are equal if their texts are."""
+        """Return the CPU as JSON, which from_text() reads. Equal CPUs have equal texts."""
         return json.dumps({**asdict(self), "vulnerabilities": dict(sorted(self.vulnerabilities.items()))})
 
 

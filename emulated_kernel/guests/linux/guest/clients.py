@@ -18,7 +18,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 
 _MAX_TASKS = 500
-"""Maximum number of processes with a task of their own; further processes share one task.
+"""Maximum number of processes that have a task each; further processes share one task.
 
 A task takes 64 KiB of guest memory.
 """

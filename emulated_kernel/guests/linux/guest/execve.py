@@ -1,7 +1,7 @@
-"""ExecObserver: repeats a client's execve(2) in the guest, which starts init's program again.
+"""ExecObserver: repeats a client's execve(2) in the guest.
 
-Probes can read the client's path from the call. The guest opens init's program, the only program. The
-table of open files stays shared.
+Probes see the client's path in the call. The guest executes init's program in place of the client's, because
+it has no other. The task still shares its table of open files with the other tasks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ExecObserver:
         self._tasks.set_comm(task, comm)
 
     def _execve(self, task: LinuxTask, path: str) -> None:
-        """Let the task call execve(2) with `path`. Raises: KernelError (with the call's errno)."""
+        """Make the task call execve(2) with `path`. Raises: KernelError (with the call's errno)."""
         tasks = self._tasks
         tasks.copy_to_user(task, BUFFER, os.fsencode(path) + b"\0")
         tasks.copy_to_user(task, _ARGUMENTS, struct.pack("<2Q", BUFFER, 0))

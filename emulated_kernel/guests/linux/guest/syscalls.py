@@ -20,7 +20,7 @@ DATA_SIZE = 512 << 10
 PATIENCE = 10_000
 """Maximum microseconds of guest time that a read sleeps before its client waits outside the guest."""
 _LONG = 60_000_000
-"""Maximum microseconds of guest time that calls may sleep for locks and grace periods."""
+"""Maximum microseconds of guest time that a call may sleep while it waits for a lock or a grace period."""
 _SECOND_PATH = BUFFER + 4096
 _DATA = BUFFER + 8192
 _F_SETFL = 4

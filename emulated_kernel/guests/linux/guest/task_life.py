@@ -118,7 +118,7 @@ class TaskLife:
     # Events in the guest's kernel
 
     def _numbering(self) -> None:
-        """Let the child of the awaited fork get its pid, before the kernel chooses a pid for a new task.
+        """Set the kernel's next pid to that of the awaited fork's child, before the kernel chooses a pid.
 
         Kernel threads that are created meanwhile get the same pids as without this fork.
         """

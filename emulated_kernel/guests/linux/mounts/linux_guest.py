@@ -358,7 +358,7 @@ class LinuxGuest:
             self.clients.end(client.pid)
 
     def unasked(self, client: Client) -> KernelError:
-        """Kill the client's task, whose call sleeps and can't be continued; return the error EINTR."""
+        """Kill the client's task, whose call sleeps and can't be continued; return KernelError EINTR."""
         self.clients.end(client.pid)
         return KernelError(errno.EINTR)
 

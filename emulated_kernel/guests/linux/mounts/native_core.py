@@ -25,7 +25,7 @@ class NativeCore:
 
     @property
     def memory(self) -> NativeCore:
-        """The memory of the machine, which this object describes, too."""
+        """This object itself: CoreSource.memory, from which a core's content is written."""
         return self
 
     def data_ranges(self) -> Iterator[tuple[int, int]]:

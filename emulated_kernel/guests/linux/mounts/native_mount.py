@@ -59,7 +59,10 @@ class _ModulesFile(FileDescription):
         return True
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Load or unload modules as the command says; read the module files first, without the lock."""
+        """Execute the command in `data`, which loads or unloads modules.
+
+        The module files are first read, without the lock.
+        """
         del offset
         change = self.fs.guest.prepared_modules(client, data)
         with self.fs.request(client):
@@ -118,7 +121,7 @@ class _LoadFile(FileDescription):
     fs: MachineFs
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Start or stop workloads as the lines of `data` say, after all lines were parsed."""
+        """Execute the lines of `data`, which start or stop workloads, after all lines were parsed."""
         del client, offset
         guest = self.fs.guest
         try:

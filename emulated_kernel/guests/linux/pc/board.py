@@ -49,7 +49,7 @@ class CountedTime:
         self._khz = khz
         self._ns = c_uint64()
         self._part = 0
-        """Part of a cycle that has passed, in units of a millionth."""
+        """Remainder of the last conversion to cycles, in millionths of a cycle."""
 
     @property
     def host_address(self) -> int:
@@ -71,7 +71,7 @@ class Board(ABC):
     """
 
     khz: ClassVar[int]
-    """Cycles of the counter in a millisecond."""
+    """Number of cycles of the time counter in a millisecond."""
     STATE: ClassVar[tuple[str, ...]] = "tsc", "random", "due", "period"
     """Names of the attributes that a snapshot keeps."""
     _NONE: ClassVar[tuple[str, ...]] = ("due",)

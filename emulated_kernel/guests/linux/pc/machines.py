@@ -15,7 +15,7 @@ from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 
 
 def find_cells(abi: GuestAbi) -> tuple[int, ...]:
-    """Return the offsets in Unicorn's CPU state of the words that its API does not provide.
+    """Return the offsets, in Unicorn's CPU state, of the words that Unicorn's API does not provide.
 
     Raises: HardwareError (not found).
     """

@@ -139,7 +139,7 @@ class PcMachine(LinuxMachine):
         )
 
     def count_instructions(self) -> None:
-        """Let time pass with the guest's instructions; see LinuxMachine."""
+        """Advance the time with the guest's instructions; see LinuxMachine."""
         pc = self.pc
         follower = CountedTime(pc.khz) if pc.follower is None else pc.follower
         InstructionTime(self.engine, self.hooks, follower.host_address).start()

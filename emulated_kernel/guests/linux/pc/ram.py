@@ -35,11 +35,11 @@ class LinuxMemory:
     """
 
     tables: type[PageTables] = X86PageTables
-    """Form of the page tables."""
+    """Class that describes the form of the page tables."""
     owned = PRESENT | WRITABLE
     """Bits of the page table entry of a user page that its task does not share with other tasks."""
     frame_shift = 0
-    """Number of bits by which an entry is shifted left to get the address of its page, then masked."""
+    """Number of bits by which a page table entry is shifted left before it is masked to an address."""
 
     def __init__(self, ram: mmap.mmap) -> None:
         self.ram = ram

@@ -38,7 +38,7 @@ _SV39 = 8 << 60
 _GIGAPAGE = 0xCF
 _STATE_SIZE = 8192
 _EXCEPTION = 21
-"""Unicorn's error number of an unhandled exception, which an ebreak leaves."""
+"""Unicorn's error number of an unhandled exception, such as that of an ebreak."""
 _VALUES = {
     riscv.SATP: (_SV39 | 0x12345, _SV39 | 0x54321),
     riscv.STVEC: (0x81234568, 0x87654320),
@@ -67,7 +67,10 @@ class RiscvCells(NamedTuple):
 
 
 def find_riscv_cells() -> RiscvCells:
-    """Return the offsets. Raises: HardwareError (not exactly one word has the known values)."""
+    """Return the offsets of the hidden words.
+
+    Raises: HardwareError (not exactly one word has the known values).
+    """
     ram = mmap.mmap(-1, _RAM)
     engine = Engine(*Riscv64Cpu.engine_mode, CPU_MODEL)
     try:
@@ -115,7 +118,7 @@ def _privilege(engine: Engine, state: int) -> int:
 
 
 def _bad_address(engine: Engine, ram: mmap.mmap, state: int) -> int:
-    """Return the offset of the address of the last page fault."""
+    """Return the offset of the word with the faulting address of the last page fault."""
     model = Riscv64Cpu()
     ram[: len(_LOAD)] = _LOAD
     struct.pack_into("<Q", ram, _ROOT + 8, _GIGAPAGE)
@@ -141,7 +144,7 @@ def _bad_address(engine: Engine, ram: mmap.mmap, state: int) -> int:
 
 
 def _error(engine: Engine, ram: mmap.mmap) -> int:
-    """Return the offset in Unicorn's handle of the error that an ebreak leaves."""
+    """Return the offset, in Unicorn's handle, of the error number that an ebreak leaves."""
 
     def handle() -> tuple[int, ...]:
         return struct.unpack(f"<{HANDLE_SIZE // 4}I", own_memory(engine.address, HANDLE_SIZE))

@@ -21,7 +21,7 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 _THREAD_SIZE = 16 << 10
 _SIZE = 4
-"""Size in bytes of an instruction without compression."""
+"""Size in bytes of an uncompressed instruction."""
 _RDTIME = 0xC0102073
 """Instruction `rdtime` without its destination register."""
 _DESTINATION = 0xF80

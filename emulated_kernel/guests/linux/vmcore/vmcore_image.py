@@ -41,7 +41,7 @@ _PER_CPU = (
 SAVED_CR4 = "cpu_tlbstate.cr4"
 """Key of the offset in the per-CPU area of the saved value of CR4."""
 CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
-"""Members of struct tk_read_base: clock source, its count at the last tick, and the time of that tick."""
+"""Members of struct tk_read_base: clock source, counter value at the last tick, and the time of that tick."""
 ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
 """Symbols of the sets of online and active CPUs, and of the number of online CPUs."""
 
