@@ -398,7 +398,7 @@ class GdbSession:
     # Running
 
     def _run(self, packet: bytes) -> bytes:
-        """Let the guest run as the packet says, and return why it has stopped; b"" for another packet."""
+        """Run the guest by the command in `packet`; return why it has stopped, or b"" for another packet."""
         if packet.startswith(b"vCont;"):
             action = packet[6:7]
             # Each action but the last may name a thread; the CPUs run in turns, so the first one decides.

@@ -277,7 +277,7 @@ class Syscalls:
     def _by_any_name(
         self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None
     ) -> int:
-        """Make a system call of a host process, by the name and arguments that it has in the guest."""
+        """Make a host process's system call `name`, with the name and arguments that it has in the guest."""
         bits = 8 * self._memory.word_size
         if name in ("truncate", "ftruncate") and bits == 32:
             name = f"{name}64"

@@ -128,7 +128,7 @@ class TaskLife:
             self._forking = None
 
     def _number_others(self) -> None:
-        """Continue the pids of other tasks after a child has its pid, or its clone has failed."""
+        """Restore the kernel's next pid, after the awaited child has its pid or its clone has failed."""
         if self._others_next is not None:
             self._structs.store("<i", self._next_pid, self._others_next)
             self._others_next = None

@@ -25,7 +25,7 @@ class NativeCore:
 
     @property
     def memory(self) -> NativeCore:
-        """This object itself: CoreSource.memory, from which a core's content is written."""
+        """The memory from which a core's content is written, which is this object itself."""
         return self
 
     def data_ranges(self) -> Iterator[tuple[int, int]]:
