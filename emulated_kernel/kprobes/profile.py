@@ -49,7 +49,7 @@ class TrampolineForm(Enum):
     ASSEMBLY = auto()
     """Code that saves a struct pt_regs for the handlers, and restores it."""
     BREAKPOINT = auto()
-    """Only a breakpoint; all registers are live."""
+    """Only a breakpoint; the handlers get the CPU's live registers."""
 
 
 @immutable

@@ -38,9 +38,9 @@ class FileSystem(ABC):
     switches it to the new kernel. A request that waits for the lock meanwhile is served by the new kernel.
     Paths are absolute and start at the mount's root.
 
-    A method *begins a request* if it lets the guest's virtual clock advance. The host kernel decides how
-    often it looks names up. Therefore `getattr`, `readdir` and `readlink` must not begin a request: traces
-    would depend on the host.
+    A method *begins a request* if it advances the guest's virtual clock. The host kernel decides how often it
+    looks names up. Therefore `getattr`, `readdir` and `readlink` must not begin a request: traces would
+    depend on the host.
     """
 
     guest: object | None = None
@@ -131,7 +131,7 @@ class FileSystem(ABC):
         """
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
-        """Create a regular file and open it as open() does.
+        """Create a regular file and open it; see open().
 
         Raises: KernelError EACCES (clients cannot create files in the file system).
         """

@@ -143,7 +143,7 @@ class Guest:
 
         If the task sleeps in an equal call, continue that call. `serve` answers the guest's requests to the
         host. `data` is written to a buffer in user memory, which the caller frees by closing `kept`. Without
-        `kept`, the call uses the shared buffer for reads.
+        `kept`, the call uses the shared buffer for reads. `wanted`: see Request.
         """
         nr = self.syscalls.number(name)
         sleeping = task.request
@@ -164,9 +164,8 @@ class Guest:
     def give_up(self, task: GuestTask, error: int) -> None:
         """End the system call in which a task sleeps: the call fails with the errno `error`.
 
-        If the task sleeps in no system call, do nothing.
-        The task's host process waits for the call no longer. Without this, the task would sleep until the
-        process makes another request.
+        If the task sleeps in no system call, do nothing. The task's host process waits for the call no
+        longer. Without this method, the task would sleep until the process makes another request.
         """
         if not self.is_dead and task.request is not None:
             self.runner.interrupt(task, error)

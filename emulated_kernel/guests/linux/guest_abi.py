@@ -35,13 +35,13 @@ class GuestAbi:
     pt_regs_size: int
     """Size of struct pt_regs in bytes."""
     call: tuple[str, ...]
-    """Names of the registers with the arguments and the number of a system call."""
+    """Names of the registers with the arguments of a system call, followed by that with its number."""
     result: str
     """Name of the register with the result of a system call."""
     counter: str
     """Name of the register with the number of pages for the stub's code at UserStub.touch."""
     kept: tuple[str, str]
-    """Names of two registers that calls preserve."""
+    """Names of two registers that system calls preserve."""
     syscalls: Mapping[str, int]
     """Name of a system call -> its number.
 

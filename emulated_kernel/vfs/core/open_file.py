@@ -182,7 +182,7 @@ class OpenFile:
                 return self.read_step(size, offset)
 
     def read_step(self, size: int, offset: int) -> bytes:
-        """Do one step of a read; the last step returns the bytes, as read() does.
+        """Do one step of a read; the last step returns the bytes that read() would return.
 
         Raises: YieldLock (call again to continue), and as read().
         """

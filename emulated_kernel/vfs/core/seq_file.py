@@ -421,7 +421,7 @@ class MarkerFile(CommandFile):
 
 
 class RawMarkerFile(MarkerFile):
-    """A MarkerFile for binary data: trace_marker_raw."""
+    """A MarkerFile whose writes are binary data: trace_marker_raw."""
 
     writer = HostfsWriter.TRACING_MARK_RAW
     __slots__ = ()

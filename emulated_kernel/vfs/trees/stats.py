@@ -89,9 +89,9 @@ class ProbeSwitches(NamedTuple):
     event: str
     """The event as GROUP/EVENT."""
     is_enabled: bool
-    """Content of the file `enabled`."""
+    """Whether the event is enabled."""
     asked: str
-    """Content of the file `asked`."""
+    """Last value that was written to `optimized` and has an effect, or ""; see _asked()."""
     can_change: bool
     """Whether the probes are registered and their code exists, so that the switches can be set."""
 

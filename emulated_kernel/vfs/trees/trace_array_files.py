@@ -177,7 +177,7 @@ def number_file(
 ) -> File:
     """Return a file that shows the number that `value` returns. A write passes its number to `store`.
 
-    The number is parsed as by kstrtoul(). `moves`: how far a write moves the file position.
+    kstrtoul() parses the number. `moves`: distance by which a write moves the file position.
     `kind`: class of the file.
     """
     return kind(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)), moves)

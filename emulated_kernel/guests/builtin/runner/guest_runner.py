@@ -171,7 +171,7 @@ class GuestRunner:
         self._step()
 
     def add(self, task: GuestTask) -> None:
-        """Add a task that the guest has created."""
+        """Register a task that the guest has created, so that it can make system calls."""
         self._tasks[task.addr] = task
 
     def is_alive(self, task: GuestTask) -> bool:

@@ -168,7 +168,7 @@ class SmpGuestRunner(GuestRunner):
         return number != self._server and number not in self._unserved and self._can_go_on(number)
 
     def _run_for_sync(self, number: int) -> None:
-        """Run the current CPU, `number`, up to its next stop; a hypercall stays unanswered until its turn."""
+        """Run the current CPU, `number`, up to its next stop; a hypercall waits for that CPU's turn."""
         trap = self._run_cpu(None)
         if trap is None:
             return

@@ -148,7 +148,7 @@ class Syscalls:
         self._look_entries = address_of(image.kallsyms, "host_look_entries")
 
     def number(self, name: str) -> int:
-        """Return the guest's number of a system call."""
+        """Return the number that the system call `name` has in the guest."""
         return self._nr[name]
 
     def has(self, name: str) -> bool:
@@ -374,7 +374,7 @@ class Syscalls:
         self._by_any_name(task, "lseek", [fd, offset, os.SEEK_SET])
 
     def _offset(self, value: int) -> tuple[int, ...]:
-        """Return a file offset as arguments: one on a 64-bit machine, low and high half on 32 bits."""
+        """Return a file offset as system call arguments: one word, or the low and high half on 32 bits."""
         return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
 
     def fstat(self, task: GuestTask, fd: int) -> None:

@@ -60,7 +60,7 @@ def load(
     """Load the kernel, the initramfs and the boot parameters, and point the CPU to the kernel's entry.
 
     `parameters`: further parameters for the command line. `random_seed`: bytes with which the kernel begins
-    its random numbers; it needs 32 to trust them.
+    its random numbers; it trusts a seed only if it has 32 bytes.
     Raises: KernelError ENOEXEC (a segment does not fit into RAM).
     """
     ram = machine.memory.ram

@@ -24,8 +24,8 @@ class CpuidBit(NamedTuple):
 def _word(leaf: int, subleaf: int, register: int, names: str) -> Iterator[tuple[str, CpuidBit]]:
     """Yield the name and position of each named bit of a register that CPUID fills.
 
-    `names` lists the names in ascending order of their bits. A number before a name is the position of its
-    bit; other bits follow the bit before.
+    `names` lists the names in ascending order of their bits. A number before a name is the position of the
+    name's bit. A name without a number belongs to the next bit.
     """
     bit = 0
     for name in names.split():

@@ -64,7 +64,7 @@ class ProductionCpu:
 
     @property
     def signature(self) -> int:
-        """Family, model and stepping as CPUID leaf 1 has them in eax.
+        """Value of eax after CPUID leaf 1: the CPU's family, model and stepping.
 
         Mirrors: arch/x86/lib/cpu.c:x86_family, x86_model (v6.1)
         """

@@ -122,11 +122,11 @@ class ClientScheduler:
         on_arrival: Callable[[], None] | None = None,
         on_idle: Callable[[], bool] | None = None,
     ) -> bool:
-        """Run the guest until `is_done()` is true; return False if `on_idle()` does, or after _ROUNDS runs.
+        """Run the guest until `is_done()` is true; return False if it does not become true.
 
         `on_arrival` is called if a task arrives at its stub while `is_done()` is false; by default the task
-        is put to sleep. `on_idle` is called when the CPU is idle; by default time passes to the next timer
-        interrupt.
+        is put to sleep. `on_idle` is called when the CPU is idle; if it returns False, the run ends. By
+        default, time passes to the next timer interrupt. The run also ends after _ROUNDS runs of the guest.
         """
         return self._go_on_until(self.run(), is_done, on_arrival, on_idle)
 

@@ -183,7 +183,7 @@ class MachineFs(FileSystem):
         """Path of a file -> function that returns its text."""
         self._core = NativeCore(guest.tasks)
         self.open_cores = 0
-        """Number of open files of VMCORE."""
+        """Number of open files of machine/vmcore."""
 
     def _log(self) -> bytes:
         with self.guest.running:
@@ -209,7 +209,7 @@ class MachineFs(FileSystem):
 
     @property
     def _names(self) -> list[str]:
-        """Paths of all files."""
+        """Paths of all files that this file system shows."""
         return [*self._texts, VMCORE]
 
     def is_always_open(self, path: str) -> bool:

@@ -1,7 +1,7 @@
 """Finds hidden words of a RISC-V CPU in Unicorn: trap registers, privilege level, address of a page fault.
 
 Unicorn ignores writes of supervisor registers by its API in user mode, and returns wrong values for them. So
-the host accesses the words themselves. A separate engine shows where they are.
+the host accesses the words themselves. Their places are found in a separate engine.
 """
 
 from __future__ import annotations

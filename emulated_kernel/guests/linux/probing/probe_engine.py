@@ -191,7 +191,7 @@ class LinuxEngine(KernelEngine):
         lock: ControlLock | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Build the engine, and let the guest's module loader notify it."""
+        """Build the engine, and register it as a notifier of the guest's module loader."""
         super().__init__(tasks, kernel, profile, lock, limits)
         self.tasks = tasks
         self._notify = self._build_module_notifier()

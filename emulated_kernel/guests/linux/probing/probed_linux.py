@@ -42,7 +42,7 @@ _RISCV_RECORDS = 0xFFFFFFFFA0200000
 
 
 class LinuxX86Model(X86_64Cpu):
-    """CPU and memory layout of an x86-64 Linux: where the host maps its own code and its pages of records.
+    """CPU model of an x86-64 Linux, with addresses for the host's own code and its pages of records.
 
     Linux leaves these addresses unused. The host's code is between the kernel and its modules. From there,
     32-bit displacements reach the kernel's text and per-CPU variables, whatever the variables' offsets are.
@@ -56,7 +56,7 @@ class LinuxX86Model(X86_64Cpu):
 
 
 class LinuxRiscvModel(Riscv64Cpu):
-    """CPU and memory layout of a riscv64 Linux; see LinuxX86Model."""
+    """CPU model of a riscv64 Linux, with addresses for the host's own pages; see LinuxX86Model."""
 
     layout = replace(
         Riscv64Cpu.layout,

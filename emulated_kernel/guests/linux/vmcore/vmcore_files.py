@@ -79,7 +79,8 @@ _TRUE_GOES_ON = 6, 1
 class VmcoreFiles:
     """Reads files by path, from the root directory of the dump's first process. Lock: needs.
 
-    All methods raise KernelError with the kernel's errno, or as VmcoreCalls does.
+    All methods raise KernelError: with the errno of the dump's kernel, or with those that VmcoreCalls
+    documents.
     """
 
     def __init__(self, calls: VmcoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:

@@ -57,11 +57,11 @@ class VmcoreOffsets:
     per_cpu: dict[str, int]
     """Name of a per-CPU variable -> its offset in the per-CPU area, which can be negative."""
     stack: int
-    """Offset of the stack's address in task_struct."""
+    """Offset in bytes of the stack's address in task_struct."""
     thread_flags: int
-    """Offset of thread_info.flags in task_struct."""
+    """Offset in bytes of thread_info.flags in task_struct."""
     current: int
-    """Offset of the running task's address in a run queue."""
+    """Offset in bytes of the running task's address in a run queue."""
     cpumask: int
     """Size of a cpumask in bytes."""
 
