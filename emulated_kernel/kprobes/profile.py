@@ -90,7 +90,7 @@ class Profile:
 
     @property
     def title(self) -> str:
-        """Name of the preset; if another strategy replaces that of the preset, followed by its name."""
+        """Name of the preset, followed by the strategy if it differs from the preset's."""
         strategy, *_ = self.strategies
         return f"{self.name}, strategy {strategy}" if strategy in STRATEGIES else self.name
 

@@ -275,7 +275,7 @@ class PendingWrite:
         self._steps: Steps | None = None
         """The steps of the current piece, or None before the piece has begun."""
         self.by_piece = ChunkedWrite(inner, data, offset, self._write)
-        """Does one more step without the guest, and returns the number of bytes that all pieces have taken.
+        """Function that does a step without the guest; it returns the number of bytes that all pieces took.
 
         Raises: YieldLock (more steps follow), KernelError.
         """

@@ -391,7 +391,7 @@ class FileDescription:
     def fsync(self, client: Client) -> None:
         """Write cached data to storage. Lock: either.
 
-        Raises: KernelError EINVAL (the file has no such operation, as Linux's files without ->fsync).
+        Raises: KernelError EINVAL (the file has no such operation, like Linux's files without ->fsync).
         """
         raise KernelError(errno.EINVAL, self.path)
 
@@ -426,7 +426,7 @@ class OpenDirectory(FileDescription):
         """Repeat the client's getdents64(2) in the guest; by default, do nothing. Lock: takes."""
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Refuse to read a directory. Raises: KernelError EISDIR, as the following methods."""
+        """Refuse to read a directory. Raises: KernelError EISDIR, like the other operations for files."""
         raise KernelError(errno.EISDIR, self.path)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""ForkEvents: receives forks and new process names from the host's process connector, as only root can."""
+"""ForkEvents: receives forks and new process names from the host's process connector (root only)."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ _LAYOUTS = {
     "riscv64": ("riscv:rv64", _RISCV),
     "riscv64i": ("riscv:rv64", _RISCV),
 }
-"""Architecture -> GDB's name of it, and the first registers by GDB's numbers, with their sizes in bytes.
+"""Architecture -> GDB's name of it, and the first registers in GDB's order, with their sizes in bytes.
 
 The name "" is a register that is always 0.
 """

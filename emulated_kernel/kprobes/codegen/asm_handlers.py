@@ -31,7 +31,7 @@ class PerCpuVars(MutableMapping[str, int]):
         """Views of the cells in guest memory while the probe is registered, otherwise None."""
 
     def per_cpu(self, name: str) -> list[int]:
-        """Return the number of each CPU in a cell. Raises: KeyError (no such cell)."""
+        """Return the numbers in a cell, one for each CPU. Raises: KeyError (no such cell)."""
         return list(self._values[name]) if self._live is None else [view[0] for view in self._live[name]]
 
     def __getitem__(self, name: str) -> int:

@@ -49,7 +49,7 @@ class KprobeCtlblk:
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
     def set_running(self, head: AggrKprobe | None, *, by_breakpoint: bool = False) -> None:
-        """Begin a hit within which the guest runs, or end the current hit (None).
+        """Begin a hit of `head`, within which the guest runs. If `head` is None, end the current hit.
 
         Mirrors: set_current_kprobe (v6.1).
         """

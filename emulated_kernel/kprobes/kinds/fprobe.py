@@ -200,9 +200,9 @@ class Fprobes:
         return self._traceable()
 
     def register_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Register an fprobe and hook all functions that match.
+        """Register an fprobe, and hook all functions that match its filters.
 
-        Raises: KernelError EINVAL (none matches, registered already, code that cannot be assembled),
+        Raises: KernelError EINVAL (no function matches, registered already, code that cannot be assembled),
         EOPNOTSUPP (no fentry sites, or a register that is not saved), ENOMEM.
         Mirrors: kernel/trace/fprobe.c:register_fprobe (v6.1).
         """

@@ -19,7 +19,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class Djprobes(Optimizer):
-    """The optimizer's lists under the paper's rules.
+    """Optimizer that follows the rules of the djprobe paper: commit() writes the jumps.
 
     `optimizing` is the paper's registering_list, `freeing` its unregistering_list.
     """
@@ -109,7 +109,7 @@ class Djprobes(Optimizer):
                 raise KernelError(errno.EBUSY, "a task stands in a detoured region or an out-of-line buffer")
 
     def _all_at_known_places(self) -> AbstractContextManager[bool]:
-        """Return a context in which all tasks are at known places; it yields False if a task is not.
+        """Return a context in which all tasks are at safe points; it yields False if a task is not.
 
         Source: section 2.2. Without preemption, one pass of each CPU through the scheduler is enough.
         """

@@ -408,7 +408,7 @@ class ReturnHooks:
         self._tasks.look_from(cpu, self._machine.per_cpu_bases[cpu])
 
     def abandon(self) -> None:
-        """Remove the calls of a run on a host stack that was given up; they never return."""
+        """Remove the hooked calls of a guest function that the host has called and given up."""
         if not self.stack.hooks or "task_struct.stack" not in self._abi:
             return
         with self._machine.damage.left_out("current task"):

@@ -1,4 +1,4 @@
-"""Parsers of numbers and switches written to control files, as Linux parses them."""
+"""Parsers of numbers and switches that are written to control files, with Linux's rules."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class OpenFile:
     """An open file. Subclasses override `_read` and `_write`, which raise EINVAL by default."""
 
     def __init__(self, node: File, flags: int, client: Client) -> None:
-        """Open the file for `client`. Later reads use the rights of this client, whoever reads."""
+        """Open the file for `client`, whose rights all later reads use."""
         del client
         self.node = node
         self.flags = flags

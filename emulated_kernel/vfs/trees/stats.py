@@ -179,7 +179,10 @@ class _EventStats:
         return Directory(_DIRECTORY, files)
 
     def state(self) -> Mapping[str, str | int | bool]:
-        """Return a map: `event`, and names of files of the event's directory -> GROUP/EVENT, and contents."""
+        """Return the event's name and the contents of the event's files as a map for JSON.
+
+        The key `event` has GROUP/EVENT. All other keys are names of files in the event's directory.
+        """
         found = self._registered()
         return {
             "event": f"{self._event.group}/{self._event.name}",

@@ -226,7 +226,10 @@ class BuiltinCalls(GuestCalls):
         return self._stand_in if file.fd is None else file.fd
 
     def _open_unnoticed(self, task: GuestTask, file: ControlFile) -> None:
-        """Open a file in the guest, after the host has, by a task's call in which no probe can be hit."""
+        """Open a file in the guest by a call of the task in which no probe can be hit.
+
+        The host has opened the file already.
+        """
         writer = file.inner.node.writer
         flags = file.flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
         file.fd = self._guest.syscalls.open(

@@ -89,7 +89,7 @@ def _word(value: int) -> bytes:
 
 
 def device_tree(ram_size: int, initrd: range) -> bytes:
-    """Return the device tree of the machine. `ram_size`: bytes of RAM. `initrd`: physical addresses."""
+    """Return the machine's device tree. `ram_size`: in bytes. `initrd`: physical addresses of the initrd."""
     tree = _DeviceTree()
     tree.begin(
         "",

@@ -95,6 +95,6 @@ kernel's code for AVX asks for the state of XSAVE as well.
 KEPT_OUT = frozenset({"rdrand", "monitor", "xsave", "xsaveopt", "xsavec", "xgetbv1", "xsaves"})
 """Features that the emulator has and the guest does not see.
 
-With `rdrand` two boots would differ. With `monitor` the guest would wait otherwise than by `hlt`. The
-emulator's XSAVE lacks the state of most extensions.
+With `rdrand` two boots would differ. With `monitor` the guest would not wait by `hlt`. The emulator's XSAVE
+lacks the state of most extensions.
 """

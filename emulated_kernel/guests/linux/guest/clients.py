@@ -149,7 +149,7 @@ class LinuxClients:
             self._tasks.set_comm(task, comm)
 
     def execute(self, task: LinuxTask, program: str, comm: str) -> None:
-        """Execute a program in a task of no client. Raises: KernelError ESRCH (the task has died)."""
+        """Execute a program in a task that has no client. Raises: KernelError ESRCH (the task has died)."""
         self._executions.execute(task, program, comm)
 
     def is_shared(self, task: LinuxTask) -> bool:

@@ -95,7 +95,7 @@ def cpu_text(tasks: LinuxTasks) -> str:
 
 
 def rdmsr_sites(kernel: LinuxKernel) -> Sequence[int]:
-    """Return the addresses of the kernel's rdmsr instructions, also of those in code that boot frees."""
+    """Return the addresses of the kernel's rdmsr instructions, including those in code that boot frees."""
     found = []
     seen = set()
     start = kernel.text.start

@@ -20,7 +20,7 @@ _OPENS = "do_open_execat"
 _UNSHARES = "unshare_files"
 _COUNTS = "set_cred_ucounts"
 _NAME = 128
-"""Offset in bytes of the string from the struct filename that the host writes."""
+"""Offset in bytes of the path from the start of the struct filename that the host writes."""
 
 
 class ExecObserver:

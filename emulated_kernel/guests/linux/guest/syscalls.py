@@ -257,7 +257,7 @@ class LinuxSyscalls:
         return int(_POLLFD.unpack(self._tasks.copy_from_user(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
 
     def lstat(self, path: str) -> Stat:
-        """Return the attributes of a file from its dentry, or by newfstatat(2) of init if none is cached."""
+        """Return the attributes of a file from its dentry; if it is not cached, init calls newfstatat(2)."""
         if self._tasks.machine.death:
             self._tasks.machine.check_alive()
         found = self._files.lstat(path)

@@ -64,7 +64,7 @@ class FlagCode(NamedTuple):
 
 
 def flag_codes(machine: LinuxMachine) -> tuple[FlagCode, FlagCode | None]:
-    """Return the codes that set the flags of a task to reschedule and of a task whose calls are traced.
+    """Return two codes: one sets TIF_NEED_RESCHED, the other sets the flag of traced system calls.
 
     The second code is None if no kernel for this processor needs it.
     """

@@ -272,7 +272,7 @@ def native_mount(
 
     `modules`: module files of this kernel. `lock`: the control lock.
     `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
-    `is_clock_real`: the time between requests passes in the guest, too.
+    `is_clock_real`: the real time between requests passes in the guest, too.
     """
     tasks.deliver_breakpoints()
     time = RealTime(tasks) if is_clock_real else PassingTime(tasks)

@@ -42,7 +42,7 @@ class TimeFollower(Protocol):
 
 
 class CountedTime:
-    """A TimeFollower for a guest whose instructions are counted, and which is shown no other time."""
+    """A TimeFollower for a guest whose instructions are counted, and that sees no time except the TSC."""
 
     def __init__(self, khz: int) -> None:
         """Count nanoseconds for a counter of `khz` cycles in a millisecond."""

@@ -131,7 +131,7 @@ class LinuxMachine(ABC):
 
     @contextmanager
     def wanted_by(self, client: int) -> Iterator[None]:
-        """During the block, end a run if its client, a thread of the host, is killed.
+        """During the block, end a run if the host's thread with the id `client` is killed.
 
         The machine is dead after that, so use this only if the run can be rolled back.
         """

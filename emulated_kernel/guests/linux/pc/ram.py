@@ -22,7 +22,7 @@ _CANONICAL = _WORD - _HALF
 _KERNEL_DATA = slice(273, 508)
 """Indexes of the root table's entries for the kernel's data: direct map, vmalloc's memory, struct pages.
 
-Of these entries, page tables of user mode have only that of the direct map, for the per-CPU TSS.
+Page tables of user mode have only one of these entries: that of the direct map, for the per-CPU TSS.
 """
 
 

@@ -95,7 +95,7 @@ def _only(found: set[int], what: str) -> int:
 
 
 def _register(engine: Engine, state: int, number: int) -> int:
-    """Return the offset of a register, to which machine mode writes by the API."""
+    """Return the offset of the word with the register `number`, which is found by writes in machine mode."""
     engine.reg_write(riscv.PRIV, MACHINE_MODE)
     kept = engine.reg_read(number)
     left = set(range(0, _STATE_SIZE, 8))

@@ -92,7 +92,7 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
     """Return the CPU model, with the address of host code and of the direct map.
 
     With KASLR, an x86 kernel may be at the usual address of host code, and its direct map moves.
-    Raises: KernelError ENOEXEC (the kernel is too large, or in the core of a mount of a core).
+    Raises: KernelError ENOEXEC (the kernel is too large, or the dump is of a mount of another dump).
     """
     memory = tasks.machine.memory
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end

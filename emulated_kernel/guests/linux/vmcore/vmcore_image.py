@@ -180,7 +180,7 @@ def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
 
 
 def _optional(kernel: RunningKernel) -> dict[str, int]:
-    """Return addresses of symbols that some kernels lack, and of counters that the TSC must have passed."""
+    """Return name -> address for symbols that some kernels lack, and for members with readings of the TSC."""
     names = *ONLINE, "do_sync_core", "clocksource_tsc", RESCHEDULE
     found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
     keeper = timekeeper_address(kernel)
