@@ -35,7 +35,10 @@ class RegisterSaving(Enum):
 
 
 class QuiesceMethod(Enum):
-    """Method by which a commit excludes tasks in a detoured region. Source: "Djprobe", section 2.2."""
+    """Method by which a djprobe commit makes sure that no task is in a region that a jump will replace.
+
+    Source: "Djprobe", section 2.2.
+    """
 
     SYNCHRONIZE_SCHED = auto()
     """Each CPU passes through the scheduler; this is sufficient in a kernel without preemption."""

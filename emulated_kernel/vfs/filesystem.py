@@ -186,7 +186,7 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Create a FIFO, a socket or an empty file. Raises: KernelError EPERM (for a device always)."""
+        """Create a FIFO, a socket or an empty file. Raises: KernelError EPERM (always for a device)."""
         raise self._refused(errno.EPERM, path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:

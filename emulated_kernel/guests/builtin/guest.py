@@ -1,4 +1,4 @@
-"""Guest: the running kernel as the mount uses it: tasks, system calls, control files, kernel functions."""
+"""Guest: a mount's interface to the running kernel: tasks, system calls, control files, functions."""
 
 from __future__ import annotations
 

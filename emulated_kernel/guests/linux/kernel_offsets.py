@@ -32,7 +32,7 @@ KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 """
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
-"""Symbols of switches. If one is set, a free page must keep the pattern that was written at its free."""
+"""Symbols of switches. If one is set, a page must keep the pattern that freeing it has written."""
 _OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
 _MEMBERS = (
     "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.comm",

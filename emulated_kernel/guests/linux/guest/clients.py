@@ -181,7 +181,7 @@ class LinuxClients:
         return task
 
     def _look(self, client: int) -> None:
-        """Take new forks and exits from the watch and queue them. `client`: pid that makes the request."""
+        """Take new forks and exits from the watch and queue them. `client`: pid of the requesting process."""
         if self._watch.has_events():
             self._forked += self._watch.forks()
             self._ended += self._watch.exited()

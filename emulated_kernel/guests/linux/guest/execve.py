@@ -38,7 +38,7 @@ class ExecObserver:
         self._others: tuple[int, int] | None = None
         """Address of the file table's user count, and the number by which the count is lowered at present."""
         self._uid: tuple[int, bytes] | None = None
-        """Address and real value of the uid that is replaced with root's at present; None if none is."""
+        """Address and real bytes of the uid that root's replaces at present; None if no uid is replaced."""
         self._returns: set[int] = set()
         """Return addresses of unshare_files() and set_cred_ucounts() at which a hook exists."""
         symbols = tasks.facts.symbols

@@ -153,7 +153,7 @@ class RealTime:
         self._pc.follow_wall(wall)
 
     def request_begins(self) -> None:
-        """Advance the guest's time to the real time. If it passes more than a tick, the guest does its work.
+        """Advance the guest's time to the real time. If more than a tick passes, run the guest's own work.
 
         Lock: needs. Raises: GuestFault.
         """

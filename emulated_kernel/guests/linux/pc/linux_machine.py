@@ -292,7 +292,7 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def return_address(self) -> int:
-        """Return the address to which the function returns whose first instruction the CPU has reached."""
+        """Return the return address of the function whose first instruction the CPU has reached."""
 
     def argument(self, number: int) -> int:
         """Return an argument of the function whose first instruction the CPU has reached."""
@@ -308,7 +308,7 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def _is_idle(self) -> bool:
-        """Return True if the CPU has halted until an interrupt comes; False if none can come."""
+        """Return True if the CPU has halted and an interrupt can end the halt."""
 
     @abstractmethod
     def timer(self) -> None:

@@ -239,7 +239,8 @@ class VmcoreCalls:
     def _take_back(self, written: Sequence[tuple[int, bytes]]) -> None:
         """Undo all changes of memory by the call.
 
-        `written`: text that probes have patched during the call, which is written again.
+        `written`: address and bytes of each piece of text that probes patched during the call. It is written
+        again.
         """
         machine = self._guest.machine
         with suppress(MemoryFault):
