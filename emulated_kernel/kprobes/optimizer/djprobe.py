@@ -61,8 +61,9 @@ class Djprobes(Optimizer):
     def resolve_region(self, kprobe: Kprobe) -> Region | None:
         """Return the region that a probe's jump would replace; None if the user gave no `length` for it.
 
-        Deviates: the paper's kernel has no disassembler, so it does not check the length. Source: section
-        3.3.1.
+        Deviates: the paper's kernel has no disassembler, so it does not check the length.
+        Source: section 3.3.1.
+
         Raises: KernelError EEXIST (another djprobe's region covers the address), EINVAL (the static analysis
         allows no jump, or finds another length).
         """

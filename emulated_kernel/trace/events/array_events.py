@@ -39,7 +39,7 @@ class _Wanted:
         )
 
     def covers(self, other: _Wanted) -> bool:
-        """Return True if every part that this word gives equals that part of `other`."""
+        """Return True if `other` has the same module, and the same name wherever this word has a name."""
         pairs = ((self.match, other.match), (self.group, other.group), (self.name, other.name))
         return self.module == other.module and all(mine in (None, theirs) for mine, theirs in pairs)
 

@@ -124,7 +124,11 @@ class FetchContext:
     function: str | None = None
     """Name of the probed function, or None if the probe is not at a symbol."""
     first_parameter: int = 0
-    """Number of the function's first parameters, by BTF, that an argument cannot name."""
+    """Number of leading parameters of the function that no argument can name.
+
+    In a distribution's kernel, a tracepoint's function has such a parameter: `__data`, before the arguments
+    of the tracepoint.
+    """
     captured: list[int] = field(default_factory=list)
     """Numbers of the function arguments that a return probe keeps at the function's entry, in their order."""
 

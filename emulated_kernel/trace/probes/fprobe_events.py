@@ -66,9 +66,11 @@ class TraceFprobe(TraceKprobe):
         """Number of missed hits before the last registration of the fprobe."""
 
     def register(self) -> None:
-        """Look up the functions. Register the fprobe if the event is enabled, or if the version always does.
+        """Look up the functions, and register the fprobe if the event is enabled.
 
-        Raises: KernelError EINVAL or ENOENT (no function can be traced), ENOENT (no symbol of an argument).
+        In some versions of Linux, also register the fprobe of a disabled event.
+        Raises: KernelError EINVAL or ENOENT (no function can be traced), ENOENT (an argument has an unknown
+        symbol).
         Mirrors: kernel/trace/trace_fprobe.c:__register_trace_fprobe (v6.12).
         """
         try:

@@ -112,10 +112,10 @@ class HandlerCosts:
         return 0 if head.insn is None else head.insn.lead
 
     def _put_step(self, step: int, ret: int, lead: int) -> int:
-        """Write code that traps as a single-step does and continues at `ret`; return the address of the trap.
+        """Write code at `step` that traps as a step of the probed instruction does and continues at `ret`.
 
-        `lead`: size in bytes of what precedes the probed instruction's copy to set the trap flag, or 0 if the
-        step ends with a breakpoint.
+        Return the address at which the trap is handled. `lead`: size in bytes of the code that sets the trap
+        flag for the step, or 0 if the step ends with a breakpoint.
         """
         machine = self._machine
         if not lead:
