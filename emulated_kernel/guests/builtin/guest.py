@@ -164,8 +164,9 @@ class Guest:
     def give_up(self, task: GuestTask, error: int) -> None:
         """End the system call in which a task sleeps: the call fails with the errno `error`.
 
-        If the task sleeps in no system call, do nothing. The task's host process waits for the call no
-        longer. Without this method, the task would sleep until the process makes another request.
+        If the task sleeps in no system call, do nothing.
+        The task's host process waits for the call no longer. Without this method, the task would sleep until
+        the process makes another request.
         """
         if not self.is_dead and task.request is not None:
             self.runner.interrupt(task, error)

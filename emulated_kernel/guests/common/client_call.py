@@ -182,8 +182,8 @@ def client_call(pid: int, memory: ProcessMemory, instead: str | None = None) -> 
     """Return the system call in which a process or thread waits for kprobefs.
 
     Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`. If the
-    memory of the process can't be read in time, the call is hidden; return None if it also has pointers to
-    other data than paths.
+    memory of the process can't be read in time, the call is hidden. Then return None if the call also has
+    pointers to other data than paths.
 
     If `instead` is given, the memory is not read for an open(2) of an existing file, whose path becomes
     `instead`. If that is empty, the call is hidden.

@@ -15,7 +15,7 @@
 The guest runs handlers in assembly before those in Python; see asm_thunks.py.
 
 by_breakpoint(), by_detour() and by_call() return functions that handle the hits of one probe. Each of them
-begins and ends a hit by the same statements, because calls of two functions would take 100 of the 900 ns of a
+repeats the statements that begin and end a hit: calling functions for this would take 100 of the 900 ns of a
 hit.
 """
 

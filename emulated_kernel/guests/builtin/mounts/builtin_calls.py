@@ -226,7 +226,7 @@ class BuiltinCalls(GuestCalls):
         return self._stand_in if file.fd is None else file.fd
 
     def _open_unnoticed(self, task: GuestTask, file: ControlFile) -> None:
-        """Open a file in the guest by a call of the task in which no probe can be hit.
+        """Open a file in the guest by a call of `task`, in which no probe can be hit: see _fd_to_read().
 
         The host has opened the file already.
         """
