@@ -1,4 +1,7 @@
-"""AsmThunks: runs handlers in assembly at hits that Python handles; a breakpoint ends them."""
+"""AsmThunks: runs handlers in assembly at hits that Python handles.
+
+The guest runs the handlers up to a breakpoint, at which Python continues the hit.
+"""
 
 from __future__ import annotations
 

@@ -364,7 +364,8 @@ class Compiler:
     ) -> HandlerCode:
         """Generate the program's machine code, which saves the changed registers that are live.
 
-        `live`: the live registers; None: those that are live at `address` in the probed function.
+        `live`: the live registers; None: those that are live at `address` in the probed function. If
+        `saves_all` is set, the code saves all registers.
         """
         if self.saves_all:
             return self._arch.handler_code(builder.program(), address, None)

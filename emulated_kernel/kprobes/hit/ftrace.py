@@ -370,7 +370,7 @@ class FtraceSites:
 
     @property
     def has_tracers(self) -> bool:
-        """Whether any site has a user that is not the user for probes."""
+        """Whether any site has a user that does not serve kprobes, such as a tracer."""
         for ops in self._ops:  # noqa: SIM110 - a generator would cost more calls
             if ops not in self._of_kprobes:
                 return True

@@ -71,7 +71,7 @@ class Kretprobe(Kprobe[RegsT]):
     """Size in bytes of the data that belong to each call; at most 4096."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
-    """Counts of the earlier registrations: number of missed calls, and number of handled returns."""
+    """Counts at the last unregistration: number of missed calls, and number of handled returns."""
 
     @property
     def instances_missed(self) -> int:

@@ -155,9 +155,9 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """Return the saved registers, the return address's stack slot, and the address that `ret` reads.
+        """Return the saved registers, the address of the stack slot, and that of the trampoline's target.
 
-        The real return address must be written to the address that `ret` reads.
+        The real return address must be written to the last address, from which the trampoline reads it.
         """
         saved = self._frames[regs.sp]
         after = regs.sp + len(self._arch.pt_regs) * self._word

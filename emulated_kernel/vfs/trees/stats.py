@@ -89,7 +89,7 @@ class ProbeSwitches(NamedTuple):
     event: str
     """The event as GROUP/EVENT."""
     is_enabled: bool
-    """Whether the event is enabled."""
+    """Whether the event's probes are registered and none of them is disabled."""
     asked: str
     """Last value that was written to `optimized` and has an effect, or ""; see _asked()."""
     can_change: bool

@@ -26,7 +26,7 @@ class ProductionCpu:
     title: str
     """Name of the CPU in the output of commands."""
     vendor: str
-    """Vendor string of CPUID, as vendor_id of /proc/cpuinfo."""
+    """Vendor string of CPUID, which /proc/cpuinfo shows as vendor_id."""
     family: int
     model: int
     stepping: int

@@ -1,4 +1,4 @@
-"""Answers of the emulator's own CPU models to cpuid."""
+"""Results of the instruction cpuid on the emulator's own CPU models."""
 
 from __future__ import annotations
 

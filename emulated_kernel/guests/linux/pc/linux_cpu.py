@@ -151,7 +151,7 @@ class LinuxCpu(ABC):
     @property
     @abstractmethod
     def privilege(self) -> int:
-        """Current privilege level: 0 in the kernel."""
+        """Current privilege level: 0 in the kernel, 3 in user mode."""
 
     @property
     @abstractmethod

@@ -308,7 +308,7 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def _is_idle(self) -> bool:
-        """Return True if the CPU has halted and an interrupt can end the halt."""
+        """Return True if an interrupt can end the halt of the CPU, which has halted."""
 
     @abstractmethod
     def timer(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes the machine for a processor."""
+"""Functions that make the machine for a processor."""
 
 from __future__ import annotations
 

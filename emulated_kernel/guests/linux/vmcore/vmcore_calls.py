@@ -58,7 +58,7 @@ _ENDS = {
     "panic": (EFAULT, "it panicked"),
     "do_exit": (EFAULT, "it ends its task, and that is nobody's"),
 }
-"""Functions at which a call cannot continue -> errno and message."""
+"""Name of a function at which a call cannot continue -> errno and message."""
 
 
 class VmcoreCalls:

@@ -33,13 +33,13 @@ from emulated_kernel.util.fast_dataclass import asdict, dataclass
 _KERNEL_MAP = 0xFFFFFFFF80000000
 _IMAGE_LIMIT = 128 << 20
 _UNIT = 1 << 20
-"""Number of bytes of which the size of RAM is a multiple."""
+"""Granularity of the size of RAM in bytes; the size is rounded up to a multiple."""
 _SYMBOLS = ("__per_cpu_offset", "_stext", "idt_table", "init_task")
 _PER_CPU = (
     "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", CURRENT_TASK, RUN_QUEUES,
 )  # fmt: skip
 SAVED_CR4 = "cpu_tlbstate.cr4"
-"""Key of the offset in the per-CPU area of the saved value of CR4."""
+"""Key, in VmcoreOffsets.per_cpu, of the offset of the saved value of CR4."""
 CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
 """Members of struct tk_read_base: clock source, counter value at the last tick, and the time of that tick."""
 ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
