@@ -39,7 +39,7 @@ class _Wanted:
         )
 
     def covers(self, other: _Wanted) -> bool:
-        """Return True if every part that this word gives equals that part of `other`."""
+        """Return True if `other` has the same module, and the same name wherever this word has a name."""
         pairs = ((self.match, other.match), (self.group, other.group), (self.name, other.name))
         return self.module == other.module and all(mine in (None, theirs) for mine, theirs in pairs)
 
@@ -50,7 +50,7 @@ class _Wanted:
 
 
 def _wanted(word: str, *, takes_module: bool) -> _Wanted:
-    """Parse `GROUP:EVENT` or a name, with `:mod:MODULE` after it if `takes_module`."""
+    """Parse a word of set_event: `GROUP:EVENT` or a name, and after it `:mod:MODULE` if `takes_module`."""
     names, has_module, module = word.partition(_MODULE) if takes_module else (word, "", "")
     group, colon, name = names.partition(":")
     if colon:

@@ -112,10 +112,10 @@ class HandlerCosts:
         return 0 if head.insn is None else head.insn.lead
 
     def _put_step(self, step: int, ret: int, lead: int) -> int:
-        """Write code that traps as a single-step does and continues at `ret`; return the address of the trap.
+        """Write code at `step` that traps as a step of the probed instruction does and continues at `ret`.
 
-        `lead`: size in bytes of what precedes the probed instruction's copy to set the trap flag, or 0 if the
-        step ends with a breakpoint.
+        Return the address at which the trap is handled. `lead`: size in bytes of the code that sets the trap
+        flag for the step, or 0 if the step ends with a breakpoint.
         """
         machine = self._machine
         if not lead:
@@ -129,7 +129,10 @@ class HandlerCosts:
         return end
 
     def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
-        """Return the median of the nanoseconds by which a turn of `loop` takes longer than one of `empty`."""
+        """Return the median of the nanoseconds by which a hit in `loop` takes longer than one in `empty`.
+
+        Both are addresses of guest loops of `hits` turns. `sample` has the registers at each hit.
+        """
         from statistics import median
 
         rounds = [self._taken(loop, sample, hits) - self._taken(empty, sample, hits) for _ in range(ROUNDS)]
