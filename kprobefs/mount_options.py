@@ -35,6 +35,7 @@ CLOCKS = ("virtual", REAL_CLOCK, MODEL_CLOCK)
 """Values of --clock. The first one is the default."""
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
+"""Profiles for a distribution's kernel on any processor."""
 """Values of --profile for a distribution's kernel. Without --profile, its version selects the profile."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
 STRATEGIES = tuple(profile.STRATEGIES)
@@ -167,7 +168,7 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
         raise CliError(f"--arch, --cpus: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES:
         return
-    if machine.profile not in LINUX_PROFILES:
+    if machine.profile not in (*LINUX_PROFILES, *profile.RISCV_PROFILES):
         known = " or ".join(LINUX_PROFILES)
         raise CliError(f"--profile: not possible with a distribution's kernel; use {known}", ExitStatus.USAGE)
     for option, value in (("--return-hook", machine.return_hook), ("--save-regs", machine.save_regs)):

@@ -291,6 +291,10 @@ class Arch(ABC):
         """Encode the jump to `target` that replaces a region. Raises: KernelError ERANGE (too far)."""
         return self.relative_jump(region.addr, target)
 
+    def detour_starts(self, region: Region) -> range | None:  # noqa: ARG002 - most jumps reach everything
+        """Return the addresses to which the region's jump can lead, or None if nothing restricts them."""
+        return None
+
     @abstractmethod
     def ftrace_trampoline(self) -> HandlerStub:
         """Return the trampoline that armed fentry sites call.

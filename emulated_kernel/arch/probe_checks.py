@@ -51,8 +51,9 @@ class OptimizationPolicy(Generic[Analysis]):
     beyond: OptimizationPolicy[Analysis] | None = None
     """Policy that decides where this policy rejects a jump; it applies only to functions that ftrace knows.
 
-    Functions that ftrace knows are compiled. In trampolines of ftrace and of static calls, which are
-    assembly, the kernel rewrites calls while it runs, and no table lists these calls.
+    That policy may have one beyond it, too. Functions that ftrace knows are compiled. In trampolines of
+    ftrace and of static calls, which are assembly, the kernel rewrites calls while it runs, and no table
+    lists these calls.
     """
     by_commit: bool = False
     """Whether a djprobe commit writes the jumps, for the probes that request a jump by their `length`.
@@ -381,8 +382,29 @@ class ProbeChecker(ABC, Generic[Analysis]):
         found = self._allowed(strategy, known, addr)
         if strategy.beyond is None or isinstance(found, Region) or not self.is_traced(known.symbol):
             return found
-        other = self._allowed(strategy.beyond, known, addr)
-        return replace(other, linux=self._named(found)) if isinstance(other, Region) else other
+        return self._beyond(strategy.beyond, known, addr, found)
+
+    def _beyond(
+        self,
+        policy: OptimizationPolicy[Analysis] | None,
+        known: AnalyzedFunction[Analysis],
+        addr: int,
+        linux: Rejection,
+    ) -> Region | Rejection:
+        """Return the region by the first of several policies that allows a jump, or a rejection.
+
+        That is the rejection of the first policy, unless only the address of the detour is missing. `linux`:
+        Linux's rejection.
+        """
+        refused: Rejection | None = None
+        while policy is not None:
+            found = self._allowed(policy, known, addr)
+            if isinstance(found, Region):
+                return replace(found, linux=self._named(linux))
+            if refused is None or found.reason is RejectReason.NO_PUN:
+                refused = found
+            policy = policy.beyond
+        return refused or linux
 
     def _allowed(
         self, policy: OptimizationPolicy[Analysis], known: AnalyzedFunction[Analysis], addr: int

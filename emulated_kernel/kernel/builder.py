@@ -194,9 +194,7 @@ def _traced_kernel(
         machine=machine,
         live=live,
         abi=image.abi,
-        symbols=KernelSymbols(
-            live.kallsyms, engine.hook_sets, kprobes.sites, lambda: (machine.text.generated,)
-        ),
+        symbols=KernelSymbols(live.kallsyms, engine.hook_sets, kprobes.sites, lambda: machine.text.generated),
         tasks=tasks,
         context=context,
         events=sorted(points.events(), key=lambda event: link_rank(event.group, event.name)),

@@ -109,6 +109,8 @@ _RISCV: dict[str, Any] = {
     "saving": RegisterSaving.ALL,
     "return_hook": "instances",
 }
+RISCV_PROFILES = RISCV_PROFILE, RISCV_FTRACE_PROFILE
+"""Names of the presets for kernels for RISC-V of any version."""
 STRATEGIES = ("extended",)
 """Names of the policies that can replace a profile's policy; `extended` optimizes where Linux refuses."""
 _OLD: dict[str, Any] = {

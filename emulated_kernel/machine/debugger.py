@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.quirks.hook_range import HookRange
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -42,8 +41,6 @@ class Debugger:
         self._interrupts = False
         self._hook: HookRange | None = None
         self._resumed = threading.Event()
-        start = machine.model.layout.text_space
-        self._host_code = range(start, start + TEXT_SPACE_SIZE)
 
     def attach(self, is_given_up: Callable[[], bool]) -> None:
         """Hold the guest between two runs, once no request is served; do nothing if it is given up before."""
@@ -148,7 +145,7 @@ class Debugger:
         """Stop the guest before the instruction at `address`, if it must stop there."""
         if not (self._steps or self._interrupts or address in self.breakpoints) or not self.is_attached:
             return
-        if self._steps and self._skips_host_code and address in self._host_code:
+        if self._steps and self._skips_host_code and self.machine.text.is_generated(address):
             return
         self._interrupts = False
         self.is_in_run = True

@@ -146,7 +146,10 @@ class HostCalls:
 
 
 def map_stack(memory: Memory, cpu: CpuModel, number: int, size: int = 4 * PAGE_SIZE) -> int:
-    """Map host stack `number` between unmapped guard pages; return the address of its top."""
+    """Map a guest stack for calls by the host, between unmapped guard pages; return the address of its top.
+
+    `number`: index of the stack. `size`: its size in bytes.
+    """
     base = cpu.layout.host_stacks + number * 0x100000 + PAGE_SIZE
     memory.map(base, memory.host_pages.alloc(size), size, Prot.READ | Prot.WRITE)
     return base + size

@@ -7,6 +7,22 @@ from emulated_kernel.util.fast_dataclass import dataclass
 USER_BUFFERS_SIZE = 8 << 20
 TEXT_SPACE_SIZE = 64 << 20
 MODULE_SPACE_SIZE = 16 << 20
+PUN_SPACES = {
+    64: (
+        range(0xFFFFFFFF01000000, 0xFFFFFFFF60000000),
+        range(0xFFFFFFFF61000000, 0xFFFFFFFF70000000),
+        range(0xFFFFFFFF71000000, 0xFFFFFFFF80000000),
+        range(0xFFFFFFFF88000000, 0xFFFFFFFFA0000000),
+        range(0xFFFFFFFFA4000000, 0xFFFFFFFFBF000000),
+        range(0xFFFFFFFFC9000000, 0xFFFFFFFFFF000000),
+    ),
+    32: (range(0xF5000000, 0xF8000000),),
+}
+"""Word size in bits -> address ranges on x86 for detours of punned jumps, which the kernel leaves unused.
+
+From each of them, 32-bit displacements reach the kernel's text and the other code of the host. The gaps hold
+pages of the host.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +49,5 @@ class MemoryLayout:
     """Pages of ring buffers; host memory is only used for pages that were written."""
     record_pages_size: int
     """Size in bytes of the region for pages of ring buffers."""
+    pun_space: tuple[range, ...] = ()
+    """Address ranges for detours whose address the replaced bytes restrict."""

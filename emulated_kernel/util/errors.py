@@ -1,4 +1,4 @@
-"""KernelError, which carries the errno of a system call, and the exceptions of unfinished calls."""
+"""KernelError, which carries an errno, and exceptions for operations that the caller must try again."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def cases(
 
 
 def _short(image: str) -> str:
-    """Return a kernel's release as the name of its file has it, or else the name of the file."""
+    """Return the kernel release in the file name of `image`, or the whole file name if it has no release."""
     name = os.path.basename(image)
     found = re.match(r"(?:linux-(?:image|binary|modules)-|vmlinuz-|kernel-(?:core-)?)(\d[^_]*)", name)
     return found[1] if found else name

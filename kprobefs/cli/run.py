@@ -205,7 +205,10 @@ class _Runner:
         return CliError(f"{shlex.quote(self._command[0])}: no such command", ExitStatus.NOT_FOUND)
 
     def _prepare(self) -> None:
-        """Prepare the command's process between fork and exec: enter namespaces, ask for SIGHUP."""
+        """Prepare the command's process between fork and exec.
+
+        With `--as-system`, enter the namespaces. Then make the host send SIGHUP when the parent is killed.
+        """
         if self.system is not None:
             self.system.enter()
         # This comes last, because a process that changes its credentials loses the setting.

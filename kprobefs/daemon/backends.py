@@ -15,6 +15,7 @@ from emulated_kernel.util.errors import KernelError
 from kprobefs.common.errors import CliError, ExitStatus, explained, resource_hint
 from kprobefs.mount_options import (
     KERNEL_KPROBES,
+    LINUX_PROFILES,
     MODEL_CLOCK,
     REAL_CLOCK,
     MountOptions,
@@ -172,20 +173,21 @@ def _cpu(options: MountOptions) -> ProductionCpu | None:
 
 
 def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
-    """Return the profile that the options name, or the one that follows the kernel, with the strategy."""
+    """Return the profile that the options name, or the one that follows the kernel, with the strategy.
+
+    The profiles for RISC-V are for any version. Raises: CliError (the kernel is for another processor).
+    """
     from emulated_kernel.guests.linux.probing.detect_interface import profile_of
-    from emulated_kernel.kprobes.profile import (
-        RISCV_FTRACE_PROFILE,
-        RISCV_PROFILE,
-        profile_named,
-        with_strategy,
-    )
+    from emulated_kernel.kprobes.profile import RISCV_PROFILES, profile_named, with_strategy
 
     name = options.machine.profile
     if options.follows_version:
         profile = profile_of(kernel)
-    elif name in (RISCV_PROFILE, RISCV_FTRACE_PROFILE) and kernel.architecture == "riscv64":
-        # The series is for any version.
+    elif name in RISCV_PROFILES:
+        if kernel.architecture != "riscv64":
+            known = " or ".join(LINUX_PROFILES)
+            why = f"--profile: {name} is for riscv64, and the kernel for {kernel.architecture}; use {known}"
+            raise CliError(why, ExitStatus.USAGE)
         profile = profile_of(kernel, name)
     else:
         profile = profile_named(name)

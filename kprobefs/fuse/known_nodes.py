@@ -150,7 +150,8 @@ class KnownNodes:
     def initialise(self, request: bytearray) -> None:
         """Read an INIT request, and set `lets_names_last`.
 
-        Names last only if the host's kernel can expire a name without dropping the directory at the name.
+        Names get a validity only if the host's kernel has FUSE_EXPIRE_ONLY. With this flag, it looks a name
+        up again, but keeps the directory that it has cached under the name.
         """
         flags, more = INIT_IN.unpack_from(request, IN_HEADER.size)
         can_expire = bool(flags & FUSE_INIT_EXT and more & FUSE_HAS_EXPIRE_ONLY)
@@ -339,9 +340,10 @@ class KnownNodes:
 
 
 def _concerns(removed: str, path: str) -> bool:
-    """Return True if `path` may be gone after the removal of the directories `removed`, which is GROUP/EVENT.
+    """Return True if `path` may be gone after the removal of an event's directories.
 
-    If `removed` is empty, any path may be gone.
+    `removed` is the end of their paths, as GROUP/EVENT. The directories of the group may be gone too. If
+    `removed` is empty, any path may be gone.
     """
     if not removed or f"/{removed}/" in f"{path}/":
         return True

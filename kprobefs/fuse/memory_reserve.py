@@ -135,9 +135,10 @@ class MemoryReserve:
 
 
 def _ends(line: bytes) -> bool:
-    """Return True if a line that is written to a control file only removes something.
+    """Return True if a line that is written to a control file only removes something, and needs no memory.
 
-    It deletes an event, or removes functions, events or a trigger.
+    Such a line deletes an event (`-:EVENT`), or each of its words before ` if ` begins with `!`. These words
+    remove functions, events or a trigger.
     """
     words = line.partition(b" if ")[0].split()
     return line.startswith(ENDING_LINE) or (

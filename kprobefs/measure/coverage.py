@@ -139,11 +139,12 @@ def coverage(
     scheduler: str | None = None,
     results: ResultsFile | None = None,
 ) -> list[Coverage]:
-    """Count the instructions of all functions of subjects, with a profile and an optimization policy.
+    """Count the instructions of the functions of `group` by the reason why a probe is optimized or not.
 
     The subjects of a group have the same functions; code that does not differ is examined once.
-    `jobs`: number of processes. `scheduler`: address of the Dask cluster that counts in place of processes;
-    its workers read the kernels from `source`. `results`: file for what is finished.
+    `strategy`: optimization policy in place of the profile's. `jobs`: number of processes.
+    `scheduler`: address of the Dask cluster that counts in place of processes; its workers read the kernels
+    from `source`. `results`: file of finished counts, which are not counted again.
     Raises: CliError (the profile is unknown, or has no optimizer; a process has ended; the cluster fails).
     """
     first = group[0]

@@ -362,7 +362,8 @@ class Explanation:
 
 def _insns_of(arch: Arch, region: Region) -> frozenset[bytes]:
     """Return the machine code of each instruction of a region."""
-    starts = [*arch.instruction_boundaries(region.code, region.addr), region.end]
+    replaced = region.code[: region.end - region.addr]
+    starts = [*arch.instruction_boundaries(replaced, region.addr), region.end]
     return frozenset(
         region.code[first - region.addr : last - region.addr] for first, last in pairwise(starts)
     )

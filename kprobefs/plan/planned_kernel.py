@@ -153,7 +153,10 @@ class PlannedKernel:
         return Variant(returns.value, Judge(Subject(self.title, self.arch, tables), self.profile))
 
     def variant(self, symbol: Symbol) -> Variant:
-        """Return the kernel with a function's returns rewritten as on the CPU for which the answers hold."""
+        """Return the kernel with a function's returns rewritten as boot does on the CPU of `cpu_description`.
+
+        If the kernel has no return thunks or has booted already, its text stays unchanged.
+        """
         return self._as_booted(symbol, self._returns[0] if self._returns else None)
 
     def other_variants(self, symbol: Symbol) -> Iterator[Variant]:

@@ -2,8 +2,8 @@
 
 In a kernel without jumps, the same addresses only get breakpoints.
 
-Options: [--profile P] [--strategy S] [--arch A] [--save-regs R] [--sites] [--states N] [--part I/N]
-[--jobs N | --scheduler ADDRESS] [--results FILE].
+Options: [--profile P] [--strategy S] [--tactic T] [--arch A] [--save-regs R] [--sites] [--states N]
+[--part I/N] [--jobs N | --scheduler ADDRESS] [--results FILE].
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from emulated_kernel.arch.analysis.tactic import Tactic
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, STRATEGIES
 from emulated_kernel.util.config import ARCHITECTURES
 from kprobefs.common.errors import CliError
@@ -31,6 +32,11 @@ def main(words: Sequence[str] | None = None) -> int:
         "--strategy",
         choices=STRATEGIES,
         help="prove the places that this optimization policy adds to those of the profile",
+    )
+    parser.add_argument(
+        "--tactic",
+        choices=[tactic.name.lower() for tactic in Tactic],
+        help="with --strategy, prove only the places whose jump needs this tactic",
     )
     parser.add_argument("--arch", choices=ARCHITECTURES, default="x86_64")
     parser.add_argument(
@@ -54,6 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     if options.sites and not PROFILES[options.profile].ftrace:
         parser.error(f"--sites: {options.profile} has no fentry sites; choose {DEFAULT}")
+    if options.tactic and options.strategy is None:
+        parser.error("--tactic: only a strategy has tactics; add --strategy extended")
     try:
         return _prove(options)
     except CliError as error:
@@ -63,7 +71,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _prove(options: argparse.Namespace) -> int:
     proved = Proved(
-        options.arch, options.profile, options.strategy, options.save_regs, options.sites, options.states
+        options.arch,
+        options.profile,
+        options.strategy,
+        options.save_regs,
+        options.sites,
+        options.states,
+        options.tactic,
     )
     first, step = map(int, options.part.split("/"))
     runs, problems, start = 0, [], time.monotonic()

@@ -98,19 +98,26 @@ class CompiledPlace(Place):
         return self.probed.probe("probe", at=self.address, program=self.proof.emit)
 
     def _handled_otherwise(self, detours: Group) -> Group:
-        """Redirect the jump to a compiled detour, back to the detour that calls Python, and to a new one."""
+        """Redirect the jump to a compiled detour, back to the detour that calls Python, and to a new one.
+
+        A punned jump reaches few addresses. If none of them is free, Python handles the hits.
+        """
         compiler = self.compiler
         self.codes.clear()
         self._watched("compiling", self._compile, detours)
+        if not self.codes:
+            self._all("compiled nothing", detours)
+            return detours
         old = self._in_code(self.codes[0])
         self._all("compiled", joined(detours, old))
         self._watched("changing the handler", self._change, joined(detours, old))
         self._waits_for(old)
         self._watched("compiling again", self._compile, joined(detours, old))
-        now = joined(detours, self._in_code(self.codes[1]))
+        again = self.codes[1:]
+        now = joined(detours, self._in_code(again[0])) if again else detours
         self._all("compiled again", joined(now, old))
         self.garbage.work.flush()
-        if self.codes[0] in compiler.codes or self.codes[1] not in compiler.codes:
+        if self.codes[0] in compiler.codes or any(code not in compiler.codes for code in again):
             self._note("compiled again", "the replaced code isn't freed, or the new one is")
         self._all("freed", now)
         self.scheduler.occupied_of = lambda spans: spans
@@ -159,8 +166,11 @@ class CompiledPlace(Place):
         """Compile the detour as the first hit of the jump does, but without running the machine."""
         with enabled(self.compiler):
             self.kernel.kprobes.routes.compile_detour(self.head)
-        assert self.head.compiled is not None
-        self.codes.append(self.head.compiled)
+        code = self.head.compiled
+        if code is not None:
+            self.codes.append(code)
+        elif not self._buffer().region.kept:
+            self._note("compiling", "there is no room for the code")
 
     def _change(self) -> None:
         self.kernel.kprobes.handler_changed(self.probe)

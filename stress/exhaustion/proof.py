@@ -18,7 +18,7 @@ from emulated_kernel.machine.text.stale_fetch import Prefetch
 from stress.exhaustion.standing import CpuState, OtherCpu
 from tests.arch.decoding import starts_with_breakpoint
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import Bench, Pieces, exits, loose_flags
+from tests.kprobes.optimizer.regions import Bench, Pieces, State, exits, loose_flags, piece_size
 from tests.kprobes.scripted import script
 
 Spans = Sequence[tuple[int, int]]
@@ -62,6 +62,18 @@ class Proof:
         """Return the address and the contents of per-CPU cells that handlers write."""
         return ()
 
+    def _comes_back(self, start: State, leads_to: Sequence[int]) -> bool:
+        """Return True if a CPU comes back to the probe by one of the instructions that the jump keeps."""
+        region = self.probed.verdict.optimized_region(start.ip)
+        if isinstance(region, Rejection) or not region.kept:
+            return False
+        with self.bench.until(*leads_to, region.end):
+            reached = self.bench.run(start)
+        if reached.registers is None or reached.met != region.end:
+            return False
+        with self.bench.until(*leads_to, region.addr):
+            return self.bench.run(reached.registers._replace(ip=region.end)).met == region.addr
+
     @property
     def has_jumps(self) -> bool:
         """Whether the optimizer writes jumps by itself; without these, a probe is only armed and disarmed."""
@@ -69,8 +81,8 @@ class Proof:
         return kprobes.optimizer is not None and kprobes.profile.djprobe is None
 
     def length(self, address: int) -> int:
-        """Return the number of bytes of whole instructions that a jump replaces or would replace."""
-        return self.probed.region(address).length
+        """Return the number of bytes of whole instructions that a jump covers or would cover."""
+        return piece_size(self.probed, self.probed.region(address))
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
         """Return the place that runs all stages at an address."""
@@ -80,15 +92,21 @@ class Proof:
         """Return the registers and flags that must be the same at an address with and without the probe."""
         return self.bench.all_live
 
-    def live_after(self, address: int, end: int) -> LiveRegisters:
-        """Return the registers and flags that must be the same at an exit of a region.
+    def live_after(self, address: int, end: int | None) -> LiveRegisters:
+        """Return the registers and flags that must be the same at an exit of a region, or None for a return.
 
-        The scratch registers of the jumps may differ if no instruction reads them after the region.
+        The scratch registers of the jumps may differ if no instruction reads them after the region. What is
+        dead before a return is dead after it.
         """
-        live, region = self.live_at(end), self.probed.verdict.optimized_region(address)
+        live = self.bench.all_live if end is None else self.live_at(end)
+        region = self.probed.verdict.optimized_region(address)
         if isinstance(region, Rejection) or region.scratch is None or not self.has_jumps:
             return live
-        free = {region.scratch.entry, region.scratch.exit} - self.probed.verdict.live_at(end).registers
+        needed = self.probed.verdict.live_at(address if end is None else end).registers
+        if end in self.probed.verdict.mcount:
+            # The fentry site overwrites this register while its function is traced.
+            needed -= {self.probed.kernel.arch.call_link}
+        free = {region.scratch.entry, region.scratch.exit} - needed
         return replace(live, registers=live.registers - free)
 
     def loose_flags(self, address: int, size: int) -> int:
@@ -108,7 +126,8 @@ class Proof:
             states = (s._replace(ip=address) for s in self.bench.states(address))
             # Skip random states that read below the stack pointer: they would read the detour's frame, which
             # no real function does.
-            starts = [*islice((s for s in states if not self.bench.reads_below_stack(s)), self.states)]
+            usable = [state for state in states if not self.bench.reads_below_stack(state)]
+        starts = [*islice((s for s in usable if not self._comes_back(s, leads_to)), self.states)]
         behind = partial(self.live_after, address), self.loose_flags(address, region)
         made = self.probed, self.bench, leads_to
         cpus = [OtherCpu(*made, at, self.count, self.own, *behind) for at in starts]
@@ -131,13 +150,19 @@ class Place:
         self.kernel, self.scheduler = self.probed.kernel, self.proof.scheduler
         self.in_jump: Group = [[] for _ in self.cpus]
         """States of CPUs that have executed a part of the jump; see `_stays`."""
+        self.in_kept: Group = [[] for _ in self.cpus]
+        """States of CPUs at instructions that the jump covers but keeps; no stage waits for them."""
         self.is_sole = False
         """Whether the probe has no aggregator, so that it is marked as disabled only after it is disarmed."""
 
     def run(self) -> None:
         """Arm and unregister a probe, and optimize it if there are jumps; check all CPUs in each step."""
         kernel, has_jumps = self.kernel, self.proof.has_jumps
-        interiors = [self._after_each(cpu, cpu.end - self.address, "interior", 0) for cpu in self.cpus]
+        inside = [self._after_each(cpu, cpu.end - self.address, "interior", 0) for cpu in self.cpus]
+        region = self.probed.region(self.address)
+        replaced = range(region.addr, region.end)
+        interiors = [[at for at in group if at.ip in replaced] for group in inside]
+        self.in_kept = [[at for at in group if at.ip not in replaced] for group in inside]
         self.probe = self._register()
         self.head = self._head()
         self.is_sole = not self.head.is_aggregated
@@ -348,11 +373,12 @@ class Place:
     def _all(self, stage: str, others: Group | None, hits: int = 1) -> None:
         now = self.kernel.machine.text.current(self.address, self.kernel.arch.max_insn_size)
         for number, cpu in enumerate(self.cpus):
-            at_start, in_jump = cpu.at_start(self._hits(now, hits)), self.in_jump[number]
+            at_start = cpu.at_start(self._hits(now, hits))
+            inside = (*self.in_jump[number], *self.in_kept[number])
             windows = self._windows(self.address)
-            in_windows = [(at, window) for at in in_jump for window in self._windows(at.ip, changed=True)]
+            in_windows = [(at, window) for at in inside for window in self._windows(at.ip, changed=True)]
             with cpu.running():
-                for standing in (at_start, *(others[number] if others else ()), *in_jump):
+                for standing in (at_start, *(others[number] if others else ()), *inside):
                     self._note(stage, cpu.problem(standing))
                 for window in windows:
                     self._note(stage, self._stale(cpu, at_start, window))

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
+from emulated_kernel.arch.analysis.tactic import Tactic
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from kprobefs.measure.cluster import PACKAGES, code_digest, run_on_cluster
@@ -36,6 +37,8 @@ class Proved(NamedTuple):
     save_regs: str | None
     sites: bool
     states: int
+    tactic: str | None
+    """Name of the tactic that the jump of each place needs; None for all places."""
 
 
 class Prover:
@@ -50,6 +53,7 @@ class Prover:
         )
         self._kernel = Kernel(config)
         kind = SiteProof if proved.sites else CompiledProof if proved.save_regs is not None else Proof
+        self._tactic = proved.tactic
         only_tactics = proved.strategy is not None
         self._find = fentry_sites if proved.sites else refused_by_linux if only_tactics else optimizable
         with self._kernel.lock:
@@ -57,8 +61,13 @@ class Prover:
 
     def places(self) -> list[Where]:
         """Return all places that are to be proved."""
+        probed = self._proof.probed
+        tactic = None if self._tactic is None else Tactic[self._tactic.upper()]
         with self._kernel.lock:
-            return list(self._find(self._proof.probed))
+            found = list(self._find(probed))
+            if tactic is None:
+                return found
+            return [place for place in found if tactic in probed.region(place[2]).tactics]
 
     def check(self, places: Sequence[Where]) -> list[Any]:
         """Prove places; return the number of runs and the list of problems."""

@@ -37,7 +37,7 @@ class SiteProof(CompiledProof):
         """Return the size of the call in bytes."""
         return self.probed.kernel.arch.call_size
 
-    def live_after(self, address: int, end: int) -> LiveRegisters:
+    def live_after(self, address: int, end: int | None) -> LiveRegisters:
         """Return the registers and flags that must be the same after a site; the link register may differ."""
         live = super().live_after(address, end)
         return replace(live, registers=live.registers - {self.probed.kernel.arch.call_link})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.text.stale_fetch import WINDOW
@@ -73,6 +74,12 @@ class OtherCpu:
         """Address after the region."""
         return self.exits[0]
 
+    @property
+    def _end_of_changes(self) -> int:
+        """Address after the bytes that differ between the stages; those that a jump keeps never differ."""
+        region = self.probed.verdict.optimized_region(self.start.ip)
+        return region.end if isinstance(region, Region) else self.end
+
     def at_start(self, hits: int) -> CpuState:
         return CpuState("at the probe", self.start, (), hits)
 
@@ -135,7 +142,7 @@ class OtherCpu:
         text, first = self.probed.kernel.machine.text, standing.ip
         now = text.current(first, WINDOW)
         state, steps = standing.registers, 0
-        while first <= state.ip < min(first + WINDOW, self.end):
+        while first <= state.ip < min(first + WINDOW, self._end_of_changes):
             self._put(standing)
             text.poke(first, window)
             end = self.bench.step(state, (*targets, *self.exits))

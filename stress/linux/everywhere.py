@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
             armed = arm(mode, starts, expected)
             compare(counts, armed)
         except AssertionError as error:
-            print(f"{mode}: {error}", file=sys.stderr)
+            print(f"{mode}: {error!r}", file=sys.stderr)
             return 1
         print(
             f"{mode}: {len(armed.places)} places of {len(starts)} functions, "

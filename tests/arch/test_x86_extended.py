@@ -11,8 +11,10 @@ from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayo
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactic
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
+from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.extended import region
 from emulated_kernel.arch.x86.insn_attributes import DecodeCache
+from emulated_kernel.util.errors import KernelError
 
 ADDR = 0xFFFF_FFFF_8100_1000
 THUNKS = range(ADDR + 0x8000, ADDR + 0x8100)
@@ -27,11 +29,11 @@ def jump(at: int, target: int) -> str:
     return "e9" + (target - (ADDR + at + 5)).to_bytes(4, "little", signed=True).hex()
 
 
-def found(code: str, offset: int = 0, **fields: Any) -> Region | Rejection:
+def found(code: str, offset: int = 0, kept: int = 0, **fields: Any) -> Region | Rejection:
     """Return what the strategy makes of a place in a function with this code."""
     data = bytes.fromhex(code.replace(" ", ""))
     function = Function("foo", ADDR, fields.pop("size", len(data)), data, **fields)
-    return region(X86FunctionAnalysis(function, DecodeCache(64), LAYOUT), ADDR + offset)
+    return region(X86FunctionAnalysis(function, DecodeCache(64), LAYOUT), ADDR + offset, kept)
 
 
 def tactics(code: str, offset: int = 0, **fields: Any) -> set[Tactic]:
@@ -136,3 +138,66 @@ def test_padding_is_not_copied() -> None:
     allowed = found(RET + "cccccccc")
     assert isinstance(allowed, Region)
     assert (allowed.length, allowed.padding) == (5, 4)
+
+
+LOOPS = "75fb"
+"""A jne to the instruction before it, which has three bytes."""
+ARCH = X86_64()
+
+
+def punned(code: str, kept: int) -> Region:
+    allowed = found(code, 0, kept)
+    assert isinstance(allowed, Region), allowed
+    return allowed
+
+
+def test_a_jump_that_keeps_an_instruction_that_is_jumped_to() -> None:
+    code = MOV + MOV + LOOPS + RET
+    assert reason(code) == (RejectReason.JUMP_INTO_RANGE, 6)
+    allowed = punned(code, 2)
+    assert (allowed.end, allowed.length, allowed.kept) == (ADDR + 3, 5, 2)
+    assert allowed.tactics == (Tactic.PUNNED,)
+    starts = ARCH.detour_starts(allowed)
+    assert starts is not None
+    assert starts == range(ADDR + 5 - 0x76B80000, ADDR + 5 - 0x76B70000)
+    for target in (starts.start, starts.stop - 1):
+        assert ARCH.detour_jump(allowed, target)[3:] == bytes.fromhex(MOV)[:2]
+    with pytest.raises(KernelError):
+        ARCH.detour_jump(allowed, starts.stop)
+    detour = ARCH.detour(allowed, starts.start).code
+    assert detour[-8:] == bytes.fromhex(MOV) + ARCH.relative_jump(starts.start + len(detour) - 5, allowed.end)
+
+
+def test_a_kept_instruction_may_be_of_any_kind() -> None:
+    """A call, an undecodable trap and an exception table entry stay where they are."""
+    for after in ("ffd0" + NOP3, "0f0b" + NOP3, "f4" + NOP3):
+        assert punned(MOV + after + RET, 2).end == ADDR + 3
+    allowed = found(MOV + MOV + RET, 0, 2, exception_entries=frozenset((ADDR + 3,)))
+    assert isinstance(allowed, Region)
+
+
+@pytest.mark.parametrize(
+    ("code", "kept", "expected"),
+    [
+        # The jump would lead into the kernel, or into user space.
+        (MOV + "0000" + RET, 2, (RejectReason.NO_PUN, 3)),
+        (MOV + "ff7f" + RET, 2, (RejectReason.NO_PUN, 3)),
+        (MOV + MOV + RET, 1, (RejectReason.NOT_A_BOUNDARY, 4)),
+        ("75fe" + "90" + MOV + RET, 2, (RejectReason.JUMP_TO_START, 0)),
+        ("ffd0" + "90" + MOV + RET, 2, (RejectReason.CALL_BEFORE_END, 0)),
+        ("90fb" + "90" + MOV + RET, 3, (RejectReason.DELAYS_INTERRUPTS, 1)),
+        ("4889" + RET, 2, (RejectReason.REGION_TOO_SHORT, 0)),
+    ],
+)
+def test_refusals_of_punned_jumps(code: str, kept: int, expected: tuple[RejectReason, int]) -> None:
+    refused = found(code, 0, kept)
+    assert isinstance(refused, Rejection), refused
+    assert (refused.reason, refused.addr - ADDR) == expected
+
+
+@pytest.mark.parametrize("sites", ["fentry_sites", "jump_labels", "static_calls"])
+def test_kept_bytes_that_the_kernel_rewrites(sites: str) -> None:
+    for at in (3, 4):
+        refused = found(MOV + CALL + RET, 0, 2, **{sites: (PatchSite(ADDR + at, 5),)})
+        assert isinstance(refused, Rejection)
+        assert refused.addr == ADDR + at

@@ -29,7 +29,10 @@ class ScratchRegisters:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The detoured region (DCR) of a probe: the whole instructions that its jump replaces."""
+    """The detoured region (DCR) of a probe: the bytes that its jump covers.
+
+    They are whole instructions, unless code leads into them (`kept`).
+    """
 
     addr: int = field(metadata=ADDRESS)
     code: bytes
@@ -37,7 +40,9 @@ class Region:
     scratch: ScratchRegisters | None = None
     """Registers that the jumps to and from the detour overwrite; None if they overwrite no register."""
     padding: int = 0
-    """Number of bytes at the region's end that are never executed, so that the detour has no copy of them."""
+    """Number of bytes before `end` that are never executed, so that the detour has no copy of them."""
+    kept: int = 0
+    """Number of bytes from `end` on that the jump covers but does not change, because code leads to `end`."""
     tactics: Tactics = ()
     """The tactics that the jump needs; empty if Linux's rule allows the jump."""
     linux: Rejection | None = None
@@ -45,10 +50,10 @@ class Region:
 
     @property
     def length(self) -> int:
-        """Size of the region in bytes."""
+        """Size in bytes of what no other probe may patch while the jump is there."""
         return len(self.code)
 
     @property
     def end(self) -> int:
-        """The address after the region, which the detour buffer jumps back to."""
-        return self.addr + len(self.code)
+        """The address after the replaced instructions, which the detour buffer jumps back to."""
+        return self.addr + len(self.code) - self.kept

@@ -107,6 +107,8 @@ class RejectReason(Enum):
         RejectSubject.INSN,
     )
 
+    NO_PUN = "code leads here, and the bytes here leave no address for the detour", 0, RejectSubject.INSN
+
     BEYOND_FUNCTION = "no instruction of the function follows the detoured region"
     RELATIVE_IN_DCR = "detoured region holds an instruction that needs its address", 0, RejectSubject.INSN
     PROHIBITED_IN_DCR = "detoured region holds a call or trap", 0, RejectSubject.INSN

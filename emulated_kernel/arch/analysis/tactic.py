@@ -18,6 +18,7 @@ class Tactic(Enum):
     EXACT_TABLES = "the exception table has no entry in the replaced bytes"
     PADDING = "the jump covers padding after a jump or return"
     OPCODE = "only Linux's opcode table refuses an instruction"
+    PUNNED = "the jump's last bytes are those of an instruction that other code leads to"
 
 
 Tactics = tuple[Tactic, ...]

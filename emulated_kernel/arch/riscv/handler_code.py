@@ -185,7 +185,8 @@ class RiscvReturnCode(ReturnCode):
     def _saving(self, program: Program, *, far: bool) -> tuple[RiscvLowering, bytes, bytes, dict[int, int]]:
         """Lower a program, and generate code that saves the registers that it changes.
 
-        Return the lowered program, the saving code, the restoring code, and the slots as _save_live() does.
+        Return the lowered program, the saving code, the restoring code, and the map of slots. The map is
+        slot number -> instruction word that reads the saved value, for _patch_slot().
         `far`: branches may lead farther than 4 KiB.
         """
         body = RiscvLowering(

@@ -15,7 +15,7 @@ from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.arch.x86 import copy_insn as out_of_line
 from emulated_kernel.arch.x86 import detour as detours
-from emulated_kernel.arch.x86 import stack_frames
+from emulated_kernel.arch.x86 import punned, stack_frames
 from emulated_kernel.arch.x86.asm_parser import X86Assembler
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, TF
 from emulated_kernel.arch.x86.encoder import INT3
@@ -98,6 +98,14 @@ class X86(Arch):
 
     def around_handler(self, region: Region) -> tuple[bytes, bytes]:
         return detours.around_handler(self._frame, region)
+
+    def detour_starts(self, region: Region) -> range | None:
+        return punned.targets(region) if region.kept else None
+
+    def detour_jump(self, region: Region, target: int) -> bytes:
+        if region.kept:
+            return punned.punned_jump(region, target)
+        return super().detour_jump(region, target)
 
     def relocated(self, region: Region, to: int) -> bytes:
         return detours.relocated(region, to, self.bits)

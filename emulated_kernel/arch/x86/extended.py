@@ -15,6 +15,7 @@ from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.function import reserved_range
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactic, Tactics
+from emulated_kernel.arch.x86 import punned
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.arch.x86.encoder import INT3
@@ -31,28 +32,36 @@ _NO_INDEX = 0x20
 """Index field of a SIB byte without an index register."""
 
 
-def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that a jump at `addr` replaces by the tactics, or the rejection of the jump."""
+def region(analysis: X86FunctionAnalysis, addr: int, kept: int = 0) -> Region | Rejection:
+    """Return the region that a jump at `addr` covers by the tactics, or the rejection of the jump.
+
+    The last `kept` bytes of the jump keep the values of the code there.
+    """
     function = analysis.function
     if addr in analysis.layout.entry_text:
         return Rejection(RejectReason.ENTRY_TEXT, addr)
     if function.end - addr < JMP32_SIZE:
         return Rejection(RejectReason.REGION_TOO_SHORT, addr)
-    flow = analysis.flow
-    undecodable = flow.hazards.get(RejectReason.UNDECODABLE)
+    undecodable = analysis.flow.hazards.get(RejectReason.UNDECODABLE)
     if undecodable is not None:
         return Rejection(RejectReason.UNDECODABLE, undecodable)
-    jump = flow.branch_into(range(addr + INT3_SIZE, addr + JMP32_SIZE))
-    if jump is not None:
-        return Rejection(RejectReason.JUMP_INTO_RANGE, jump.source)
-    return _replaced(analysis, addr)
+    found = _covered(analysis, addr, kept)
+    if kept and isinstance(found, Region) and not punned.has_room(found, analysis.bits):
+        return Rejection(RejectReason.NO_PUN, found.end)
+    return found
 
 
-def _replaced(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region of whole instructions and padding from `addr` on, or the first rule it breaks."""
+def _covered(analysis: X86FunctionAnalysis, addr: int, kept: int) -> Region | Rejection:
+    """Return the region of a jump at `addr` that keeps `kept` bytes, or the first rule it breaks.
+
+    Whole instructions and padding are before the kept bytes.
+    """
     used: list[Relocation] = []
     at = addr
-    end = addr + JMP32_SIZE
+    end = addr + JMP32_SIZE - kept
+    jump = analysis.flow.branch_into(range(addr + INT3_SIZE, end))
+    if jump is not None:
+        return Rejection(RejectReason.JUMP_INTO_RANGE, jump.source)
     while at < end:
         facts = analysis.flow.facts.get(at)
         refused = _refusal(analysis, addr, at, facts)
@@ -72,11 +81,18 @@ def _replaced(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
         if not size:
             return Rejection(RejectReason.CODE_AFTER_JUMP, at)
         at += size
-    reserved = reserved_range(analysis.function, addr, at - 1)
+    if kept and at > end:
+        return Rejection(RejectReason.NOT_A_BOUNDARY, end)
+    reserved = reserved_range(analysis.function, addr, at + kept - 1)
     if reserved is not None:
         return reserved
-    tactics = _tactics(analysis, addr, used, has_padding=at > copied)
-    return Region(addr, analysis.bytes_at(addr, at - addr), padding=at - copied, tactics=tactics)
+    return Region(
+        addr,
+        analysis.bytes_at(addr, at + kept - addr),
+        padding=at - copied,
+        kept=kept,
+        tactics=_tactics(analysis, addr, used, has_padding=at > copied, is_punned=kept > 0),
+    )
 
 
 def _refusal(
@@ -121,20 +137,26 @@ def _is_lea_nop(insn: X86Insn, code: bytes) -> bool:
 
 
 def _tactics(
-    analysis: X86FunctionAnalysis, addr: int, used: list[Relocation], *, has_padding: bool
+    analysis: X86FunctionAnalysis,
+    addr: int,
+    used: list[Relocation],
+    *,
+    has_padding: bool,
+    is_punned: bool,
 ) -> Tactics:
     """Return the tactics that the jump at `addr` needs.
 
-    `used`: kinds of relocation of the region's instructions. `has_padding`: the region ends with padding.
+    `used`: kinds of relocation of the region's instructions. `has_padding`: the region has padding.
     """
     flow = analysis.flow
     needed = {
         Tactic.RETURN_THUNK: RejectReason.THUNK_JUMP in flow.hazards and not flow.jumps_through_register,
-        Tactic.NEXT_BYTE: flow.jump_into(addr + JMP32_SIZE, addr + JMP32_SIZE) is not None,
+        Tactic.NEXT_BYTE: not is_punned and flow.jump_into(addr + JMP32_SIZE, addr + JMP32_SIZE) is not None,
         Tactic.RELOCATED_BRANCH: any(each in _RELOCATED for each in used),
         Tactic.INDIRECT_JUMP: flow.jumps_through_register,
         Tactic.EXACT_TABLES: RejectReason.EXCEPTION_TABLE in flow.hazards,
         Tactic.PADDING: has_padding,
         Tactic.OPCODE: Relocation.BEYOND_TABLE in used,
+        Tactic.PUNNED: is_punned,
     }
     return tuple(tactic for tactic, is_needed in needed.items() if is_needed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
@@ -187,6 +187,17 @@ def _interior(region: Region) -> range:
     return range(region.addr + 1, region.end)
 
 
+def _tactics() -> OptimizationPolicy[X86FunctionAnalysis]:
+    """Return the policy that asks for all bytes of a jump first, then for fewer and fewer of them."""
+    found = None
+    for kept in range(JMP32_SIZE - 1, -1, -1):
+        region = partial(extended.region, kept=kept)
+        name = f"tactics, {kept} bytes kept"
+        found = OptimizationPolicy(name, region, _interior, by_data=True, by_code=True, beyond=found)
+    assert found is not None
+    return found
+
+
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
@@ -196,7 +207,7 @@ STRATEGIES = {
             "extended",
             detoured_region,
             _interior,
-            beyond=OptimizationPolicy("tactics", extended.region, _interior, by_data=True, by_code=True),
+            beyond=_tactics(),
         ),
         OptimizationPolicy("djprobe", djprobe.region, djprobe.prohibited, by_data=True, by_commit=True),
     )

@@ -197,7 +197,10 @@ class HostProcesses(ProcessWatch):
         self._parents: dict[int, int] = {}
         """Pid of a new process whose status must still be read -> its parent's pid, from an event."""
         self._beginning: dict[int, float] = {}
-        """New pid without an event or process -> monotonic time until which its process may still appear."""
+        """Allocated pid without a fork event and without a process in /proc -> monotonic time in seconds.
+
+        Until this time, the event or the process may still appear.
+        """
         self._families = Families()
         """Families of clients, from which parents are inferred on hosts that report no forks."""
         self._memory = ProcessMemory()

@@ -101,7 +101,7 @@ class Compiler:
 
     def contains(self, address: int) -> bool:
         """Return True if an address lies in a handler, where a record may be half written."""
-        return address in self._text.generated and any(code.contains(address) for code in self.codes)
+        return self._text.is_generated(address) and any(code.contains(address) for code in self.codes)
 
     def keep_sample(self, head: AggrKprobe, regs: Any) -> None:
         """Store a hit's registers in `head.sample`. Benchmarks run the compiled handler with these values."""
@@ -159,7 +159,8 @@ class Compiler:
         def rest(at: int) -> bytes:
             return arch.relative_jump(at, at + arch.jump_size if target is None else target) + breakpoint_
 
-        code = self._make(head, EntryKind.BREAKPOINT, arch.jump_size + len(breakpoint_), rest)
+        near = None if target is None else self._text.around(target)
+        code = self._make(head, EntryKind.BREAKPOINT, arch.jump_size + len(breakpoint_), rest, near)
         if code is not None:
             code.target = target
             code.tail = code.address + code.size - len(breakpoint_)
@@ -293,7 +294,8 @@ class Compiler:
         """Compile a detour buffer that contains the handler; None if Python must handle the hits."""
         assert head.detour is not None
         rest = partial(self._arch.relocated, head.detour.region)
-        return self._make(head, EntryKind.JUMP, self._arch.max_copied, rest)
+        starts = self._arch.detour_starts(head.detour.region)
+        return self._make(head, EntryKind.JUMP, self._arch.max_copied, rest, starts)
 
     # Returns
 
@@ -339,17 +341,20 @@ class Compiler:
     # Writing
 
     @_or_none
-    def _make(self, head: AggrKprobe, way: EntryKind, behind: int, rest: Rest) -> CompiledCode | None:
+    def _make(
+        self, head: AggrKprobe, way: EntryKind, behind: int, rest: Rest, entries: range | None = None
+    ) -> CompiledCode | None:
         """Compile a probe's handlers for hits of kind `way`; return None if Python must handle the hits.
 
-        `rest` adds at most `behind` bytes to the code.
+        `rest` adds at most `behind` bytes to the code. `entries`: possible addresses of the code's entry, or
+        None for any address.
         """
         builder = ProgramBuilder()
         if not self.may_compile or not head.emit(builder, way):
             return None
         # A post_handler may read registers that the function doesn't read any more.
         live = self._verdict.all_live if head.has_post_handler else None
-        return self._write(builder, self._handler(builder, head.address, live), behind, rest)
+        return self._write(builder, self._handler(builder, head.address, live), behind, rest, entries)
 
     def _handler(
         self, builder: ProgramBuilder, address: int, live: LiveRegisters | None = None
@@ -363,10 +368,16 @@ class Compiler:
         return lambda at: self._arch.relative_jump(at, target)
 
     def _write(
-        self, builder: ProgramBuilder, handler: HandlerCode, behind: int, rest: Rest
+        self,
+        builder: ProgramBuilder,
+        handler: HandlerCode,
+        behind: int,
+        rest: Rest,
+        entries: range | None = None,
     ) -> CompiledCode | None:
+        starts = entries and range(entries.start - handler.entry, entries.stop - handler.entry)
         try:
-            buffer = self._text.alloc_text(len(handler.code) + behind)
+            buffer = self._text.alloc_text(len(handler.code) + behind, starts)
         except HardwareError:
             return None
         try:

@@ -59,12 +59,13 @@ class Djprobes(Optimizer):
         return f"0x{kprobe.address:x}: a probe at 0x{inner:x} was in its region before"
 
     def resolve_region(self, kprobe: Kprobe) -> Region | None:
-        """Return the region that the jump of a probe would replace; None if the probe has no length.
+        """Return the region that a probe's jump would replace; None if the user gave no `length` for it.
 
-        Deviates: the paper's kernel has no disassembler, and believes the length. Source: section 3.3.1.
+        Deviates: the paper's kernel has no disassembler, so it does not check the length.
+        Source: section 3.3.1.
 
-        Raises: KernelError EEXIST (another djprobe's region covers the address), EINVAL (the length is not
-        what the static analysis says).
+        Raises: KernelError EEXIST (another djprobe's region covers the address), EINVAL (the static analysis
+        allows no jump, or finds another length).
         """
         addr = kprobe.address
         if any(self.covering(addr)):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
@@ -92,9 +93,9 @@ class Optimizer:
             head.rejection = f"0x{addr:x}: another debugger has patched the bytes to be replaced"
             return
         try:
-            buffer = self._text.alloc_text(self._arch.max_detour)
+            buffer = self._text.alloc_text(self._arch.max_detour, self._arch.detour_starts(region))
         except HardwareError:
-            head.rejection = f"0x{addr:x}: no executable memory left for a detour buffer"
+            head.rejection = f"0x{addr:x}: no executable memory left for a detour buffer{_where(region)}"
             return
         try:
             detour = self._arch.detour(region, buffer)
@@ -347,7 +348,7 @@ class Optimizer:
         spans = {*self._garbage.spans}
         for head in self.optimizing:
             assert head.detour is not None
-            spans.add((head.address + 1, head.address + head.detour.length))
+            spans.add((head.address + 1, head.detour.region.end))
             spans.update(self._leading_to(head))
         for head in self.freeing:
             spans.update(self._places_of(head))
@@ -413,11 +414,15 @@ class Optimizer:
             return
         for head in [head for head in self.optimizing if head not in self.stages]:
             assert head.detour is not None
+            if not self._is_as_prepared(head, head.detour):
+                self._mark(head, optimized=False)
+                del self.optimizing[head]
+                continue
             size = len(self._breakpoint(head))
             jump = head.detour.jump
             head.saved_tail = self._text.current(head.address + size, len(jump) - size)
             if self.stages.is_on:
-                # The text stays quiescent: from here on no code leads between the jump's first and last byte.
+                # The text stays quiescent: from here on no code leads to bytes that the jump changes.
                 self.stages.begin(head, jump)
             else:
                 self._poker.replace(head.address, jump)
@@ -435,6 +440,17 @@ class Optimizer:
         self._clear_up((head,))
         if self.freeing:
             self._kick()
+
+    def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
+        """Return True unless somebody else has changed the bytes that the probe's jump keeps.
+
+        These bytes decide where the jump leads. If they have changed, note that in the probe's rejection.
+        """
+        region = detour.region
+        kept = detour.jump[len(detour.jump) - region.kept :]
+        is_same = self._text.current(region.end, region.kept) == kept
+        head.rejection = "" if is_same else f"0x{region.end:x}: another debugger has patched the bytes"
+        return is_same
 
     def _expose_breakpoint(self, head: AggrKprobe) -> None:
         """Replace a jump by the breakpoint. Mirrors: kernel/kprobes.c:force_unoptimize_kprobe (v6.1)."""
@@ -461,3 +477,8 @@ class Optimizer:
         else:
             head.flags &= ~KprobeFlag.OPTIMIZED
         self._routes.update(head)
+
+
+def _where(region: Region) -> str:
+    """Return the end of a message about missing memory: where the detour of a region must be."""
+    return " where the kept bytes let the jump lead" if region.kept else ""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from emulated_kernel.machine.cpu import x86 as cpu_x86
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.paging import PaePageTables
-from emulated_kernel.machine.memory_layout import MemoryLayout
+from emulated_kernel.machine.memory_layout import PUN_SPACES, MemoryLayout
 from emulated_kernel.machine.unicorn_engine import ARCH_X86, MODE_32, Engine
 
 KERNEL_CS = 0x60
@@ -43,6 +43,7 @@ class I386Cpu(cpu_x86.X86Cpu):
         host_text=0xFF000000,
         record_pages=0xE0000000,
         record_pages_size=0x10000000,
+        pun_space=PUN_SPACES[32],
     )
     registers = MappingProxyType({
         "ax": 19, "cx": 22, "dx": 24, "bx": 21, "sp": 30, "bp": 20, "si": 29, "di": 23, "ip": 26,

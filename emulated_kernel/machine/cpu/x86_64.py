@@ -8,7 +8,7 @@ from types import MappingProxyType
 from emulated_kernel.machine.cpu import x86 as cpu_x86
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.paging import X86PageTables
-from emulated_kernel.machine.memory_layout import MemoryLayout
+from emulated_kernel.machine.memory_layout import PUN_SPACES, MemoryLayout
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import ARCH_X86, MODE_64, Engine
 from emulated_kernel.util.abi import Vector
@@ -47,6 +47,7 @@ class X86_64Cpu(cpu_x86.X86Cpu):
         host_text=0xFFFFFFFFBF000000,
         record_pages=0xFFFFC98000000000,
         record_pages_size=512 << 20,
+        pun_space=PUN_SPACES[64],
     )
     registers = MappingProxyType({
         "ax": 35, "cx": 38, "dx": 40, "bx": 37, "sp": 44, "bp": 36, "si": 43, "di": 39,

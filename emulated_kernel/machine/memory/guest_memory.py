@@ -48,6 +48,17 @@ class GuestMemory(ABC):
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
         """Map pages that aren't mapped yet. Raises: MemoryFault (not page-aligned, or already mapped)."""
 
+    def prepare(self, va: int, size: int) -> None:  # noqa: B027
+        """Let later calls of map() in [va, va + size) change no memory that the guest owns.
+
+        A rollback of the guest's memory then keeps the mapping. The default does nothing, because only a
+        guest with its own page tables needs it. Raises: HardwareError (no host page is left).
+        """
+
+    @abstractmethod
+    def unmap(self, va: int, size: int) -> None:
+        """Unmap the pages of [va, va + size). Raises: MemoryFault (a part isn't mapped)."""
+
     @abstractmethod
     def is_mapped(self, va: int) -> bool:
         """Return True if an address is mapped."""

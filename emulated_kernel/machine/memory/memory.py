@@ -93,7 +93,6 @@ class Memory(GuestMemory):
         self._index()
 
     def unmap(self, va: int, size: int) -> None:
-        """Unmap the pages of [va, va + size). Raises: MemoryFault (a part isn't mapped)."""
         self._cut(va, va + size)
         self.tables.unmap(va, size)
         self._index()

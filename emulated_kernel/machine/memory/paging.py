@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
@@ -67,6 +68,15 @@ class PageTables(ABC):
             length = step // PAGE_SIZE * _ENTRY.size
             self._ram[first : first + length] = bytes(length)
             va += step
+
+    def make_tables(self, va: int, is_own: Callable[[int], bool]) -> None:
+        """Create the tables through which map() reaches `va`, so that it changes only own tables.
+
+        `is_own`: physical address -> whether tables there are own ones.
+        """
+        slot = self._slot(va, LARGE_PAGE_SIZE)
+        if not is_own(slot) and not self._get(slot):
+            self._slot(va, PAGE_SIZE)
 
     def _map_large(self, va: int, pa: int, size: int, prot: Prot) -> int:
         """Map large pages up to the table's end or a table of small pages; return the bytes mapped."""

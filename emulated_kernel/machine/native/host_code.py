@@ -20,9 +20,10 @@ PYTHON_TRAPS = "KPROBEFS_PYTHON_TRAPS"
 def routine_address(name: str) -> int | None:
     """Return the address of the host's routine `name`.
 
-    `name` is that of a routine in the assembler sources, such as "rdtsc". The routine that handles traps has
-    the name of the family of guests.
-    Return None if the host cannot run a routine, or if PYTHON_TRAPS is set.
+    `name` is that of a routine in the assembler sources, such as "rdtsc". The routine that handles traps is
+    named after the guest's family of architectures: "x86" or "riscv".
+    Return None if the host's machine has no such routine, if the host refuses to map it, or if PYTHON_TRAPS
+    is set.
     """
     if sys.platform != "linux" or os.environ.get(PYTHON_TRAPS):
         return None

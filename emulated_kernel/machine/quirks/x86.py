@@ -133,7 +133,10 @@ def check_breakpoint(bench: Bench) -> None:
 
 
 def check_trap_flag(bench: Bench) -> None:
-    """Check that TF traps after one instruction (of popf: after the next one), and that it can be cleared."""
+    """Check that TF traps after one instruction, and that it can be cleared.
+
+    If popf sets TF, the trap must come after the instruction that follows popf.
+    """
     bench.regs.step(True)
     bench.run(b"\x90\x90")
     once = [(trap.vector, trap.address) for trap in bench.traps]

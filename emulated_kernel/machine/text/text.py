@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.memory.guest_memory import GuestMemory, GuestPool
+from emulated_kernel.machine.memory.sparse_pool import SparsePool
 from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.machine.unicorn_engine import CodeCache
@@ -17,6 +18,8 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 _FLUSH_FROM = 32
 """Minimum number of pokes in a batch that flush all translated code, not only the code of each site."""
 _SLOT_ALIGN = 16
+_REACH = 1 << 30
+"""Distance in bytes that a jump can bridge, with room for the code around it."""
 _DIFFERS = b"\0" + b"\xff" * 255
 
 
@@ -116,6 +119,7 @@ class Text:
             prot=Prot.READ | Prot.EXEC,
             fill=cpu.filler,
         )
+        self._puns = SparsePool(memory, cpu.layout.pun_space, prot=Prot.READ | Prot.EXEC, fill=cpu.filler)
         self.ledger = OriginalBytes()
         """Address of a patched byte -> original byte. Only Text changes the ledger."""
         self.before_first_change: list[Callable[[], object]] = []
@@ -266,23 +270,36 @@ class Text:
         start, _, original = self._originals[at]
         return self.original(va, size) != original[va - start : va - start + size]
 
-    def alloc_text(self, size: int) -> int:
-        """Allocate executable host memory, 16-byte aligned and filled with breakpoints; `poke` writes it.
+    def alloc_text(self, size: int, starts: range | None = None) -> int:
+        """Allocate executable host memory that is filled with breakpoints; `poke` writes it.
 
+        It is 16-byte aligned, or if `starts` is not None, it begins at any of these addresses.
         Raises: HardwareError (no memory for text is left).
         """
-        return self._slots.alloc(size)
+        return self._slots.alloc(size) if starts is None else self._puns.alloc(size, starts)
+
+    def around(self, va: int) -> range | None:
+        """Return addresses from which a jump reaches generated code at `va`; None if any will do."""
+        return range(va - _REACH, va + _REACH) if va in self._puns else None
 
     @property
-    def generated(self) -> range:
+    def generated(self) -> tuple[range, ...]:
         """Addresses of the pages for generated code: slots, detours, trampolines and stubs."""
-        return self._slots.mapped
+        return (self._slots.mapped, *self._puns.mapped)
+
+    def is_generated(self, va: int) -> bool:
+        """Return True if an address is in a page for generated code."""
+        return va in self._slots.mapped or va in self._puns
 
     def free_text(self, va: int) -> None:
         """Free memory from `alloc_text`; it is filled with breakpoints, so that a late jump to it traps.
 
         Raises: HardwareError (not allocated).
         """
+        if va in self._puns:
+            self.poke(va, self._filler * (self._puns.size_of(va) // len(self._filler)))
+            self._puns.free(va)
+            return
         size = self._slots.free(va)
         self.poke(va, self._filler * (size // len(self._filler)))
 

@@ -9,7 +9,6 @@ from enum import Enum, auto
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
 
-
 _MANY = 256
 """Number of instructions from which the steps are left out if nothing can see them."""
 

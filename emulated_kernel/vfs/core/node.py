@@ -232,7 +232,10 @@ class _Member(Generic[T]):
     directory: Directory | None = None
 
     def number(self, numbers: Iterator[int]) -> int:
-        """Return the inode number of the object's subdirectory, whose node need not exist yet."""
+        """Return the inode number of the object's subdirectory; if it has none, take the next of `numbers`.
+
+        The subdirectory's node need not exist.
+        """
         if self.directory is not None:
             return self.directory.number(numbers)
         self.ino = self.ino or next(numbers)

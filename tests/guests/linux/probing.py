@@ -11,13 +11,19 @@ from itertools import islice
 from typing import Any
 
 from emulated_kernel.arch.analysis.reject_reason import Rejection
-from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTask
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, STRATEGIES, Profile
+from emulated_kernel.kprobes.profile import (
+    DEFAULT,
+    PROFILES,
+    RISCV_FTRACE_PROFILE,
+    RISCV_PROFILE,
+    STRATEGIES,
+    Profile,
+)
 from tests.guests.linux import debian_kernel
 
 GUEST_RAM = 128 << 20
@@ -31,6 +37,14 @@ MODES = {
     "extended": replace(PLAIN, optimizer=True, strategies=STRATEGIES),
     "ftrace": PROFILES[DEFAULT],
 }
+RISCV_MODES = {
+    "stepped": replace(PROFILES[RISCV_PROFILE], optimizer=False),
+    "optimized": PROFILES[RISCV_PROFILE],
+    "extended": replace(PROFILES[RISCV_PROFILE], strategies=STRATEGIES),
+    "ftrace": PROFILES[RISCV_FTRACE_PROFILE],
+}
+if debian_kernel.META.endswith("-riscv64"):
+    MODES = RISCV_MODES
 
 
 @cache
@@ -39,7 +53,12 @@ def kernel() -> LinuxKernel:
 
 
 def engine(profile: Profile) -> LinuxEngine:
-    return LinuxEngine(*debian_kernel.with_kernel(), profile)
+    made = LinuxEngine(*debian_kernel.with_kernel(), profile)
+    if profile.optimizer:
+        # The guest's page tables lead to the pages of punned jumps from now on, also after a rewind.
+        text = made.machine.text
+        text.free_text(text.alloc_text(16, made.machine.model.layout.pun_space[0]))
+    return made
 
 
 def unprobed_engine() -> LinuxEngine:
@@ -47,7 +66,7 @@ def unprobed_engine() -> LinuxEngine:
 
     The kernel's page tables also map the host's window of code.
     """
-    alone = engine(PLAIN)
+    alone = engine(MODES["stepped"])
     alone.machine.text.free_text(alone.machine.text.alloc_text(16))
     return alone
 
@@ -61,7 +80,7 @@ def boundaries(engine: LinuxEngine, starts: Iterable[int]) -> Iterator[int]:
         where = kernel().kallsyms.lookup(address)
         assert where is not None
         code = engine.machine.text.original(address, where.symbol.size)
-        yield from (at for at, *_ in decode_all(code, address))
+        yield from engine.components.arch.instruction_boundaries(code, address)
 
 
 def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
@@ -70,10 +89,11 @@ def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
     With the optimizer, yield only addresses whose jumps do not overlap.
     """
     verdict, end = engine.kprobes.probe_checker, 0
+    has_x87 = engine.components.arch.name == "x86_64"
     for address in addresses:
         # Linux: fxsave tells where the last x87 instruction ran, which is its slot.
         if (
-            engine.machine.text.original(address, 1)[0] & 0xF8 == _X87
+            (has_x87 and engine.machine.text.original(address, 1)[0] & 0xF8 == _X87)
             or verdict.may_probe(address) is not None
             # A landing pad's probe stands behind it, as the next one does.
             or _is_pad(engine, address)
@@ -85,7 +105,7 @@ def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
         region = verdict.optimized_region(address)
         if address >= end and not isinstance(region, Rejection):
             yield address
-            end = region.end
+            end = region.addr + region.length
 
 
 def _is_pad(engine: LinuxEngine, address: int) -> bool:

@@ -104,6 +104,19 @@ def test_clients_take_turns(tasks: LinuxTasks) -> None:
     assert b"riscv64" in calls.read_all("/proc/version")
 
 
+def test_the_memory_of_ended_tasks_is_freed(tasks: LinuxTasks) -> None:
+    """Time passes for the kernel, so that RCU frees what many short processes leave."""
+    calls = LinuxSyscalls(tasks)
+
+    def free() -> int:
+        return int(calls.read_all("/proc/meminfo").split(b"MemFree:")[1].split()[0])
+
+    before = free()
+    for pid in range(6000, 6160):
+        tasks.exit(tasks.fork(tasks.init, pid))
+    assert free() > before - 3000
+
+
 def test_a_sleep_passes_guest_time(tasks: LinuxTasks) -> None:
     client = tasks.fork(tasks.init, 4003)
     tasks.copy_to_user(client, 0x600000, struct.pack("<2q", 1, 0))

@@ -8,20 +8,27 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from errno import EILSEQ
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.boot_cache import started_with_kernel
+from emulated_kernel.guests.linux.boot_cache import started, started_with_kernel
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.kprobes.profile import RISCV_FTRACE_PROFILE, RISCV_PROFILE
+from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, RISCV_FTRACE_PROFILE, RISCV_PROFILE
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
+from kprobefs.common.errors import CliError
+from kprobefs.daemon.backends import _linux_profile
+from kprobefs.mount_options import MountOptions, check_kprobes
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.guests.linux.probing import armed, chosen, differing, disarmed, ram, workload
 from tests.guests.linux.test_riscv64 import META, SUITE, read, write
@@ -130,6 +137,22 @@ def test_events_of_the_kernel(clean: Mount) -> None:
     assert re.search(r"-5002 .*sys_exit: NR 63 = 6", text)
 
 
+def test_a_marker_is_as_the_kernel_records_it(clean: Mount) -> None:
+    """Its address is that of a label in the kernel's function."""
+    path = str(package(META, SUITE, "riscv64"))
+    with own_cache(META, SUITE):
+        native = native_mount(started(path, SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    found = []
+    for mount in (clean, native):
+        write(mount, CLIENT, "/tracing/options/sym-offset", b"1")
+        write(mount, CLIENT, "/tracing/trace_marker", b"hello\n")
+        found.append(records(mount)[-1].split()[2:])
+        write(mount, CLIENT, "/tracing/options/sym-offset", b"0")
+    native.close()
+    assert found[0] == found[1]
+    assert found[0][-1] == "hello"
+
+
 def test_a_function_is_called(clean: Mount) -> None:
     file = clean.open(CLIENT, "/machine/call", os.O_RDWR)
     clean.write(CLIENT, file, b"int_sqrt 1764\nstrlen 'word'\n", 0)
@@ -150,6 +173,20 @@ def test_modules(clean: Mount) -> None:
 
 
 # With ftrace sites
+
+
+def test_the_profile_is_for_one_processor(engine: LinuxEngine) -> None:
+    """It keeps the kernel's own interface; other processors' kernels refuse it in one line."""
+    image = package(META, SUITE, "riscv64")
+    options = MountOptions(
+        str(image.parent), machine=MachineConfig(image=image, profile=RISCV_FTRACE_PROFILE)
+    )
+    check_kprobes(options)
+    found = _linux_profile(options, engine.kernel)
+    assert (found.ftrace, found.interface) == (True, KERNEL_INTERFACE)
+    other = cast(Any, SimpleNamespace(architecture="x86_64"))
+    with pytest.raises(CliError, match="is for riscv64, and the kernel for x86_64; use "):
+        _linux_profile(options, other)
 
 
 @pytest.fixture(scope="module")

@@ -45,8 +45,8 @@ SCRATCH = 16 << 10
 State = Any
 """All registers of a CPU."""
 
-Live = Callable[[int], LiveRegisters]
-"""Function: address -> registers and flags that must be the same there with and without the probe."""
+Live = Callable[[int | None], LiveRegisters]
+"""Function: address of an exit, or None for a return -> registers that must be the same with the probe."""
 
 Pieces = Sequence[tuple[int, bytes]]
 """Addresses and the bytes at them."""
@@ -115,6 +115,16 @@ def undefined_flags(code: bytes, addr: int, bits: int) -> int:
     return sum(flag for flag, bit in _ICED_FLAGS.items() if undefined & bit)
 
 
+def piece_size(probed: Probed, region: Region) -> int:
+    """Return the size of the whole instructions that a jump covers, also of those that it keeps."""
+    if not region.kept:
+        return region.length
+    size = region.length + probed.kernel.arch.max_insn_size
+    code = probed.kernel.machine.text.original(region.addr, size)
+    starts = probed.kernel.arch.instruction_boundaries(code, region.addr)
+    return next(start - region.addr for start in starts if start >= region.addr + region.length)
+
+
 def exits(probed: Probed, address: int, size: int) -> tuple[int, ...]:
     """Return the exits of the instructions: the address after them, and the targets of direct branches."""
     arch = probed.kernel.arch
@@ -124,7 +134,7 @@ def exits(probed: Probed, address: int, size: int) -> tuple[int, ...]:
         targets = set(_riscv_targets(code, address, compressed=arch.name == "riscv64"))
     else:
         targets = {insn.near_branch_target for insn in iced_decoder(code, address, arch.bits)} - {0}
-    return end, *sorted(targets - {end})
+    return end, *sorted(targets - {*range(address, end + 1)})
 
 
 def _riscv_targets(code: bytes, address: int, *, compressed: bool) -> Iterator[int]:
@@ -245,7 +255,7 @@ class Bench:
         return End(None, (trap.vector, trap.error_code, trap.cr2), self._met)
 
     def step(self, start: State, targets: Iterable[int]) -> End:
-        """Execute a single instruction; do not restore the memory.
+        """Execute a single instruction, and after a fault also that of its fixup; do not restore the memory.
 
         `targets`: addresses to which it may jump. On a machine without a trap flag, breakpoints stop the run.
         """
@@ -253,10 +263,12 @@ class Bench:
         if not flag:
             with self.until(self._behind(start.ip), *targets):
                 end = self._run(start)
-            if end.registers is None or self._met is None:
+            if end.registers is None:
                 return end
-            return end._replace(registers=end.registers._replace(ip=self._met))
-        trap, state = self.machine.trap_of(start._replace(flags=start.flags | flag))
+            # A return leads to the pad, which has stopped the CPU behind its first instruction.
+            ip = self._pad if self._met is None else self._met
+            return end._replace(registers=end.registers._replace(ip=ip))
+        trap, state = self.machine.trap_of(start._replace(flags=start.flags | flag), fixup=True)
         if trap.vector == Vector.DEBUG:
             return End(state._replace(flags=state.flags & ~flag), None, state.ip)
         return End(None, (trap.vector, trap.error_code, trap.cr2), None)
@@ -288,7 +300,7 @@ class Bench:
         undo = [(at, before) for at, before, _ in self._snapshot.changed_lines()]
         self.restore()
         undo.append((free.start, self.machine.memory.read(free.start, len(free))))
-        behind = live(end.met) if live is not None and end.met is not None else self.all_live
+        behind = self.all_live if live is None else live(end.met)
         bits = _bits(behind, self.all_live, loose, start._fields)
         return Expected(
             end,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.tactic import Tactic
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
@@ -43,11 +45,12 @@ def places(probed: Probed) -> Iterator[tuple[tuple[str, int, int], set[Tactic]]]
 
 
 def test_transparent_with_each_tactic(extended: Probed) -> None:
-    """Our images have no return thunks; Debian's kernel has them."""
+    """Our images have no return thunks; Debian's kernel has them. Only x86_64 has enough punned jumps."""
     if extended.kernel.arch.name == "riscv64":
         pytest.skip("jumps of RISC-V overwrite registers that are free; see exhaustion/test_protocol.py")
     bench = Bench(extended)
-    left = dict.fromkeys(set(Tactic) - {Tactic.RETURN_THUNK}, ROUNDS)
+    rare = {Tactic.RETURN_THUNK} if extended.kernel.arch.bits == 64 else {Tactic.RETURN_THUNK, Tactic.PUNNED}
+    left = dict.fromkeys(set(Tactic) - rare, ROUNDS)
     wrong = []
     for place, tactics in places(extended):
         if any(left.get(tactic) for tactic in tactics):
@@ -138,3 +141,130 @@ def test_what_has_no_such_strategy(config: dict[str, str]) -> None:
     with pytest.raises(KernelError) as caught:
         Kernel(MachineConfig(**config))  # type: ignore[arg-type]
     assert caught.value.errno == errno.EINVAL
+
+
+def punned_places(probed: Probed, kept: int) -> Iterator[int]:
+    """Addresses whose jump keeps so many bytes of the code after the replaced instructions."""
+    for _, _, address in instructions(probed):
+        region = probed.verdict.optimized_region(address)
+        if isinstance(region, Region) and region.kept == kept:
+            yield address
+
+
+@pytest.fixture(scope="module")
+def punned() -> Iterator[Probed]:
+    with Kernel(MachineConfig(strategy="extended")) as kernel:
+        yield Probed(kernel)
+        assert ledger_mismatches(kernel.machine.text) == []
+
+
+def test_a_punned_jump_comes_and_goes(punned: Probed) -> None:
+    """It changes only the replaced bytes, and waits for no CPU at the instruction that it keeps."""
+    kernel = punned.kernel
+    text = kernel.machine.text
+    for kept in (1, 2, 3):
+        address = next(punned_places(punned, kept))
+        before = text.current(address, 5)
+        pages = text.generated
+        probe = punned.probe("punned", at=address)
+        with spans_asked(punned) as asked:
+            punned.settle()
+        region = punned.region(address)
+        assert region.end == address + 5 - kept
+        spans = [span for span in asked if span[0] <= region.end <= span[1]]
+        assert all(end <= region.end for _, end in spans)
+        assert any(start == address + 1 for start, _ in asked) or region.end == address + 1
+        jump = text.current(address, 5)
+        assert (jump[0], jump[-kept:]) == (0xE9, before[-kept:])
+        assert set(text.ledger) <= set(range(address, region.end))
+        reason = kernel.kprobes.reason(probe)
+        assert Tactic.PUNNED.value in reason
+        kernel.unregister_kprobe(probe)
+        punned.settle()
+        assert text.current(address, 5) == before
+        assert text.generated == pages
+
+
+@contextmanager
+def spans_asked(probed: Probed) -> Iterator[list[tuple[int, int]]]:
+    """Collect the address ranges that must be quiescent before jumps are written."""
+    scheduler = probed.optimizer._scheduler
+    asked: list[tuple[int, int]] = []
+    really = scheduler.is_quiescent
+
+    def is_quiescent(spans: Sequence[tuple[int, int]]) -> bool:
+        asked.extend(spans)
+        return really(spans)
+
+    scheduler.is_quiescent = is_quiescent
+    yield asked
+    scheduler.is_quiescent = really
+
+
+def test_all_five_bytes_are_reserved(punned: Probed) -> None:
+    """A probe at the kept instruction takes the jump away until it goes and the other is enabled again."""
+    kernel = punned.kernel
+    address = next(punned_places(punned, 2))
+    region = punned.region(address)
+    probe = punned.probe("punned", at=address)
+    punned.settle()
+    assert kernel.kprobes.mode(probe) == "optimized"
+    neighbour = punned.probe("neighbour", at=region.end)
+    assert kernel.kprobes.mode(probe) != "optimized"
+    punned.settle()
+    assert kernel.kprobes.mode(probe) != "optimized"
+    kernel.disable_kprobe(probe)
+    kernel.enable_kprobe(probe)
+    punned.settle()
+    assert kernel.kprobes.mode(probe) != "optimized"
+    kernel.unregister_kprobe(neighbour)
+    punned.settle()
+    kernel.disable_kprobe(probe)
+    kernel.enable_kprobe(probe)
+    punned.settle()
+    assert kernel.kprobes.mode(probe) == "optimized"
+    kernel.unregister_kprobe(probe)
+    punned.settle()
+    assert kernel.machine.text.ledger == {}
+
+
+def test_no_jump_where_somebody_else_has_changed_the_kept_bytes(punned: Probed) -> None:
+    kernel = punned.kernel
+    text = kernel.machine.text
+    address = next(punned_places(punned, 2))
+    end = punned.region(address).end
+    before = text.current(end, 1)
+    probe = punned.probe("punned", at=address)
+    text.substitute(end, b"\xcc")
+    punned.settle()
+    assert text.current(address, 1) == b"\xcc"
+    assert kernel.kprobes.reason(probe) == f"{end:#x}: another debugger has patched the bytes"
+    text.substitute(end, before)
+    kernel.disable_kprobe(probe)
+    kernel.enable_kprobe(probe)
+    punned.settle()
+    assert kernel.kprobes.mode(probe) == "optimized"
+    kernel.unregister_kprobe(probe)
+    punned.settle()
+
+
+def test_two_detours_that_need_the_same_address(punned: Probed) -> None:
+    """The second one stays a breakpoint, and says so; other probes are as before."""
+    kernel = punned.kernel
+    text = kernel.machine.text
+    address = next(punned_places(punned, 4))
+    starts = kernel.arch.detour_starts(punned.region(address))
+    assert starts is not None
+    assert len(starts) == 1
+    taken = text.alloc_text(16, starts)
+    probe = punned.probe("punned", at=address)
+    punned.settle()
+    assert kernel.kprobes.mode(probe) in ("int3", "boosted")
+    assert "no executable memory left for a detour buffer where" in kernel.kprobes.reason(probe)
+    kernel.unregister_kprobe(probe)
+    text.free_text(taken)
+    probe = punned.probe("punned", at=address)
+    punned.settle()
+    assert kernel.kprobes.mode(probe) == "optimized"
+    kernel.unregister_kprobe(probe)
+    punned.settle()

@@ -10,7 +10,7 @@ from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.x86.insn import iced_decoder
 from emulated_kernel.machine.traps.trap import GuestFault
 from tests.kprobes.optimizer.conftest import Boot, Probed
-from tests.kprobes.optimizer.regions import Bench, exits, optimizable
+from tests.kprobes.optimizer.regions import Bench, exits, optimizable, piece_size
 from tests.sample import share
 
 ARCHS = ("x86_64", "i386")
@@ -21,7 +21,7 @@ def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[s
     """What differs between the unprobed and the optimized run of a detoured region."""
     symbol, offset, address = place
     starts = [state._replace(ip=address) for state in bench.states(address)]
-    ends = exits(probed, address, probed.region(address).length)
+    ends = exits(probed, address, piece_size(probed, probed.region(address)))
     with bench.until(*ends):
         expected = [bench.expect(start) for start in starts]
     probe = probed.probe(symbol, offset, at=address)

@@ -38,10 +38,10 @@ def walk_of(text: str, path: str) -> tuple[str, bool] | None:
 
 
 def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[str] | None:
-    """Return the paths of a call from the mount's root if the call ends with the lookup of `path`, else None.
+    """Return a call's paths, relative to the mount's root, if the call ends with the lookup of `path`.
 
-    `found`: the attributes of the file at `path`; None if it does not exist. If the paths of the call are
-    hidden, its end is unknown.
+    Return None if the call does not end there, or if its paths could not be read from the client's memory.
+    `found`: the attributes of the file at `path`; None if it does not exist.
     """
     if call.is_hidden:
         return None

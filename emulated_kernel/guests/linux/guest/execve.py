@@ -1,7 +1,7 @@
-"""ExecObserver: repeats a client's execve(2) in the guest, which starts init's program again.
+"""ExecObserver: repeats a client's execve(2) in the guest.
 
-Probes can read the client's path from the call. The guest opens init's program, the only program. The
-table of open files stays shared.
+Probes see the client's path in the call. The guest executes init's program in place of the client's, because
+it has no other. The task still shares its table of open files with the other tasks.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ class PassingTime:
     """
 
     def __init__(self, tasks: LinuxTasks) -> None:
-        """Find the guest's counters. If the kernel lacks one of them, turns depend only on requests."""
+        """Find the guest's tick counters and timer expiries.
+
+        If the kernel lacks one of them, turns depend only on the number of requests.
+        """
         self._tasks = tasks
         self._pc = tasks.machine.pc
         self._words = tasks.machine.memory.words

@@ -24,7 +24,7 @@ from emulated_kernel.util.errors import KernelError
 _TEXT = 0x10000
 """Offset of the page with this module's code, in the host's code in the kernel."""
 _MAKER = 0x100
-"""Offset of the work function in the page with the code."""
+"""Offset in bytes of the work function, which creates the thread, in the page with this module's code."""
 _THREAD = 0x200
 """Offset of the thread function in the page with the code."""
 _MAIL = 0x300

@@ -9,7 +9,7 @@ from contextlib import suppress
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.guests.linux.pc.ram import PRESENT, LinuxMemory
 from emulated_kernel.machine.memory.guest_memory import GuestMemory, MappedRange
-from emulated_kernel.machine.memory.paging import PageTables
+from emulated_kernel.machine.memory.paging import LARGE_PAGE_SIZE, PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
@@ -71,10 +71,17 @@ class KernelMemory(GuestMemory):
 
     `host`: range of physical memory for the pages of the host's mappings, which the guest does not use. Host
     memory for records follows it. `root`: page tables of any task, because all tasks share the kernel's
-    half.
+    half. `on_remap` is called after a mapping was removed, and must flush the TLB.
     """
 
-    def __init__(self, memory: LinuxMemory, cpu: LinuxCpu, root: int, host: range) -> None:
+    def __init__(
+        self,
+        memory: LinuxMemory,
+        cpu: LinuxCpu,
+        root: int,
+        host: range,
+        on_remap: Callable[[], None],
+    ) -> None:
         super().__init__()
         self.ram = memory.ram
         self.ram_size = host.stop
@@ -83,6 +90,7 @@ class KernelMemory(GuestMemory):
         self._memory = memory
         self._cpu = cpu
         self._all = memoryview(memory.ram)
+        self._on_remap = on_remap
 
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
         if (va | pa | size) % PAGE_SIZE:
@@ -94,6 +102,17 @@ class KernelMemory(GuestMemory):
                 raise MemoryFault(page, "already mapped")
             page = (page | size_of_hole - 1) + 1
         self._tables.map(va, pa, size, prot)
+
+    def prepare(self, va: int, size: int) -> None:
+        pool = self.host_pages
+        for part in range(va, va + size, LARGE_PAGE_SIZE):
+            self._tables.make_tables(part, lambda slot: pool.base <= slot < pool.end)
+
+    def unmap(self, va: int, size: int) -> None:
+        for page in range(va, va + size, PAGE_SIZE):
+            self.translate(page)
+        self._tables.unmap(va, size)
+        self._on_remap()
 
     def _entry(self, va: int) -> tuple[int, int, int] | None:
         """Return (physical address, page table entry, page size) of an address; None if it is not mapped."""

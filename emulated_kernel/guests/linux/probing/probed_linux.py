@@ -142,7 +142,7 @@ class ProbedLinux(ProbedMachine):
         self.per_cpu_bases = [base]
         end = len(machine.memory.ram)
         host = range(end - HOST_SIZE + THUNK_SIZE, end - _RECORDS_SIZE)
-        memory = KernelMemory(machine.memory, machine.cpu, tasks.root, host)
+        memory = KernelMemory(machine.memory, machine.cpu, tasks.root, host, machine.engine.flush_tlb)
         self.memory = memory
         memory.map(self.model.layout.direct_map + host.start, host.start, len(host), Prot.READ | Prot.WRITE)
         self.text = Text(KernelCode(machine.engine, machine.cpu), self.model, memory, cpus=1)

@@ -8,6 +8,8 @@ from functools import cache, partial
 from struct import Struct
 
 from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.riscv.encoder import addi
+from emulated_kernel.arch.riscv.insn import RiscvOpcode, sign_extend
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
@@ -82,7 +84,7 @@ def linux_tracing(
             kernel.kallsyms,
             engine.hook_sets,
             kprobes.sites,
-            lambda: (machine.text.generated, thunks(guest.machine.abi), calls_text(guest.machine.abi)),
+            lambda: (*machine.text.generated, thunks(guest.machine.abi), calls_text(guest.machine.abi)),
         ),
         tasks=tasks,
         context=context,
@@ -110,6 +112,7 @@ def linux_tracing(
 _LEA_RIP = re.compile(rb"[\x48\x4c]\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d](.{4})", re.DOTALL)
 """Matches a `lea` that loads an address relative to the instruction pointer into any register."""
 _S32 = Struct("<i")
+_PAIR = Struct("<2I")
 _U64 = (1 << 64) - 1
 
 
@@ -117,6 +120,7 @@ def _marker_ip(kernel: LinuxKernel) -> int | None:
     """Return the address within tracing_mark_write() that the function writes to its records.
 
     The function loads this address by a `lea` relative to the instruction pointer, or as a 32-bit constant.
+    On RISC-V, it loads the address by an auipc and an addi.
     Return None if the kernel has no such function, and the start of the function if no address is found.
     Mirrors: include/linux/instruction_pointer.h:_THIS_IP_ (v6.1).
     """
@@ -126,9 +130,25 @@ def _marker_ip(kernel: LinuxKernel) -> int | None:
         return None
     text = kernel.read(start, found.symbol.size)
     inside = range(start + 1, start + len(text))
-    relative = (start + lea.end() + _S32.unpack(lea[1])[0] for lea in _LEA_RIP.finditer(text))
-    constants = (_S32.unpack_from(text, at)[0] & _U64 for at in range(len(text) - _S32.size + 1))
-    return next((address for address in (*relative, *constants) if address in inside), start)
+    return next(filter(inside.__contains__, _addresses_in(kernel.architecture, text, start)), start)
+
+
+def _addresses_in(architecture: str, text: bytes, start: int) -> Iterator[int]:
+    """Yield the addresses that the code `text` at `start` may load."""
+    if architecture == "riscv64":
+        for at in range(0, len(text) - _PAIR.size + 1, 2):
+            high, low = _PAIR.unpack_from(text, at)
+            register = high >> 7 & 31
+            if high & 0x7F == RiscvOpcode.AUIPC and low & 0xFFFFF == _addi(register):
+                yield start + at + sign_extend(high & ~0xFFF, 32) + sign_extend(low >> 20, 12)
+        return
+    yield from (start + lea.end() + _S32.unpack(lea[1])[0] for lea in _LEA_RIP.finditer(text))
+    yield from (_S32.unpack_from(text, at)[0] & _U64 for at in range(len(text) - _S32.size + 1))
+
+
+def _addi(register: int) -> int:
+    """Return the low 20 bits of an addi that adds a constant to `register`."""
+    return int.from_bytes(addi(register, register, 0), "little")
 
 
 _FORMATS = ("trace_bprintk_fmt", "tracepoint_str")
