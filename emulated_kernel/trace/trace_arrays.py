@@ -156,9 +156,9 @@ class TraceArrays(TaskObserver):
         return self._system.memory.budget
 
     def instance_memory(self) -> tuple[int, int]:
-        """Return the sizes of the memory that a new instance allocates: of pages, and of each CPU's cells.
+        """Return the sizes in bytes of the memory that a new instance allocates.
 
-        Both sizes are in bytes.
+        The first one is the size of the pages. The second one is the size of the per-CPU memory of each CPU.
         """
         sizes = [memory_size(pages_for(DEFAULT_BUFFER_SIZE)), memory_size(MIN_PAGES)]
         return self._system.cpus * sum(sizes), len(sizes) * CONTROL_SIZE

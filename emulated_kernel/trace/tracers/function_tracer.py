@@ -100,7 +100,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
         return [site for site in chosen if site not in left_out]
 
     def _update(self) -> None:
-        """Attach to the selected functions if the tracer is current, and notify `on_selection`.
+        """Attach to the selected functions if the tracer is current. Call the functions of `on_selection`.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1).
         """
