@@ -338,6 +338,8 @@ def count_on_worker(names: _Names, digest: str, number: int) -> Any:
 
 _PLAIN = ""
 """Name in encoded counts for a jump that Linux's rule allows."""
+_TACTIC = "+"
+"""Sign before the name of a tactic, in encoded counts."""
 
 
 def _encoded(piece: Sequence[Sequence[Counting]]) -> list[Any]:
@@ -354,7 +356,8 @@ def _encoded(piece: Sequence[Sequence[Counting]]) -> list[Any]:
 def _name(reason: RejectReason | Tactics | None) -> str:
     if isinstance(reason, RejectReason):
         return reason.name
-    return _PLAIN if reason is None else " ".join(tactic.name for tactic in reason)
+    # The sign distinguishes a tactic from a reason of the same name.
+    return _PLAIN if reason is None else " ".join(f"{_TACTIC}{tactic.name}" for tactic in reason)
 
 
 def _decoded(piece: Any, functions: int, subjects: int) -> list[list[Counting]]:
@@ -375,9 +378,9 @@ def _decoded(piece: Any, functions: int, subjects: int) -> list[list[Counting]]:
 def _reason(name: str) -> RejectReason | Tactics | None:
     if name == _PLAIN:
         return None
-    if name in RejectReason.__members__:
-        return RejectReason[name]
-    return tuple(Tactic[each] for each in name.split(" "))
+    if name.startswith(_TACTIC):
+        return tuple(Tactic[each.removeprefix(_TACTIC)] for each in name.split(" "))
+    return RejectReason[name]
 
 
 def _pieces(symbols: Sequence[Symbol]) -> Iterator[Sequence[Symbol]]:
