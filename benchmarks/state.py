@@ -17,7 +17,7 @@ from emulated_kernel.util.config import MachineConfig
 from kprobefs.measure.bench import FUNCTION, caller
 
 WARM_UP = 2
-"""Number of first rounds that are not counted."""
+"""Number of rounds at the beginning that are not counted."""
 
 
 def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:

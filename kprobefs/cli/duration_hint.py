@@ -14,7 +14,7 @@ from kprobefs.mount_options import CLOCKS
 
 ENTRY = re.compile(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
 FEWEST = 10
-"""Minimum number of hits from which equal durations are no accident."""
+"""Minimum number of hits from which nearly equal durations are considered to be no accident."""
 SHARE = 0.9
 """Minimum share of hits in the largest bucket from which the durations count as nearly all equal.
 
@@ -66,7 +66,7 @@ def _entries(hist: Path) -> list[int]:
 
 
 def _measures(tracefs: Path) -> Iterator[bool]:
-    """Yield, for each trigger file in the groups of probes, True if a trigger computes with times."""
+    """Yield, for each trigger file of a probe's event, True if a trigger computes with times."""
     lines = (tracefs / "dynamic_events").read_text().splitlines()
     groups = {line.partition(":")[2].partition("/")[0] for line in lines if not line.startswith("s:")}
     for group in sorted(groups):

@@ -23,13 +23,13 @@ from kprobefs.cli.run import end_with_parent
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 BLAMED = re.compile(r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert", re.IGNORECASE)
-"""Pattern of a line in a log that probably says why the command failed."""
+"""Pattern for a line of a log that probably contains the reason why the command failed."""
 COLUMNS = 80
 """Maximum length in characters of a row of the table."""
 MIN_SHOWN = 20
 """Minimum number of characters of a failure's line in the table, even if long names make the row longer."""
 LOG_BYTES = 1 << 20
-"""Number of bytes at the end of a log that are searched and put into the JUnit report."""
+"""Number of bytes at the end of a log that are searched for the reason, and copied to the JUnit report."""
 _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -58,7 +58,7 @@ class Result:
     seconds: float
     log: Path
     line: str
-    """The first line of the log that says why the command failed, or "" if it has passed."""
+    """The first line of the log with a reason why the command failed, or "" if the command has passed."""
 
     @property
     def verdict(self) -> str:
@@ -100,7 +100,7 @@ def _short(image: str) -> str:
 
 
 def _distinct(found: Sequence[Case]) -> list[Case]:
-    """Return the cases with a number after each name that an earlier case has."""
+    """Return the cases, with a number appended to each name that an earlier case has too."""
     names: dict[str, int] = {}
     distinct = []
     for case in found:
@@ -136,7 +136,7 @@ def run_on_workers(
     scheduler: str,
     ended: Callable[[Result], None],
 ) -> list[Result]:
-    """Run the command on each kernel, on the workers of a Dask cluster; otherwise as run_all().
+    """Run the command on each kernel, on the workers of a Dask cluster.
 
     The workers need the files of the kernels and of the command at the same places, also the directory that
     is current here. If a worker is lost, another one runs the command again.
@@ -184,7 +184,7 @@ def _run(case: Case, command: Sequence[str], logs: Path, ended: Callable[[Result
 def _run_once(
     options: Sequence[str], command: Sequence[str], output: IO[bytes], directory: str | None = None
 ) -> int:
-    """Run the command on a kernel; return the exit status as a shell has it.
+    """Run the command on a kernel; return the exit status, or 128 + number if a signal ended the run.
 
     If this process is killed, the run ends too.
     """

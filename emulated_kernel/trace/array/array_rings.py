@@ -130,9 +130,9 @@ class ArrayRings(ABC):
 
     @abstractmethod
     def notify_rewired(self) -> None:
-        """Announce that other buffers replace the current ones.
+        """Handle the replacement of the buffers by other ones.
 
-        Guest code writes to the old buffers until this is called.
+        Until this is called, guest code writes to the old buffers.
         """
 
     # -- switches
