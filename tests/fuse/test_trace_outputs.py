@@ -288,6 +288,7 @@ def test_a_call_graph_needs_a_mount_of_its_own() -> None:
     done = kprobefs("trace", "--graph", "vfs_read", "-m", "/nowhere", "--", "true")
     assert done.returncode == 2
     assert "trace --graph: the function graph tracer is one for all users of a mount" in done.stderr
+    assert "$KPROBEFS_OPTIONS" in done.stderr
 
 
 @needs_fuse
