@@ -1,4 +1,4 @@
-"""A hint at the end of `kprobefs run`, if the durations in a histogram are those of the virtual clock."""
+"""A hint at the end of `kprobefs run`, if a histogram has durations of the virtual clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HINT = (
 
 
 def virtual_durations(directory: str, *, is_builtin: bool = True) -> str:
-    """Return a hint if the durations of a histogram are those of the virtual clock, else "".
+    """Return a hint if a histogram has durations of the virtual clock, else "".
 
     In kprobefs's own kernel (`is_builtin`) such durations are nearly all in one bucket. A distribution's
     kernel reads its clock for other reasons, too, and its virtual clock advances by random steps.

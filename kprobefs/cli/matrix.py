@@ -1,4 +1,4 @@
-"""`kprobefs matrix`: runs a command on each of several kernels, and reports which of them it passes on."""
+"""`kprobefs matrix`: runs a command on each of several kernels, and reports on which ones it passes."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _text(log: Path) -> str:
 
 
 def _blamed(text: str) -> str:
-    """Return the first line that names an error, or else the last line that is not empty."""
+    """Return the first line that names an error; if there is none, the last line that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if BLAMED.search(line)), lines[-1] if lines else "")
 
