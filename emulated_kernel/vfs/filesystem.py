@@ -38,9 +38,9 @@ class FileSystem(ABC):
     switches it to the new kernel. A request that waits for the lock meanwhile is served by the new kernel.
     Paths are absolute and start at the mount's root.
 
-    A method *begins a request* if it lets the guest's virtual clock advance. The host kernel decides how
-    often it looks names up. Therefore `getattr`, `readdir` and `readlink` must not begin a request: traces
-    would depend on the host.
+    A method *begins a request* if it advances the guest's virtual clock. The host kernel decides how often it
+    looks names up. Therefore `getattr`, `readdir` and `readlink` must not begin a request: traces would
+    depend on the host.
     """
 
     guest: object | None = None
@@ -131,9 +131,9 @@ class FileSystem(ABC):
         """
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
-        """Create a regular file and open it as open() does.
+        """Create a regular file and open it; see open().
 
-        Raises: KernelError EACCES (the file system does not let clients create files).
+        Raises: KernelError EACCES (clients cannot create files in the file system).
         """
         raise self._refused(errno.EACCES, path)
 
@@ -186,7 +186,7 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Create a FIFO, a socket or an empty file. Raises: KernelError EPERM (for a device always)."""
+        """Create a FIFO, a socket or an empty file. Raises: KernelError EPERM (always for a device)."""
         raise self._refused(errno.EPERM, path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
@@ -391,7 +391,7 @@ class FileDescription:
     def fsync(self, client: Client) -> None:
         """Write cached data to storage. Lock: either.
 
-        Raises: KernelError EINVAL (the file has no such operation, as Linux's files without ->fsync).
+        Raises: KernelError EINVAL (the file has no such operation, like Linux's files without ->fsync).
         """
         raise KernelError(errno.EINVAL, self.path)
 
@@ -423,10 +423,10 @@ class OpenDirectory(FileDescription):
         """Entries from the last listing that began at index 0, or None before the first listing."""
 
     def listed(self, client: Client) -> None:
-        """Let the guest repeat the client's getdents64(2). By default do nothing. Lock: takes."""
+        """Repeat the client's getdents64(2) in the guest; by default, do nothing. Lock: takes."""
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Refuse to read a directory. Raises: KernelError EISDIR, as the following methods."""
+        """Refuse to read a directory. Raises: KernelError EISDIR, like the other operations for files."""
         raise KernelError(errno.EISDIR, self.path)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:

@@ -60,8 +60,8 @@ def derived_bits(
 ) -> Derived:
     """Derive a CPU's hidden features and capability bits from the texts of its kernel.
 
-    `vulnerabilities`: file of /sys/devices/system/cpu/vulnerabilities -> its text. Nothing follows from a
-    file that the kernel does not have.
+    `vulnerabilities`: file of /sys/devices/system/cpu/vulnerabilities -> its text. Files that the kernel does
+    not have are ignored.
     """
     if vendor == INTEL:
         hidden = _intel_features(flags, vulnerabilities)
@@ -95,7 +95,7 @@ def _capabilities(flags: Collection[str], said: Mapping[str, str]) -> int:
 
 
 def decided_bits(said: Mapping[str, str]) -> int:
-    """Return the bits of IA32_ARCH_CAPABILITIES whose values follow from a kernel's vulnerability files."""
+    """Return the bits of IA32_ARCH_CAPABILITIES whose values follow from the vulnerability files `said`."""
     spectre = said.get("spectre_v2", "")
     found = _IBRS_ALL
     for file in said:

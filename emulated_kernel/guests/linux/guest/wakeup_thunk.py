@@ -1,4 +1,4 @@
-"""Wakeup: the host's code in the kernel that wakes a task; x86: a callback of the platform interrupt.
+"""Wakeup: the host's code in the kernel that wakes a task; on x86, a callback of the platform interrupt.
 
 The host writes the address of a task_struct into a word, and interrupts the CPU. The kernel's own entry code
 calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
@@ -39,11 +39,11 @@ _DATA = _TEXT + PAGE
 Linux leaves them unused, and a relative jump from the kernel's text reaches them.
 """
 _CELLS = 0x20
-"""Offset in the data page of the words for breakpoints."""
+"""Offset in bytes of the words for breakpoint_stub.py in the data page."""
 _STUB = 0x100
-"""Offset in the code page of the code for breakpoints."""
+"""Offset in bytes of the code of breakpoint_stub.py in the code page."""
 _ROOM = 0x100
-"""Offset of the free part of the data page; the page's first word is the address of the task to wake."""
+"""Offset in bytes of the free part of the data page, whose first word is the address of the task to wake."""
 _ACCESSED_DIRTY = 0x60
 _GLOBAL = 0x100
 _NO_EXECUTE = 1 << 63

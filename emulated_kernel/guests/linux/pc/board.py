@@ -42,14 +42,14 @@ class TimeFollower(Protocol):
 
 
 class CountedTime:
-    """A TimeFollower for a guest whose instructions are counted, and which is shown no other time."""
+    """A TimeFollower for a guest whose instructions are counted, and that sees no time except the TSC."""
 
     def __init__(self, khz: int) -> None:
         """Count nanoseconds for a counter of `khz` cycles in a millisecond."""
         self._khz = khz
         self._ns = c_uint64()
         self._part = 0
-        """Part of a cycle that has passed, in units of a millionth."""
+        """Remainder of the last conversion to cycles, in millionths of a cycle."""
 
     @property
     def host_address(self) -> int:
@@ -71,7 +71,7 @@ class Board(ABC):
     """
 
     khz: ClassVar[int]
-    """Cycles of the counter in a millisecond."""
+    """Number of cycles of the time counter in a millisecond."""
     STATE: ClassVar[tuple[str, ...]] = "tsc", "random", "due", "period"
     """Names of the attributes that a snapshot keeps."""
     _NONE: ClassVar[tuple[str, ...]] = ("due",)
