@@ -1,4 +1,4 @@
-"""A hint at the end of `kprobefs run`, if a histogram has durations of the virtual clock."""
+"""A hint at the end of `run` and `trace`, if the durations that they show are those of the virtual clock."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kprobefs.common.daemon_registry import running
 from kprobefs.common.errors import CliError
 from kprobefs.definitions.tracefs_files import HostFiles, control_root
+from kprobefs.mount_options import CLOCKS
 
 ENTRY = re.compile(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
 FEWEST = 10
@@ -19,9 +21,21 @@ SHARE = 0.9
 The share is below 1: if the probed function reads files, reading the histogram adds other durations.
 """
 HINT = (
-    "the durations of {event} count readings of the virtual clock, which advances with readings and not with "
+    "the durations {where} count readings of the virtual clock, which advances with readings and not with "
     "the work done; use --clock model or real"
 )
+HINT_LINE = re.compile("kprobefs: " + re.escape(HINT).replace(re.escape("{where}"), ".*"))
+"""Pattern of the line with a hint that `run` and `trace` print."""
+
+
+def follows_virtual_clock(directory: str) -> bool:
+    """Return True if the kernel of the mount at `directory` runs on the virtual clock now."""
+    with suppress(OSError):
+        # A distribution's kernel has no such file, and keeps the clock of its start.
+        text = (control_root(directory) / "machine" / "clock").read_text()
+        return f"mode {CLOCKS[0]}" in text.splitlines()
+    daemon = running(directory)
+    return daemon is not None and daemon.clock == CLOCKS[0]
 
 
 def virtual_durations(directory: str, *, is_builtin: bool = True) -> str:
@@ -42,7 +56,7 @@ def virtual_durations(directory: str, *, is_builtin: bool = True) -> str:
             found = _entries(tracefs / "events" / "synthetic" / event / "hist")
             share = SHARE if is_builtin else 0.0
             if sum(found) >= FEWEST and max(found) >= share * sum(found) and any(_measures(tracefs)):
-                return HINT.format(event=event)
+                return HINT.format(where=f"of {event}")
     return ""
 
 

@@ -80,6 +80,12 @@ class TraceSession:
         """Whether the stack is recorded at each hit."""
         return self.request.has_stacks or (self.kind.needs_stacks and self.request.graph is None)
 
+    @property
+    def shows_durations(self) -> bool:
+        """Whether the output has durations: those of a call graph, or those of slices."""
+        returns = self.kind.needs_entries and any(probe.is_return for probe in self.probes)
+        return returns or self.request.graph is not None
+
     def entries(self) -> dict[str, AskedProbe]:
         """Return the hidden probes that the output needs: name of an event -> probe.
 
@@ -313,6 +319,19 @@ class AttachedProbes:
             print(f"kprobefs: {name}: {why}: records are missing", file=sys.stderr)
         elif status == NOTHING:
             print(f"kprobefs: nothing was recorded: {self._why_nothing(reader.pid)}", file=sys.stderr)
+        else:
+            self._report()
+
+    def _report(self) -> None:
+        """Print the file that was written, for a terminal, and a hint if its durations are virtual."""
+        session = self._session
+        if session.request.output is not None and sys.stderr.isatty():
+            print(f"kprobefs: wrote {escape_for_terminal(session.request.output)}", file=sys.stderr)
+        if session.shows_durations:
+            from kprobefs.cli.duration_hint import HINT, follows_virtual_clock
+
+            if follows_virtual_clock(self._directory):
+                print(f"kprobefs: {HINT.format(where='in this trace')}", file=sys.stderr)
 
     def _why_nothing(self, reader: int) -> str:
         """Return a text with the reason why there are no records. `reader`: pid of the reader of records."""

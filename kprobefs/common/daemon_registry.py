@@ -73,6 +73,8 @@ class Daemon:
     """Name of the profile of the kprobes, or `kernel` if the mounted kernel's own ones are used."""
     state: str = ""
     """Directory that keeps the state, or "" if nothing keeps it."""
+    clock: str = ""
+    """Clock that the mount was started with, as `--clock` names it."""
 
 
 def process_of(pid: int) -> Process:

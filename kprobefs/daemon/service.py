@@ -319,4 +319,5 @@ class Service:
             kernel=self._options.kernel_name,
             profile=self._options.profile_name,
             state=self._options.state or "",
+            clock=self._options.machine.clock,
         )
