@@ -1,10 +1,10 @@
 """Time of open, read and close of a probe's file `hits`, divided by that of a FUSE file system in C.
 
 The C program uses no library. The client is pinned to a CPU, and all servers to the same one. The files take
-turns, batch by batch. A ratio divides the time of a batch by that of the batch of passthrough.c in the same
-turn, in the directory of its own `hits`. Each close(2) sends a FLUSH to that program. A second instance has
-refused FLUSH, as kprobefs does. With an absolute path, the host's kernel also walks the directories above the
-file. While a probe is armed, each request is also a system call of the emulated kernel.
+turns, batch by batch. A ratio divides the time of a batch by the time of a batch of passthrough.c. This batch
+is in the same turn, in the directory of its own `hits`. Each close(2) sends a FLUSH to that program. A second
+instance has refused FLUSH, as kprobefs does. With an absolute path, the host's kernel also walks the
+directories above the file. While a probe is armed, each request is also a system call of the emulated kernel.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ SIDES = {
     ),
     "virtme-ng": Side("virtme-ng with KVM", _in_virtme, check=_check_virtme),
 }
-"""Name of a side -> the side. Ratios compare the medians with those of the first side that is selected."""
+"""Name of a side -> the side. Ratios compare medians with the medians of the first selected side."""
 DEFAULT_SIDES = ("qemu", "kprobefs", "virtme-ng")
 
 

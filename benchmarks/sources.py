@@ -1,8 +1,8 @@
 """kprobefs's own rows of the tables in docs/reference/sources/.
 
-The times are measured in the same way as by `kprobefs bench hit` and `kinds`, minus the time of the unprobed
-call. Traps and guest instructions of a hit are counted. `--write` puts the medians, their ratios and the
-counts into the pages. Run it on an otherwise idle machine.
+`kprobefs bench hit` and `kinds` measure the times in the same way: minus the time of the unprobed call. Traps
+and guest instructions of a hit are counted. `--write` puts the medians, their ratios and the counts into the
+pages. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MountOptions: the options of a mount, and checks of them."""
+"""MountOptions: the options of a mount, and functions that check the options."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def install_program(tree: Path, work: Path) -> None:
 def install_requirements(tree: Path) -> list[str]:
     """Install the program's requirements from this environment, and return their names and versions.
 
-    Requirements of these requirements are included.
+    The requirements of these packages are included.
     """
     found: dict[str, metadata.Distribution] = {}
     wanted = [("kprobefs", EXTRAS)]

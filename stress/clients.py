@@ -4,7 +4,8 @@
 
 The clients are those of this system or, with --root, those of another system's root, for example one that
 `debootstrap --include=trace-cmd,linux-perf,bpftrace trixie DIR` makes. In `scripts/fresh-root trixie`, apt
-installs them. Each check compares what a client shows with the files that it reads. Needs root.
+installs them. Each check compares the output of a client with the files that the client reads. The program
+needs root.
 """
 
 from __future__ import annotations

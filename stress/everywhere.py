@@ -1,7 +1,7 @@
 """Define events on every instruction that can be probed, under load: python -m stress.everywhere.
 
-All instructions are probed at once, or with --functions those of one function after the other. The probes
-also hit in code that handlers depend on: clocks, locks, the scheduler, interrupts.
+All instructions are probed at once, or with --functions the instructions of one function after the other. The
+probes also hit in code that handlers depend on: clocks, locks, the scheduler, interrupts.
 """
 
 from __future__ import annotations

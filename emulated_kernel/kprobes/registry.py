@@ -490,7 +490,7 @@ class Kprobes:
         self.lock.assert_held()
         if self.optimizer is None:
             raise KernelError(errno.EOPNOTSUPP, "built without jump optimization")
-        self.optimizer.stages.switch(on, delay)
+        self.optimizer.stop_changes(on, delay)
 
     def next_stage(self) -> None:
         """Write the next step of each change that has stopped.

@@ -1,4 +1,4 @@
-"""Answers to system calls of a command under `--as-system`: those that its seccomp filter passes on."""
+"""Answers to system calls of a command under `--as-system` that its seccomp filter passes on."""
 
 from __future__ import annotations
 

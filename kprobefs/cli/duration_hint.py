@@ -39,7 +39,7 @@ def follows_virtual_clock(directory: str) -> bool:
 
 
 def virtual_durations(directory: str, *, is_builtin: bool = True) -> str:
-    """Return a hint if the durations of a histogram are those of the virtual clock, else "".
+    """Return a hint if a histogram has durations of the virtual clock, else "".
 
     In kprobefs's own kernel (`is_builtin`) such durations are nearly all in one bucket. A distribution's
     kernel reads its clock for other reasons, too, and its virtual clock advances by random steps.

@@ -1,4 +1,4 @@
-"""`kprobefs matrix`: runs a command on each of several kernels, and reports which of them it passes on."""
+"""`kprobefs matrix`: runs a command on each of several kernels, and reports on which ones it passes."""
 
 from __future__ import annotations
 
@@ -214,9 +214,9 @@ def _text(log: Path) -> str:
 
 
 def _blamed(text: str) -> str:
-    """Return the first line that names an error, or else the first line that is not empty.
+    """Return the first line that names an error; if there is none, the first line that is not empty.
 
-    A hint about durations is no such line.
+    A hint about durations does not count as a line.
     """
     lines = [line.strip() for line in text.splitlines()]
     written = [line for line in lines if line and not HINT_LINE.fullmatch(line)]

@@ -159,7 +159,10 @@ class _Runner:
     """Runs the command and forwards signals to it; a signal before the command's start is kept."""
 
     def __init__(self, command: Sequence[str], stdout: int | None) -> None:
-        """Prepare to run `command`. `stdout`: descriptor of its standard output; None: this process's."""
+        """Prepare to run `command`.
+
+        `stdout`: descriptor of its standard output; None: the command inherits this process's.
+        """
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self.pending = 0

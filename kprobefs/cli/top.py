@@ -230,7 +230,7 @@ class View:
 
     @property
     def selected(self) -> Probe | None:
-        """The opened probe, or else the probe under the cursor, or None if there are no probes."""
+        """The opened probe, else the probe under the cursor, or None if there are no probes."""
         for number, probe in enumerate(self.probes):
             if probe.event == self.opened or (not self.opened and number == self.chosen):
                 return probe

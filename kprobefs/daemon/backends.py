@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def prepare(options: MountOptions) -> None:
-    """Boot the distribution's kernel or convert the vmcore that the options name, if any. Raises: CliError.
+    """Boot the distribution's kernel, or convert the vmcore, if the options name one. Raises: CliError.
 
     This takes seconds. The result is cached for build_kernel(). Call this while a terminal can show the
     progress.

@@ -90,7 +90,8 @@ class RebootableKernel:
     ) -> None:
         """Boot the first kernel, and restore `state`, which an earlier daemon has saved.
 
-        Each kernel gets its own view of the host's processes from `watch`. Raises: OSError, as Kernel does.
+        Each kernel gets its own view of the host's processes from `watch`. Raises: OSError (the error of
+        Kernel).
         """
         self._watch = watch
         self._layout = layout

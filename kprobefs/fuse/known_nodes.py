@@ -241,7 +241,7 @@ class KnownNodes:
         return True
 
     def forget(self, number: int, count: int) -> int:
-        """Subtract `count` LOOKUPs from a node; return how many of them libfuse has answered.
+        """Subtract `count` LOOKUPs from a node; return how many of the LOOKUPs libfuse has answered.
 
         `number`: id of the node.
         """

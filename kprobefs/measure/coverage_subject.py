@@ -55,7 +55,7 @@ class Subject:
     arch: str
     tables: ProbedTables
     recorded: tuple[Symbol, ...] | None = None
-    """The functions, if the subject has only some functions of a kernel; None if it has all of them."""
+    """The functions, if the subject has only some functions of a kernel; None if it has all functions."""
     pattern: str = ""
     """Pattern of the names of functions to analyse; "" for all functions."""
     remarks: tuple[str, ...] = ()

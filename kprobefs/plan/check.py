@@ -229,7 +229,7 @@ def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
 def _types(
     kernel: PlannedKernel, line: Line, probe: TraceKprobe, explained: Explanation
 ) -> Iterator[Finding]:
-    """Yield warnings about fetch arguments whose types differ from those of the parameters in the BTF."""
+    """Yield warnings about fetch arguments whose types differ from the BTF's types of the parameters."""
     prototype = explained.prototype
     if prototype is None:
         return

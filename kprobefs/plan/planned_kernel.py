@@ -66,7 +66,7 @@ class PlannedKernel:
         self.remarks: tuple[str, ...] = ()
         """Sentences for the output about the CPUs to which the verdicts apply."""
         self.is_dump = False
-        """Whether the text and data are those of a kernel that was running when it was dumped."""
+        """Whether the kernel was running when its text and data were dumped."""
         self.is_booted = False
         """Whether the text is in the state after boot, as in a dump or with option --cpu."""
 

@@ -41,7 +41,7 @@ class SourceLines:
     """The source lines of a kernel. The debug information is located when the first line is needed."""
 
     def __init__(self, kernel: PlannedKernel, debug_info: str | None) -> None:
-        """Use the debug information in the file `debug_info`; None: find it. See debug_file()."""
+        """Use the debug information in the file `debug_info`. If it is None, debug_file() finds the file."""
         self._kernel = kernel
         self._path = debug_info
         self._shift = 0
@@ -167,7 +167,7 @@ def _has_lines(path: Path) -> bool:
 
 
 def _shift(kernel: PlannedKernel, elf: Any, path: Path) -> int:
-    """Return the distance from linked addresses to those of a kernel, which KASLR may have moved.
+    """Return the distance in bytes from linked addresses to a kernel's addresses, which KASLR may have moved.
 
     Raises: KernelError EINVAL (the debug information is of another build).
     """

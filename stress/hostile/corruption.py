@@ -119,8 +119,8 @@ def attack(
 ) -> Iterator[tuple[str, Field, int]]:
     """Damage each field that a reader reads, and call all readers; yield each case after it.
 
-    If a reader has more than `limit` cases, `limit` random cases are used. Raises: Runaway, and what a reader
-    raises besides KernelError and MemoryFault.
+    If a reader has more than `limit` cases, `limit` random cases are used. Raises: Runaway, and exceptions of
+    a reader except KernelError and MemoryFault.
     """
     memory = watched.memory
     for name, read in readers.items():

@@ -2,8 +2,9 @@
 
 Headers, sizes, counts and offsets of small kernels in each format are damaged. Files are cut at the boundary
 of each structure, and payloads with damaged tables are packed. With IMAGE, the tables of that kernel are
-damaged instead. Each file is read as by a mount, and by the commands that plan probes. It either is a kernel
-or causes one line of error output and status 2, in bounded time and memory. No files remain.
+damaged instead. Each file is read in the same way as by a mount, and by the commands that plan probes. It
+either is a kernel or causes one line of error output and status 2, in bounded time and memory. No files
+remain.
 """
 
 from __future__ import annotations

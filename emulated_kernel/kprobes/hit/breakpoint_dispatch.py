@@ -49,6 +49,8 @@ class BreakpointDispatch:
         self._breakpoint_size = len(machine.model.filler)
         self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
+        self.may_lead_jumps = True
+        """Whether a hit may lead the jump in the text to a compiled handler."""
         # Bound once, because thousands of probes keep them.
         self._on_first_breakpoint = self._first_by_breakpoint
         self._on_step_end = hits.on_step_end
@@ -205,6 +207,7 @@ class BreakpointDispatch:
             and self.breakpoints.get(trap) is first_hit_route
             and head.is_patched
             and head.compiled is None
+            and self.may_lead_jumps
             and self._split_jumps.may_patch()
             and self._compiler.may_make(head.nr_handlers)
         ):

@@ -296,6 +296,19 @@ class Optimizer:
             self.optimize(head)
         self.flush()
 
+    def stop_changes(self, on: bool, delay: int | None = None) -> None:
+        """Let changes of jumps stop after each step from now on, or complete them and stop no more.
+
+        `delay` is the number of jiffies after which each stop ends by itself; without it, stops last. While
+        changes stop, each jump leads to its first detour, and the text only changes at the stops.
+        """
+        if on and not self.stages.is_on:
+            for head in self._table:
+                if head.compiled is not None and head.detour is not None:
+                    self._routes.drop_code(head)
+        self.stages.switch(on, delay)
+        self._routes.may_lead_jumps = not on
+
     # The worker
 
     def flush(self) -> None:
@@ -387,8 +400,6 @@ class Optimizer:
         """
         for head in [head for head in self.unoptimizing if head not in self.stages]:
             if self.stages.is_on and not self._table.all_disarmed:
-                # No jump may lead to dropped code at a later step, if the unoptimization is reversed.
-                self._routes.drop_code(head)
                 head.is_patched = False
                 self.stages.begin(head, self._breakpoint(head) + head.saved_tail)
             else:

@@ -473,7 +473,7 @@ class TraceArray(ArrayRings, Recorder):
             yield line
 
     def snapshot_records(self, cpu: int | None = None) -> Iterator[str]:
-        """Yield the parts of the snapshot file: the snapshot's events, or the commands if there are none.
+        """Yield the parts of the snapshot file: the snapshot's events, or commands if there are no events.
 
         The commands are those that the file accepts when they are written to it.
         """

@@ -85,7 +85,10 @@ class CompiledGraph:
     entry_count: int
     """Amount that ftrace's guard against recursion adds to the preempt count in a call's GRAPH_ENT record."""
     chosen: frozenset[int]
-    """Fentry sites of the functions in set_graph_function; `hidden` has those in set_graph_notrace."""
+    """Fentry sites of the functions in set_graph_function.
+
+    `hidden` has the fentry sites of the functions in set_graph_notrace.
+    """
     hidden: frozenset[int]
     max_depth: int
     threshold_ns: int

@@ -264,7 +264,7 @@ class HistData(Histogram):
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
         """Store in `values` the values of the variables that the histogram refers to, and return True.
 
-        If `own` is set, store only the histogram's own variables, and otherwise only those of other
+        If `own` is set, store only the histogram's own variables, and otherwise only variables of other
         histograms. `key` selects the element whose variables are read. If a variable is not set, return
         False.
         Mirrors: resolve_var_refs (v6.1).

@@ -1,4 +1,4 @@
-"""Variables of histograms: look-up by name, in the histogram itself or in those of other events."""
+"""Variables of histograms: look-up by name, in the histogram itself or in histograms of other events."""
 
 from __future__ import annotations
 

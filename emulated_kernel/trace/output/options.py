@@ -16,7 +16,7 @@ _WRITE_LIMIT = 64
 class TraceOption(IntFlag):
     """Options of a trace array that do not depend on the tracer, in the order of trace_options.
 
-    In the file, most names are those of the members in lower case, with `-` for `_`.
+    In the file, most names are the members' names in lower case, with `-` for `_`.
     Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1, v6.12, v7.2), as configured for x86_64
     """
 

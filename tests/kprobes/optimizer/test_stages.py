@@ -42,9 +42,10 @@ class Staged:
         return self.bytes, self.reason
 
 
-@pytest.fixture(
-    params=[("linux-6.1", "x86_64", 5, b"\xcc"), ("riscv-optprobes-2023", "riscv64", 34, b"\x02\x90")]
-)
+KERNELS = [("linux-6.1", "x86_64", 5, b"\xcc"), ("riscv-optprobes-2023", "riscv64", 34, b"\x02\x90")]
+
+
+@pytest.fixture(params=KERNELS)
 def staged(request: pytest.FixtureRequest, boot: Boot) -> Staged:
     """A probe that is a breakpoint, and about to be optimized. On RISC-V its breakpoint has four bytes."""
     profile, arch, offset, trap = request.param
@@ -66,7 +67,6 @@ def test_each_stage_and_back(staged: Staged) -> None:
     staged.kprobes.next_stage()
     assert staged.bytes == detour.jump
     for _ in range(3):
-        # The handler gets compiled, and the jump leads to other code.
         assert len(staged.probed.gcd()) == 1
     staged.kprobes.set_optimization(False)
     assert staged.look() == (staged.trap + detour.jump[size:], "breakpoint written over the jump")
@@ -184,3 +184,42 @@ def test_the_file(probed: Probed) -> None:
     assert files.read(f"{STATS}/mode") == "optimized\n"
     assert "jump leads here" in files.read(f"{STATS}/detour")
     files.write("/kprobes/stages", "0")
+
+
+@pytest.mark.parametrize(("profile", "arch", "offset", "trap"), KERNELS)
+def test_a_compiled_handler_moves_no_jump_while_changes_stop(
+    boot: Boot, profile: str, arch: str, offset: int, trap: bytes
+) -> None:
+    """Each change of the text after the switch is a stop, even if the jump led to a compiled handler."""
+    probed = boot(profile, arch)
+    kprobes = probed.kernel.kprobes
+    files = Files(probed.kernel)
+    files.write("/kprobe_events", f"p:ev gcd+{offset}")
+    files.write("/tracing/events/kprobes/ev/enable", "1")
+    files.write(f"{STATS}/optimized", "1")
+    head = kprobes.table.get(probed.address("gcd", offset))
+    assert head is not None
+    assert head.detour is not None
+    jump = head.detour.jump
+
+    def texts() -> list[bytes]:
+        """Return the text before and after calls that would compile the handler."""
+        seen = []
+        for _ in range(3):
+            seen.append(probed.text("gcd", offset, len(jump)))
+            probed.gcd()
+        return seen
+
+    assert texts()[-1] != jump
+    files.write("/kprobes/stages", "1")
+    assert texts() == [jump] * 3
+    kprobes.set_optimization(False)
+    assert texts() == [trap + jump[len(trap) :]] * 3
+    kprobes.set_optimization(True)
+    # The change turns round: its text is that of the second stage.
+    files.write("/kprobes/stages", "next")
+    assert texts() == [jump] * 3
+    files.write("/kprobes/stages", "0")
+    assert texts()[0] == jump
+    assert texts()[-1] != jump
+    assert files.read(f"{STATS}/hits") == "18\n"
