@@ -236,7 +236,8 @@ class ControlDirectory(OpenDirectory):
 class PendingWrite:
     """One write(2) to a control file, done step by step. Between two steps, other threads get the lock.
 
-    Use the object as a context manager. In the `with` block, call step() by retry_yielding_lock().
+    Use the object as a context manager. In the `with` block, pass `step` to retry_yielding_lock(), which
+    calls it until the write has ended.
     """
 
     __slots__ = (

@@ -65,10 +65,11 @@ class FileSystem(ABC):
         Methods that open a file add its description.
         """
         self.on_names_end: Callable[[str | None], object] | None = None
-        """Function to call with the lock when names for which name_lasts() was True no longer last.
+        """Function to call when a front end must look up names again for which name_lasts() was True.
 
-        Its argument is the end of the paths of removed directories, or "" if any name may be gone. None means
-        that no name lasts any more, because the guest sees lookups from now on.
+        The caller holds the lock. The argument is the last part of the paths of removed directories, such as
+        GROUP/EVENT. It is "" if any name may be gone. It is None if no name may be used without a lookup any
+        more, because the guest sees lookups from now on.
         """
         self.gate: Event | None = None
         """Event for which changes of control files wait while another kernel is built to replace this one."""

@@ -194,9 +194,10 @@ def install_filter(*, own_user: bool, listen: bool) -> int | None:
 
 
 def _filter_code(machine: Machine, *, own_user: bool, listen: bool) -> list[bytes]:
-    """Return the filter's instructions: for each ABI, comparisons of a call's number.
+    """Return the instructions of the seccomp filter: for each ABI, comparisons of a system call's number.
 
-    Intercepted calls are passed to the listener or fail with EACCES. All other calls are allowed.
+    With `listen`, the intercepted calls are passed to the listener, mount(2) only with `own_user`. With
+    `own_user`, perf_event_open(2) fails with EACCES. All other calls are allowed.
     """
     code = [_instruction(_LOAD, _OFFSET_ARCH)]
     for abi in machine.abis:

@@ -70,9 +70,10 @@ def _watch(directory: str, reader: int, daemon: int, at_killed: Callable[[], Non
 
 
 def _close_all_but(*kept: int) -> None:
-    """Close the child's copies of the daemon's descriptors except `kept`.
+    """Close the child's descriptors from 3 on except `kept`, and redirect 0 to 2 to /dev/null.
 
-    These descriptors lock the daemon's record or are ends of pipes.
+    The child must not keep copies of the daemon's descriptors, because some of them lock the daemon's record
+    or are ends of pipes.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for target in range(3):

@@ -567,9 +567,11 @@ class ReplyChannels:
         return self.channel
 
     def _expect(self, node: int, name: bytes, *, may_last: bool) -> bool:
-        """Prepare for libfuse's reply to the LOOKUP of `name` in the directory with the node id `node`.
+        """Return True if a LOOKUP of `name` in the directory with the node id `node` is for a control file.
 
-        Return True if `name` is that of a control file. `may_last` is whether the name may get a validity.
+        If it is, also store the arguments with which _send() passes libfuse's reply to KnownNodes.learn().
+        `may_last`: the host's kernel may keep the name for NAME_VALIDITY seconds, if the file system allows
+        this.
         """
         nodes = self._nodes
         path = nodes and nodes.path_of(node, name)

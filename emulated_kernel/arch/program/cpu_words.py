@@ -59,7 +59,10 @@ class CpuWords:
 
     @property
     def is_per_cpu(self) -> bool:
-        """Whether the words are per-CPU data; otherwise a register holds the running task's address."""
+        """Whether the CPU's number and the preempt count are per-CPU data.
+
+        Otherwise they are in the running task_struct, whose address is in a register.
+        """
         return isinstance(self.current_task, int)
 
     def load_task(self, dst: int) -> Op:

@@ -321,7 +321,10 @@ class Optimizer:
             self.work.flush()
 
     def _reverse(self, head: AggrKprobe, *, optimizing: bool) -> None:
-        """Turn a stopped optimization into an unoptimization, or the reverse, without changing the text."""
+        """Reverse an optimization or unoptimization that has stopped between two steps of patching.
+
+        The text does not change yet. `optimizing`: whether the new change is the optimization.
+        """
         assert head.detour is not None
         if optimizing:
             self.optimizing[head] = None

@@ -91,7 +91,11 @@ class SavedState(ChangeWatcher, TaskObserver):
     """
 
     def __init__(self, directory: StateDirectory, root: str) -> None:
-        """Use the state in `directory`. `root`: path of the mount's root in the full layout."""
+        """Use the state in `directory`.
+
+        `root`: prefix of the mount's paths in a mount with `--layout full`. It is "tracing/" if the mount has
+        `--layout tracefs`, else "".
+        """
         self._directory = directory
         self._root = root
         self._journal: Journal | None = None

@@ -116,7 +116,7 @@ class CpuPosition(Enum):
     DEAD = auto()
     """Stopped for ever: the guest has panicked or was declared dead."""
     UNDERWAY = auto()
-    """Anywhere in the kernel: the CPU waits for another CPU or for its turn."""
+    """Elsewhere in the kernel: the CPU runs on in its next turn."""
     ANSWERED = auto()
     """At a hypercall whose result is in the register; the CPU has not resumed and takes no interrupt."""
     OFFLINE = auto()

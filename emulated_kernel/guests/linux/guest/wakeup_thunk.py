@@ -19,7 +19,10 @@ from emulated_kernel.guests.linux.pc.ram import PAGE, PRESENT, WRITABLE
 from emulated_kernel.util.code_listing import machine_code
 
 THUNK_SIZE = 64 << 10
-"""Size in bytes of the host's memory for its code in the kernel and the page tables of this code."""
+"""Size in bytes of the first part of the host's memory, which is reserved for wakeup code.
+
+This part holds pages of code and data, and the page tables that map them in the kernel.
+"""
 WAKEUP = """
     48 8b 3d rel32:task     | mov rdi, [rip + task]
     48 85 ff                | test rdi, rdi

@@ -88,7 +88,10 @@ class DeferredCloses(Generic[File]):
         self.taken = self.deferred.popleft()
 
     def flush(self) -> None:
-        """Close the taken file and all deferred files. Lock: needs."""
+        """Make the guest close all files that clients have released. Lock: needs.
+
+        These files are the taken file and the deferred files; see DeferredCloses.
+        """
         taken = self.taken
         self.taken = None
         if taken is not None:

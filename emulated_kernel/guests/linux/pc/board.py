@@ -167,7 +167,10 @@ class Board(ABC):
         self.words.followed = 1
 
     def behind(self) -> int:
-        """Return the host's time minus this time, in nanoseconds; it is negative if this time is ahead."""
+        """Return the host's time minus the board's time, in nanoseconds; the result can be negative.
+
+        The board's time must follow the host's; see `is_real`.
+        """
         assert self._wall is not None
         return self._wall() - self._wall_base - self.tsc * _MILLION // self.khz
 
