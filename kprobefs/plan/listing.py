@@ -85,6 +85,12 @@ def _reason(insn: ListedInsn) -> RejectReason | None:
     return None if rejection is None else rejection.reason
 
 
+def _blamed(insn: ListedInsn) -> int:
+    """Return the address that breaks the rule because of which a probe on the instruction is refused."""
+    assert insn.verdict.rejection is not None
+    return insn.verdict.rejection.addr
+
+
 def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, str]]:
     """Return the notes, each as reason, letter and text.
 
@@ -97,7 +103,7 @@ def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, 
             by_reason.setdefault(reason, []).append(insn)
     found: list[tuple[RejectReason | None, str, str]] = []
     for (reason, each), letter in zip(by_reason.items(), ascii_lowercase, strict=False):
-        first, *others = dict.fromkeys(insn.reason for insn in each)
+        first, *others = dict.fromkeys(insn.reason for insn in sorted(each, key=_blamed))
         if not others:
             found.append((reason, letter, first))
             continue
