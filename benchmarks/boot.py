@@ -1,7 +1,7 @@
-"""Boot time of the built-in kernel, up to its first system call, for each architecture; target: 0.2 s.
+"""Boot time of the built-in kernel, until its first system call has returned; the target is 0.2 s.
 
-One process that has already imported everything boots all the kernels. The figures are thus the start-up
-time of a daemon without the interpreter's own start.
+One process that has already imported everything boots the kernels of all architectures. The figures are thus
+the start-up time of a daemon without the interpreter's own start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def boot(arch: str) -> float:
 
 
 def measure(archs: Sequence[str], runs: int) -> list[Distribution]:
-    """Measure the boots of all architectures in turns, so that a slow minute of the host affects all."""
+    """Measure the boots of all architectures in turns.
+
+    A slow period of the host thus affects all of them.
+    """
     samples = [[boot(arch) for arch in archs] for _ in range(runs)]
     return [
         Distribution(f"boot to first system call, {arch}", "s", tuple(run[index] for run in samples), TARGET)

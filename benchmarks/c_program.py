@@ -14,7 +14,10 @@ SOURCE = Path(__file__).with_name("passthrough.c")
 
 @contextmanager
 def passthrough(cpu: int, *options: str) -> Iterator[Path]:
-    """Mount passthrough.c for the length of the block, pinned to `cpu`, and yield its directory."""
+    """Mount passthrough.c during the `with` block, pinned to the CPU `cpu`, and yield its directory.
+
+    `options`: further options of the program.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         program, mount = Path(directory, "passthrough"), Path(directory, "mnt")
         subprocess.run(["gcc", "-O2", "-o", program, SOURCE], check=True)

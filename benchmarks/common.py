@@ -18,9 +18,9 @@ from kprobefs.measure.host_load import HostLoad
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
 """The kprobefs program in the directory of the interpreter that runs the benchmark."""
 WIDE = 0.2
-"""Maximum spread of a row that is not measured again."""
+"""Maximum spread with which a row of the table is not measured again; see Distribution.spread."""
 _PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
-"""Python's environment variables that say where its modules are."""
+"""Environment variables that say where Python's modules are; the benchmarks keep them."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Distribution:
     unit: str
     samples: tuple[float, ...]
     target: float | None = None
-    """The maximum median that meets the project's goal."""
+    """The maximum median that meets the project's goal; None if there is no goal."""
     runs: int = 1
-    """Number of times that the row was measured; the samples are those of the least spread."""
+    """Number of times that the row was measured; the samples are those of the run with the least spread."""
 
     @property
     def median(self) -> float:
@@ -41,13 +41,13 @@ class Distribution:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the samples differ by more than what is measured."""
+        """Whether the spread of the samples is so large that the median says nothing."""
         low = self.quantile(1)
         return low < 0 or low == 0 < max(self.samples)
 
     @property
     def spread(self) -> float:
-        """The distance of the 10th and the 90th percentile, as a share of the median; noise has none."""
+        """The distance between the 10th and the 90th percentile, divided by the median; 0 for noise."""
         width = self.quantile(9) - self.quantile(1)
         return width / self.median if width and not self.is_noise else 0.0
 
@@ -108,8 +108,8 @@ def steady(
 ) -> list[Distribution]:
     """Call `measure` with `given`, and call it again while one of its rows has a wide spread.
 
-    `options.repeats` limits the repetitions. A wide row takes the samples of the least spread. The other
-    rows keep their samples.
+    `options.repeats` limits the repetitions. A row with a wide spread gets the samples of the run with the
+    least spread. The other rows keep their samples.
     """
     figures = list(measure(*given))
     for run in range(options.repeats):
@@ -151,9 +151,10 @@ def _remark(figure: Distribution) -> str:
 
 @contextmanager
 def mounted(options: argparse.Namespace, *of_mount: str) -> Iterator[Mount]:
-    """Mount kprobefs for the length of the block, with client and daemon pinned as `options` say.
+    """Mount kprobefs during the `with` block, with client and daemon pinned to the CPUs in `options`.
 
-    By default both share one CPU, because a wake-up across CPUs costs more than the work that is measured.
+    `of_mount`: further options of `kprobefs mount`. By default both share one CPU, because a wake-up across
+    CPUs costs more than the work that is measured.
     """
     holder = 'printf "%s\\n" "$KPROBEFS"; exec cat'
     client_cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
@@ -187,7 +188,7 @@ def _pin_threads(pid: int, cpu: int) -> None:
 
 
 def _daemon_below(pid: int) -> int:
-    """Return the process that has /dev/fuse open, among `pid` and its descendants."""
+    """Return the pid of the process that has /dev/fuse open, among `pid` and its descendants."""
     family = [pid]
     while family:
         candidate = family.pop()

@@ -1,8 +1,8 @@
 """Comparison of all benchmarks between this tree and a checkout of another revision.
 
-The other checkout needs an environment of its own: run `git worktree add DIR REVISION`, and
-`scripts/test --setup-only` in DIR. The benchmarks of both trees alternate. A figure is within noise
-if the ranges of the medians of both trees overlap.
+The other checkout needs an environment of its own: run `git worktree add DIR REVISION`, and `scripts/test
+--setup-only` in DIR. The benchmarks of both trees alternate. A difference is noise if the ranges of the
+medians of both trees overlap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ BENCHMARKS = {
     "scratch": (),
     "vcpus": (),
 }
-"""Benchmark that needs no distribution's kernel -> options that keep its run below half a minute."""
+"""Name of a benchmark that needs no distribution's kernel -> its options.
+
+With these options, a run takes less than half a minute.
+"""
 
 Medians = dict[str, list[float]]
 """Name and unit of a figure -> its median in each round."""
@@ -64,7 +67,7 @@ def _spread(samples: Sequence[float]) -> str:
 
 
 def figures(tree: Path, name: str, options: Sequence[str]) -> Mapping[str, float]:
-    """Run a benchmark once in a tree, and return name and unit of each figure -> its median.
+    """Run a benchmark once in a tree; return a map name and unit of each figure -> its median.
 
     Raises: CalledProcessError.
     """
@@ -74,7 +77,10 @@ def figures(tree: Path, name: str, options: Sequence[str]) -> Mapping[str, float
 
 
 def compared(other: Path, rounds: int, names: Sequence[str]) -> Iterator[Compared]:
-    """Yield each figure that has the same name in both trees, after all rounds of its benchmark."""
+    """Yield each figure that has the same name in both trees, after all rounds of its benchmark have run.
+
+    `other`: directory of the other tree.
+    """
     for name in names:
         before, now = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
         for _ in range(rounds):

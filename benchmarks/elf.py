@@ -24,7 +24,7 @@ def ours(data: bytes) -> int:
 def theirs(data: bytes) -> int:
     """Read the same tables with pyelftools, and return the number of symbols.
 
-    They are the headers of sections and segments, and all symbols.
+    The tables are the headers of sections and segments, and all symbols.
     """
     file = ELFFile(io.BytesIO(data))
     parts: list[Any] = [*file.iter_sections(), *file.iter_segments()]

@@ -26,7 +26,10 @@ TARGETS = {
         MEMORY: 4.0,
     },
 }
-"""Number of events -> figure -> target in seconds (register, clear), milliseconds (show) or kB (memory)."""
+"""Number of events -> name of a figure -> its target.
+
+The unit is seconds for registering and clearing, milliseconds for showing, and kB for memory.
+"""
 
 FIRST = 10
 """Number of events that a daemon registers before memory is measured."""

@@ -1,9 +1,9 @@
-"""CPU time of requests when one of kprobefs's replacements for parts of fusepy and libfuse is turned off.
+"""CPU time of requests if one of kprobefs's replacements for parts of fusepy and libfuse is turned off.
 
-Each variant has a mount of its own. It shows the built-in kernel. For scratch, reads of 128 KiB and lists of
-names, it shows files that take no time instead. Client and daemons share a CPU and take turns.
-The table shows the CPU time of a variant divided by that of the same turn with nothing turned off.
-If the ratio is above 1, the replacement is a gain. The second row shows the noise.
+Each variant has a mount of its own, which shows the built-in kernel. For scratch, reads of 128 KiB and lists
+of names, the mount shows files that take no time instead. Client and daemons share a CPU and take turns.
+The table shows the CPU time of a variant divided by the time in the same turn with all replacements. If the
+ratio is above 1, the replacement is a gain. The second row shows the noise.
 """
 
 # The variants replace parts of the program by others, which mypy would reject.
@@ -60,7 +60,7 @@ class Files(Nothing):
 
 
 def _operations_without(*names: str) -> None:
-    """Pass the arguments of these operations as fusepy does, as pointers to structures."""
+    """Pass the arguments of these operations in fusepy's way, as pointers to structures."""
 
     class Operations(ctypes.Structure):
         _fields_ = [
@@ -75,7 +75,7 @@ _forms = {name: form for name, form, *_ in _fuse.fuse_operations._fields_}
 
 
 def stat_bytes() -> None:
-    """Set the members of struct stat by name."""
+    """Set the members of a struct stat by their names."""
 
     def fill(session: Any, buffer: Any, *arguments: object) -> int:
         found = session.operations.getattr(*arguments)._asdict()
@@ -96,12 +96,12 @@ def stat_bytes() -> None:
 
 
 def cache_of_stat_bytes() -> None:
-    """Make a struct stat for each request."""
+    """Create a struct stat for each request."""
     libfuse.stat_bytes = libfuse.stat_bytes.__wrapped__  # type: ignore[assignment]
 
 
 def addresses() -> None:
-    """Take a pointer object instead of an address in getattr and open."""
+    """Pass a pointer object in place of an address to getattr and open."""
 
     def fill(session: Any, buffer: Any, path: bytes | None, *info: object) -> int:
         name = path and path.decode("utf-8", "surrogateescape")
@@ -126,13 +126,13 @@ def addresses() -> None:
 
 
 def open_() -> None:
-    """Decode a path by the codec's name, and find the operation by its name."""
+    """Decode a path with the codec that its name selects, and find the operation by its name."""
     _operations_without("open")
     libfuse.Session.open = _fuse.FUSE.open  # type: ignore[method-assign]
 
 
 def readdir() -> None:
-    """Make a struct stat for each entry, from a dictionary."""
+    """Create a struct stat for each entry of a directory, from a dictionary."""
 
     def list_(session: Any, _path: bytes, buffer: int, filler: Any, offset: int, info: Any) -> int:
         entries = session.operations.readdir(info.contents, offset)
@@ -147,28 +147,28 @@ def readdir() -> None:
 
 
 def reads() -> None:
-    """Let libfuse answer READ."""
+    """Make libfuse answer READ requests."""
     libfuse.FUSE_READ = 0
 
 
 def known_nodes() -> None:
-    """Let libfuse answer for all control files, and the kernel look up their names again for each path."""
+    """Make libfuse answer requests for control files, so that the kernel looks up their names again."""
     operations.KnownNodes.path_of = lambda *_: None  # type: ignore[method-assign]
 
 
 def releases() -> None:
-    """Let libfuse answer RELEASE, and therefore also OPEN."""
+    """Make libfuse answer RELEASE requests, and therefore also OPEN requests."""
     libfuse.FUSE_RELEASE = 0
     known_nodes()
 
 
 def lasting_names() -> None:
-    """Let the kernel look up a name in the root again for each path."""
+    """Make the kernel look up a name in the root again for each path."""
     Files.lasting = ()  # type: ignore[assignment]
 
 
 def clients_own_names() -> None:
-    """Let the kernel look up a name in scratch again for each path."""
+    """Make the kernel look up a name in scratch again for each path."""
     Files.clients_own = ()  # type: ignore[assignment]
 
 
@@ -180,7 +180,7 @@ def session_loop() -> None:
 
 
 def worker_threads() -> None:
-    """Run libfuse's pool of threads."""
+    """Serve requests in libfuse's own pool of threads."""
 
     class Pool:
         def __init__(self, loop: Any, _free: int) -> None:
@@ -250,7 +250,7 @@ WORK: dict[str, tuple[bool, Callable[[str, int], None], str, int]] = {
     "pread of 128 KiB": (False, lambda path, count: _pread(path, count, 1 << 17), "scratch/file", 200),
     "list of 5000 names": (False, _list, "scratch/directory", 2),
 }
-"""Name of the work -> whether it needs the built-in kernel, function, file, repetitions a turn."""
+"""Name of the work -> whether it needs the built-in kernel, function, file, and repetitions in a turn."""
 
 
 def _start(change: Callable[[], None], place: Path, *, is_own_kernel: bool) -> int:
@@ -272,7 +272,10 @@ def _start(change: Callable[[], None], place: Path, *, is_own_kernel: bool) -> i
 
 
 def _turn(daemon: int, work: Callable[[str, int], None], path: str, count: int) -> float:
-    """Return the CPU time of client and daemon for one repetition in microseconds, the least of three."""
+    """Return the CPU time in microseconds of client and daemon for one repetition of `work`.
+
+    It is the least of three measurements with `count` repetitions each.
+    """
     found = []
     for _ in range(3):
         before = cpu_time(daemon) + time.thread_time_ns() / 1000

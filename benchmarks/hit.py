@@ -1,7 +1,7 @@
-"""Time of a hit in each mode and with each kind of handler, less the time of the unprobed call.
+"""Time of a hit in each mode and with each kind of handler, minus the time of the unprobed call.
 
-The guest calls int_sqrt(0) in a loop. The figures are the nanoseconds that a probe adds to a call.
-`kprobefs bench hit` makes the same measurement and prints more details.
+The guest calls int_sqrt(0) in a loop. The figures are the nanoseconds that a probe adds to a call. `kprobefs
+bench hit` makes the same measurement and prints more details.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GOALS = {
 
 
 def measure(case: bench.HitCase, hits: int, rounds: int) -> list[Distribution]:
-    """Measure a case."""
+    """Measure a case with `hits` calls in each of `rounds` rounds."""
     figure = bench.measure(case, hits, rounds)
     return [Distribution(f"{case.probe}, {case.mode}", "ns", figure.net, GOALS.get((case.probe, case.mode)))]
 

@@ -1,8 +1,8 @@
-"""Guest instructions a second, compared with bare Unicorn; target: at least 0.9 of its speed.
+"""Guest instructions per second, compared with bare Unicorn; the target is at least 0.9 of its speed.
 
 Bare Unicorn is a Uc of Unicorn's own Python binding. It has a copy of the machine's memory with its page
-tables, but no hooks, traps or budget. Both run the same functions on the same data and take turns.
-A hook in the bare Uc counts the instructions.
+tables, but no hooks, traps or budget. Both run the same functions on the same data and take turns. A hook in
+the bare Uc counts the instructions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Work:
 
     function: str
     arguments: tuple[int | str, ...]
-    """Numbers; "data" stands for the address of the input, "out" for that of the result."""
+    """Arguments as numbers; "data" stands for the address of the input, "out" for that of the result."""
 
 
 def works(kib: int) -> list[Work]:

@@ -1,10 +1,10 @@
-"""Time of open, read and close of a probe's `hits` file, as ratio to a FUSE file system in C without library.
+"""Time of open, read and close of a probe's file `hits`, divided by that of a FUSE file system in C.
 
-The client is pinned to a CPU, and all servers to the same one. The files take turns, batch by batch. A ratio
-divides the time of a batch by that of the batch of passthrough.c in the same turn, in the directory of its
-own `hits`. Each close(2) sends a FLUSH to that program. A second one has refused FLUSH, as kprobefs does.
-With an absolute path, the host's kernel also walks the directories above the file. While a probe is armed,
-each request is also a system call of the emulated kernel.
+The C program uses no library. The client is pinned to a CPU, and all servers to the same one. The files take
+turns, batch by batch. A ratio divides the time of a batch by the time of a batch of passthrough.c. This batch
+is in the same turn, in the directory of its own `hits`. Each close(2) sends a FLUSH to that program. A second
+instance has refused FLUSH, as kprobefs does. With an absolute path, the host's kernel also walks the
+directories above the file. While a probe is armed, each request is also a system call of the emulated kernel.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from c_program import passthrough
 from common import Distribution, arguments, mounted, report, steady
 
 BELOW = Path("kprobes/stats/kprobes/reads")
-"""Directory of `hits` in a mount, and in the C program, which has it, too."""
+"""Directory of the file `hits`, relative to a mount of kprobefs or of the C program."""
 WARM_UP = 20
-"""Number of rounds before a batch, since other servers have used the CPU's caches meanwhile."""
+"""Number of rounds before each batch, because other servers have used the CPU's caches in the meantime."""
 Row = tuple[str, Path, str]
-"""Name of a row, working directory, and path of the file."""
+"""Name of a row, the working directory, and the path of the file."""
 GOALS = {"from its directory": 1.4, "by absolute path": 1.6, "with vfs_read probed": 2.5}
 
 

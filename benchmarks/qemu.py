@@ -58,7 +58,7 @@ START = "start, to the script"
 FIRST_LINE = "start, to the first trace line"
 NS, US, SECONDS = "ns", "us", "s"
 MARKERS = "<!-- The table of benchmarks/qemu.py --write begins. -->", "<!-- The table ends. -->"
-"""Lines of README.md between which the table is."""
+"""Lines of README.md before and after the table."""
 
 Samples = dict[tuple[str, str], list[float]]
 """Name and unit of a row -> its samples."""
@@ -72,11 +72,11 @@ EXPLANATION = (
     "of `cat`, which a virtual machine runs, too.",
     "",
 )
-"""Lines of a report about its table."""
+"""Lines of a report that explain its table."""
 
 
 class Skipped(Exception):
-    """A reason why a side or the benchmark cannot run."""
+    """Exception with the reason why a side or the benchmark cannot run."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Prepared:
     settings: dict[str, str]
     """Variables of script.sh, except those that differ between the sides."""
     guest: Path
-    """Directory with the script, settings, module and definitions, for machines with this root."""
+    """Directory with the script, settings, module and definitions, for guests that use it as their root."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Side:
     command: Callable[[Prepared], Sequence[str]]
     environment: Callable[[Prepared], dict[str, str]] = lambda _prepared: {}
     has_snapshot: bool = False
-    """Whether a start after the first one does not boot."""
+    """Whether starts after the first one restore a snapshot and do not boot."""
     check: Callable[[Prepared], None] = lambda _prepared: None
     """Function that raises Skipped if the side cannot run."""
     samples: Samples = field(default_factory=lambda: defaultdict(list))
@@ -169,14 +169,15 @@ SIDES = {
     ),
     "virtme-ng": Side("virtme-ng with KVM", _in_virtme, check=_check_virtme),
 }
-"""Name of a side -> the side; the ratios are those to the first selected side's medians."""
+"""Name of a side -> the side. Ratios compare medians with the medians of the first selected side."""
 DEFAULT_SIDES = ("qemu", "kprobefs", "virtme-ng")
 
 
 def run(side: Side, prepared: Prepared, environment: dict[str, str]) -> tuple[float, float]:
-    """Run the script once, and add its rows to the side's samples; return the seconds to its first two lines.
+    """Run the script once on a side, and add its rows to the side's samples.
 
-    Raises: SystemExit (the script did not reach its end, or a check in it failed).
+    Return the seconds until the script is ready, and until it shows the first line of a trace. Raises:
+    SystemExit (the script did not reach its end, or a check in it failed).
     """
     start = time.perf_counter()
     reached: dict[str, float] = {}
@@ -215,7 +216,7 @@ def run(side: Side, prepared: Prepared, environment: dict[str, str]) -> tuple[fl
 
 
 def round_of(side: Side, prepared: Prepared, *, first: bool = True) -> None:
-    """Run the script on one side, and measure its first start if `first`."""
+    """Run the script once on one side. If `first` is set, also measure the side's first start."""
     ready, line = run(side, prepared, {})
     side.samples[START, SECONDS].append(ready)
     side.samples[FIRST_LINE, SECONDS].append(line)
@@ -244,7 +245,7 @@ def first_start(side: Side, prepared: Prepared) -> float:
 
 
 def check_tools(sides: Sequence[str]) -> None:
-    """Raise Skipped if the machine is not x86_64, or if a program is missing that the sides need."""
+    """Check that the machine is x86_64, and has all programs that the sides need. Raises: Skipped."""
     if platform.machine() != "x86_64":
         raise Skipped("the module is for x86_64")
     needed = TOOLS if "qemu" in sides else {name: TOOLS[name] for name in TOOLS if name != QEMU}
@@ -374,7 +375,10 @@ def rows(sides: Sequence[Side]) -> list[tuple[str, str]]:
 
 
 def table(sides: Sequence[Side], *, has_spread: bool) -> Iterator[str]:
-    """Yield the lines of a Markdown table, with the ratios of the first side's medians to the others'."""
+    """Yield the lines of a Markdown table, with each median and the ratio of the first side's median to it.
+
+    `has_spread`: whether the table shows the spread of samples.
+    """
     first, *others = sides
     ratios = [f"{first.title} to {other.title}" for other in others]
     head = ["", *(side.title for side in sides), *ratios]
@@ -450,7 +454,7 @@ def write(options: argparse.Namespace, sides: Sequence[Side], skipped: Sequence[
 
 
 def able(names: Sequence[str], prepared: Prepared) -> tuple[list[Side], list[str]]:
-    """Return the sides that can run, and the reasons of the others."""
+    """Return the sides that can run, and the reasons why the other sides cannot."""
     sides = []
     skipped = []
     for name in names:

@@ -1,7 +1,7 @@
-"""Start-up, file and hit times and memory with a distribution's kernel, and kprobefs's kprobes in it.
+"""Times of start-up, files and hits, and the memory, with a distribution's kernel and kprobefs's kprobes.
 
-A hit makes a record with one argument. Its time is the time of the same calls with the probe, less their time
-without it.
+A hit makes a record with one argument. Its time is the time of the same calls with the probe, minus their
+time without it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from open_read_close import rounds
 FUNCTION = "int_sqrt"
 _ELEMENTS = 512
 _CALLS = 8
-"""Number of calls of sort() in a write; each call makes some thousand comparisons."""
+"""Number of calls of sort() that one write makes; each call makes some thousand comparisons."""
 
 
 def boot(image: str) -> float:
-    """Mount a kernel with an empty boot cache, and return the seconds until the command has run."""
+    """Mount a kernel with an empty boot cache; return the seconds until a command in the mount has run."""
     with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as made:
         environment = {**os.environ, "XDG_CACHE_HOME": made}
         start = time.perf_counter()
@@ -52,7 +52,7 @@ def files(mount: Mount, batches: int, size: int) -> tuple[float, ...]:
 
 
 def hit(mount: Mount, batches: int) -> tuple[float, ...]:
-    """Return the microseconds of a hit in the function that sort() compares by, a mean for each batch."""
+    """Return the microseconds of a hit in the comparison function of sort(), as a mean for each batch."""
     call = mount.path / "machine/call"
     enable = mount.path / "tracing/events/kprobes/bench/enable"
     address = _address(mount, FUNCTION)
@@ -94,7 +94,7 @@ def _zeros(mount: Mount) -> int:
 
 
 class Measured(NamedTuple):
-    """Figures of a mount: microseconds of its files and hits, MiB of its daemon."""
+    """Figures of a mount: microseconds of its files and hits, and MiB of its daemon's memory."""
 
     files: tuple[float, ...]
     hits: tuple[float, ...]

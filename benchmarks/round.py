@@ -1,9 +1,9 @@
 """CPU time of open, read and close in scratch/ over a distribution's kernel: FUSE, Python and guest.
 
-The whole is measured with a real mount, once by the absolute path and once from the file's directory.
-The part of FUSE is measured with a mount whose methods do nothing, through the same adapter. For the part
-below FUSE, the benchmark calls the methods of Mount directly; the emulator's runs are a part of it.
-Client and daemon share a CPU, and the times of both count.
+The sum is measured with a real mount, once by the absolute path and once from the file's directory. The share
+of FUSE is measured with a mount whose methods do nothing, through the same adapter. For the share below FUSE,
+the benchmark calls the methods of Mount directly; it includes the runs of the emulator. Client and daemon
+share a CPU, and the times of both count.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Nothing:
         return False
 
     def at_names_end(self, _action: object) -> None:
-        """Do nothing, because no name lasts."""
+        """Do nothing, because names get no validity."""
 
     def chdir(self, _client: Client, _path: str) -> None:
-        """Let every client enter the directory."""
+        """Accept that a client enters the directory."""
 
     def open(self, _client: Client, _path: str, _flags: int) -> int:
         return 1
@@ -110,7 +110,7 @@ def rounds(path: str, daemon: int, batches: int, size: int) -> tuple[float, ...]
 
 
 def by_path_and_name(directory: Path, daemon: int, batches: int, size: int) -> list[tuple[float, ...]]:
-    """Measure rounds by the absolute path, and then by the name from the file's directory."""
+    """Measure rounds by the absolute path, and then rounds by the name from within the file's directory."""
     by_path = rounds(os.fspath(directory / "file"), daemon, batches, size)
     with chdir(directory):
         return [by_path, rounds("file", daemon, batches, size)]
@@ -139,7 +139,7 @@ def nothing_served(batches: int, size: int) -> list[tuple[float, ...]]:
 
 
 def below_fuse(image: str, batches: int, size: int) -> list[tuple[float, ...]]:
-    """Measure the same requests as calls of a mount's methods, and the emulator's runs within them."""
+    """Measure the same requests as calls of a mount's methods, and the runs of the emulator within them."""
     linux = LinuxEngine(*started_with_kernel(image, 1))
     mount = probed_mount(linux, HostProcesses(), Owner(0, 0), is_tracefs=False)
     client = Client(os.getpid(), 0, 0)

@@ -1,8 +1,8 @@
-"""Bytes a second through scratch/, compared with a FUSE file system in C that passes one file through.
+"""Bytes per second through scratch/, compared with a FUSE file system in C that passes one file through.
 
-The file of passthrough.c is in memory. The same client accesses both with the same blocks, without the page
-cache, and alternates between them. The ratios divide the median of scratch/ by that of the C program; the
-goal is 0.6.
+The file of passthrough.c is in memory. The same client accesses both file systems with the same blocks,
+without the page cache, and alternates between them. The ratios divide the median of scratch/ by that of the C
+program; the goal is 0.6.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 128 << 10
 
 
 def write(file: Path, size: int) -> float:
-    """Write `size` bytes to a file, block by block, and return MB a second."""
+    """Write `size` bytes to a file, block by block, and return the speed in MB per second."""
     block = bytes(range(256)) * (BLOCK >> 8)
     descriptor = os.open(file, os.O_WRONLY)
     start = time.perf_counter()
@@ -30,7 +30,7 @@ def write(file: Path, size: int) -> float:
 
 
 def read(file: Path, size: int) -> float:
-    """Read `size` bytes from a file, block by block, and return MB a second."""
+    """Read `size` bytes from a file, block by block, and return the speed in MB per second."""
     descriptor = os.open(file, os.O_RDONLY)
     start = time.perf_counter()
     done = sum(len(os.pread(descriptor, BLOCK, offset)) for offset in range(0, size, BLOCK))

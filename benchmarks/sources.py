@@ -1,8 +1,8 @@
 """kprobefs's own rows of the tables in docs/reference/sources/.
 
-The times are measured as by `kprobefs bench hit` and `kinds`, less the time of the unprobed call. Traps
-and guest instructions of a hit are counted. `--write` puts the medians, their ratios and the counts into
-the pages. Run it on an otherwise idle machine.
+`kprobefs bench hit` and `kinds` measure the times in the same way: minus the time of the unprobed call. Traps
+and guest instructions of a hit are counted. `--write` puts the medians, their ratios and the counts into the
+pages. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ BY_MODE = [
     for probe in (bench.RECORDING, bench.RETURNING)
     for mode in (bench.STEPPED, bench.BOOSTED, bench.OPTIMIZED)
 ]
-"""The columns of the tables of 2007 and 2009."""
+"""The columns of the tables for the papers of 2007 and 2009: kind of handler, and mode."""
 Measure = Callable[[int, int], tuple[float, ...]]
-"""Function from hits a round and number of rounds to the nanoseconds of a hit, or its count, by round."""
+"""Function that measures a row of a table.
+
+Its arguments are the hits per round and the number of rounds. It returns the nanoseconds of a hit, or its
+count, for each round.
+"""
 COUNTS = {"traps": "traps a hit here", "instructions": "guest instructions a hit here"}
-"""Name of a count -> beginning of the labels of its rows."""
+"""Name of a count -> the beginning of the labels of its rows in the pages."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,10 @@ class Row:
     unit: str
     cells: dict[str, Measure]
     compared: int = 0
-    """Number of cells in a group whose ratio a cell at the end gives; 0 for a row without ratios."""
+    """Number of cells for which a cell at the end of the row gives the ratio; 0 for a row without ratios."""
 
     def line(self, medians: list[float]) -> str:
-        """Return the line of the page, from medians in nanoseconds or counts."""
+        """Return the row's line in the page, from medians in nanoseconds or counts."""
         if self.unit in COUNTS:
             cells = [f"{median:.1f}".removesuffix(".0") for median in medians]
         else:
@@ -53,7 +57,7 @@ class Row:
 
 
 def _ratio(times: list[float]) -> str:
-    """Return the ratio of times to the last one, or nothing if one of them is noise."""
+    """Return the text of the ratio of each time to the last one, or "" if one of them is noise."""
     if min(times) <= 0:
         return ""
     ratios = [time / times[-1] for time in times[:-1]]

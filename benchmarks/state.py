@@ -17,7 +17,7 @@ from emulated_kernel.util.config import MachineConfig
 from kprobefs.measure.bench import FUNCTION, caller
 
 WARM_UP = 2
-"""Number of first rounds that are not counted."""
+"""Number of rounds at the beginning that are not counted."""
 
 
 def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
@@ -41,7 +41,7 @@ def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
 def measure(places: Sequence[str], runs: Sequence[Callable[[], float]], rounds: int) -> list[Distribution]:
     """Measure the hits with all directories in turns; the first of `runs` has its buffers in memory.
 
-    The differences are those to the ring buffers in memory, in the same round.
+    The differences are relative to the hit with ring buffers in memory, in the same round.
     """
     samples: list[list[float]] = [[] for _ in runs]
     for number in range(WARM_UP + rounds):

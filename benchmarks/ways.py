@@ -1,9 +1,10 @@
 """Number of Python calls, source files and upward calls through the layers that a request takes.
 
-A call is the entry into a Python function of the root packages. A generator counts once, however often it
-is resumed; a comprehension does not count. Files are the source files of the called functions. A call goes
-upward if its caller is in a lower layer. The layers are those of import-linter's contracts. The caller is
-the innermost function of the root packages on the stack. A lookup resolves `vfs_read` by its name.
+A call is the entry into a Python function of the root packages. A generator counts once, however often it is
+resumed; a comprehension does not count. Files are the source files of the called functions. A call goes
+upward if the caller's layer is below that of the called function. The layers are those of import-linter's
+contracts. The caller is the innermost function of the root packages on the stack. A lookup resolves
+`vfs_read` by its name.
 
 Each way has a kernel of its own. It consists of the calls that the FUSE adapter makes: open, one read or
 one write, and release. The kernel meets the client that defines a probe for the first time; it knows the
@@ -38,7 +39,7 @@ KNOWN, UNKNOWN = Client(500, 0, 0), Client(501, 0, 0)
 DEFINITION = "p:reads vfs_read"
 SYMBOL = "vfs_read"
 RESOLVER = "lookup_name"
-"""The function that takes a symbol's name and returns its address, in any class."""
+"""Name of the method, in any class, that takes a symbol's name and returns its address."""
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 GREETING = "/scratch/greeting"
 EVENTS = "/tracing/events/kprobes"
@@ -46,7 +47,7 @@ MANY = 100
 
 
 class Layers:
-    """The order of the packages in import-linter's contracts.
+    """The order of the packages according to the contracts of import-linter.
 
     The contract without containers orders the root packages. A contract whose container is a root package
     orders the subpackages of that root.
@@ -76,7 +77,7 @@ class Layers:
 
 @dataclass
 class Count:
-    """The figures of one way."""
+    """The figures for one way."""
 
     calls: int = 0
     files: set[str] = field(default_factory=set)
@@ -85,7 +86,7 @@ class Count:
     lookups: int = 0
 
     def amounts(self) -> dict[str, int]:
-        """Return unit -> amount."""
+        """Return a map unit -> amount."""
         return {
             "calls": self.calls,
             "files": len(self.files),
@@ -105,7 +106,7 @@ class Counting:
 
     @contextmanager
     def way(self) -> Iterator[Count]:
-        """Count the calls within the block."""
+        """Count the calls within the `with` block."""
         self._count = count = Count()
         sys.setprofile(self._profile)
         try:
@@ -157,7 +158,7 @@ def _name(frame: FrameType) -> str:
 
 
 class Shell:
-    """Client processes at the files of one kernel."""
+    """Client processes that access the files of one kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -185,7 +186,7 @@ class Shell:
 
 
 def count_ways(layers: Layers) -> dict[str, Count]:
-    """Make each request once, and return name -> figures."""
+    """Make each request once, and return a map name of the request -> figures."""
     counting = Counting(layers)
     try:
         return _define_and_hit(counting) | _read(counting) | _disarm(counting, 1) | _disarm(counting, MANY)
@@ -249,7 +250,7 @@ def _define_many(shell: Shell, probes: int) -> None:
 
 
 def table(ways: dict[str, Count], with_crossings: bool) -> Iterator[str]:
-    """Yield the lines of a table in 80 columns; `with_crossings` adds a line for each call upward."""
+    """Yield the lines of a table in 80 columns. `with_crossings` adds a line for each upward call."""
     yield f"{'way':<24} {'calls':>7} {'files':>7} {'upward':>7} {'lookups':>8}"
     for name, count in ways.items():
         calls, files, upward, lookups = count.amounts().values()

@@ -1,4 +1,4 @@
-"""MountOptions: the options of a mount, and checks of them."""
+"""MountOptions: the options of a mount, and functions that check the options."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STRATEGIES = tuple(profile.STRATEGIES)
 SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
 
 KERNELS_VERSION = "kernel's version"
-"""Name in `status` of the profile that follows a distribution's kernel."""
+"""Name in the output of `status` of the profile that follows the version of a distribution's kernel."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,15 @@ class MountOptions:
     vmcore: str | None = None
     """Path of the ELF vmcore whose kernel is mounted; None if no vmcore is mounted."""
     cpu: str | None = None
-    """Production CPU that a distribution's kernel sees: a model, `host` or an archive's path; or None."""
+    """Production CPU that a distribution's kernel sees: a model's name, `host`, or the path of an archive.
+
+    If it is None, the kernel sees the emulator's own CPU.
+    """
     follows_version: bool = False
-    """Whether a distribution's kernel has the interface of its own version instead of the profile's."""
+    """Whether a distribution's kernel is mounted with the tracefs interface of its own version.
+
+    Otherwise it has the interface that belongs to the profile.
+    """
 
     @property
     def source(self) -> str:
@@ -82,12 +88,12 @@ class MountOptions:
 
     @property
     def kernel_name(self) -> str:
-        """Path of the kernel's image or vmcore, or `built-in`, for `status`."""
+        """Path of the kernel's image or vmcore, or `built-in`, for the output of `status`."""
         return self.vmcore or str(self.machine.image or "built-in")
 
     @property
     def profile_name(self) -> str:
-        """Name of the profile, or `kernel` if the mounted kernel's own kprobes are used, for `status`."""
+        """Name of the profile, for the output of `status`; `kernel` if the kernel's own kprobes are used."""
         if self.kprobes == KERNEL_KPROBES:
             return KERNEL_KPROBES
         is_builtin = self.vmcore is None and self.machine.image is None
@@ -95,7 +101,7 @@ class MountOptions:
 
 
 Builder = Callable[[MountOptions], "Mount"]
-"""Function that builds the served mount from options. Tests use smaller mounts."""
+"""Function that builds the served mount from options. Tests pass builders of smaller mounts."""
 
 
 def check_image(path: Path) -> None:
@@ -224,7 +230,10 @@ def _is_linux(image: Path) -> bool:
 
 
 def check_state(options: MountOptions) -> None:
-    """Check that --state is outside of all mounts, since a daemon could wait for itself. Raises: CliError."""
+    """Check that --state is outside of all mounts, because a daemon could otherwise wait for itself.
+
+    Raises: CliError.
+    """
     from kprobefs.common import mountpoints
 
     if options.state is not None and mountpoints.is_inside(options.state, options.directory):

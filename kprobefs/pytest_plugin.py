@@ -64,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> str:
-    """Return the reason why the marker `kernels` with these versions does not fit the test; "" if it fits."""
+    """Return the reason why the versions in the marker `kernels` do not fit the test; "" if they do."""
     if not versions:
         return "no version given"
     for version in versions:
@@ -94,7 +94,7 @@ def kprobefs_arch(request: pytest.FixtureRequest) -> str:
 def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
     """Return the kernel that the marker `kernels` chose for this run; default: None, kprobefs's own kernel.
 
-    Skip the test if that kernel is not at hand.
+    Skip the test if the host does not have that kernel.
     """
     wanted = getattr(request, "param", None)
     if wanted is None:

@@ -15,7 +15,7 @@ from inspect import cleandoc
 from pathlib import Path
 
 WIDTH = 108
-"""Columns of a signature's lines."""
+"""Maximum number of columns in a signature's lines."""
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "emulated_kernel"
 PAGE = ROOT / "docs" / "reference" / "api.md"
@@ -93,7 +93,7 @@ SHORT = {
     "Owner",
     "ProcessWatch",
 }
-"""Classes of which the page has only the docstring, because most users only pass them on."""
+"""Classes for which the page shows only the docstring, because most users only pass their objects on."""
 NO_CONSTRUCTOR = {
     "HitRing",
     "KretprobeInstance",
@@ -103,15 +103,15 @@ NO_CONSTRUCTOR = {
     "PerCpuVars",
     "RingEntry",
 }
-"""Classes whose objects only the kernel creates."""
+"""Classes whose objects users do not create, because only the kernel creates them."""
 INTERNAL = {"program", "return_program", "entry_program", "exit_program", "hook", "node", "raised"}
-"""Fields that only kprobefs itself uses."""
+"""Names of fields that only kprobefs itself uses, and that the page omits."""
 KNOWN_BASES = ("ABC", "Enum", "Exception", "Flag", "IntEnum", "OSError", "Protocol")
 _GROUP = re.compile(r"^    # (?P<title>[^#]+)$")
 
 
 def public_modules() -> dict[str, str]:
-    """Return public name -> module, from the table in the package's __init__."""
+    """Return a map public name -> module, from the table in the package's __init__."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MODULES":
@@ -120,7 +120,7 @@ def public_modules() -> dict[str, str]:
 
 
 class Source:
-    """One module's source."""
+    """The source of one module."""
 
     def __init__(self, module: str) -> None:
         """Read the module of this name, within the package."""
@@ -149,7 +149,10 @@ class Source:
         raise LookupError(f"{name}: it is not imported")
 
     def group(self, node: ast.stmt, after: int) -> str | None:
-        """Return the comment that heads a group of methods between a line and a node, if there is one."""
+        """Return the comment that heads the group of methods of `node`, or None.
+
+        The comment must be between the line `after` and the node.
+        """
         for line in self.lines[after : node.lineno]:
             found = _GROUP.match(line)
             if found is not None:
@@ -158,7 +161,7 @@ class Source:
 
 
 def document(body: list[ast.stmt], number: int) -> str:
-    """Return the docstring after a field or a constant, or an empty string."""
+    """Return the docstring after the field or constant `body[number]`, or an empty string."""
     match body[number + 1 : number + 2]:
         case [ast.Expr(value=ast.Constant(value=str(text)))]:
             return cleandoc(text)
@@ -185,7 +188,7 @@ def is_public_field(node: ast.AnnAssign) -> bool:
 
 
 def constructor(name: str, source: Source, found: ast.ClassDef) -> str:
-    """Return the call that creates an object of a class, as a code block; empty if users create none."""
+    """Return the call that creates an object of a class, as a code block; "" if users create no objects."""
     made = next((each for each in found.body if getattr(each, "name", "") == "__init__"), None)
     if isinstance(made, ast.FunctionDef):
         given = signature(made).removeprefix("__init__").removesuffix(" -> None")[1:-1]
@@ -206,7 +209,7 @@ def constructor(name: str, source: Source, found: ast.ClassDef) -> str:
 
 
 def arguments(source: Source, found: ast.ClassDef) -> Iterator[ast.AnnAssign]:
-    """Yield the fields of a dataclass that its constructor takes; those of its base class are first."""
+    """Yield the fields of a dataclass that its constructor takes; those of its base class come first."""
     for base in found.bases:
         if ast.unparse(base).partition("[")[0] == "Kprobe":
             parent = source.imported("Kprobe")
@@ -223,7 +226,10 @@ def default(node: ast.AnnAssign) -> str:
 
 
 def shown_default(node: ast.AnnAssign) -> str:
-    """Return the part after `=` in a constructor's signature; a field() is reduced to its default."""
+    """Return ` = DEFAULT` for a field in the constructor's signature, or "" if it has no default.
+
+    For a field(), only its default is shown.
+    """
     value = node.value
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in value.keywords}
@@ -281,7 +287,7 @@ def methods(source: Source, found: ast.ClassDef) -> Iterator[str]:
 def members_of_group(
     source: Source, found: ast.ClassDef, first: ast.FunctionDef
 ) -> Iterator[ast.FunctionDef]:
-    """Yield the methods from the first one of a group to the next heading."""
+    """Yield the methods of a group: from its first method to the heading of the next group."""
     after = None
     for node in found.body:
         if not isinstance(node, ast.FunctionDef) or node.lineno < first.lineno:
@@ -298,7 +304,7 @@ def public(node: ast.FunctionDef) -> bool:
 
 
 def class_entry(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]:
-    """Yield the parts of a class: heading, docstring, fields, methods."""
+    """Yield the parts of a class's entry: heading, docstring, fields, methods."""
     bases = [ast.unparse(each) for each in found.bases]
     is_registers = "Protocol" in bases
     is_enum = "Enum" in bases or "Flag" in bases
@@ -334,7 +340,7 @@ def class_entry(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]
 
 
 def inherited(source: Source, found: ast.ClassDef) -> Iterator[str]:
-    """Yield the properties that base classes without an entry of their own define."""
+    """Yield the properties that come from base classes without an entry of their own."""
     for base in found.bases:
         if isinstance(base, ast.Name) and base.id not in (*KNOWN_BASES, *public_modules()):
             parent = source.imported(base.id)
@@ -346,7 +352,7 @@ def inherited(source: Source, found: ast.ClassDef) -> Iterator[str]:
 
 
 def entry(name: str, module: str) -> Iterator[str]:
-    """Yield the parts of one public name."""
+    """Yield the parts of the entry of one public name."""
     source = Source(module)
     found = source.find(name)
     if isinstance(found, ast.ClassDef):
@@ -360,7 +366,7 @@ def entry(name: str, module: str) -> Iterator[str]:
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return the text of the whole page."""
     modules = public_modules()
     named = {name for names in SECTIONS.values() for name in names}
     if named != modules.keys():

@@ -13,13 +13,13 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = 50.0
-"""Total seconds of all chosen tests in one process."""
+"""Maximum total time in seconds of all chosen tests in one process."""
 IMPORT = 0.05
-"""Seconds that a module takes in addition to its tests."""
+"""Time in seconds that a module takes in addition to its tests."""
 
 
 def durations(report: Path) -> dict[str, tuple[float, int]]:
-    """Return module -> seconds and number of its tests, for modules in which all tests passed."""
+    """Return a map module -> seconds and number of its tests, for modules in which all tests passed."""
     seconds = defaultdict[str, float](float)
     counts = defaultdict[str, int](int)
     excluded = set()

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = "usr/lib/kprobefs"
 EXTRAS = ("", "completion")
 NOT_NEEDED = {"..", "__pycache__", "include"}
-"""Parts of paths that are left out of Python packages: their commands, bytecode, C headers."""
+"""Parts of paths of files that are left out of Python packages: commands, bytecode, C headers."""
 LINK = re.compile(r"!?\[(?P<words>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
 """Pattern of a link in a Markdown document."""
 LAUNCHER = """\
@@ -106,7 +106,7 @@ fi
 
 
 def build(output: Path, *, is_quick: bool) -> Path:
-    """Build the package in directory `output`, and return its path.
+    """Build the package in the directory `output`, and return its path.
 
     If `is_quick` is true, the Python files are not compiled and the package is not compressed.
     """
@@ -163,7 +163,7 @@ def install_program(tree: Path, work: Path) -> None:
 def install_requirements(tree: Path) -> list[str]:
     """Install the program's requirements from this environment, and return their names and versions.
 
-    Requirements of these requirements are included.
+    The requirements of these packages are included.
     """
     found: dict[str, metadata.Distribution] = {}
     wanted = [("kprobefs", EXTRAS)]
@@ -219,7 +219,10 @@ def without_dead_links(text: str, document: Path, shipped: Collection[Path]) -> 
 
 
 def write_control(tree: Path, vendored: list[str]) -> str:
-    """Write DEBIAN/ of a finished tree, and return the package's name with version and architecture."""
+    """Write the directory DEBIAN of a finished tree; return the package's name with version and architecture.
+
+    `vendored`: names and versions of the included Python packages.
+    """
     program = metadata.metadata("kprobefs")
     command = ["dpkg", "--print-architecture"]
     architecture = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

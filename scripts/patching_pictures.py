@@ -26,30 +26,30 @@ FUNCTION = "gcd"
 EXPLAINED = "gcd+5"
 """Place whose listing explain-x86_64.svg shows."""
 ARCHS = {"x86_64": ("linux-6.1", 5), "riscv64": ("riscv-optprobes-2023", 34)}
-"""Architecture -> profile, and the offset of the probe in FUNCTION."""
+"""Architecture -> name of the profile, and offset in bytes of the probe in FUNCTION."""
 COLOURS = {"original": "#dff0e0", "breakpoint": "#f6c9c7", "jump": "#cfe1f8"}
 """Kind of a byte -> its colour."""
 BYTE = 34
-"""Width of a byte in the picture."""
+"""Width in pixels of a byte in the picture."""
 LEFT = 250
 TOP = 60
 ROW = 42
-"""Position of the first byte from the left, of the first row from the top, and the height of a row."""
+"""Height of a row in pixels. LEFT and TOP are the position of the first byte of the first row."""
 
 
 class Row(NamedTuple):
-    """The text after a stage."""
+    """The text of the probed place after a stage."""
 
     title: str
     code: bytes
     kinds: list[str]
     """The key of COLOURS for each byte."""
     note: str
-    """What a CPU executes there."""
+    """The code that a CPU executes at the place."""
 
 
 class Pictured:
-    """A probe of a kernel whose changes of jumps stop at each stage."""
+    """A probe in a kernel that stops at each stage in which it changes a jump."""
 
     def __init__(self, kernel: Kernel, offset: int) -> None:
         self.kernel = kernel
@@ -67,10 +67,13 @@ class Pictured:
         self.size = head.detour.length
         self.armed = kernel.arch.breakpoint_for(head.insn.prepared.length)
         self.trap = kernel.arch.breakpoint
-        """The poker's own breakpoint: the shortest one."""
+        """The breakpoint that text patching itself uses: the shortest one of the architecture."""
 
     def row(self, title: str, note: str, trap: bytes = b"", jump: bytes = b"") -> Row:
-        """Return the row of the present text: `trap`, then `jump`, then original bytes."""
+        """Return a row for the present text, which consists of `trap`, then `jump`, then original bytes.
+
+        `title` and `note` are texts beside it.
+        """
         text = self.kernel.machine.text
         code = text.current(self.start, self.size)
         written = trap + jump
@@ -90,12 +93,12 @@ class Pictured:
         return "; ".join(text for _, _, text in insns)
 
     def flush(self) -> None:
-        """Let the optimizer run now."""
+        """Run the optimizer now."""
         assert self.kprobes.optimizer is not None
         self.kprobes.optimizer.flush()
 
     def rows(self) -> Iterator[Row]:
-        """Arm the probe, let it be optimized, and disable it. Yield a row after each stage."""
+        """Arm the probe, wait until it is optimized, and disable it. Yield a row after each stage."""
         original = self.instructions(self.kernel.machine.text.original(self.start, self.size))
         mixed = self.trap + self.armed[len(self.trap) :]
         tail = self.jump[len(self.trap) :]
@@ -142,7 +145,7 @@ def picture(arch: str) -> str:
 
 
 def _drawn(row: Row, top: int, after: int) -> Iterator[str]:
-    """Yield the lines of SVG that show a row."""
+    """Yield the lines of SVG that draw a row. `top` and `after` are positions in pixels."""
     yield f'  <text x="20" y="{top + 20}">{escape(row.title)}</text>'
     for number, (byte, kind) in enumerate(zip(row.code, row.kinds, strict=True)):
         left = LEFT + number * BYTE

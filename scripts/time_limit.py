@@ -1,6 +1,6 @@
 """Run a command with a time limit: time_limit.py SECONDS COMMAND...
 
-Unlike timeout(1), it leaves the command in the process group of the terminal, which sends an interrupt once.
+Unlike timeout(1), it leaves the command in the terminal's process group, so that ^C reaches it only once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import subprocess
 import sys
 
 GRACE = 10
-"""Time in seconds from SIGTERM to SIGKILL."""
+"""Time in seconds between SIGTERM and SIGKILL."""
 TIMED_OUT = 124
 """Exit status after the time limit. Mirrors: timeout(1)."""
 
 
 def main(seconds: str, *command: str) -> int:
-    """Run the command, and return its exit status as a shell does."""
+    """Run the command, and return its exit status, or 128 + number if a signal ended it.
+
+    If the time is over, end the command and return TIMED_OUT.
+    """
     process = subprocess.Popen(command)
     # An interrupt is the command's business, and this process waits for its end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Comparison of unwound call chains with the CPU's actual calls and returns, at every instruction.
+"""Compares unwound call chains with the calls and returns that the CPU executed, at every instruction.
 
 `python -m stress.chains [ARCH...]` compares all instructions; the test suite compares a sample.
 """
@@ -40,16 +40,16 @@ class Code(Enum):
     HANDLER = "compiled detours and stubs"
     """Guest code with handlers, before and after the copy of the probed instruction."""
     LEFT_OUT = "not compared"
-    """Code that nothing interrupts, so that it is never unwound.
+    """Code in which no interrupt or probe occurs, so that it is never unwound.
 
     It is guest code with handlers of calls and returns, and on RISC-V the second instruction of a jump.
     """
 
 
 class Chains:
-    """Follows each instruction of a guest with one CPU.
+    """Follows the calls and returns of a guest with one CPU, at each instruction.
 
-    A task is left out until it is in user mode, because only then its stack is known to be empty.
+    A task is ignored until it is in user mode, because only then its kernel stack is known to be empty.
     """
 
     def __init__(self, kernel: Kernel, one_of: int = 1, seed: int = 0) -> None:
@@ -143,7 +143,7 @@ class Chains:
                 self._interrupts.pop()
 
     def _other_task(self, last_sp: int, sp: int) -> None:
-        """Continue with the calls of another task if the stack pointer has moved to its stack."""
+        """If the stack pointer has moved to another task's stack, continue with the calls of this task."""
         if last_sp & -self._arch.thread_size == sp & -self._arch.thread_size:
             return
         self._calls[self._task] = self._mine
@@ -156,9 +156,10 @@ class Chains:
         return int(self._kernel.machine.regs.get("sepc"))
 
     def _kind(self, address: int) -> tuple[str, int]:
-        """Return the kind of an instruction ("call", "leaves" or ""), and a call's return address.
+        """Return the kind of an instruction, and a call's return address.
 
-        A detour contains a relocated call as a push of the original return address and a jump.
+        The kind is "call", "leaves" (the function ends) or "". A detour contains a relocated call as a push
+        of the original return address and a jump.
         """
         copied = self._relocated_call(address)
         if copied is not None:
@@ -198,7 +199,7 @@ class Chains:
         return "", 0
 
     def _read_riscv(self, address: int, insn: RiscvInsn) -> str:
-        """Return the kind of an instruction on RISC-V ("call", "leaves" or "").
+        """Return the kind of an instruction on RISC-V: "call", "leaves" (the function ends) or "".
 
         The jump to a detour also writes a return address to a register, but it is no call.
         """
@@ -324,7 +325,7 @@ def compare(arch: str, hook: str | None, one_of: int = 1, strategy: str | None =
 
 
 def main(names: list[str]) -> int:
-    """Compare every instruction, without probes and with each shadow stack; return the exit status."""
+    """Compare at every instruction, without probes and with each shadow stack; return the exit status."""
     wrong = 0
     parser = argparse.ArgumentParser(description="Compares call chains with what the CPU did.")
     parser.add_argument("archs", metavar="ARCH", nargs="*", help=f"(default: {' '.join(ARCHITECTURES)})")

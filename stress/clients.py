@@ -4,7 +4,8 @@
 
 The clients are those of this system or, with --root, those of another system's root, for example one that
 `debootstrap --include=trace-cmd,linux-perf,bpftrace trixie DIR` makes. In `scripts/fresh-root trixie`, apt
-installs them. Each check compares what a client shows with the files that it reads. Needs root.
+installs them. Each check compares the output of a client with the files that the client reads. The program
+needs root.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ exec chroot {root} bash -c {script}
 
 
 class CheckFailed(Exception):
-    """Raised by a check whose client shows something else than the files; the text says what."""
+    """Exception of a check whose client's output differs from the files; the text says in which way."""
 
 
 @dataclass(frozen=True)
 class Clients:
-    """The clients of a system, over mounts of kprobefs's own kernel with one profile."""
+    """The clients of a system, which use mounts of kprobefs's own kernel with one profile."""
 
     profile: str
     root: Path = field(default_factory=lambda: Path("/"))
@@ -59,7 +60,7 @@ class Clients:
         return rule in interface_named(profile_named(self.profile).interface)
 
     def answers(self, *scripts: str) -> list[str]:
-        """Return the output of each shell script, run in one mount at the system's places.
+        """Run each shell script in the same mount, which is at the system's own paths; return their outputs.
 
         Raises: CheckFailed.
         """
@@ -82,7 +83,10 @@ class Clients:
 
 
 def _same(found: set[str], wanted: set[str], what: str) -> None:
-    """Raise CheckFailed unless the names that a client shows are those in the files; `what` they name."""
+    """Check that the names in a client's output are those in the files. Raises: CheckFailed.
+
+    `what`: kind of the names, for the message.
+    """
     if found != wanted or not wanted:
         lacking = sorted(wanted - found)[:3]
         more = sorted(found - wanted)[:3]
@@ -131,7 +135,7 @@ def _definitions(clients: Clients) -> tuple[str, ...]:
 
 
 def probes(clients: Clients) -> None:
-    """Check that trace-cmd records events of all kinds of probes, and shows their records as `trace` does."""
+    """Check that trace-cmd records the events of all kinds of probes, and shows the same text as `trace`."""
     lines = [f"echo {shlex.quote(text)} >> {TRACING}/dynamic_events" for text in _definitions(clients)]
     # The records must be shown before trace-cmd reads them.
     show = f"echo 0 > {TRACING}/tracing_on; grep -v '^#' {TRACING}/trace > /tmp/shown"
@@ -214,11 +218,14 @@ CHECKS: Mapping[Callable[[Clients], None], str] = {
     perf_lists: "perf",
     bpftrace_lists: "bpftrace",
 }
-"""Check -> the client that it runs."""
+"""Check -> name of the client that it runs."""
 
 
 def results(clients: Clients) -> Iterator[tuple[str, str]]:
-    """Yield the name of each check, and its outcome: `good`, why it failed, or that the client is missing."""
+    """Yield the name of each check and its outcome.
+
+    The outcome is `good`, the reason of a failure, or a note that the client is missing.
+    """
     for check, program in CHECKS.items():
         if not clients.has(program):
             yield check.__name__, f"not run: {program} is not installed"

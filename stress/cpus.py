@@ -43,15 +43,15 @@ _WORDS = {
     16: (7, 0, CX),
     18: (7, 0, DX),
 }
-"""Number of a word of Linux's features -> the register of CPUID that fills it."""
+"""Number of a word of Linux's CPU features -> the CPUID leaf, subleaf and register that fill it."""
 
 
 def unseen(_done: int, _total: int) -> None:
-    """Ignore a report of the boot's progress."""
+    """Ignore a report of the boot's progress: `_done` of `_total` units of work."""
 
 
 def cpu_of_dump(name: str, dumped: LinuxKernel, kernel: LinuxKernel) -> ProductionCpu:
-    """Return the CPU on which a dumped kernel ran, as its boot_cpu_data says."""
+    """Return the CPU on which a dumped kernel ran, according to its variable boot_cpu_data."""
     start = dumped.required("boot_cpu_data")
     btf = kernel.btf
 
@@ -83,7 +83,10 @@ def cpu_of_dump(name: str, dumped: LinuxKernel, kernel: LinuxKernel) -> Producti
 
 
 def different_ranges(first: bytes, second: bytes) -> Iterator[range]:
-    """Yield the ranges of offsets at which two texts of the same size differ; gaps of 8 bytes are closed."""
+    """Yield the ranges of offsets at which two texts of the same size differ.
+
+    Ranges that are at most 8 bytes apart are joined.
+    """
     start = end = -1
     for at in (at for at in range(len(first)) if first[at] != second[at]):
         if start >= 0 and at > end + 8:
@@ -96,7 +99,7 @@ def different_ranges(first: bytes, second: bytes) -> Iterator[range]:
 
 
 def compare_with_qemu(image: Path, model: str, directory: Path) -> int:
-    """Compare the text of a kernel that boots in QEMU on a CPU model; return how many bytes differ."""
+    """Boot a kernel in QEMU on a CPU model, and compare its text; return the number of bytes that differ."""
     kernel = open_kernel(str(image))
     line = f"{COMMAND_LINE.replace('quiet', 'loglevel=7')} noreplace-smp"
     kind = Kind(model, model, 1, line, MEMORY)
@@ -125,7 +128,7 @@ def compare_with_qemu(image: Path, model: str, directory: Path) -> int:
 
 
 def compare_with_archives(image: Path) -> int:
-    """Boot a kernel on the CPU of each archive; return how many have other vulnerabilities."""
+    """Boot a kernel on the CPU of each archive; return the number of archives with other vulnerabilities."""
     failed = 0
     for path in sorted(ARCHIVES.glob("*.cpu")):
         _, report = kernel_as_booted(str(image), DEFAULT_SEED, production_cpu(str(path)), unseen)
@@ -137,7 +140,7 @@ def compare_with_archives(image: Path) -> int:
 
 
 def main() -> int:
-    """Run the comparison; return 0 if at least eight archives agree, or with --qemu all texts."""
+    """Run the comparison; return 0 if it agrees for at least eight archives, or with --qemu for all texts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--image", type=Path, help="linux-image-*.deb (default: Debian's current one)")
     parser.add_argument("--qemu", action="store_true", help="compare with QEMU")

@@ -1,7 +1,7 @@
 """Define events on every instruction that can be probed, under load: python -m stress.everywhere.
 
-All instructions are probed at once, or with --functions those of one function after the other. The probes
-also hit in code that handlers depend on: clocks, locks, the scheduler, interrupts.
+All instructions are probed at once, or with --functions the instructions of one function after the other. The
+probes also hit in code that handlers depend on: clocks, locks, the scheduler, interrupts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASKS = (Client(801, 0, 0), Client(802, 0, 0))
 
 @dataclass(frozen=True)
 class Probed:
-    """Numbers of the events' places and hits."""
+    """Numbers of the probed places, of the hits, and of places and traps with certain properties."""
 
     places: int
     hits: int
@@ -38,7 +38,7 @@ class Probed:
     optimized: int
     """Number of places that were optimized at the end."""
     native_traps: int
-    """Number of traps of hits that needed no Python."""
+    """Number of traps, taken for hits, that needed no Python."""
 
     def __add__(self, other: Probed) -> Probed:
         return Probed(*map(add, astuple(self), astuple(other)))
@@ -71,7 +71,7 @@ def by_function(kernel: Kernel, addresses: Sequence[int]) -> list[list[int]]:
 
 
 def load(kernel: Kernel) -> list[object]:
-    """Call functions and access files as two tasks, and return the answers, which are the same every time."""
+    """Call functions and access files as two tasks; return the results, which are the same every time."""
     mount = kernel.mount()
     answers: list[object] = [
         kernel.call("int_sqrt", 144 * 144),

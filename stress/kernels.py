@@ -1,9 +1,9 @@
 """Check kernels of distributions, with both engines: python -m stress.kernels [--write FILE] IMAGE...
 
-Each check uses the mount like a client. The result is a table: which checks pass, and how long starts take.
-With --inside N, the answers of the kernel's own kprobes and of kprobefs over the kernel are compared, too.
-The questions are N random definitions, N places of probes, N / 2 filters, 3 N / 10 histograms and the records
-of a workload. An IMAGE is a file for `--image`; further packages with its modules may be next to it.
+Each check uses the mount like a client. The result is a table with the checks that pass, and the durations of
+starts. With --inside N, the answers of the kernel's own kprobes and of kprobefs over the kernel are compared,
+too. The questions are N random definitions, N places of probes, N / 2 filters, 3 N / 10 histograms and the
+records of a workload. An IMAGE is a file for `--image`; further packages with its modules may be next to it.
 """
 
 from __future__ import annotations
@@ -57,30 +57,33 @@ TEXT = "hello, kernel"
 FILE = "/scratch/checked"
 EVENTS = "/tracing/events"
 MODULES = ("dummy", "nls_cp437", "nls_utf8")
-"""Small modules, of which each kernel has at least one. Functions of lib/ cannot be traced."""
+"""Names of small modules. Each kernel has at least one of them. Functions of lib/ cannot be traced."""
 REQUESTS = 400
-"""Maximum number of requests until a probe must have become a jump."""
+"""Maximum number of requests after which a probe must have become a jump."""
 TROUBLE = re.compile(r"\b(?:BUG|Oops|WARNING|Call Trace|general protection fault)\b")
 HEAD = (
     "| kernel | way of probing | checks | failed | not possible | differences | first boot | start | date |"
 )
 RULE = "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 EXAMPLES = 5
-"""Maximum number of differences that are printed for a kernel."""
+"""Maximum number of differences that are printed for each kernel."""
 DATE = datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 class NotBuilt(Exception):
-    """Raised by a check of something that the kernel was built without, or that is not on this machine."""
+    """Exception of a check that cannot be made.
+
+    The kernel was built without the feature, or the file is not on this machine.
+    """
 
 
 class CheckFailed(Exception):
-    """Raised by a check whose kernel answers wrongly; the text says how."""
+    """Exception of a check whose kernel answers wrongly; the text describes the answer."""
 
 
 @dataclass
 class Checked:
-    """A mounted kernel, and what its checks need."""
+    """A mounted kernel, and the objects that its checks use."""
 
     mount: Mount
     kernel: LinuxKernel
@@ -134,7 +137,7 @@ class Checked:
             raise CheckFailed(f"the file contains {found!r}")
 
     def hits(self, pattern: str) -> list[re.Match[str]]:
-        """Disable the probes, and return the lines of the trace that match; at least one must."""
+        """Disable the probes, and return the matches in the lines of the trace. One line must match."""
         # A probe on a function of reads would record while the trace is read.
         self.disable()
         text = self.read("/tracing/trace")
@@ -151,7 +154,7 @@ def _equal(found: object, wanted: object) -> None:
 
 
 def _inside(checked: Checked, function: str) -> list[int]:
-    """Return the offsets of a function's instructions after its entry."""
+    """Return the offsets of a function's instructions from the third one on."""
     start = checked.kernel.kallsyms.lookup_name(function)
     found = None if start is None else checked.kernel.kallsyms.lookup(start)
     if start is None or found is None:
@@ -161,7 +164,7 @@ def _inside(checked: Checked, function: str) -> list[int]:
 
 
 def scratch(checked: Checked) -> None:
-    """Check that a file in scratch/ keeps what is written."""
+    """Check that a file in scratch/ contains the text that was written to it."""
     checked.work()
 
 
@@ -197,7 +200,7 @@ def middle(checked: Checked) -> None:
 
 
 def profile(checked: Checked) -> None:
-    """Check that kprobe_profile counts the hits."""
+    """Check that kprobe_profile shows the number of hits."""
     checked.define("p:kprobes/counted do_sys_openat2")
     checked.work()
     count = len(checked.hits(" counted: "))
@@ -206,14 +209,14 @@ def profile(checked: Checked) -> None:
 
 
 def listed(checked: Checked) -> None:
-    """Check that kprobes/list has the probes."""
+    """Check that kprobes/list shows the probes."""
     checked.define("p:kprobes/one do_sys_openat2", "r:kprobes/two vfs_read")
     lines = checked.read("/kprobes/list").splitlines()
     _equal(sorted(line.split()[1] for line in lines), ["k", "r"])
 
 
 def refused(checked: Checked) -> None:
-    """Check that a probe on an unknown function is refused, and that the error log says why."""
+    """Check that a probe on an unknown function is refused, and that error_log shows the reason."""
     try:
         checked.define("p:kprobes/no no_such_function")
     except KernelError:
@@ -224,7 +227,7 @@ def refused(checked: Checked) -> None:
 
 
 def optimized(checked: Checked) -> None:
-    """Check that a probe becomes a jump, and records."""
+    """Check that a probe becomes a jump, and that its hits are recorded."""
     places = [f"{name}+{at}" for name in ("do_sys_openat2", "vfs_read") for at in _inside(checked, name)[:14]]
     checked.define()
     for number, place in enumerate(places):
@@ -243,7 +246,7 @@ def optimized(checked: Checked) -> None:
 
 
 def switches(checked: Checked) -> None:
-    """Check that the event sched_switch records."""
+    """Check that the event sched_switch is recorded."""
     checked.define()
     checked.write(f"{EVENTS}/sched/sched_switch/enable", "1")
     checked.work()
@@ -256,7 +259,7 @@ def switches(checked: Checked) -> None:
 
 
 def system_calls(checked: Checked) -> None:
-    """Check that the event of a system call records its arguments."""
+    """Check that the event of a system call is recorded with its arguments."""
     checked.define()
     checked.write(f"{EVENTS}/syscalls/sys_enter_openat/enable", "1")
     checked.work()
@@ -265,7 +268,7 @@ def system_calls(checked: Checked) -> None:
 
 
 def functions(checked: Checked) -> None:
-    """Check that the function tracer records the functions of its filter."""
+    """Check that the function tracer records the functions that its filter selects."""
     checked.define()
     checked.write("/tracing/set_ftrace_filter", "do_sys_openat2\n", os.O_WRONLY | os.O_TRUNC)
     checked.write("/tracing/current_tracer", "function")
@@ -278,7 +281,7 @@ def functions(checked: Checked) -> None:
 
 
 def graph(checked: Checked) -> None:
-    """Check that the function graph tracer records a function and its calls."""
+    """Check that the function graph tracer records a function and the calls that it makes."""
     checked.write("/tracing/set_graph_function", "do_sys_openat2\n", os.O_WRONLY | os.O_TRUNC)
     checked.write("/tracing/current_tracer", "function_graph")
     checked.work()
@@ -307,14 +310,14 @@ def _load_module(checked: Checked) -> str:
 
 
 def module_loads(checked: Checked) -> None:
-    """Check that a module loads, and is listed."""
+    """Check that a module can be loaded, and that it is listed then."""
     name = _load_module(checked)
     if not re.search(rf"^{name} ", checked.read("/machine/modules"), re.MULTILINE):
         raise CheckFailed(f"{name} is not listed")
 
 
 def module_probed(checked: Checked) -> None:
-    """Check that a function of the module is probed."""
+    """Check that a probe on a function of the module is hit."""
     traceable = checked.read("/tracing/available_filter_functions")
     functions = re.findall(r"^(\w+) \[\w+\]$", traceable, re.MULTILINE)
     for function in functions:
@@ -356,7 +359,7 @@ def histogram(checked: Checked) -> None:
 
 
 def instance(checked: Checked) -> None:
-    """Check that an instance has a trace of its own."""
+    """Check that an instance has its own trace, separate from the top one."""
     checked.mount.mkdir(CLIENT, "/tracing/instances/checked", 0o755)
     checked.define("p:kprobes/i do_sys_openat2")
     checked.write("/tracing/instances/checked/events/kprobes/i/enable", "1")
@@ -367,7 +370,7 @@ def instance(checked: Checked) -> None:
 
 
 def formats(checked: Checked) -> None:
-    """Check that the format of an event names its fields."""
+    """Check that the format file of an event contains its fields."""
     text = checked.read(f"{EVENTS}/sched/sched_switch/format")
     _equal(bool(re.search(r"field:char prev_comm\[(16|TASK_COMM_LEN)\];\toffset:\d+;\tsize:16;", text)), True)
 
@@ -421,11 +424,14 @@ class Result:
     start: float
     failed: dict[str, str] = field(default_factory=dict)
     differences: str = ""
-    """Number of differences from the kernel's own probing and number of questions; "" if none were asked."""
+    """Number of differences from the kernel's own answers, and number of questions; "" if none were asked."""
     examples: list[str] = field(default_factory=list)
     """Some of the differences."""
     missing: list[str] = field(default_factory=list)
-    """Checks of what the kernel was built without, or of modules that are not on this machine."""
+    """Names of the checks that were not possible.
+
+    The kernel was built without the feature, or modules are not on this machine.
+    """
 
     def row(self) -> str:
         """Return the row of the table."""
@@ -463,7 +469,10 @@ def check(image: Path, engine: str, boot: float) -> Result:
 
 
 def inside(image: Path, count: int) -> Tally:
-    """Return how the answers of kprobefs over a kernel differ from the kernel's own answers."""
+    """Return the differences between the answers of kprobefs over a kernel and the kernel's own answers.
+
+    `count`: the N of the option --inside.
+    """
     tasks, kernel = started_with_kernel(str(image), SEED)
     owner = Owner(0, 0)
     linux = native_mount(tasks, ProcessWatch(), owner, is_tracefs=False)
@@ -490,7 +499,7 @@ def inside(image: Path, count: int) -> Tally:
 
 
 def results(images: list[Path], engines: Sequence[str], questions: int) -> Iterator[Result | str]:
-    """Yield the result for each kernel and engine, or a line that says why the kernel cannot be used."""
+    """Yield the result for each kernel and engine, or a line with the reason why a kernel cannot be used."""
     for image in images:
         began = perf_counter()
         try:
@@ -544,9 +553,9 @@ def main() -> int:
 
 
 def merged(text: str, rows: Sequence[str]) -> list[str]:
-    """Return the rows of the table in `text` and new rows, by version.
+    """Return the rows of the table in `text` together with new rows, sorted by version.
 
-    A new row replaces that of the same kernel and way of probing.
+    A new row replaces the row for the same kernel and engine.
     """
     former = text.partition(f"{RULE}\n")[2].splitlines()
     found = {tuple(row.split("|")[1:3]): row for row in (*former, *rows)}
@@ -558,7 +567,7 @@ def _numbers(release: str) -> list[int]:
 
 
 def page(rows: Sequence[str]) -> str:
-    """Return the page with the table."""
+    """Return the text of the page with the table of results."""
     names = ", ".join(f"`{each.__name__}`" for each in OWN_CHECKS)
     about = (
         "`python -m stress.kernels --inside 1000 --write FILE IMAGE...` makes the rows of this table. A way "

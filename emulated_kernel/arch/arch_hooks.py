@@ -52,7 +52,7 @@ class ArchSpecificInsn:
     length: int
     """Length of the probed instruction in bytes."""
     slot_bytes: bytes
-    """Content of the insn slot: the copied instruction, its displacement adjusted, and a breakpoint."""
+    """Content of the insn slot: a copy of the instruction that works there, and a breakpoint after it."""
     boostable: bool
     """Whether a jump back to the probed function may replace the breakpoint after the copy."""
     emulate: Emulation | None
@@ -404,9 +404,9 @@ class Arch(ABC):
         return Detour(code, len(save), len(template))
 
     def detour_parts(self, start: int, trap: int, copied: int, end: int) -> tuple[CodePart, ...]:
-        """Return the parts of a detour from `start` to `end`. The other arguments are those of Detour.
+        """Return the parts of a detour from `start` to `end`. `trap` and `copied` are as in Detour.
 
-        All arguments are addresses, or offsets.
+        All arguments are addresses, or all are offsets in bytes from the start of the detour.
         """
         return (
             CodePart("save the registers", start),
@@ -423,7 +423,8 @@ class Arch(ABC):
     def around_handler(self, region: Region) -> tuple[bytes, bytes]:
         """Return the code before a detour's breakpoint, and the code after it.
 
-        The first part saves a struct pt_regs, the second restores it.
+        The first code saves a struct pt_regs on the stack, and the second code restores the registers from
+        it.
         """
 
     @abstractmethod
@@ -451,8 +452,8 @@ class Arch(ABC):
     ) -> ProbeChecker[Any]:
         """Return a checker that decides where probes can be placed and optimized in the kernel of `image`.
 
-        `ftrace`: ftrace calls the probes on fentry sites. `rules`: the rules that the kernel has in addition
-        to those of Linux 6.1.
+        `strategy`: optimization policy; None if no jump is allowed. `ftrace`: ftrace calls the probes on
+        fentry sites. `rules`: the rules that the kernel has in addition to those of Linux 6.1.
         """
 
     def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:
@@ -461,9 +462,9 @@ class Arch(ABC):
 
     @abstractmethod
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
-        """Return a loop for the address `at` that calls `entry` as often as the u64 at address `turns` says.
+        """Return a loop for the address `at` that calls `entry` again and again, and then returns.
 
-        The loop decrements the u64 after each call, and ends with a return instruction.
+        The u64 at address `turns` is the number of calls. The loop decrements it after each call.
         Raises: KernelError ERANGE (`entry` is too far away).
         """
 

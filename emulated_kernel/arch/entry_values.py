@@ -1,4 +1,4 @@
-"""EntryValues: the places of the values that registers and stack had at a function's entry.
+"""EntryValues: finds the registers and stack words that still hold the values of a function's entry.
 
 A fetch argument can read a function's parameter from such a place in the middle of the function.
 """
@@ -31,7 +31,8 @@ _STACK_WORDS = 8
 _PRIVATE = ("private locals", "private parameters")
 """Keys in Frame.regs for the stack areas below and above the return address.
 
-The entry of an area has an offset. No called function knows the address of a slot below this offset.
+The value of a key has an offset from the CFA: the lowest offset in the area whose address a called function
+may know. Slots of the area below this offset are private.
 """
 _ALL_PRIVATE = 1 << 62
 
@@ -43,14 +44,15 @@ class ValuePlace:
     where: str
     """The place as a fetch argument: `%bx` or `$stack2`."""
     is_low_half: bool
-    """Whether only the lower 32 bits of the value are there."""
+    """Whether the place holds only the lower 32 bits of the value."""
 
 
 class EntryValues:
-    """Places of a function's entry values before each of its instructions, by forward copy propagation.
+    """Finds the places of a function's entry values before each of its instructions.
 
-    A place counts only if it holds the value on all paths from the entry. A stack slot counts only until a
-    called function may know its address, because that function may write to the slot.
+    The analysis is forward copy propagation. A place counts only if it holds the value on all paths from the
+    entry. A stack slot counts only until a called function may know its address, because that function may
+    write to the slot.
     """
 
     def __init__(
@@ -66,7 +68,8 @@ class EntryValues:
         """Analyse the function at `start`, whose unpatched machine code is `code`.
 
         `ways`: address of an instruction -> further targets, by jump labels or exception fixups.
-        `is_function`: control enters at the start with a caller's arguments; not so in a split-off part.
+        `is_function`: True if a caller enters at the start with arguments; False for a part that the compiler
+        split off.
         `has_jump_table`: an indirect jump may lead to any instruction of the function.
         """
         self._has_jump_table = has_jump_table
@@ -88,7 +91,7 @@ class EntryValues:
             self._search = search_frames(self._insns, entries, ways, arch.registers.sp)
 
     def at(self, addr: int) -> dict[str, list[ValuePlace]]:
-        """Return register or stack word at the entry -> places of its value before the instruction at `addr`.
+        """Return register or stack word -> places that hold its entry value before the instruction at `addr`.
 
         Stack words are counted from the one above the return address. Only words that are parameters may be
         used: the others belong to the caller, which may pass their addresses. The result is empty if no path
@@ -141,7 +144,8 @@ def _with_calls_that_write(insn: FrameInsn, arch: Arch) -> FrameInsn:
 def _call(effect: Effect, kept: Iterable[str], frame: Frame) -> None:
     """Apply the effect of a call to a frame: forget the slots whose addresses the called function may know.
 
-    An object on the stack lies either below or above the return address.
+    A pointer into one of the areas of _PRIVATE exposes no slot of the other area, because no object contains
+    the return address.
     """
     known = [value for name, value in frame.regs.items() if name not in kept]
     known += frame.slots.values()

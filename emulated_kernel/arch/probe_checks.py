@@ -51,7 +51,7 @@ class OptimizationPolicy(Generic[Analysis]):
     beyond: OptimizationPolicy[Analysis] | None = None
     """Policy that decides where this policy rejects a jump; it applies only to functions that ftrace knows.
 
-    That policy may have one beyond it, too. Functions that ftrace knows are compiled. In trampolines of
+    That policy may have a `beyond` policy, too. Functions that ftrace knows are compiled. In trampolines of
     ftrace and of static calls, which are assembly, the kernel rewrites calls while it runs, and no table
     lists these calls.
     """
@@ -143,7 +143,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
     ) -> None:
         """Prepare checks of addresses in the kernel of `image`.
 
-        `ftrace`: ftrace calls the probes on fentry sites; otherwise the sites are plain nops.
+        `strategy`: optimization policy; None if no jump is allowed. `ftrace`: ftrace calls the probes on
+        fentry sites; otherwise the sites are plain nops.
         """
         self.strategy = strategy
         self._disassembler = disassembler
@@ -253,7 +254,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def function_entry(self, where: Location, addr: int) -> int | None:
         """Return the address of a function entry probe: after the landing pad, if the function has one.
 
-        If `addr` is neither the function's start nor the address after its landing pad, return None.
+        `where` is the place of `addr` as a symbol and offset. If `addr` is neither the function's start nor
+        the address after its landing pad, return None.
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_adjust_kprobe_addr (v6.1).
         """
         body = addr - where.offset
@@ -279,7 +281,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return replace(where, offset=where.offset + entry - addr), True
 
     def is_entry_site(self, where: Location) -> bool:
-        """Return True if an fentry site belongs to the function that it lies in.
+        """Return True if the fentry site at `where` belongs to the function that contains it.
 
         Linux: the fentry site of a discarded weak function lies in the function before it.
         Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1)
@@ -393,10 +395,11 @@ class ProbeChecker(ABC, Generic[Analysis]):
         addr: int,
         linux: Rejection,
     ) -> Region | Rejection:
-        """Return the region by the first of several policies that allows a jump, or a rejection.
+        """Return the region of a jump at `addr` by the first policy that allows it, or a rejection.
 
-        That is the rejection of the first policy, unless only the address of the detour is missing. `linux`:
-        Linux's rejection.
+        The policies are `policy`, the policy beyond it, and so on. The rejection is that of the first policy.
+        But if a later policy finds only no address for the detour (NO_PUN), its rejection is returned.
+        `linux`: rejection of the jump by Linux's rule.
         """
         refused: Rejection | None = None
         while policy is not None:
@@ -411,7 +414,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def _allowed(
         self, policy: OptimizationPolicy[Analysis], known: AnalyzedFunction[Analysis], addr: int
     ) -> Region | Rejection:
-        """Return the region of a jump by one policy, without the policy beyond it, or the rejection."""
+        """Return the region of a jump at `addr` by the rules of `policy`, or the rejection of the jump.
+
+        The policy beyond `policy` isn't used.
+        """
         found = policy.region(known.analysis, addr)
         if policy.entered is None or isinstance(found, Rejection):
             return found
@@ -442,7 +448,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def check_each_insn(self, symbol: Symbol) -> Iterator[tuple[int, Rejection | None, Region | Rejection]]:
         """Iterate over a function's instructions: address, and results of may_probe() and optimized_region().
 
-        The rejections are without `describe`.
+        The rejections have no function `describe`.
         """
         known = self._function(symbol)
         forbidden = self._has_forbidden(symbol)
@@ -569,7 +575,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return told
 
     def register_text(self, addr: int) -> str:
-        """Return text with the register that isn't free at `addr`, and the reason.
+        """Return a text that names the register that isn't free at `addr`, and the reason.
 
         Only jumps on RISC-V need a register.
         """
@@ -592,6 +598,9 @@ def _inside(addresses: Sequence[int], symbol: Symbol) -> Sequence[int]:
 
 
 def _span(spans: Sequence[tuple[int, int] | tuple[int, int, str]], addr: int) -> int | None:
-    """Return the start of the span that contains `addr`; None if none does. Spans are sorted and disjoint."""
+    """Return the start of the range in `spans` that contains `addr`, or None if no range contains it.
+
+    The ranges are sorted and disjoint.
+    """
     at = bisect_right(spans, addr, key=itemgetter(0)) - 1
     return spans[at][0] if at >= 0 and addr < spans[at][1] else None

@@ -1,4 +1,4 @@
-"""ClockSwitch: change the mode or seed of the machine's clock, and recompile code that reads the clock."""
+"""ClockSwitch: changes the mode or seed of the machine's clock, and recompiles code that reads the clock."""
 
 from __future__ import annotations
 

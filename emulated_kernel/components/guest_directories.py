@@ -1,4 +1,4 @@
-"""GuestDirectories: call the guest functions that create events' directories, so that probes on them are hit.
+"""GuestDirectories: calls the guest functions that create events' directories, so that their probes are hit.
 
 Linux: registering an event calls tracefs_create_dir for its group and for the event itself.
 """

@@ -1,4 +1,4 @@
-"""ModuleNotifier: update symbols, probes and events when the guest loads or unloads a module."""
+"""ModuleNotifier: updates symbols, probes and events when the guest loads or unloads a module."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ModuleNotifier:
                 self._leave(self._name(module))
 
     def _arrive(self, module: Module) -> None:
-        """Add a module's symbols and text tables, and register the events that waited for the module."""
+        """Add a module's symbols and text tables, and register the event probes that waited for it."""
         self._live.put(module)
         self._tables_changed()
         self._functions.module_added(module.name, module.mcount)

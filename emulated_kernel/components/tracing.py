@@ -99,7 +99,7 @@ class TracedKernel:
     marker_ip: int | None = None
     """Address that trace_marker's records contain as ip; None selects the start of MARKER_SYMBOL."""
     user_data: UserDataSize | None = None
-    """Size of the user memory that records of system calls contain; None if they contain none."""
+    """Size of the user memory that a record of a system call contains; None if records contain none."""
     measured: Machine | None = None
     """The machine on which handlers' costs are measured; None if costs cannot be measured."""
 
@@ -218,7 +218,7 @@ def _build_services(
 
 
 def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface, lock: ControlLock) -> FilterWords:
-    """Return the features that the kernel's event filters have, with its functions and number of CPUs."""
+    """Return the features of the kernel's event filters, together with its functions and number of CPUs."""
     symbols = kernel.symbols
 
     def find(place: str | int) -> range | None:

@@ -24,7 +24,7 @@ class AddressSet(Set[int]):
         """Return the set of the addresses in `part`, without a copy.
 
         `part` is an array of 8 bytes for each address, in ascending order.
-        Raises: TypeError.
+        Raises: TypeError (the size of `part` is not a multiple of 8).
         """
         found = cls()
         found.in_order = part.cast("Q")

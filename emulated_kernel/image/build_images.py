@@ -61,7 +61,7 @@ _SYMBOLS = "kallsyms.o"
 _TYPES_TOOL = "pahole"
 _DEBUG_FLAGS = "-gdwarf-4"
 _NOTES = ".prototypes"
-"""Suffix of the files into which gcc writes a source file's prototypes (-aux-info)."""
+"""Suffix of the files into which gcc writes the prototypes of a source file's functions (-aux-info)."""
 
 COMMON_FLAGS = (
     "-std=gnu11 -O2 -ffreestanding -fno-builtin-printf -fno-strict-aliasing -fno-common "
@@ -178,7 +178,7 @@ class BuildError(Exception):
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    The status is 0, 1 for a difference or an error, or 77 for another compiler.
+    The status is 0 for success, 1 for a difference or an error, and 77 if `--check` finds another compiler.
     """
     parser = argparse.ArgumentParser(prog="python -m emulated_kernel.image.build_images", description=__doc__)
     parser.add_argument("--check", action="store_true", help="rebuild and compare with prebuilt/")
@@ -427,7 +427,7 @@ def _compile_all(target: BuildTarget, work: Path, more: list[str]) -> list[Path]
 
 
 def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -> None:
-    """Compile one file.
+    """Compile one source file to the object `output`, with the additional options `more`.
 
     The path relative to src/ keeps the name of the build directory out of __FILE__ and symbols.
     """
@@ -439,7 +439,7 @@ def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -
 
 
 def _link_with_symbols(target: BuildTarget, objects: list[Path], work: Path) -> Path:
-    """Link repeatedly until the kallsyms table in the image matches the image's symbols; return its path."""
+    """Link until the kallsyms table in the image matches the image's symbols; return the image's path."""
     _preprocess_script(target, work)
     table = _assemble_symbols(target, None, work)
     previous = ""

@@ -224,7 +224,10 @@ class _Loader:
         return Range(self._address(start), self._address(end))
 
     def _between(self, start: str, end: str) -> tuple[int, bytes]:
-        """Return address and contents of the table between two symbols; (0, b"") if a symbol is missing."""
+        """Return address and contents of the table from the symbol `start` to the symbol `end`.
+
+        If a symbol is missing, return (0, b"").
+        """
         first = self._kallsyms.lookup_name(start)
         last = self._kallsyms.lookup_name(end)
         if first is None or last is None or last <= first:

@@ -29,7 +29,7 @@ _TABLE = "sys_call_table"
 _NUMBER = "nr."
 """Prefix of the names of system calls in the image's ABI table, such as `nr.read`."""
 _NOT_CALLED = (_TABLE, "__stop_kprobe_blacklist", "__stop___ex_table", "__start_mcount_loc", "__guest_abi")
-"""Symbols before data with addresses of functions that no code calls: tables of symbols and of probes.
+"""Symbols at the start of tables with addresses of functions, through which no code calls.
 
 The second and the third symbol precede the tables of kallsyms and of fentry sites.
 """
@@ -41,7 +41,7 @@ class Calls:
     """Kinds of system calls of clients, as a mask. An IntFlag would take 0.5 us for each `&`."""
 
     NAMES = 1
-    """Calls on names and attributes, open(2), close(2), and the calls that keep a client's task."""
+    """System calls of clients that are of no other kind, such as open(2), close(2) and rename(2)."""
     READS = 2
     WRITES = 4
     ALL = 7
@@ -62,10 +62,10 @@ _OF_PROGRAMS = frozenset({
 
 
 class FunctionCalls:
-    """For each function of an image, the kinds of system calls that can execute it."""
+    """Finds the kinds of system calls that can execute a function of an image."""
 
     def __init__(self, image: KernelImage) -> None:
-        """Read the file next to an image.
+        """Read the file FILE_NAME next to an image.
 
         Without a file for this image, every call counts as able to execute every function.
         """
@@ -109,7 +109,7 @@ def _starts(image: KernelImage) -> list[int]:
 
 
 def file_text(image: KernelImage) -> str:
-    """Return the contents of the file for an image."""
+    """Return the contents of the file FILE_NAME for an image."""
     graph = _Graph(image)
     executed = {kind: graph.executed(kind) for kind in (Calls.NAMES, Calls.READS, Calls.WRITES)}
     masks = bytes(

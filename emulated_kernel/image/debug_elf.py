@@ -1,4 +1,4 @@
-"""ELF files for debuggers: a kernel's memory and symbols, with debug information from elsewhere."""
+"""ELF files for debuggers: a kernel's memory and symbols, and debug sections that the caller provides."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def build_id(image: KernelImage) -> bytes:
 
 
 def build_id_note(build_id: bytes) -> bytes:
-    """Return the contents of the section that names the build of a kernel."""
+    """Return the contents of a note section with the GNU build id of a kernel."""
     return struct.pack("<III4s", 4, len(build_id), NT_GNU_BUILD_ID, b"GNU\0") + build_id
 
 
@@ -89,7 +89,7 @@ def debug_elf(
     """Return an ELF file with the memory, the symbols and the debug sections of a kernel.
 
     `machine`: number of the machine in ELF files. `debug`: name -> contents of each debug section.
-    `build_id`: the build, if no section of `memory` has its note.
+    `build_id`: the kernel's build id, for which a note section is added; b"" for no such section.
     """
     sections = [_Section("", 0, 0, 0, b"", 0, align=0)]
     starts = []

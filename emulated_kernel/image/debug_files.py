@@ -63,7 +63,11 @@ def find_build(identity: str, path: Path) -> Path | None:
 
 
 def _first_of(path: Path, identity: str, link: tuple[str, int] | None) -> tuple[Path | None, str]:
-    """Return the debug file of a build, or else a text about a file of another build."""
+    """Return the first debug file of a build that is found, or None, and a text for the error message.
+
+    `path`: path of the kernel. `identity`: build id in hexadecimal. `link`: contents of .gnu_debuglink. The
+    text is about a debug file of another build, or "".
+    """
     passed = ""
     for place in _places(path, identity, link):
         if not place.is_file() or (path.exists() and place.samefile(path)):
@@ -87,7 +91,11 @@ def _debuglink(elf: Any) -> tuple[str, int] | None:
 
 
 def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator[Path]:
-    """Yield the possible paths of the debug file, the most specific first."""
+    """Yield the paths at which the debug file of a build can be, the most specific first.
+
+    `path`: path of the kernel. `identity`: build id in hexadecimal, or "". `link`: name and CRC of
+    .gnu_debuglink.
+    """
     if identity:
         yield DEBUG_ROOT / ".build-id" / identity[:2] / f"{identity[2:]}.debug"
     if link is not None:
@@ -110,7 +118,10 @@ def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator
 
 
 def _is_of(place: Path, identity: str, link: tuple[str, int] | None) -> bool:
-    """Return True if a file contains the debug information of the build that the build id or link names."""
+    """Return True if the file `place` contains the debug information of a build.
+
+    The build is the one with the build id `identity` or, if that is "", with the CRC of `link`.
+    """
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 

@@ -27,7 +27,7 @@ class LineTables:
         """Names, without directories, of all source files in the tables that were read."""
 
     def lines(self, file: str) -> Mapping[str, Lines]:
-        """Return the path of each source file with code that `file` names -> its lines.
+        """Return path -> lines, for each source file with code that `file` names.
 
         `file` is a path, or the end of a path. If units were compiled from such a file, only their tables are
         read; otherwise all are, because the file is included by others.
@@ -44,7 +44,7 @@ class LineTables:
         }
 
     def _rows(self, unit: Any, top: Any, file: str) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, line, address) for the starts of statements in one unit that are of `file`."""
+        """Yield (path, line, address) for each start of a statement of `file` in one unit."""
         program = self._dwarf.line_program_for_CU(unit)
         if program is None:
             return
@@ -60,7 +60,10 @@ class LineTables:
 
 
 def _paths(program: Any, directory: str) -> list[str]:
-    """Return the path of each file of a unit by its number; relative to `directory` if it is below that."""
+    """Return the paths of a unit's source files, indexed by their numbers in the line table.
+
+    A path below `directory` is relative to it.
+    """
     header = program.header
     is_numbered_from_1 = header["version"] < 5
     folders = [_decoded(each) for each in header["include_directory"]]
@@ -97,7 +100,10 @@ def _decoded(name: Any) -> str:
 
 
 def nearest_lines(lines: Mapping[int, object], line: int) -> Sequence[int]:
-    """Return the last line with code before `line` and the first one after it, as far as they exist."""
+    """Return the last line with code before `line`, and the first line with code after it.
+
+    If there is no such line before or after it, the result has only the other one, or is empty.
+    """
     before = max((each for each in lines if each < line), default=None)
     after = min((each for each in lines if each > line), default=None)
     return [each for each in (before, after) if each is not None]

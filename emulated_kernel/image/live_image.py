@@ -198,11 +198,11 @@ class LiveImage(Generic[Core]):
         self._modules: dict[str, Module] = {}
 
     def put(self, module: Module) -> None:
-        """Add a module, or replace the module with its name."""
+        """Add a module, or replace the loaded module that has the same name."""
         self.put_all((module,))
 
     def put_all(self, modules: Iterable[Module]) -> None:
-        """Add modules, in the order of loading. A module replaces the module with its name."""
+        """Add modules in the order of loading; each replaces a loaded module that has the same name."""
         self._modules |= {module.name: module for module in modules}
         self.kallsyms.set_modules(reversed(self._modules.values()))
 

@@ -17,9 +17,10 @@ _PROTOTYPE = re.compile(r"/\* [^ ]+:N[CF] \*/ (?:static|extern) .*?(\w+) \((.*?)
 
 
 def argument_counts(texts: Iterable[str]) -> dict[str, int]:
-    """Return function name -> number of named parameters, from gcc's -aux-info of many source files.
+    """Return function name -> number of named parameters.
 
-    If several functions share a name, the lowest number counts.
+    `texts`: outputs of gcc's option -aux-info for the source files. If several functions share a name, the
+    lowest number counts.
     """
     counts: dict[str, int] = {}
     for text in texts:

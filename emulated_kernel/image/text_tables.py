@@ -204,7 +204,10 @@ def blacklisted(symbols: Kallsyms, address: int) -> BlacklistEntry | None:
 
 
 def _entries(layout: str, data: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the offset and the fields of each complete entry of a table."""
+    """Yield the offset and the fields of each complete entry of a table.
+
+    `layout`: format of an entry for Python's struct module.
+    """
     entry = struct.Struct(layout)
     whole = data[: len(data) // entry.size * entry.size]
     return zip(range(0, len(whole), entry.size), entry.iter_unpack(whole), strict=True)

@@ -24,7 +24,7 @@ class FieldDefinition:
     align: int
     is_signed: bool
     length: int
-    """Number of elements of an array; 0 for other fields, and if the number is only in the type's text."""
+    """Number of elements of an array; 0 for other fields, and if only the type's text has the number."""
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class Kernel:
             kernel.call("int_sqrt", 144)
 
     `config` describes the emulated computer. `profile` takes precedence over the profile that `config` names;
-    it is for switches that no preset has. `watch` reports host processes to the guest. `lock` is the held
-    lock of the kernel that this one replaces with replace_kernel().
+    it allows combinations of switches that no preset has. `watch` reports host processes to the guest. `lock`
+    is the held lock of the kernel that this one replaces with replace_kernel().
 
     Methods may be called from any thread: each takes the control lock. Hold `lock` around several calls to
     make them one step. After close(), each method raises KernelError ENODEV.
@@ -124,7 +124,7 @@ class Kernel:
 
     @contextmanager
     def _request(self) -> Iterator[None]:
-        """Hold the control lock for a request; first do the delayed work that is due.
+        """Hold the control lock for an operation that is a request; first do the delayed work that is due.
 
         Raises: as _control.
         """

@@ -146,7 +146,7 @@ def _probed_kernel(
     lock: ControlLock,
     profile: Profile,
 ) -> ProbedKernel:
-    """Return the booted kernel's parts as build_probe_engine() needs them."""
+    """Collect the parts of the booted kernel that are the input of build_probe_engine()."""
     return ProbedKernel(
         machine=machine,
         tables=live,

@@ -32,7 +32,7 @@ FailureReport = Callable[[Kprobe, BaseException], None]
 """Function that takes a probe and the exception that a handler of this probe raised."""
 _PostCall = Callable[[Kprobe, Regs], object]
 PreCall = tuple[Callable[[Any, Regs], "int | None"], Any]
-"""Function that calls the pre_handlers of an address, and the first argument to pass to the function."""
+"""Pair: a function that calls the pre_handlers of an address, and the first argument that it takes."""
 
 # Integers, because operators of Flag take a microsecond, and arming all tests thousands of probes.
 _DISABLED_OR_GONE = (KprobeFlag.DISABLED | KprobeFlag.GONE).value
@@ -42,7 +42,7 @@ _OPTIMIZED = KprobeFlag.OPTIMIZED.value
 
 
 class HitCost:
-    """Host time of a hit in Python: from the breakpoint until Python has nothing more to do for the hit."""
+    """Time that the host spends on a hit in Python, from the breakpoint to the end of Python's part."""
 
     __slots__ = ("latest",)
 
@@ -92,7 +92,10 @@ class AggrKprobe(AssemblyOwner):
     """Whether Linux has an aggregator: a second probe was registered at the address, or there is a detour."""
     enabled_members: int = field(default=0, init=False, repr=False)
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
-    """The out-of-line form of the probed instruction. None at an fentry site, and after it was freed."""
+    """The out-of-line form of the probed instruction; None at an fentry site.
+
+    It is also None after release() has freed the slot.
+    """
     _cost: HitCost | None = field(default=None, init=False, repr=False)
     list_text: str = field(default="", init=False, repr=False)
     """Symbol and offset, cached when kprobes/list is read; empty in modules, which may be unloaded."""
@@ -105,7 +108,7 @@ class AggrKprobe(AssemblyOwner):
     sample: dict[str, int] | None = field(default=None, init=False, repr=False)
     """Register name -> value at the last hit before the handlers were compiled, for benchmarks."""
     is_python: bool = field(default=False, init=False, repr=False)
-    """Whether Python handles all hits, because the present handlers cannot be compiled to guest code."""
+    """Whether Python handles all hits until the handlers change, because they cannot be compiled."""
     has_assembly: bool = field(default=False, init=False, repr=False)
     """Whether a member has `code`, disabled or not."""
     has_post_assembly: bool = field(default=False, init=False, repr=False)
@@ -114,7 +117,7 @@ class AggrKprobe(AssemblyOwner):
     """Whether a member has a post_handler or `post_code`, disabled or not. This prevents boosting."""
     detour: DetourBuffer | None = field(default=None, init=False, repr=False)
     has_used_detour: bool = field(default=False, init=False, repr=False)
-    """Whether the detour has been in use since it was created, so that CPUs may be in it."""
+    """Whether the detour has been in use since it was created, so that a CPU may be executing its code."""
     is_patched: bool = field(default=False, init=False)
     """Whether the text at the probed address has a jump to the detour."""
     saved_tail: bytes = field(default=b"", init=False, repr=False)
@@ -129,9 +132,9 @@ class AggrKprobe(AssemblyOwner):
     _with_assembly: int = field(default=0, init=False, repr=False)
     _with_post_assembly: int = field(default=0, init=False, repr=False)
     continues_at: int | None = field(default=None, init=False, repr=False)
-    """Address at which a hit by the breakpoint continues after the pre_handlers, if no Python follows.
+    """Address at which a breakpoint hit continues after the pre_handlers, if Python has no part after them.
 
-    None: Python emulates the instruction, or a handler runs after it.
+    None: Python emulates the instruction, or calls a handler after it.
     """
     pre_call: PreCall | None = field(default=None, init=False, repr=False)
     """Function that calls the pre_handlers in Python, and its first argument.
@@ -184,7 +187,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def needs_breakpoint(self) -> bool:
-        """Whether handlers cannot be called from a detour.
+        """Whether the handlers cannot be called from a detour, so that hits must come by the breakpoint.
 
         This is the case if a handler runs after the instruction or instead of it.
         """
@@ -192,7 +195,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_left_open(self) -> bool:
-        """Whether the latest hit is still open: the pre_handler that ended it has a break_handler with it."""
+        """Whether a pre_handler ended the latest hit, and the break_handler of its probe has yet to run."""
         return self._stopped_by is not None and self._stopped_by.break_handler is not None
 
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
@@ -211,7 +214,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def by_run(self) -> Iterator[Kprobe]:
-        """The members, newest first, as their handlers run; a jprobe is last."""
+        """The members in the order in which their handlers run: newest first, and a jprobe last."""
         return reversed(self.members)
 
     def add(self, kprobe: Kprobe) -> None:
@@ -323,7 +326,7 @@ class AggrKprobe(AssemblyOwner):
         return kprobe.break_handler(kprobe, regs)
 
     def run_fault_handler(self, regs: Regs, vector: int) -> bool:
-        """Call the fault_handlers for an exception of the step; return True if one has handled it."""
+        """Call the fault_handlers for exception `vector` in a step; return True if one has handled it."""
         return any(
             kprobe.fault_handler(kprobe, regs, vector)
             for kprobe in self.by_run
@@ -351,7 +354,10 @@ class AggrKprobe(AssemblyOwner):
         return not any(_runs_python(kprobe) for kprobe in self._enabled())
 
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """Emit guest code that handles a hit of kind `way`; return False if Python must handle the hit."""
+        """Emit guest code that runs the handlers at hits of kind `way`.
+
+        Return False if Python must handle these hits.
+        """
         if self.has_python_post_handler:
             return False
         for kprobe in self._enabled():
@@ -378,10 +384,7 @@ class AggrKprobe(AssemblyOwner):
 
 
 def is_jprobe(kprobe: Kprobe) -> bool:
-    """Return True if a probe is a jprobe or has a break_handler, so that a hit may continue elsewhere.
-
-    An address has at most one such probe.
-    """
+    """Return True if a probe is a jprobe or has a break_handler, so that its hits may continue elsewhere."""
     return kprobe._kind == JPROBE or kprobe.break_handler is not None
 
 

@@ -1,4 +1,7 @@
-"""Arming: writes a probe's breakpoint, call or jump into the text and removes it, and handles freed text."""
+"""Arming: writes a probe's breakpoint, call or jump into the text, and removes it.
+
+It also handles probes whose text is freed.
+"""
 
 from __future__ import annotations
 

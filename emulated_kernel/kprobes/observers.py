@@ -11,13 +11,16 @@ from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.machine.text.text import OriginalBytes
 
 MAX_WORDS = 16
-"""Maximum number of patched words that are attributed to probes."""
+"""Maximum number of patched words whose probes are looked up.
+
+If more words are patched, the Sight is MEMORY.
+"""
 _LONGEST = 16
-"""Upper bound of the size of a patch in bytes."""
+"""Upper bound of the size in bytes of the text that a single probe has patched."""
 
 
 class Observers:
-    """Determines the data that the probes and tracers which have patched the text can read."""
+    """Determines which data of a system call the probes and tracers that have patched the text can read."""
 
     def __init__(
         self, kprobes: Kprobes, originals: OriginalBytes, breakpoint_size: int, loops: Iterable[range]
@@ -35,7 +38,7 @@ class Observers:
         self._loops = tuple(loops)
         self._lock = kprobes.lock
         self._known = -1, -1, Sight.MEMORY
-        """Counts of the changes of `originals` and of the table, and the Sight of the probes then.
+        """Counts of the changes of `originals` and of the table at the last check, and the Sight found then.
 
         All are in one tuple, because threads without the lock read them.
         """

@@ -1,4 +1,4 @@
-"""ProbePlaces: finds the place of a probe by symbol or address, and checks the place by the tables."""
+"""ProbePlaces: finds the address of a probe by symbol or address, and checks that it may be probed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from emulated_kernel.util.errors import KernelError
 
 
 class ProbePlaces:
-    """Finds the places of probes in a kernel's symbols, and checks them by tables. It needs no machine."""
+    """Finds probed addresses in a kernel's symbols, and checks them with its text tables and blacklist.
+
+    It needs no machine.
+    """
 
     def __init__(self, symbols: Kallsyms, probe_checker: ProbeChecker[Any]) -> None:
         self._symbols = symbols
@@ -55,8 +58,9 @@ class ProbePlaces:
         return address
 
     def check(self, where: Location, addr: int) -> None:
-        """Check that the kernel's tables allow a probe at `addr`, which is at `where`.
+        """Check that the kernel's text tables and blacklist allow a probe at `addr`.
 
+        `where` is the symbol and offset of `addr`.
         Raises: KernelError EINVAL, EILSEQ.
         """
         refused = self._checker.check_address_safe(where, addr)

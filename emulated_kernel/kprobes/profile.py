@@ -35,7 +35,10 @@ class RegisterSaving(Enum):
 
 
 class QuiesceMethod(Enum):
-    """Method by which a commit excludes tasks in a detoured region. Source: "Djprobe", section 2.2."""
+    """Method by which a djprobe commit makes sure that no task is in a region that a jump will replace.
+
+    Source: "Djprobe", section 2.2.
+    """
 
     SYNCHRONIZE_SCHED = auto()
     """Each CPU passes through the scheduler; this is sufficient in a kernel without preemption."""
@@ -49,13 +52,13 @@ class TrampolineForm(Enum):
     ASSEMBLY = auto()
     """Code that saves a struct pt_regs for the handlers, and restores it."""
     BREAKPOINT = auto()
-    """Only a breakpoint; all registers are live."""
+    """Only a breakpoint; the handlers get the CPU's live registers."""
 
 
 @immutable
 @dataclass(frozen=True)
 class Profile:
-    """Build options of a kernel that decide how probes work; each can be selected on its own."""
+    """Build options of a kernel that decide how probes work; each can be selected independently."""
 
     name: str
     """Name of the preset."""
@@ -90,20 +93,20 @@ class Profile:
 
     @property
     def title(self) -> str:
-        """Name of the preset; if another strategy replaces that of the preset, followed by its name."""
+        """Name of the preset, followed by the strategy if it differs from the preset's."""
         strategy, *_ = self.strategies
         return f"{self.name}, strategy {strategy}" if strategy in STRATEGIES else self.name
 
 
 DEFAULT = "linux-6.1"
 RISCV_PROFILE = "riscv-optprobes-2023"
-"""Name of the preset for kernels for RISC-V."""
+"""Name of the preset for RISC-V kernels."""
 RISCV_FTRACE_PROFILE = f"{RISCV_PROFILE}-ftrace"
-"""Name of the preset that adds ftrace sites to it; no jump replaces a site."""
+"""Name of the RISC-V preset that also has ftrace sites; no jump replaces the nop of a site."""
 KERNEL_INTERFACE = "kernel"
 """Name of the interface that is detected from the texts and functions in a distribution's kernel."""
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
-"""Names of policies of a kernel with an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
+"""Names of the policies that an out-of-tree patch implements: "Add OPTPROBES feature on RISCV", v6, 2023."""
 _RISCV: dict[str, Any] = {
     "strategies": OUT_OF_TREE,
     "saving": RegisterSaving.ALL,
@@ -112,7 +115,10 @@ _RISCV: dict[str, Any] = {
 RISCV_PROFILES = RISCV_PROFILE, RISCV_FTRACE_PROFILE
 """Names of the presets for kernels for RISC-V of any version."""
 STRATEGIES = ("extended",)
-"""Names of the policies that can replace a profile's policy; `extended` optimizes where Linux refuses."""
+"""Names of the policies that can replace a profile's policy.
+
+The policy `extended` also writes jumps that Linux refuses.
+"""
 _OLD: dict[str, Any] = {
     "stepper": Stepper.TRAP_FLAG,
     "ftrace": False,
@@ -147,7 +153,7 @@ RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
 """Names of shadow stacks, which return_hooks.py maps to classes.
 
 They are the shadow stacks of Linux 6.1, 6.7 and 5.10 and of the function graph. With "unified", all hooks
-share that of the function graph.
+share the function graph's shadow stack.
 """
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(

@@ -127,7 +127,7 @@ class Kprobes:
         self._arming = Arming(table, routes, breakpoints, self.sites, self.optimizer, copies, log)
 
     def tables_changed(self) -> None:
-        """Read the image's tables again, after a module was loaded or unloaded."""
+        """Read the image's symbols and text tables again, after a module was loaded or unloaded."""
         self.lock.assert_held()
         self.probe_checker.tables_changed()
 
@@ -189,7 +189,10 @@ class Kprobes:
             raise
 
     def assemble(self, texts: Mapping[HandlerPoint, str], cells: PerCpuVars) -> AssembledHandlers:
-        """Assemble handlers. Raises: KernelError EINVAL (an error in a text), ENOMEM (no room for cells)."""
+        """Assemble the handlers `texts`, whose variables are `cells`.
+
+        Raises: KernelError EINVAL (an error in a text), ENOMEM (no room for cells).
+        """
         return AssembledHandlers(texts, self._assembler, self._records, cells)
 
     def forget(self, assembled: AssembledHandlers) -> None:
@@ -318,10 +321,7 @@ class Kprobes:
                 self._arming.arm(head)
 
     def _aggregate(self, head: AggrKprobe) -> None:
-        """Prepare an address with a single probe for further probes: mark it, and make its detour.
-
-        Mirrors: kernel/kprobes.c:alloc_aggr_kprobe, init_aggr_kprobe (v6.1).
-        """
+        """Prepare a singly probed address for further probes: mark it as aggregated, and make its detour."""
         head.is_aggregated = True
         head.rejection = ""
         optimizer = self.optimizer
@@ -481,10 +481,10 @@ class Kprobes:
     # Stops after each step of patching
 
     def set_stages(self, on: bool, delay: int | None = None) -> None:
-        """Let changes of jumps stop after each step of patching, or complete them and stop no more.
+        """Switch on or off the stops after each step of patching; see PatchStages.switch().
 
-        `delay` is the number of jiffies after which a stop ends; without it, next_stage() ends stops.
-
+        `delay` is the number of jiffies after which a stop ends by itself; None: only next_stage() ends
+        stops.
         Raises: KernelError EOPNOTSUPP (no optimizer).
         """
         self.lock.assert_held()
@@ -525,7 +525,7 @@ class Kprobes:
         return "1" if stages.delay is None else f"1 {stages.delay * 1000 // HZ}"
 
     def stopped_lines(self) -> Iterator[str]:
-        """Iterate over the lines of kprobes/stages about probes whose change of text has stopped."""
+        """Iterate over the lines of kprobes/stages: one for each probe whose change of text has stopped."""
         optimizer = self.optimizer
         if optimizer is None or not optimizer.stages:
             return

@@ -70,7 +70,7 @@ def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
 
 
 def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable[[int], str]) -> str:
-    """Return the present rule against a jump; such a rule may cease to apply while the probe is armed."""
+    """Return the rule that prevents the jump now, but may cease to apply while the probe is armed."""
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
     if head in optimizer.stages:

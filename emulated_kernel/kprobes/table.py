@@ -1,4 +1,4 @@
-"""ProbeTable: the table of AggrKprobe objects by probed address, with the state "all disarmed"."""
+"""ProbeTable: maps probed addresses to AggrKprobe objects, and keeps the state "all disarmed"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProbeTable:
         self.all_disarmed = False
         """Whether all probes are disarmed. Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
         self.changes = 0
-        """Count of the changes of entries, of their members, and of what members' handlers do."""
+        """Number of changes of entries, of their members, and of the members' handlers."""
 
     def get(self, address: int) -> AggrKprobe | None:
         """Return the entry of an address, or None."""
@@ -63,7 +63,7 @@ class ProbeTable:
         return head if head is not None and kprobe in head.members else None
 
     def is_armed(self, kprobe: Kprobe) -> bool:
-        """Return True if text is patched for the probe's address."""
+        """Return True if the text at the probe's address is patched for its hits."""
         head = self.valid(kprobe)
         return head is not None and not head.is_disabled and not self.all_disarmed
 

@@ -19,8 +19,8 @@ def write_boot_params(
 ) -> int:
     """Write struct boot_params to a host page; return its address.
 
-    The structure is {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}. The
-    addresses of RAM are physical, and they exclude the host's pages.
+    The structure is {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}. ram_start
+    and ram_end are physical addresses; the host's pages are not between them.
     """
     direct_map = cpu.layout.direct_map
     where = direct_map + memory.host_pages.alloc(PAGE_SIZE)
@@ -56,9 +56,10 @@ def per_cpu_address(image: KernelImage, name: str) -> int | None:
 
 
 def enter(regs: Regs, cpu: CpuModel, image: KernelImage, boot_params: int, host_stack: int) -> None:
-    """Set the registers at the entry point: boot parameters, sp = init_stack.top, interrupts off, rest 0.
+    """Set the boot CPU's registers for the kernel's entry point, with interrupts disabled.
 
-    An image without an ABI table starts on `host_stack`.
+    The register `boot_argument` of the CPU model gets the address `boot_params`. sp is the end of the
+    kernel's init_stack, or `host_stack` if the image has no ABI table. All other registers are 0.
     """
     top = image.abi.get("init_stack.top", host_stack)
     regs.restore(cpu.register_set(ip=image.entry, sp=top, **{cpu.boot_argument: boot_params}))

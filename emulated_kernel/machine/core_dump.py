@@ -24,7 +24,7 @@ _X86_64 = (
 _I386 = "bx cx dx si di bp ax ds es fs gs orig_ax ip cs flags sp ss"
 _RISCV = "ip ra sp gp tp t0 t1 t2 s0 s1 a0 a1 a2 a3 a4 a5 a6 a7 s2 s3 s4 s5 s6 s7 s8 s9 s10 s11 t3 t4 t5 t6"
 _REGISTERS = {"x86_64": _X86_64, "i386": _I386, "riscv64": _RISCV, "riscv64i": _RISCV}
-"""Architecture -> names of the registers in a NT_PRSTATUS, as Regs names them.
+"""Architecture -> names of the registers in a NT_PRSTATUS, with the names that Regs uses.
 
 Mirrors: arch/x86/include/asm/user_64.h:user_regs_struct,
 arch/riscv/include/uapi/asm/ptrace.h:user_regs_struct (v6.1).
@@ -44,9 +44,9 @@ def core_headers(
 ) -> bytes:
     """Return the first bytes of an ELF core, in which physical address n is at offset RAM_OFFSET + n.
 
-    `ranges`: mapped memory. `cpus`: registers of each CPU, by name. `vmcoreinfo`: text of the note of that
-    name; b"" for no such note. If the program headers do not fit before RAM_OFFSET, the smallest ranges have
-    none.
+    `ranges`: mapped memory. `cpus`: registers of each CPU, by name. `vmcoreinfo`: text of the note
+    VMCOREINFO; if it is b"", the core has no such note. If the program headers do not fit before RAM_OFFSET,
+    the smallest ranges have none.
     """
     is_64 = model.bits == 64
     header_size, program_size = (64, 56) if is_64 else (52, 32)
@@ -74,7 +74,7 @@ def core_headers(
 def _program(
     is_64: bool, kind: int, flags: int, offset: int, va: int, pa: int, size: int, align: int
 ) -> bytes:
-    """Return a program header, whose size in memory is its size in the file."""
+    """Return a program header of a segment that has the same size in memory as in the file."""
     if is_64:
         return struct.pack("<IIQQQQQQ", kind, flags, offset, va, pa, size, size, align)
     return struct.pack("<IIIIIIII", kind, offset, va, pa, size, size, flags, align)
@@ -90,8 +90,9 @@ def _note(name: bytes, kind: int, data: bytes) -> bytes:
 
 
 def _prstatus(model: CpuModel, number: int, values: Mapping[str, int]) -> bytes:
-    """Return the NT_PRSTATUS of a CPU. Its pr_pid is the number of the CPU plus 1, as in QEMU's dumps.
+    """Return the NT_PRSTATUS of CPU `number`, whose registers have the values `values`.
 
+    pr_pid is the number of the CPU plus 1, as in QEMU's dumps.
     Mirrors: include/linux/elfcore.h:elf_prstatus (v6.1).
     """
     word = "Q" if model.bits == 64 else "I"

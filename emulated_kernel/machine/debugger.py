@@ -17,7 +17,7 @@ _SLICE = 0.05
 
 
 class Debugger:
-    """Holds a guest, and lets it run until a breakpoint, the next instruction or an interrupt.
+    """Holds a guest, and resumes it until a breakpoint, the next instruction or an interrupt.
 
     While it is attached, a hook is called before each instruction, so no byte of the guest changes. While it
     holds the guest, the control lock is lent: only observers, which don't run the guest, get the lock.
@@ -43,7 +43,10 @@ class Debugger:
         self._resumed = threading.Event()
 
     def attach(self, is_given_up: Callable[[], bool]) -> None:
-        """Hold the guest between two runs, once no request is served; do nothing if it is given up before."""
+        """Hold the guest once no request is served, and begin to watch its instructions.
+
+        While requests are served, wait. If `is_given_up` returns True before the guest is held, do nothing.
+        """
         if not self._take(is_given_up):
             return
         self._note_hold()
@@ -58,7 +61,7 @@ class Debugger:
             self.is_attached = True
 
     def detach(self, is_given_up: Callable[[], bool]) -> None:
-        """Remove all breakpoints, and let the guest run; do nothing if the debugger is not attached.
+        """Remove all breakpoints, and resume the guest; do nothing if the debugger is not attached.
 
         `is_given_up`: returns True once the machine ends. The thread that ends it may hold the lock.
         """
@@ -85,14 +88,17 @@ class Debugger:
         self.lock.end_loan()
 
     def _take(self, is_given_up: Callable[[], bool]) -> bool:
-        """Lend the lock once no thread holds it; return False if this is given up before."""
+        """Lend the control lock once no thread holds it, and return True.
+
+        If `is_given_up` returns True before that, return False.
+        """
         while not self.lock.try_lend(_SLICE):
             if is_given_up():
                 return False
         return True
 
     def resume(self, *, step: bool) -> None:
-        """Let the guest run; with `step`, only until the next instruction.
+        """Resume the guest; with `step`, stop it again before the next instruction.
 
         At a probe's breakpoint, a step also executes the slot, the detour and the handlers, and ends after
         the probed instruction. If the guest has stopped inside of this code, a step executes one instruction

@@ -1,4 +1,4 @@
-"""HostCalls: calls of guest functions by the host, on a host stack."""
+"""HostCalls: calls of guest functions by the host, on a stack that the host maps in guest memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRAPS = (Vector.DEBUG, Vector.BREAKPOINT)
 
 
 class HostCalls:
-    """Calls guest functions on a host stack while the guest is stopped."""
+    """Calls guest functions while the guest is stopped, on a stack that the host maps in guest memory."""
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class HostCalls:
     def execute(self, start: Any) -> Any:
         """Run from a complete register state until the function returns; return the complete end state.
 
-        Both states are register sets of the CPU model. On x86 the return address is written at `start.sp`,
-        for which `stack_top` is suitable. The end state's ip is after the return pad. The guest's own
-        registers are always restored. The clock isn't set, so that the same start gives the same end.
+        Both states are register sets of the CPU model. `start.sp` can be `stack_top`; on x86 the return
+        address is written there. In the end state, ip is the address after the halt at which the function's
+        return ends the run. The guest's own registers are always restored. The clock isn't set, so that the
+        same start gives the same end.
 
         Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """
@@ -137,7 +138,10 @@ class HostCalls:
                 hooks.engine.raise_interrupt()
 
     def _fixup(self, trap: Trap) -> None:
-        """Continue at the exception table's fixup, or stop the run. Mirrors: fixup_exception() (v6.1)."""
+        """Handle an exception of a called function: continue at its fixup, or stop the run if it has none.
+
+        Mirrors: arch/x86/mm/extable.c:fixup_exception (v6.1).
+        """
         fixup = self._ex_table.get(trap.address)
         if fixup is None or trap.vector in _TRAPS:
             self._hooks.stop(trap)

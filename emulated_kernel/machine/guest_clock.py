@@ -1,4 +1,7 @@
-"""GuestClock: the guest's time, host_clock {now_ns, step_ns} in guest memory, which each reading advances."""
+"""GuestClock: the guest's time, which each reading advances.
+
+The time is in the guest's variable host_clock, which has two u64 fields: now_ns and step_ns.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ class RealClock:
         self._boot = monotonic_ns() - cells[_NOW]
 
     def tick(self) -> None:
-        """Set the guest's time to the real time; called before each run."""
+        """Set the guest's time to the real time. The machine calls this method before each run."""
         self._cells[_NOW] = self.now_ns()
 
     def now_ns(self) -> int:
@@ -142,7 +145,10 @@ class ModelClock(VirtualClock):
         self.step_ns = 0
 
     def tick(self, ns: int = TRAP_NS) -> None:
-        """Let the entry into the guest take the time of a trap; called before each run."""
+        """Advance the time by `ns` nanoseconds for the entry into the guest, before each run.
+
+        An entry takes as much time as a trap.
+        """
         self.advance(ns)
 
 
@@ -155,7 +161,10 @@ class MachineClock(GuestClock):
     def __init__(
         self, cells: memoryview, kind: str, seed: int, counting: InstructionTime | None = None
     ) -> None:
-        """Make the clock. `counting` adds to the first cell; without it there is no model clock."""
+        """Use the clock `kind` on `cells`, the memory of the guest's host_clock.
+
+        `counting` adds the time of instructions to now_ns; None if the machine has no model clock.
+        """
         super().__init__()
         self._cells = cells
         self._counting = counting
@@ -165,7 +174,8 @@ class MachineClock(GuestClock):
     def select(self, kind: str, seed: int) -> None:
         """Switch to "real", "virtual" or "model" time; the guest's time continues from its current value.
 
-        Raises: ValueError (none of them), KernelError EOPNOTSUPP (there is no model clock on this machine).
+        Raises: ValueError (`kind` is none of them), KernelError EOPNOTSUPP (there is no model clock on this
+        machine).
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")

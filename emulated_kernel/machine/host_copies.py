@@ -1,4 +1,4 @@
-"""HostCopies: lets the host execute the repeated copies of the guest's kernel to and from user memory."""
+"""HostCopies: executes in the host the repeated copies between the guest's kernel and user memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from emulated_kernel.util.abi import Prot
 _WORD = (1 << 64) - 1
 _DIRECTION_FLAG = 1 << 10
 _DIRECTION_AT = 4 * STATE_SLOT + 4
-"""Offset of Unicorn's direction from its stored flags, in bytes. `HostCopies` checks it."""
+"""Offset in bytes of the direction (1 or -1) from the stored flags in Unicorn's CPU structure.
+
+`HostCopies` checks the offset.
+"""
 
 
 class HostCopies:
-    """Executes repeated copies by the routine `copy`, which ends in the state that the guest would reach.
+    """Executes repeated copies by the host's routine `copy`, with the same result as in the guest.
 
     Unicorn takes 2.6 ns for each word, the routine 0.1 ns. The guest copies by itself if the instruction is
     patched, if the CPU has its trap flag set, or if a part of the memory is not mapped or not writable.
@@ -42,10 +45,10 @@ class HostCopies:
         return sum(int(words.copies) for words in self.all)
 
     def take_over(self, engine: Engine, fixups: Iterable[int]) -> None:
-        """Execute the guest's repeated copies at the addresses `fixups` by the host from now on.
+        """Make the host execute the guest's repeated copies that have a fixup, from now on.
 
-        `fixups` are the addresses in the kernel's exception table. If the host has no routine or no fast
-        registers, do nothing. Call this method before the guest runs.
+        `fixups`: addresses of the instructions in the kernel's exception table. If the host has no routine or
+        no fast registers, do nothing. Call this method before the guest runs.
         """
         code = self._cpu.repeated_copy
         routine = routine_address("copy") if code else None
@@ -68,15 +71,18 @@ class HostCopies:
             self._draw_map()
 
     def leave_to_guest(self, left: bool = True) -> None:
-        """Let the guest execute all copies itself from now on, so that they can be counted.
+        """Make the guest execute all copies itself from now on, so that their instructions can be counted.
 
-        If `left` is False, let the host execute them again.
+        If `left` is False, make the host execute them again.
         """
         for words in self.all:
             words.copies_itself = int(left)
 
     def _finds_direction(self, address: int) -> bool:
-        """Return True if Unicorn stores the CPU's direction at `address` in this process."""
+        """Return True if Unicorn stores the direction of the CPU's string instructions at `address`.
+
+        `address` is an address in this process.
+        """
         direction = ctypes.c_int32.from_address(address)
         flags = self._regs.flags
         self._regs.flags = flags | _DIRECTION_FLAG

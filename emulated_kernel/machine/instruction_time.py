@@ -31,7 +31,7 @@ class InstructionTime:
     def __init__(
         self, engine: Engine, hooks: TrapHooks, address: int, copies: HostCopies | None = None
     ) -> None:
-        """Prepare to count. `address`: place of the time in this process's memory, a u64.
+        """Prepare to count. `address`: address in this process of the u64 that holds the time.
 
         `copies`: copies that the host executes for the guest, except while instructions are counted.
         """
@@ -42,7 +42,7 @@ class InstructionTime:
         self._hook: ctypes.c_void_p | None = None
 
     def start(self) -> None:
-        """Count from now on; the guest must not run.
+        """Count instructions, traps and handlers from now on; the guest must not run.
 
         Raises: KernelError EOPNOTSUPP (the host has no routines).
         """
@@ -57,7 +57,7 @@ class InstructionTime:
             self._leave_copies(True)
 
     def stop(self) -> None:
-        """Count no more; the guest must not run."""
+        """Stop counting; the guest must not run."""
         if self._hook is not None:
             self._engine.remove_hook(self._hook)
             self._hook = None
@@ -65,7 +65,10 @@ class InstructionTime:
             self._leave_copies(False)
 
     def _leave_copies(self, left: bool) -> None:
-        """Switch who makes copies, and translate all code again, which then calls the present hooks."""
+        """Make the guest, or if `left` is False the host, execute repeated copies.
+
+        All code is then translated again, so that it calls the hooks that are now set.
+        """
         if self._copies is not None:
             self._copies.leave_to_guest(left)
         self._engine.flush_code()

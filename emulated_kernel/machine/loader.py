@@ -1,4 +1,4 @@
-"""Loading of an image into RAM, mapped like Linux: text RX, rodata R, data RW, direct map of all RAM."""
+"""Loading of an image into RAM, mapped as in Linux: text RX, rodata R, data RW, direct map of RAM."""
 
 from __future__ import annotations
 

@@ -151,9 +151,11 @@ class Machine(ProbedMachine):
         self.trap_of = self.calls.trap_of
 
     def _counting(self, cells: int | None) -> InstructionTime | None:
-        """Return what counts instructions in the guest's time at `cells`, or None if there can be none.
+        """Return an object that counts instructions in the guest's time at address `cells`.
 
-        A guest of 32 bits reads the time in a loop, which an instruction that advances the time repeats.
+        Return None if the guest has no host_clock or has 32 bits. A 32-bit guest reads the time in a loop,
+        which repeats if the time has changed meanwhile. It would never end if each instruction advanced the
+        time.
         """
         if cells is None or self.model.word_size == 4:
             return None
@@ -245,7 +247,7 @@ class Machine(ProbedMachine):
     def stops_exactly(self) -> bool:
         """True if a run that exceeds its budget ends between instructions.
 
-        Otherwise effects can be repeated.
+        Otherwise effects of instructions can be repeated.
         """
         return self._quantum is not None or self._engine.stops_between_blocks
 
@@ -254,7 +256,7 @@ class Machine(ProbedMachine):
             self._quantum.may_end.append(may_end)
 
     def leave(self, within: Callable[[int], bool]) -> None:
-        """Run the current CPU, which was preempted at an ip in `within`, until its ip has left `within`."""
+        """Run the current CPU until `within` returns False for its ip. The CPU was preempted before."""
         assert self._quantum is not None, "CPUs are only preempted with a quantum"
         self._quantum.stop_outside(within)
         try:
@@ -344,14 +346,18 @@ class Machine(ProbedMachine):
         return values
 
     def answer(self, value: int, *args: int) -> None:
-        """Answer the hypercall at which the guest stopped. For USER: a system call's number and arguments."""
+        """Answer the hypercall at which the guest stopped.
+
+        `value`: answer in the hypercall's register. For Hypercall.USER, it is the number of a system call,
+        and `args` are the call's arguments.
+        """
         regs = self.regs
         setattr(regs, self.model.hypercall_register, value)
         for name, argument in zip(self.model.syscall_arguments, args, strict=False):
             setattr(regs, name, argument)
 
     def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> None:
-        """Interrupt the stopped guest, which enters its interrupt handler in the next run.
+        """Interrupt the stopped guest with `vector`; its interrupt handler begins in the next run.
 
         Raises: GuestFault (DOUBLE_FAULT: the guest's stack can't take the frame), HardwareError (the image
         has no interrupt handler).

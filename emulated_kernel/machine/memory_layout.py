@@ -50,4 +50,4 @@ class MemoryLayout:
     record_pages_size: int
     """Size in bytes of the region for pages of ring buffers."""
     pun_space: tuple[range, ...] = ()
-    """Address ranges for detours whose address the replaced bytes restrict."""
+    """Address ranges for the detours of punned jumps (see PUN_SPACES); empty on RISC-V."""

@@ -41,16 +41,16 @@ class ProbedMachine(ABC):
         self.damage = DamageReports()
         """Logs which data of the guest are damaged."""
         self.on_leave: list[Callable[[], None]] = []
-        """Functions to call after a run on a host stack.
+        """Functions to call after the host has called a guest function.
 
         A guest function that is pending at the end of the run never returns.
         """
         self.on_switch: list[Callable[[int], None]] = []
         """Functions to call with the CPU's number when another CPU becomes the current one."""
         self.clock_loops: list[range] = []
-        """Ranges of text that read the clock, and repeat that if the clock has changed in between."""
+        """Address ranges of loops that read the clock, and repeat this if it has changed meanwhile."""
         self.interrupt_if: list[Callable[[], bool]] = []
-        """Functions that must all return True for the current CPU to take an interrupt at its instruction."""
+        """Functions that must all return True for the current CPU to take an interrupt at its ip."""
         self.in_handler: list[Callable[[int], bool]] = []
         """Functions that return True for an ip in a compiled handler, where a record may be half-written."""
 
@@ -77,7 +77,7 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def send_back(self, number: int, ip: int, /) -> None:
-        """During a run, let another CPU continue at `ip`; do nothing for the current CPU."""
+        """During a run, set the ip of CPU `number`; do nothing if it is the current CPU."""
 
     @abstractmethod
     def alloc_pages(self, size: int, /) -> int:

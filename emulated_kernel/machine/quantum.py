@@ -37,7 +37,10 @@ class Quantum:
         engine.flush_code()
 
     def arm(self, within: range | None = None) -> None:
-        """Start counting for the next run; `within` ends it at the first instruction outside that range."""
+        """Start counting for the next run.
+
+        If `within` is given, the run also ends at the first instruction outside of this range.
+        """
         self._within = None if within is None else within.__contains__
         # The run ends before the instruction after its last one.
         self._left = self._dice.randint(_MIN_QUANTUM, self._longest) + 1

@@ -26,7 +26,7 @@ The rest counts, so that a guest that loops from hit to hit is stopped.
 
 
 class HandlerTime:
-    """Measures the CPU time of callbacks within runs, such as probe handlers; only in long runs.
+    """Measures the CPU time of callbacks within long runs of the guest, such as probe handlers.
 
     The guest isn't responsible for the time of handlers, however many probes a function has.
     """
@@ -81,7 +81,7 @@ class HandlerTime:
 
 
 class Watchdog:
-    """Stops a run after `budget` seconds of CPU time; in the second half, callbacks count little.
+    """Stops a run after `budget` seconds of CPU time. In the second half, callbacks count only in part.
 
     Arming costs only two stores: the watchdog's thread wakes by itself, at most once per budget, and then
     reads the start of the current run. If no guest runs, the thread waits without a timeout.
@@ -138,7 +138,7 @@ class Watchdog:
     def ask(self, is_unwanted: Callable[[], bool] | None) -> None:
         """Set a function that the thread calls during runs; if it returns True, the run is stopped.
 
-        None: no function.
+        If `is_unwanted` is None, no function is called.
         """
         self._is_unwanted = is_unwanted
         # Order matters, as in _guard: either the thread sees the new function, or this code sees its long
@@ -147,7 +147,7 @@ class Watchdog:
             self._wake.set()
 
     def arm(self, budget: float | None = None) -> None:
-        """Start the time of a run; `budget` replaces the usual budget for this run.
+        """Begin to measure the time of a run; `budget` replaces the usual budget for this run.
 
         Raises: KernelError ENOMEM (the host has no thread; a run without a watchdog isn't allowed).
         """
@@ -162,7 +162,10 @@ class Watchdog:
             self._thread = start_thread("run-budget", self._watch)
 
     def disarm(self) -> bool:
-        """End the time of a run; return True if the run was stopped. No stop arrives after the return."""
+        """Stop measuring the time of a run; return True if the watchdog has stopped the run.
+
+        No stop arrives after the return.
+        """
         started = self._started
         self._started = 0.0
         # Order matters, as in _expire: either the thread sees the end, or this code sees that it is stopping.

@@ -22,7 +22,7 @@ class TaskObserver:
     def call_begins(self, *, keeps_names: bool = False) -> None:
         """Handle the start of a system call, before it is passed to the guest.
 
-        `keeps_names`: whether the call can neither rename nor create a task, as read(2).
+        `keeps_names`: True if the call, such as read(2), can neither rename nor create a task.
         """
 
     def call_ended(self) -> None:

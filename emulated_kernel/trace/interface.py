@@ -1,4 +1,4 @@
-"""Interfaces of tracefs: the grammar, texts and files of a version of Linux, as a set of rules."""
+"""Interfaces of tracefs: sets of rules for the grammar, texts and files of the versions of Linux."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KPROBE = "kernel/trace/trace_kprobe.c"
 _HIST = "kernel/trace/trace_events_hist.c"
 _FILTER = "kernel/trace/trace_events_filter.c"
 _FPROBES_OVER_FGRAPH = "fprobe_return()"
-"""Function by which a kernel is recognised whose fprobes use the function graph; see LinuxRule."""
+"""Symbol that only kernels have whose fprobes use the function graph; see LinuxRule."""
 
 
 class InterfaceRule(LinuxRule):

@@ -74,7 +74,7 @@ class KernelSymbols:
         self.tables_changed()
 
     def tables_changed(self) -> None:
-        """Empty the cache: a module was loaded or unloaded."""
+        """Empty the cache, because a module was loaded or unloaded."""
         self.version += 1
         self._found: dict[int, Location] = {}
 

@@ -1,4 +1,4 @@
-"""TraceArrays: all trace arrays of a kernel, which are the top one and the instances that users create."""
+"""TraceArrays: all trace arrays of a kernel, which are the top array and the instances that users create."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TraceArrays(TaskObserver):
         self._lock = lock
         self._instances: dict[str, Tracing] = {}
         self._unlimited: set[str] = set()
-        """Names of instances that users have not created, which do not count towards the limit."""
+        """Names of instances that no user has created; they do not count towards the limit on instances."""
         self.top = self._tracing(TraceArray(system), None)
         self._printk_dest = [self.top.array.options]
         self.top.array.options.printk_dest = self._printk_dest
@@ -108,7 +108,7 @@ class TraceArrays(TaskObserver):
         yield from self._instances.values()
 
     def module_added(self, module: str) -> None:
-        """Enable the registered events of a new module for which trace arrays have waited."""
+        """Enable the events of a new module for which set_event of a trace array has waited."""
         for tracing in self:
             tracing.events.module_added(module)
 
@@ -128,7 +128,7 @@ class TraceArrays(TaskObserver):
     def make(self, name: str, *, is_limited: bool = True) -> Tracing:
         """Create an instance with buffers of full size and the top array's options.
 
-        Raises: KernelError EEXIST, ENOMEM, ENOSPC (a limit, if `is_limited`).
+        Raises: KernelError EEXIST, ENOMEM, ENOSPC (a limit is reached, and `is_limited` is set).
         Mirrors: kernel/trace/trace.c:trace_array_create (v6.1).
         """
         self._lock.assert_held()
@@ -156,9 +156,9 @@ class TraceArrays(TaskObserver):
         return self._system.memory.budget
 
     def instance_memory(self) -> tuple[int, int]:
-        """Return the sizes of the memory that a new instance allocates: of pages, and of each CPU's cells.
+        """Return the sizes in bytes of the memory that a new instance allocates.
 
-        Both sizes are in bytes.
+        The first one is the size of the pages. The second one is the size of the per-CPU memory of each CPU.
         """
         sizes = [memory_size(pages_for(DEFAULT_BUFFER_SIZE)), memory_size(MIN_PAGES)]
         return self._system.cpus * sum(sizes), len(sizes) * CONTROL_SIZE
@@ -214,7 +214,7 @@ class TraceArrays(TaskObserver):
     def forked(self, parent: int, child: int) -> None:
         """Implement TaskObserver.forked: add a new task to lists of pids that have its parent.
 
-        Options event-fork and function-fork select the lists.
+        Option event-fork selects the lists of events, and function-fork those of the function tracer.
         """
         for pids in self._inherited_pids():
             pids.follow(parent, child)
@@ -222,7 +222,7 @@ class TraceArrays(TaskObserver):
     def exited(self, pid: int) -> None:
         """Implement TaskObserver.exited: remove the pid of an ended task from lists of pids.
 
-        Options event-fork and function-fork select the lists.
+        Option event-fork selects the lists of events, and function-fork those of the function tracer.
         """
         for pids in self._inherited_pids():
             pids.forget(pid)

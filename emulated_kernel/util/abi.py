@@ -44,7 +44,7 @@ class Hypercall(IntEnum):
     BOOTED = 5
     """start_kernel finished; resuming enters the idle loop."""
     MODULE = 6
-    """The module loader asks the host for a service; arguments: ModuleOp, 0, two that ModuleOp defines."""
+    """The module loader asks the host for a service; arguments: ModuleOp, 0, and two of that operation."""
     CPU_UP = 7
     """Start another CPU; arguments: CPU number, entry point, stack pointer, per-CPU area."""
     YIELD = 8

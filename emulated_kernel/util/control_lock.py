@@ -18,7 +18,7 @@ PATIENCE = 0.1
 
 
 LOAN_SLICE = 0.25
-"""Seconds between two checks, in a request that waits for a debugger, whether its client was killed."""
+"""Seconds between two checks whether the client was killed, for a request that waits for a debugger."""
 
 
 class _Pause(str):
@@ -87,7 +87,7 @@ class ControlLock:
         Each entry from outside sets it to 0.
         """
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a context manager, which a thread enters while it waits longer than PATIENCE.
+        """Function that returns a context manager, which a thread enters once it has waited for PATIENCE.
 
         A thread that serves requests uses it to let another thread serve them while it waits.
         """
@@ -105,7 +105,10 @@ class ControlLock:
         """Function that ends a debugger's session, before the kernel is closed; call it without the lock."""
         self._observation = _Observation(self)
         self.is_lent = False
-        """Whether a debugger holds the guest. Then only observers get the lock. Others only read it."""
+        """Whether a debugger holds the guest, so that only observers get the lock.
+
+        Only methods of this class change the attribute.
+        """
         self._returned = threading.Event()
 
     def __enter__(self) -> Self:
@@ -186,7 +189,7 @@ class ControlLock:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Lend the lock during the block, in which the calling thread, which holds it, has to wait.
+        """Lend the lock during the `with` block, in which the calling thread waits. It must hold the lock.
 
         The thread gets the lock back before any thread that is not an observer.
         """

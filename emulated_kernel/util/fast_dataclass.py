@@ -120,7 +120,7 @@ else:
         metadata=None,
         kw_only=False,
     ):
-        """Return the description of a field, as the standard library's function of this name does."""
+        """Return the description of a field; the arguments are those of the standard library's function."""
         return Field(default, default_factory, init, repr, hash, compare, metadata or {}, kw_only)
 
     def fields(made):
@@ -153,11 +153,10 @@ else:
     def dataclass(
         made=None, /, *, frozen=False, eq=True, repr=True, slots=False, weakref_slot=False, **unsupported
     ):
-        """Create a dataclass as the standard library does, but without code of its own for most classes.
+        """Create a dataclass like the standard library's, without code of its own for most classes.
 
         Deviates: only mypy checks `frozen`, so that frozen objects are created as fast as mutable ones.
         immutable() adds the check at run time.
-
         Raises: TypeError (unsupported options, fields without a default after fields with one).
         """
         if unsupported:
@@ -225,7 +224,7 @@ else:
         return found
 
     def _is_class_variable(annotation):
-        """Return True for ClassVar. Raises: TypeError (InitVar, KW_ONLY)."""
+        """Return True if an annotation is ClassVar. Raises: TypeError (it is InitVar or KW_ONLY)."""
         text = annotation if isinstance(annotation, str) else str(annotation)
         kind = text.partition("[")[0].rpartition(".")[2]
         if kind in ("InitVar", "KW_ONLY"):

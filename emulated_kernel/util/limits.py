@@ -30,7 +30,7 @@ class Limit(Enum):
     HIST_BYTES = "hist_bytes"
     """Maximum size of the host's memory for keys and variables of all histograms, in bytes."""
     USER_HIST_BYTES = "user_hist_bytes"
-    """Maximum part of HIST_BYTES that one user takes, who is neither root nor the owner of the mount."""
+    """Maximum part of HIST_BYTES for one user who is neither root nor the owner of the mount."""
     DEFINITION_BYTES = "definition_bytes"
     """Maximum size of the host's memory for all filters and synthetic events, in bytes."""
     USER_DEFINITION_BYTES = "user_definition_bytes"
@@ -143,7 +143,7 @@ class Limits:
         return max(self._by_user.values(), default=0)
 
     def count_user(self, uid: int, change: int) -> None:
-        """Count an open (1) or a close (-1) of a file by a user other than root."""
+        """Count that user `uid`, who is not root, opens a file (`change` is 1) or closes it (-1)."""
         self._by_user[uid] += change
         if not self._by_user[uid]:
             del self._by_user[uid]
@@ -266,7 +266,8 @@ class MemoryBudget:
 class Charge:
     """Memory that is charged to a user for as long as this object exists.
 
-    The garbage collector may run in any thread, so the end of the object only notes what to give back.
+    The garbage collector may run in any thread, so the end of the object only records its size and user in
+    MemoryBudget.
     """
 
     __slots__ = ("_ended", "_size", "_user")

@@ -33,7 +33,7 @@ _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
 
 
 class _Gated(Exception):
-    """Raised if a change must wait for `gate` without the lock, while another kernel replaces this one."""
+    """Raised if a change must wait for `gate` without the lock, because another kernel replaces this one."""
 
     def __init__(self, gate: Event) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Gated(Exception):
 
 
 def _go_on() -> None:
-    """Do nothing: a read needs no check between two steps."""
+    """Do nothing: default check between two steps of a read."""
 
 
 class ControlFile(FileDescription):
@@ -87,7 +87,7 @@ class ControlFile(FileDescription):
         return self.inner.node.reads_host and self.inner.writable
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """Return the file's attributes, and let the guest repeat the client's call; see FileDescription."""
+        """Return the file's attributes, and repeat the client's call in the guest; see FileDescription."""
         fs = self.fs
         informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock.observing():
@@ -210,7 +210,7 @@ class ControlDirectory(OpenDirectory):
         self.number: int | None = None
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """Return the attributes of the directory, and let the guest repeat the call; see FileDescription."""
+        """Return the attributes of the directory, and repeat the call in the guest; see FileDescription."""
         fs = self.fs
         informed = fs.informed(client()) if client is not None and fs.calls.sees_lookups else None
         with fs.lock.observing():
@@ -220,7 +220,7 @@ class ControlDirectory(OpenDirectory):
             return fs.tree.getattr(require_path(self.path))
 
     def listed(self, client: Client) -> None:
-        """Let the guest repeat the client's getdents64(2), by GuestCalls.listed(); see OpenDirectory."""
+        """Repeat the client's getdents64(2) in the guest, by GuestCalls.listed(); see OpenDirectory."""
         with self.fs.lock.observing():
             if not self.fs.lock.is_lent:
                 self.fs.calls.listed(client, self)
@@ -236,7 +236,8 @@ class ControlDirectory(OpenDirectory):
 class PendingWrite:
     """One write(2) to a control file, done step by step. Between two steps, other threads get the lock.
 
-    Use the object as a context manager. In the `with` block, call step() by retry_yielding_lock().
+    Use the object as a context manager. In the `with` block, pass `step` to retry_yielding_lock(), which
+    calls it until the write has ended.
     """
 
     __slots__ = (
@@ -275,7 +276,7 @@ class PendingWrite:
         self._steps: Steps | None = None
         """The steps of the current piece, or None before the piece has begun."""
         self.by_piece = ChunkedWrite(inner, data, offset, self._write)
-        """Does one more step without the guest, and returns the number of bytes that all pieces have taken.
+        """Function that does a step without the guest; it returns the number of bytes that all pieces took.
 
         Raises: YieldLock (more steps follow), KernelError.
         """
@@ -511,7 +512,7 @@ class ControlFs(FileSystem):
             self.on_names_end(removed)
 
     def note_user(self, client: Client) -> None:
-        """Note the client's user, whose limits apply to the change; see ControlLock.user. Lock: needs."""
+        """Record the client's user, whose limits apply to the change; see ControlLock.user. Lock: needs."""
         self.lock.user = client.uid if client.uid != self.tree.owner.uid else 0
 
     def check_gate(self) -> None:
@@ -542,7 +543,7 @@ class ControlFs(FileSystem):
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """Implement FileSystem.getattr by the tree, and let the guest repeat the client's call.
+        """Return a file's attributes, and repeat the client's call in the guest; see FileSystem.
 
         The result of the lookup decides which facts about the client are read.
         """
@@ -586,7 +587,7 @@ class ControlFs(FileSystem):
         """Return a context manager that holds the lock for a request about an open file.
 
         If the request can be served without the guest, it does not wait for a debugger that holds the guest.
-        The block has to ask `lock.is_lent`, which cannot become true in it.
+        The caller has to check `lock.is_lent` in the `with` block; its value cannot become true there.
         """
         if path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY:
             return self.lock.observing()
@@ -682,7 +683,7 @@ class ControlFs(FileSystem):
             self.tree.symlink(client, path, target)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Refuse to create a file, after the guest repeated the client's call, unless it is for a device.
+        """Refuse to create a file. First, the guest repeats the client's call, unless it is for a device.
 
         Raises: KernelError EPERM, EEXIST, EACCES (a regular file).
         """

@@ -38,9 +38,9 @@ class FileSystem(ABC):
     switches it to the new kernel. A request that waits for the lock meanwhile is served by the new kernel.
     Paths are absolute and start at the mount's root.
 
-    A method *begins a request* if it lets the guest's virtual clock advance. The host kernel decides how
-    often it looks names up. Therefore `getattr`, `readdir` and `readlink` must not begin a request: traces
-    would depend on the host.
+    A method *begins a request* if it advances the guest's virtual clock. The host kernel decides how often it
+    looks names up. Therefore `getattr`, `readdir` and `readlink` must not begin a request: traces would
+    depend on the host.
     """
 
     guest: object | None = None
@@ -65,10 +65,11 @@ class FileSystem(ABC):
         Methods that open a file add its description.
         """
         self.on_names_end: Callable[[str | None], object] | None = None
-        """Function to call with the lock when names for which name_lasts() was True no longer last.
+        """Function to call when a front end must look up names again for which name_lasts() was True.
 
-        Its argument is the end of the paths of removed directories, or "" if any name may be gone. None means
-        that no name lasts any more, because the guest sees lookups from now on.
+        The caller holds the lock. The argument is the last part of the paths of removed directories, such as
+        GROUP/EVENT. It is "" if any name may be gone. It is None if no name may be used without a lookup any
+        more, because the guest sees lookups from now on.
         """
         self.gate: Event | None = None
         """Event for which changes of control files wait while another kernel is built to replace this one."""
@@ -131,9 +132,9 @@ class FileSystem(ABC):
         """
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
-        """Create a regular file and open it as open() does.
+        """Create a regular file and open it; see open().
 
-        Raises: KernelError EACCES (the file system does not let clients create files).
+        Raises: KernelError EACCES (clients cannot create files in the file system).
         """
         raise self._refused(errno.EACCES, path)
 
@@ -186,7 +187,7 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Create a FIFO, a socket or an empty file. Raises: KernelError EPERM (for a device always)."""
+        """Create a FIFO, a socket or an empty file. Raises: KernelError EPERM (always for a device)."""
         raise self._refused(errno.EPERM, path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
@@ -391,7 +392,7 @@ class FileDescription:
     def fsync(self, client: Client) -> None:
         """Write cached data to storage. Lock: either.
 
-        Raises: KernelError EINVAL (the file has no such operation, as Linux's files without ->fsync).
+        Raises: KernelError EINVAL (the file has no such operation, like Linux's files without ->fsync).
         """
         raise KernelError(errno.EINVAL, self.path)
 
@@ -423,10 +424,10 @@ class OpenDirectory(FileDescription):
         """Entries from the last listing that began at index 0, or None before the first listing."""
 
     def listed(self, client: Client) -> None:
-        """Let the guest repeat the client's getdents64(2). By default do nothing. Lock: takes."""
+        """Repeat the client's getdents64(2) in the guest; by default, do nothing. Lock: takes."""
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Refuse to read a directory. Raises: KernelError EISDIR, as the following methods."""
+        """Refuse to read a directory. Raises: KernelError EISDIR, like the other operations for files."""
         raise KernelError(errno.EISDIR, self.path)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:

@@ -73,14 +73,17 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
 
 
 def _first(file: str, failed: list[str]) -> list[str]:
-    """Return the first messages about a file, cut to MAX_WIDTH, and a message with the number of the rest."""
+    """Return the messages `failed` about a file, but at most MAX_MESSAGES, and the number of the others.
+
+    Lines of a message are cut to MAX_WIDTH.
+    """
     told = ["\n".join(line[:MAX_WIDTH] for line in each.split("\n")) for each in failed[:MAX_MESSAGES]]
     more = len(failed) - len(told)
     return [*told, escape_for_terminal(f"{file}: {more} more lines failed")] if more > 0 else told
 
 
 def _number(file: str, failed: list[str]) -> list[str]:
-    """Return a message with the number of failures in a file, without the file's lines."""
+    """Return a message with the number of failures in a file, without the text of the file's lines."""
     if not failed:
         return []
     lines = "1 line" if len(failed) == 1 else f"{len(failed)} lines"

@@ -73,7 +73,7 @@ class System:
     def __init__(self, directory: str, work: Path, *, real_root: bool) -> None:
         """Show the mount at `directory` at the system's paths, too. Create additional files in `work`.
 
-        `real_root`: the command keeps this process's rights, by which it can reach the host's tracefs.
+        `real_root`: the command keeps the rights of this process, with which it can reach the host's tracefs.
 
         Raises: CliError.
         """
@@ -100,7 +100,7 @@ class System:
         self._namespace.enter()
 
     def close(self) -> None:
-        """Release the resources that the command needed: the helper process ends."""
+        """Release the resources that the command needed, so that the helper process ends."""
         self._namespace.close()
 
 
@@ -173,7 +173,7 @@ def _check_open_files() -> None:
 
 
 def _is_directory(number: int) -> bool:
-    """Return True if an open file is a directory, through which the command could reach other files."""
+    """Return True if an open file is a directory, through which a command could reach other files."""
     try:
         return stat.S_ISDIR(os.fstat(number).st_mode)
     except OSError:
@@ -181,7 +181,7 @@ def _is_directory(number: int) -> bool:
 
 
 def _type_of(file: str | int) -> int:
-    """Return f_type of the file system of an open file or a directory, or 0 if it can't be read."""
+    """Return the f_type of the file system of an open file or a directory, or 0 if it can't be read."""
     buffer = (ctypes.c_long * 32)()
     libc = ctypes.CDLL(None)
     failed = libc.fstatfs(file, buffer) if isinstance(file, int) else libc.statfs(os.fsencode(file), buffer)
@@ -273,7 +273,7 @@ def _attach(tree: int, place: str | int) -> None:
 
 
 def _detach_those_of_host() -> None:
-    """Unmount each tracefs and debugfs of the host; cover mounts that are locked."""
+    """Unmount each tracefs and debugfs of the host. Cover mounts that are locked by other mounts."""
     for point in reversed(mountpoints.mount_points()):
         if point.fstype not in PLACES or not os.path.ismount(point.directory):
             continue
@@ -292,8 +292,8 @@ def _detach_those_of_host() -> None:
 def _keep_kernel_settings() -> None:
     """Make all mounts of /proc, sysfs and the like read-only, because their files control the host's kernel.
 
-    Directories of processes in /proc stay writable. Root in a user namespace may have the ids that own these
-    files, and so could write to them.
+    Directories of processes in /proc stay writable. Root in a user namespace may have the ids that own the
+    files of these mounts, and could otherwise write to them.
     """
     for point in filter(_is_in_reach, mountpoints.mount_points()):
         if point.fstype == "proc":
@@ -317,7 +317,7 @@ def _is_in_reach(point: mountpoints.MountPoint) -> bool:
 def _keep_own_part(proc: str) -> None:
     """Make a mounted /proc read-only, except the directories of its processes.
 
-    If only a part of a /proc is mounted at `proc`, make all of the part read-only.
+    If `proc` is a mount of only a part of a /proc, make the whole part read-only.
     """
     if not os.path.islink(f"{proc}/self"):
         _make_read_only(proc)
@@ -357,7 +357,7 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
 
 
 def _complete_mounts(work: Path) -> None:
-    """Cover the link /proc/mounts by a file, if the host has no tracefs or debugfs below the mounts."""
+    """Cover the link /proc/mounts by a complete list, if the real one lacks a tracefs or debugfs."""
     shown = {(each.fstype, each.directory) for each in mountpoints.mount_points()}
     if PLACES.items() <= {(fstype, place) for fstype, place in shown}:
         return
@@ -403,7 +403,7 @@ def _make_places() -> None:
 
 
 def _pretend_type(work: Path) -> dict[str, str]:
-    """Build the library that answers calls in place of the kernel; return the variables that preload it.
+    """Build the library that answers system calls in place of the kernel; return variables that preload it.
 
     Without a C compiler the result is empty.
     """
@@ -459,7 +459,7 @@ def _system_call(number: int, what: str, *arguments: int | bytes) -> int:
 def _call(name: str, what: str, *arguments: object) -> int:
     """Call a function of the C library. Raises: CliError (its result is negative).
 
-    `what`: what the call does, for the message.
+    `what`: text for the message about the purpose of the call.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     result = int(getattr(libc, name)(*arguments))

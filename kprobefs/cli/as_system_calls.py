@@ -1,4 +1,4 @@
-"""Answers to the system calls of a command under `--as-system` that its filter passes on."""
+"""Answers to system calls of a command under `--as-system` that its seccomp filter passes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE_SIZE = 4096
 NAME_MAX = 255
 PATH_MAX = 4096
 ST_FLAGS = 0x1026
-"""Flags of the mount in statfs(2): valid, relatime, nodev and nosuid."""
+"""Flags of the mount, as statfs(2) returns them: valid, relatime, nodev and nosuid."""
 PROC = b"proc"
 MS_RDONLY = 1
 MS_MAGIC = 0xC0ED0000
@@ -42,7 +42,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CallAnswerer:
-    """Answers the calls that a filter passes on, for the files of one mount."""
+    """Answers the system calls that the seccomp filter passes on, for the files of one mount."""
 
     def __init__(self, device: int, tracing: tuple[str, ...], debug: tuple[str, ...]) -> None:
         """Create an answerer for the mount with the st_dev `device`.
@@ -55,7 +55,10 @@ class CallAnswerer:
         self._debug = debug
 
     def serve(self, listener: int) -> None:
-        """Answer the next call, in a thread of its own if another file system or the caller may delay it."""
+        """Answer the next system call of `listener`, the descriptor of a seccomp filter's listener.
+
+        If another file system or the caller may delay the answer, a new thread gives it.
+        """
         buffer = bytearray(_NOTIFICATION.size)
         try:
             fcntl.ioctl(listener, _NOTIF_RECV, buffer, True)
@@ -101,7 +104,7 @@ class CallAnswerer:
             return self._statfs(opened, waiting, caller)
 
     def _copying(self, waiting: _Waiting) -> int | None:
-        """Return EINVAL if the call copies from a text file of the mount, so that the caller reads the file.
+        """Return EINVAL if the call copies from a text file of the mount; the caller then uses read(2).
 
         Return None for other files, so that the kernel executes the call. Linux's tracefs returns EINVAL too.
         """
@@ -136,7 +139,7 @@ class CallAnswerer:
 
 
 class _Waiting:
-    """A system call that waits for its answer."""
+    """A system call of a task that waits until the call is answered."""
 
     def __init__(self, listener: int, notification: bytes) -> None:
         fields = _NOTIFICATION.unpack(notification)
@@ -162,9 +165,9 @@ class _Waiting:
 
 
 class _Caller:
-    """Access to the memory and the files of a task that waits in a call, for the thread that answers it.
+    """Access to the memory and the files of a task that waits in a system call.
 
-    The thread serves no other task.
+    The thread that answers the call creates the object, and serves no other task.
     """
 
     def __init__(self, waiting: _Waiting) -> None:
@@ -189,14 +192,14 @@ class _Caller:
         self.close()
 
     def close(self) -> None:
-        """Close each file that was opened here."""
+        """Close each file that this object has opened."""
         if self._lookup is not None:
             self._lookup.close()
         for each in self._opened:
             os.close(each)
 
     def open(self, name: str, flags: int = os.O_RDONLY, directory: int | None = None) -> int:
-        """Open a file of the task's directory, until the end. Raises: OSError."""
+        """Open a file of the task's directory in /proc; it stays open until close(). Raises: OSError."""
         directory = self._task if directory is None else directory
         self._opened.append(os.open(name, flags | os.O_CLOEXEC, dir_fd=directory))
         return self._opened[-1]
@@ -214,13 +217,13 @@ class _Caller:
 
     @property
     def lookup(self) -> Lookup:
-        """Object by which this thread looks up paths as the task does. Raises: OSError."""
+        """Object by which this thread looks up paths in the same way as the task. Raises: OSError."""
         if self._lookup is None:
             self._lookup = Lookup(self._task)
         return self._lookup
 
     def look_up(self, address: int) -> int:
-        """Open a path with O_PATH as the task would, and return the descriptor. Raises: OSError.
+        """Open a path with O_PATH in the same way as the task, and return the descriptor. Raises: OSError.
 
         `address` is the address of the path in the task's memory.
         """
@@ -263,7 +266,7 @@ class _Caller:
 
 
 def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
-    """Mount a read-only /proc for the caller. The kernel refuses a writable one.
+    """Mount a read-only /proc for the caller. The kernel refuses to mount a writable one.
 
     Return 0 or an errno, or None if the kernel must execute the call. Raises: OSError.
     """

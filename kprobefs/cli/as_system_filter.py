@@ -1,8 +1,8 @@
 """The seccomp filter of a command under `--as-system`: the system calls to intercept, by machine.
 
 FUSE has one f_type for all file systems, and splices nothing from files of size 0. So the filter passes
-statfs(2) and the calls that copy files to a process of kprobefs, which answers them. It also passes mount(2),
-because the kernel allows a command only a read-only mount of its own /proc.
+statfs(2) and the calls that copy files on to a process of kprobefs, which answers them. It also passes
+mount(2), because the kernel allows a command only a read-only mount of its own /proc.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass(frozen=True)
 class _Abi:
-    """Numbers of the system calls that programs of one ABI make, as far as the filter needs them."""
+    """Numbers of the system calls that the filter must recognize in programs of one ABI."""
 
     arch: int
     """Value of AUDIT_ARCH_* for the ABI. The filter compares it with `arch` of struct seccomp_data."""
@@ -99,7 +99,7 @@ _STATFS64_ARM = StatfsLayout(_STATFS64_I386.fields, (84, 88))
 def _calls(
     numbers: dict[str, int], layout: StatfsLayout, statfs64: StatfsLayout | None = None
 ) -> dict[int, Call]:
-    """Return system call number -> call, for one ABI; `numbers`: name of a system call -> its number."""
+    """Return a map system call number -> call, for one ABI. `numbers`: system call's name -> its number."""
     known = {
         "statfs": Call(Kind.STATFS, layout=layout),
         "fstatfs": Call(Kind.FSTATFS, layout=layout),
@@ -123,7 +123,7 @@ _GENERIC = _calls(
     _NATIVE,
 )
 _OLD = {"mount": 21, "statfs": 99, "fstatfs": 100, "sendfile": 187, "sendfile64": 239}
-"""Name -> number of the system calls whose numbers 32-bit x86 and ARM have in common."""
+"""Name -> number of system calls that have the same numbers on 32-bit x86 and on ARM."""
 _I386 = _calls(
     {**_OLD, "statfs64": 268, "fstatfs64": 269, "splice": 313, "copy_file_range": 377},
     _STATFS_32,
@@ -156,7 +156,10 @@ _MACHINES = {
 
 
 def this_machine() -> Machine:
-    """Return the machine's system calls. Raises: OSError (ENOSYS: they are unknown)."""
+    """Return the system calls to intercept on the host's machine.
+
+    Raises: OSError (ENOSYS: their numbers are unknown).
+    """
     try:
         return _MACHINES[os.uname().machine]
     except KeyError:
@@ -168,7 +171,7 @@ def install_filter(*, own_user: bool, listen: bool) -> int | None:
 
     `own_user`: the process is in a user namespace of its own. There perf_event_open(2) fails with EACCES,
     because ids of events are those of the host's kernel, and mount(2) waits for the listener.
-    `listen`: the other calls wait for the listener. Without it, the result is None.
+    `listen`: create the listener, for which the other calls wait. Without it, the result is None.
 
     Raises: OSError (ENOSYS: the machine's system calls are unknown; EBUSY: there is a listener already).
     """
@@ -191,9 +194,10 @@ def install_filter(*, own_user: bool, listen: bool) -> int | None:
 
 
 def _filter_code(machine: Machine, *, own_user: bool, listen: bool) -> list[bytes]:
-    """Return the filter's instructions: for each ABI, comparisons of a call's number.
+    """Return the instructions of the seccomp filter: for each ABI, comparisons of a system call's number.
 
-    Intercepted calls are passed to the listener or fail with EACCES. All other calls are allowed.
+    With `listen`, the intercepted calls are passed to the listener, mount(2) only with `own_user`. With
+    `own_user`, perf_event_open(2) fails with EACCES. All other calls are allowed.
     """
     code = [_instruction(_LOAD, _OFFSET_ARCH)]
     for abi in machine.abis:

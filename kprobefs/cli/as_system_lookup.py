@@ -1,4 +1,4 @@
-"""Path lookups in another process's place: with its root, working directory, ids and capabilities."""
+"""Path lookups in the place of another process: with its root, working directory, ids and capabilities."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Found:
-    """Cached attributes of an open file; no request to the file system is sent."""
+    """Attributes of an open file, read without a request to the file system.
+
+    The kernel answers with the attributes that it has cached.
+    """
 
     def __init__(self, file: int | str, *, only_device: bool = False) -> None:
         """Read the attributes of `file`, which is a descriptor, or the link to one in /proc.
@@ -85,7 +88,7 @@ class Credentials:
 
     @cached_property
     def identity(self) -> tuple[str, bytes]:
-        """Namespace of the process's pid, and the pid in it. Raises: OSError."""
+        """Pid namespace of the process, and the pid that the process has in it. Raises: OSError."""
         return os.readlink("ns/pid", dir_fd=self._directory), self._number
 
     @cached_property
@@ -131,7 +134,7 @@ def _own_credentials() -> Credentials:
 
 
 class Lookup:
-    """Looks up paths as a task does: in a thread that has the task's root, working directory and ids.
+    """Looks up paths in the place of a task: in a thread that has its root, working directory and ids.
 
     The thread can serve no other task.
     """
@@ -187,12 +190,12 @@ class Lookup:
         self._set_effective(self._rights)
 
     def close(self) -> None:
-        """Close each file that was opened here."""
+        """Close each file that this object has opened."""
         for each in self._opened:
             os.close(each)
 
     def open(self, path: bytes) -> int:
-        """Open a path of the task with O_PATH, until close(). Raises: OSError."""
+        """Open a path of the task with O_PATH; it stays open until close(). Raises: OSError."""
         try:
             # What links of /proc to other files lead to depends on who follows them.
             return self._open_plainly(path, _AT_FDCWD)
@@ -238,13 +241,16 @@ class Lookup:
         return self._open("/" if path.startswith(b"/") else ".")
 
     def _open_own(self, name: bytes) -> int:
-        """Open the directory that the task's /proc/self or /proc/thread-self leads to."""
+        """Open the directory to which the link `name`, self or thread-self, leads in the task's /proc."""
         process = self.credentials.process
         own = f"{process}/task/{self.credentials.thread}" if name == b"thread-self" else str(process)
         return self._open(own, self._proc)
 
     def _is_magic(self, name: bytes, here: int, process: int) -> bool:
-        """Return True if a link in a directory of /proc leads to a file itself, and not to a path."""
+        """Return True if a link in a directory of /proc leads to a file itself, and not to a path.
+
+        `name`: name of the link in the open directory `here`. `process`: the open directory /proc/PID.
+        """
         if Found(here).device != Found(process).device:
             return False
         try:
@@ -280,7 +286,7 @@ class Lookup:
         self._set_effective(self._permitted)
 
     def _set_effective(self, capabilities: int) -> None:
-        """Set this thread's effective capabilities, as far as they are permitted."""
+        """Set this thread's effective capabilities to those of `capabilities` that are permitted."""
         permitted = self._permitted
         effective = capabilities & permitted
         header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
@@ -307,7 +313,10 @@ def owner_of_namespace(namespace: int) -> int:
 
 
 def _namespace(namespace: int, request: int) -> int:
-    """Return the inode of the namespace that ioctl `request` on an open namespace opens. Raises: OSError."""
+    """Return the inode of the namespace that an ioctl on an open namespace opens.
+
+    `request`: number of the ioctl. Raises: OSError.
+    """
     found = fcntl.ioctl(namespace, request)
     try:
         return os.fstat(found).st_ino

@@ -1,8 +1,8 @@
 """The user namespace of a command under `--as-system`, and the process that looks after it.
 
-In a user namespace of its own, the command cannot reach the host's tracefs and debugfs. The kernel lets it
-neither mount nor uncover one, nor reach one through other processes. The helper process stays outside of the
-user namespace, and maps the ids.
+In a user namespace of its own, the command cannot reach the host's tracefs and debugfs. The kernel does not
+allow it to mount or uncover one, or to reach one through other processes. The helper process stays outside of
+the user namespace, and maps the ids.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CommandNamespace:
     """The namespaces and the seccomp filter that a command enters between fork and exec."""
 
     def __init__(self, answerer: CallAnswerer | None, *, own_user: bool) -> None:
-        """Start the helper process, and try enter() in a process that then ends.
+        """Start the helper process, and test enter() in a child process, which then ends.
 
         `answerer`: answers the system calls that the filter passes on; if it is None, the filter passes on
         none. `own_user`: whether the command enters a user namespace of its own, in which perf_event_open(2)
@@ -53,11 +53,11 @@ class CommandNamespace:
         self._helper = _forked(lambda: _Helper(theirs, answerer).run(), keep=theirs.fileno())
         theirs.close()
         self.unanswered = ""
-        """Reason why filtered calls are not answered, or "" if they are."""
+        """Reason why nobody answers the filtered calls, or "" if they are answered."""
         self._try()
 
     def enter(self) -> None:
-        """Move this process, which then executes the command, to the namespaces; install the filter.
+        """Move this process to the namespaces and install the filter; afterwards it executes the command.
 
         Raises: OSError.
         """
@@ -102,7 +102,7 @@ class CommandNamespace:
             raise OSError(failure, os.strerror(failure))
 
     def _try(self) -> None:
-        """Try enter() in a process of its own, first without the listener. Raises: CliError."""
+        """Test enter() in a child process, first without the listener. Raises: CliError."""
         listens = self._listens
         self._listens = False
         if failure := errno_of(self.enter):

@@ -1,4 +1,4 @@
-"""Words that shells offer for arguments of the program: mounts, functions, events, profiles and limits."""
+"""Completion for shells: the possible mounts, functions, events, profiles and limits in arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 4096
 
 
 def attach(parser: argparse.ArgumentParser) -> None:
-    """Set the completers of this module, for argcomplete, at the arguments of all commands."""
+    """Set the completer functions of this module, for argcomplete, at the arguments of all commands."""
     for chosen, command in _commands(parser).items():
         for action in command._actions:
             completer = COMPLETERS.get(action.dest)
@@ -96,4 +96,4 @@ COMPLETERS: dict[str, Completer] = {
     "places": functions,
     "probes": probes,
 }
-"""Destination of an argument of the parser -> function that returns its words."""
+"""Name of an argument in the parsed command line -> function that returns the words for it."""

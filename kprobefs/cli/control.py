@@ -26,7 +26,7 @@ class MountStatus:
 
     @property
     def details(self) -> list[str]:
-        """Words about the daemon for the output: its pid, options, and start time."""
+        """Texts about the daemon for the output: its pid, options, and start time."""
         if self.daemon is None:
             return []
         return [
@@ -42,7 +42,7 @@ class MountStatus:
 
     @staticmethod
     def _kprobes(profile: str) -> str:
-        """Return words that name the implementation of the kprobes, and its profile."""
+        """Return a text that names the implementation of the kprobes, and its profile."""
         # Not above: it would make umount load the profiles.
         from kprobefs.mount_options import KERNEL_KPROBES
 
@@ -51,7 +51,10 @@ class MountStatus:
         return f"kprobes of kprobefs, profile: {profile},"
 
     def as_dict(self) -> dict[str, object]:
-        """Return an object for JSON with the keys directory, condition and daemon (its record or None)."""
+        """Return the status for JSON: an object with the keys directory, condition and daemon.
+
+        The daemon is an object with the fields of its record, or None.
+        """
         return {**asdict(self), "condition": self.condition.value}
 
 
@@ -69,8 +72,8 @@ def states(directory: str | None = None) -> list[MountStatus]:
 def unmount(directory: str, *, force: bool = False) -> None:
     """End the daemon that serves `directory`, or detach a stale mount.
 
-    Requests on files that are still open in the mount fail afterwards. If `force` is true, kill a daemon that
-    does not end.
+    Afterwards, requests for files of the mount that are still open fail. If `force` is true, kill a daemon
+    that does not end.
 
     Raises: CliError.
     """

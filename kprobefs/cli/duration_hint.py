@@ -1,4 +1,4 @@
-"""A hint at the end of `kprobefs run`, if the durations in a histogram are those of the virtual clock."""
+"""A hint at the end of `run` and `trace`, if the durations that they show are those of the virtual clock."""
 
 from __future__ import annotations
 
@@ -7,25 +7,39 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kprobefs.common.daemon_registry import running
 from kprobefs.common.errors import CliError
 from kprobefs.definitions.tracefs_files import HostFiles, control_root
+from kprobefs.mount_options import CLOCKS
 
 ENTRY = re.compile(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
 FEWEST = 10
-"""Minimum number of hits from which equal durations are no accident."""
+"""Minimum number of hits from which nearly equal durations are considered to be no accident."""
 SHARE = 0.9
 """Minimum share of hits in the largest bucket from which the durations count as nearly all equal.
 
 The share is below 1: if the probed function reads files, reading the histogram adds other durations.
 """
 HINT = (
-    "the durations of {event} count readings of the virtual clock, which advances with readings and not with "
+    "the durations {where} count readings of the virtual clock, which advances with readings and not with "
     "the work done; use --clock model or real"
 )
+HINT_LINE = re.compile("kprobefs: " + re.escape(HINT).replace(re.escape("{where}"), ".*"))
+"""Pattern of the line with a hint that `run` and `trace` print."""
+
+
+def follows_virtual_clock(directory: str) -> bool:
+    """Return True if the kernel of the mount at `directory` runs on the virtual clock now."""
+    with suppress(OSError):
+        # A distribution's kernel has no such file, and keeps the clock of its start.
+        text = (control_root(directory) / "machine" / "clock").read_text()
+        return f"mode {CLOCKS[0]}" in text.splitlines()
+    daemon = running(directory)
+    return daemon is not None and daemon.clock == CLOCKS[0]
 
 
 def virtual_durations(directory: str, *, is_builtin: bool = True) -> str:
-    """Return a hint if the durations of a histogram are those of the virtual clock, else "".
+    """Return a hint if a histogram has durations of the virtual clock, else "".
 
     In kprobefs's own kernel (`is_builtin`) such durations are nearly all in one bucket. A distribution's
     kernel reads its clock for other reasons, too, and its virtual clock advances by random steps.
@@ -42,7 +56,7 @@ def virtual_durations(directory: str, *, is_builtin: bool = True) -> str:
             found = _entries(tracefs / "events" / "synthetic" / event / "hist")
             share = SHARE if is_builtin else 0.0
             if sum(found) >= FEWEST and max(found) >= share * sum(found) and any(_measures(tracefs)):
-                return HINT.format(event=event)
+                return HINT.format(where=f"of {event}")
     return ""
 
 
@@ -52,7 +66,7 @@ def _entries(hist: Path) -> list[int]:
 
 
 def _measures(tracefs: Path) -> Iterator[bool]:
-    """Yield, for each trigger file in the groups of probes, True if a trigger computes with times."""
+    """Yield, for each trigger file of a probe's event, True if a trigger computes with times."""
     lines = (tracefs / "dynamic_events").read_text().splitlines()
     groups = {line.partition(":")[2].partition("/")[0] for line in lines if not line.startswith("s:")}
     for group in sorted(groups):

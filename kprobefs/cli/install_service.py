@@ -75,7 +75,7 @@ def _units() -> Path:
 
 
 def _program() -> str:
-    """Return the command by which a unit starts this program, quoted for systemd."""
+    """Return the command with which a unit starts this program, quoted for systemd."""
     path = os.path.abspath(sys.argv[0])
     if os.path.basename(path) == "kprobefs" and os.access(path, os.X_OK):
         return _quoted(path)

@@ -81,7 +81,7 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
 
 
 def _is_of_mount_fuse(words: Sequence[str]) -> bool:
-    """Return True if mount.fuse(8) has called the program, as it does if /sbin has no helper of kprobefs.
+    """Return True if mount.fuse(8) has called the program, which happens if /sbin has no helper of kprobefs.
 
     Mirrors: mount.fuse.c (libfuse 3): SOURCE DIR -o OPTIONS, always with (no)dev and (no)suid.
     """
@@ -92,7 +92,10 @@ def _is_of_mount_fuse(words: Sequence[str]) -> bool:
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that completes a command line, and exit; return if argcomplete is not installed."""
+    """Answer the request of a shell to complete a command line, and exit.
+
+    Return if argcomplete is not installed.
+    """
     try:
         import argcomplete
     except ImportError:
@@ -257,14 +260,17 @@ def _completion(parsed: argparse.Namespace) -> int:
 
 
 def _directory(parsed: argparse.Namespace) -> str | None:
-    """Return the mount that DIR or --mount names; None without both. Raises: CliError (both are given)."""
+    """Return the mount that DIR or --mount names; None if neither is given.
+
+    Raises: CliError (both are given).
+    """
     if parsed.directory is not None and parsed.mount is not None:
         raise CliError(f"{parsed.chosen}: DIR and --mount select two mounts; give one", ExitStatus.USAGE)
     return parsed.directory if parsed.mount is None else str(parsed.mount)
 
 
 def _needed_directory(parsed: argparse.Namespace) -> str:
-    """Return _directory(). Raises: CliError (none is given)."""
+    """Return the mount that DIR or --mount names. Raises: CliError (both or none is given)."""
     directory = _directory(parsed)
     if directory is None:
         message = f"the following arguments are required: DIR ({parsed.prog} --help)"
@@ -636,7 +642,10 @@ def _cpu(name: str | None) -> str | None:
 
 
 def _builder(options: MountOptions) -> Builder:
-    """Return the builder of the served kernel; first boot a distribution's kernel that is not cached."""
+    """Return the builder of the served kernel.
+
+    If it is a distribution's kernel whose boot is not cached, boot it first.
+    """
     from kprobefs.daemon.backends import build_kernel, prepare
 
     prepare(options)
@@ -644,7 +653,10 @@ def _builder(options: MountOptions) -> Builder:
 
 
 def _builder_for_run(options: MountOptions) -> Builder:
-    """Return _builder(), with the exit status of `run` for a kernel that cannot be used. Raises: CliError."""
+    """Return the builder of the served kernel, for the command `run`.
+
+    Raises: CliError with the exit status of `run` (the kernel cannot be used).
+    """
     try:
         return _builder(options)
     except CliError as failure:

@@ -1,4 +1,4 @@
-"""`kprobefs matrix`: runs a command on each of several kernels, and reports which of them it passes on."""
+"""`kprobefs matrix`: runs a command on each of several kernels, and reports on which ones it passes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from typing import IO
 from xml.etree import ElementTree
 
 from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.cli.duration_hint import HINT_LINE
 from kprobefs.cli.run import end_with_parent
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 BLAMED = re.compile(r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert", re.IGNORECASE)
-"""Pattern of a line in a log that probably says why the command failed."""
-MAX_SHOWN = 60
-"""Maximum length in characters of the line that the table shows for a failure."""
+"""Pattern for a line of a log that probably contains the reason why the command failed."""
+COLUMNS = 80
+"""Maximum length in characters of a row of the table."""
+MIN_SHOWN = 20
+"""Minimum number of characters of a failure's line in the table, even if long names make the row longer."""
 LOG_BYTES = 1 << 20
-"""Number of bytes at the end of a log that are searched and put into the JUnit report."""
+"""Number of bytes at the end of a log that are searched for the reason, and copied to the JUnit report."""
 _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -55,7 +58,7 @@ class Result:
     seconds: float
     log: Path
     line: str
-    """The first line of the log that says why the command failed, or "" if it has passed."""
+    """The first line of the log with a reason why the command failed, or "" if the command has passed."""
 
     @property
     def verdict(self) -> str:
@@ -97,7 +100,7 @@ def _short(image: str) -> str:
 
 
 def _distinct(found: Sequence[Case]) -> list[Case]:
-    """Return the cases with a number after each name that an earlier case has."""
+    """Return the cases, with a number appended to each name that an earlier case has too."""
     names: dict[str, int] = {}
     distinct = []
     for case in found:
@@ -133,7 +136,7 @@ def run_on_workers(
     scheduler: str,
     ended: Callable[[Result], None],
 ) -> list[Result]:
-    """Run the command on each kernel, on the workers of a Dask cluster; otherwise as run_all().
+    """Run the command on each kernel, on the workers of a Dask cluster.
 
     The workers need the files of the kernels and of the command at the same places, also the directory that
     is current here. If a worker is lost, another one runs the command again.
@@ -147,7 +150,7 @@ def run_on_workers(
     for number, (status, seconds, output) in run_on_cluster(scheduler, run_on_worker, arguments):
         log = logs / found[number].log_name
         log.write_bytes(output)
-        results[number] = _result(found[number], status, seconds, log)
+        results[number] = result(found[number], status, seconds, log)
         ended(results[number])
     return [results[number] for number in range(len(found))]
 
@@ -173,15 +176,15 @@ def _run(case: Case, command: Sequence[str], logs: Path, ended: Callable[[Result
     start = time.monotonic()
     with log.open("wb") as output:
         status = _run_once(case.options, command, output)
-    result = _result(case, status, time.monotonic() - start, log)
-    ended(result)
-    return result
+    found = result(case, status, time.monotonic() - start, log)
+    ended(found)
+    return found
 
 
 def _run_once(
     options: Sequence[str], command: Sequence[str], output: IO[bytes], directory: str | None = None
 ) -> int:
-    """Run the command on a kernel; return the exit status as a shell has it.
+    """Run the command on a kernel; return the exit status, or 128 + number if a signal ended the run.
 
     If this process is killed, the run ends too.
     """
@@ -198,7 +201,8 @@ def _run_once(
     return 128 - done.returncode if done.returncode < 0 else done.returncode
 
 
-def _result(case: Case, status: int, seconds: float, log: Path) -> Result:
+def result(case: Case, status: int, seconds: float, log: Path) -> Result:
+    """Return the result of a run with this exit status and log. Raises: OSError."""
     line = _blamed(_text(log)) if status else ""
     return Result(case, status, seconds, log, line or f"status {status}" if status else "")
 
@@ -210,20 +214,30 @@ def _text(log: Path) -> str:
 
 
 def _blamed(text: str) -> str:
-    """Return the first line that names an error, or else the last line that is not empty."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if BLAMED.search(line)), lines[-1] if lines else "")
+    """Return the first line that names an error; if there is none, the first line that is not empty.
+
+    A hint about durations does not count as a line.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    written = [line for line in lines if line and not HINT_LINE.fullmatch(line)]
+    return next((line for line in written if BLAMED.search(line)), written[0] if written else "")
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a table with kernel, result, time and the first line of the failure's output."""
-    width = max(len("kernel"), *(len(result.case.name) for result in results))
+    """Yield the lines of a table with kernel, result, time and the first line of the failure's output.
+
+    If a kernel has not passed, a last line names the directory of the logs.
+    """
+    width = max(len("kernel"), *(len(escape_for_terminal(result.case.name)) for result in results))
+    room = max(COLUMNS - width - len("  result   seconds  "), MIN_SHOWN)
     yield f"{'kernel':<{width}}  result   seconds  first line of what failed"
     for result in results:
         line = escape_for_terminal(result.line)
-        shown = line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN - 3]}..."
+        shown = line if len(line) <= room else f"{line[: room - 3]}..."
         name = escape_for_terminal(result.case.name)
         yield f"{name:<{width}}  {result.verdict:<7}{result.seconds:>9.1f}  {shown}".rstrip()
+    if failed := [result for result in results if result.status]:
+        yield f"logs: {escape_for_terminal(str(failed[0].log.parent))}"
 
 
 def as_json(results: Sequence[Result]) -> str:

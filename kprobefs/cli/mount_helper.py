@@ -18,7 +18,7 @@ NOT_OURS = frozenset(
     """defaults rw auto noauto user nouser users nousers owner group nofail _netdev nodev nosuid exec async
     atime relatime norelatime strictatime diratime nodiratime lazytime nolazytime silent loud""".split()  # noqa: SIM905
 )
-"""Options that are ignored: mount(8) handles them itself, or each FUSE mount has them."""
+"""Options that the helper ignores: mount(8) handles them itself, or they apply to every FUSE mount."""
 REFUSED = {
     "ro": "not possible, since the files are there to be written; restrict access by file modes",
     "suid": "not possible, since FUSE mounts are nosuid; leave it out",
@@ -74,7 +74,7 @@ def _options(text: str) -> list[str]:
 
 
 def _is_unknown(option: str) -> bool:
-    """Return True if `kprobefs mount` has no option of that name; the command itself reports wrong values."""
+    """Return True if `kprobefs mount` has no option of that name. The command itself checks the values."""
     try:
         return bool(mount_parser().parse_known_args([option, "--", "/"])[1])
     except CliError:

@@ -29,7 +29,7 @@ can't be executed, 127 if it doesn't exist.
 MAX_CPUS = 64
 """Maximum number of CPUs of an emulated machine."""
 _MARGIN = 2
-"""Number of columns that help texts leave free, as those of argparse do."""
+"""Number of columns at the right of help texts that stay free, as in argparse's own formatter."""
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
 """Options of mount(8) that are passed to FUSE."""
 BENCH_OPTIONS = {
@@ -68,7 +68,7 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 
 class _OneKernel(argparse.Action):
-    """Action of an option that names a kernel, of a command for one kernel: the option is given only once."""
+    """Action of an option that names a kernel, in a command for one kernel: it refuses a second option."""
 
     def __call__(
         self,
@@ -87,7 +87,10 @@ class _OneKernel(argparse.Action):
 
 
 def terminal_columns() -> int:
-    """Return the width of the terminal as shutil does: $COLUMNS, that of standard output, or 80."""
+    """Return the width of the terminal: $COLUMNS, else the width of standard output, else 80.
+
+    Mirrors: shutil.get_terminal_size().
+    """
     try:
         columns = int(os.environ["COLUMNS"])
     except (KeyError, ValueError):
@@ -281,7 +284,7 @@ def program_parser() -> argparse.ArgumentParser:
 
 
 def machine_options(words: Sequence[str]) -> list[str]:
-    """Return those options of the emulated machine that occur among the arguments of a command."""
+    """Return those arguments of a command that are options of the emulated machine."""
     parser = _ArgumentParser(add_help=False)
     _add_machine_options(parser)
     nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
@@ -321,7 +324,10 @@ def _add_mount_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _add_directory(command: argparse.ArgumentParser, about: str) -> None:
-    """Add to a command a mount as its argument DIR, or by option -m."""
+    """Add the mount to a command's arguments: as the argument DIR, or by option -m.
+
+    `about`: help text.
+    """
     command.add_argument("directory", metavar="DIR", nargs="?", help=about)
     command.add_argument("-m", "--mount", metavar="DIR", dest="mount", help="the same as DIR")
 

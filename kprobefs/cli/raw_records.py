@@ -15,7 +15,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 PADDING = 29
 TIME_EXTEND = 30
 TIME_STAMP = 31
-"""Values of type_len in an event's header that mean a kind of event, and not the length of its data."""
+"""Value of type_len in an event's header for an absolute timestamp.
+
+Values from 29 on mean a kind of event, and not the length of the event's data.
+"""
 ABSOLUTE_BITS = 59
 """Number of bits of an absolute timestamp. The higher bits are those of the page's timestamp."""
 SIZE_MASK = (1 << 27) - 1
@@ -32,11 +35,11 @@ Value = int | str | list[int]
 
 @dataclass(frozen=True)
 class RawField:
-    """A field of an event's records, as the event's `format` file describes it."""
+    """A field of an event's records, read from the event's `format` file."""
 
     name: str
     kind: str
-    """The declaration without the name, such as `__data_loc char[]`."""
+    """The declaration of the field without its name, such as `__data_loc char[]`."""
     offset: int
     size: int
     count: int
@@ -79,13 +82,13 @@ class RawFormat:
     fields: tuple[RawField, ...]
 
     def values(self, data: bytes) -> dict[str, Value]:
-        """Return name -> value of the fields that are the event's own."""
+        """Return a map name -> value of the event's own fields."""
         return {
             field.name: field.value(data) for field in self.fields if not field.name.startswith("common_")
         }
 
     def field(self, name: str) -> RawField:
-        """Return a field. Raises: StopIteration (the event has no such field)."""
+        """Return the field `name`. Raises: StopIteration (the event has no such field)."""
         return next(field for field in self.fields if field.name == name)
 
 
@@ -136,7 +139,7 @@ class PageLayout:
         self.size = self.data + fields["data"].size
 
     def events(self, page: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield time and data of each event of a page."""
+        """Yield the time in nanoseconds and the data of each event of a page."""
         time = int.from_bytes(page[:8], "little")
         high = time >> ABSOLUTE_BITS << ABSOLUTE_BITS
         commit = page[self._commit.offset : self._commit.offset + self._commit.size]
@@ -170,7 +173,8 @@ def records(
 ) -> Iterator[RawRecord]:
     """Yield the records of all CPUs in the order of their times.
 
-    `pages`: CPU -> pages. Events without a format are left out. The order of a CPU's records is kept.
+    `pages`: CPU -> pages. Events that have no item in `formats` are left out. The order of a CPU's records is
+    kept.
     """
     known = {each.number: each for each in formats}
     return merge(

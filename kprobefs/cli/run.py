@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kprobefs.cli.trace import TraceSession
 
 READ_TIMEOUT = 1.0
-"""Seconds after which the read of a process's environment is given up, also on a busy host."""
+"""Maximum seconds that a read of a process's environment may take, also on a busy host."""
 
 # Loaded before a fork, because nothing may be loaded afterwards.
 _libc = ctypes.CDLL(None)
@@ -89,7 +89,7 @@ def run(
 
 
 def check_host() -> None:
-    """Check that the host allows a mount, before anything is created. Raises: CliError."""
+    """Check that the host allows a mount. Call this before anything is created. Raises: CliError."""
     try:
         mountpoints.check_proc()
     except CliError as failure:
@@ -134,7 +134,10 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
 
 
 def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) -> int:
-    """Run `command` with probes on an existing mount; return its exit status as run(). Raises: CliError."""
+    """Run `command` with probes on an existing mount, and return its exit status.
+
+    The status is 128 + number if a signal ended the command. Raises: CliError.
+    """
     return _runner(command, tracing).run(directory, tracing)
 
 
@@ -153,7 +156,10 @@ class _Runner:
     """Runs the command and forwards signals to it; a signal before the command's start is kept."""
 
     def __init__(self, command: Sequence[str], stdout: int | None) -> None:
-        """Prepare to run `command`. `stdout`: descriptor of its standard output; None: this process's."""
+        """Prepare to run `command`.
+
+        `stdout`: descriptor of its standard output; None: the command inherits this process's.
+        """
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self.pending = 0
@@ -162,7 +168,7 @@ class _Runner:
         """The latest signal that was forwarded to the command."""
         self._stdout = stdout
         self.system: System | None = None
-        """The system's paths as the command sees them; None if it sees the same paths as the caller."""
+        """The mount at the system's own paths, for --as-system; None without this option."""
 
     def run(self, directory: str, tracing: TraceSession | None) -> int:
         """Run the command; return its exit status as in a shell. Raises: CliError (it can't be started)."""
@@ -215,7 +221,10 @@ class _Runner:
         end_with_parent()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal that ends a program: forward it to the command, or keep it until the start."""
+        """Handle a signal that ends a program.
+
+        Forward it to the command, or keep it until the command is started.
+        """
         del frame
         if self._process is None:
             self.pending = number
@@ -230,11 +239,11 @@ class _Runner:
 
 
 def signal_left(directory: str, session: int, number: signal.Signals) -> None:
-    """Send a signal to all processes of this session that have the mount in their environment.
+    """Send a signal to all processes of a session that have the mount in their environment.
 
-    These are processes that a command has left. A process that made its own session is meant to outlive the
-    command. Stopped processes are continued, as after a hangup.
-    A process whose memory does not answer gets no signal.
+    These are processes that a command has left behind. A process that made its own session is meant to
+    outlive the command. Stopped processes are continued, as after a hangup.
+    `session`: id of the session. If the environment of a process cannot be read in time, it gets no signal.
     """
     mark = os.fsencode(f"KPROBEFS={directory}")
     memory = ProcessMemory(READ_TIMEOUT)
@@ -255,7 +264,10 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
 
 
 def _is_in_no_path(name: str) -> bool:
-    """Return True if a shell would find no file for a command. A directory in PATH is not such a file."""
+    """Return True if a shell would find no file for the command `name`.
+
+    A directory in PATH does not count as such a file.
+    """
     return "/" not in name and not any(
         os.path.isfile(os.path.join(place, name)) for place in os.get_exec_path()
     )

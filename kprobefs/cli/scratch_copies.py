@@ -1,4 +1,4 @@
-"""Copies a command's files to scratch/, where they belong to the emulated kernel, and explains results."""
+"""Copies a command's files to scratch/, where they belong to the emulated kernel, and explains messages."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _differ(one: Path, two: Path) -> bool:
 def _report(names: Sequence[str], what: str) -> None:
     """Print a one-line message about the files `names`; print nothing if there are none.
 
-    `what`: what the message says about the files.
+    `what`: predicate of the message, of which the files are the subject.
     """
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     if names:
@@ -98,7 +98,7 @@ def _report(names: Sequence[str], what: str) -> None:
 
 
 def why_nothing(command: Sequence[str], scratch: Path, places: Sequence[str]) -> str:
-    """Return the reason why the command hit none of the probes at `places`."""
+    """Return the likely reason why the command has hit none of the probes at `places`."""
     if not scratch.is_dir():
         return "this mount has no scratch/; only files there belong to its kernel"
     words = [*command, *(word for text in command[1:] for word in text.split())]

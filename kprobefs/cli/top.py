@@ -31,9 +31,9 @@ RECORDS = 500
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
 BACK = "q quit  escape back  up/down scroll  e enable  o optimize"
 MAX_LINES = 1 << 20
-"""Number of rows greater than the length of any list: a move by it leads to the first or last line."""
+"""Number of rows that exceeds the length of any list; a move by it leads to the first or last line."""
 MORE_KEYS = "? all keys"
-"""End of the line of keys if the terminal is too narrow for all keys."""
+"""Last words of the line of keys if the terminal is too narrow to name all keys."""
 KEYS = (
     ("q", "quit"),
     ("up down, j k", "choose or scroll"),
@@ -47,11 +47,11 @@ KEYS = (
     ("?", "these keys"),
 )
 UNANSWERED = (MountState.HUNG, MountState.BUSY)
-"""Conditions in which a request to the mount would block."""
+"""States of a mount in which a request to it would block."""
 REASON_LINES = 3
-"""Maximum number of lines of a reason below the list."""
+"""Maximum number of lines below the list for the reason of a probe's mode."""
 INSN_LINES = 6
-"""Maximum number of lines for the instructions of a probe's bytes."""
+"""Maximum number of lines in the close-up for the instructions of a probe's bytes."""
 MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
 
 
@@ -105,10 +105,10 @@ class Probes:
         self._costs: dict[str, tuple[float, str, str]] = {}
         self._last: list[Probe] = []
         self.answers = True
-        """Whether further requests may be made: a request to a mount that does not answer would block."""
+        """Whether the mount answers, so that further requests do not block."""
 
     def condition(self) -> MountState:
-        """Return the condition of the mount, and update `answers`. Raises: CliError (the mount is stale)."""
+        """Return the state of the mount, and update `answers`. Raises: CliError (the mount is stale)."""
         found = mountpoints.condition(str(self.directory))
         if found is MountState.STALE:
             raise mountpoints.unanswered(str(self.directory), found)
@@ -116,7 +116,7 @@ class Probes:
         return found
 
     def look(self) -> list[Probe]:
-        """Return the current probes, or the probes of the last update if the mount does not answer.
+        """Read and return the current probes. If the mount does not answer, return those of the last update.
 
         Raises: CliError (the mount is gone or has no machine/probes).
         """
@@ -145,7 +145,7 @@ class Probes:
         return self._last
 
     def with_cost(self, probe: Probe) -> Probe:
-        """Return the probe with its cost, which is measured again after COST_AGE or a change of the mode."""
+        """Return the probe with its cost, measured again after COST_AGE seconds or a change of the mode."""
         when, mode, cost = self._costs.get(probe.event, (-COST_AGE, "", ""))
         if self.answers and (self._clock() - when >= COST_AGE or mode != probe.mode):
             cost = self.text(probe, "cost").partition("\n")[0]
@@ -200,7 +200,7 @@ def _median(text: str) -> float | None:
 
 @dataclass
 class View:
-    """State of the screen: order of the list, selection, messages and probes."""
+    """State of the screen: the order of the list, the selection, the messages and the probes."""
 
     sort: str = "rate"
     is_reversed: bool = False
@@ -212,13 +212,13 @@ class View:
     shows_keys: bool = False
     message: str = ""
     condition: str = ""
-    """Message about the condition of the mount, or "" if it is serving."""
+    """Message about the state of the mount, or "" if the mount answers normally."""
     page: int = 1
     """Number of rows of the list that fit on the screen."""
     probes: list[Probe] = field(default_factory=list)
 
     def show(self, probes: Sequence[Probe]) -> None:
-        """Take over the probes of an update: sort them, and keep the selection valid."""
+        """Store the probes of an update: sort them, and keep the selection valid."""
         self.probes = sorted(probes, key=SORTS[self.sort], reverse=self.is_reversed)
         self._choose(self.chosen)
         if self.opened and all(probe.event != self.opened for probe in self.probes):
@@ -230,7 +230,7 @@ class View:
 
     @property
     def selected(self) -> Probe | None:
-        """The opened probe, or else the probe under the cursor, or None if there are no probes."""
+        """The opened probe, else the probe under the cursor, or None if there are no probes."""
         for number, probe in enumerate(self.probes):
             if probe.event == self.opened or (not self.opened and number == self.chosen):
                 return probe
@@ -244,7 +244,7 @@ class View:
             self._choose(self.chosen + rows)
 
     def press(self, key: str, probes: Probes) -> bool:
-        """Execute the command of a key; return False if the command is to quit."""
+        """Execute the command of a key; return False if the command ends the program."""
         self.message = "" if key else self.message
         if key and self.shows_keys:
             self.shows_keys = False
@@ -282,7 +282,10 @@ class View:
 
 
 def table(view: View, probes: Probes, width: int, height: int) -> Group:
-    """Return the screen with the list of probes, in the given size; a narrow screen has fewer columns."""
+    """Return the screen with the list of probes, `width` columns by `height` lines.
+
+    A narrow screen has fewer columns of the list.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -353,7 +356,7 @@ def _middle_cut(name: str, width: int) -> str:
 
 
 def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -> Group:
-    """Return the screen with the close-up of a probe: bytes, code that runs out of line, latest records."""
+    """Return the screen with the close-up of a probe: its bytes, code out of line, and latest records."""
     from rich.console import Group
     from rich.text import Text
 
@@ -398,7 +401,7 @@ def _code_line(line: str) -> Text:
 
 
 def _instruction(line: str, width: int) -> str:
-    """Return a line of the file `detour`, on a narrow screen without bytes and the address's upper half."""
+    """Return a line of the file `detour`; on a narrow screen, without bytes and upper halves of addresses."""
     return line if width >= 80 else re.sub(r"^0x(?:ffffffff)?(\w+): (?:[0-9a-f]{2} )+ *", r"\1: ", line)
 
 
@@ -519,7 +522,7 @@ def _cells(probe: Probe) -> tuple[str, ...]:
 
 
 def _condition_text(condition: MountState) -> str:
-    """Return the message about the condition of a mount, or "" if it has no problem."""
+    """Return the message about the state of a mount, or "" if the mount has no problem."""
     if condition.status is ExitStatus.OK:
         return ""
     return f"{condition.value}: see kprobefs status" if condition in UNANSWERED else condition.value

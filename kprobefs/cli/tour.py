@@ -184,11 +184,11 @@ _STAGES = (
         ),
     ),
 )
-"""Steps that stop at each stage of patching, with the place `{offset}` of the probe in gcd."""
+"""Steps of the tour that stop at each stage of patching; `{offset}` is the probe's offset in gcd."""
 CHAPTERS = ("probes", "optimized")
 """Names of the tours. The first one is the default."""
 _STAGED = {"riscv64": 34, "riscv64i": 36}
-"""Architecture -> offset in gcd of the probe that the tour optimizes, if it differs from x86's."""
+"""Architecture -> offset in gcd of the probe that the tour optimizes, if it differs from that of x86."""
 OPTIMIZING_PROFILE = "riscv-optprobes-2023"
 """Profile with an optimizer for the architectures on which Linux has none."""
 
@@ -234,7 +234,7 @@ def tour(directory: str, walk: Sequence[Step]) -> None:
 
 
 def typed(command: str, width: int | None) -> Iterator[str]:
-    """Yield a prompt and a command as lines of at most `width` characters, which a shell accepts."""
+    """Yield a prompt and a command as lines of at most `width` characters, in a form that a shell accepts."""
     line = "$"
     for word in re.findall(r"(?:'[^']*'|\S)+", command):
         if width is not None and line.strip() != "$" and len(f"{line} {word} \\") > width:

@@ -29,14 +29,14 @@ NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<names
 """Pattern for the name of a session's instance and group of probes, which own_name() returns."""
 SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
 PREFIXES = (4, 2)
-"""Numbers of first characters that a similar symbol shares with a wrong name; the greater is tried first."""
+"""Lengths of the common prefix of a wrong name and a similar symbol; the greater is tried first."""
 MAX_NEAREST = 3
 """Maximum number of similar symbols that a message names."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Number that is added to an errno to get the exit status of a RecordReader that could not write records."""
+"""Exit status of a RecordReader's process that could not write records, minus the errno of the failure."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TraceRequest:
     has_stacks: bool = False
     """Whether to record the stack at each hit."""
     graph: str | None = None
-    """Function whose call graph is recorded; None if no call graph is."""
+    """Function whose call graph is recorded, or None."""
 
 
 class TraceSession:
@@ -80,6 +80,12 @@ class TraceSession:
         """Whether the stack is recorded at each hit."""
         return self.request.has_stacks or (self.kind.needs_stacks and self.request.graph is None)
 
+    @property
+    def shows_durations(self) -> bool:
+        """Whether the output has durations: those of a call graph, or those of slices."""
+        returns = self.kind.needs_entries and any(probe.is_return for probe in self.probes)
+        return returns or self.request.graph is not None
+
     def entries(self) -> dict[str, AskedProbe]:
         """Return the hidden probes that the output needs: name of an event -> probe.
 
@@ -100,7 +106,7 @@ class TraceSession:
         return found
 
     def attached(self, directory: str, command: Sequence[str]) -> AttachedProbes:
-        """Return a context manager that adds the probes to the mount at `directory` while `command` runs."""
+        """Return a context manager that keeps the probes on the mount at `directory` while `command` runs."""
         return AttachedProbes(self, directory, command)
 
 
@@ -123,7 +129,7 @@ class AttachedProbes:
         self._scratch = Path(directory, "scratch")
         self._tracefs = Path(directory, self._files.tracefs())
         self._array = "" if session.request.graph else f"instances/{session.name}/"
-        """Directory of the trace array that records, below the tracefs."""
+        """Directory of the trace array that records the hits, relative to the tracefs."""
         self._hidden = session.entries()
         self._kallsyms = control_root(directory) / "machine" / "kallsyms"
         self._undo = ExitStack()
@@ -170,12 +176,12 @@ class AttachedProbes:
                 )
 
     def _advice(self, probe: AskedProbe) -> str:
-        """Return a line of advice about a probe that was refused: similar symbols, or its meaning."""
+        """Return advice about a probe that the kernel refused: similar symbols, or the text's meaning."""
         symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
         return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 
     def _prepared_output(self) -> TraceOutput:
-        """Return the output, with the layouts of the events and a probe for each probed return."""
+        """Return the output, prepared with the formats of the events and the pairs of entry and return."""
         session = self._session
         places = {probe.place: name for name, probe in self._hidden.items() if not probe.is_return}
         returns = {
@@ -198,7 +204,7 @@ class AttachedProbes:
         return output
 
     def _events(self) -> list[str]:
-        """Return group/name of all events, the hidden ones first."""
+        """Return the names of all events as group/name, the hidden events first."""
         return [*(probe.event for probe in self._hidden.values()), *self._session.events]
 
     def _set_filters(self) -> None:
@@ -242,7 +248,7 @@ class AttachedProbes:
             raise CliError(f"--graph {escape_for_terminal(graph)}: {why}") from None
 
     def _nearest(self, name: str) -> str:
-        """Return words that name the symbols most similar to the unknown `name`, or "" if none is similar."""
+        """Return a text that names the symbols that are most similar to `name`, or "" if none is similar."""
         known: set[str] = set()
         with suppress(OSError):
             symbols = (line.split()[2:3] for line in self._kallsyms.read_text().splitlines())
@@ -313,9 +319,22 @@ class AttachedProbes:
             print(f"kprobefs: {name}: {why}: records are missing", file=sys.stderr)
         elif status == NOTHING:
             print(f"kprobefs: nothing was recorded: {self._why_nothing(reader.pid)}", file=sys.stderr)
+        else:
+            self._report()
+
+    def _report(self) -> None:
+        """Print the file that was written, for a terminal, and a hint if its durations are virtual."""
+        session = self._session
+        if session.request.output is not None and sys.stderr.isatty():
+            print(f"kprobefs: wrote {escape_for_terminal(session.request.output)}", file=sys.stderr)
+        if session.shows_durations:
+            from kprobefs.cli.duration_hint import HINT, follows_virtual_clock
+
+            if follows_virtual_clock(self._directory):
+                print(f"kprobefs: {HINT.format(where='in this trace')}", file=sys.stderr)
 
     def _why_nothing(self, reader: int) -> str:
-        """Return the reason why there are no records."""
+        """Return a text with the reason why there are no records. `reader`: pid of the reader of records."""
         session = self._session
         if session.request.filter and (hits := self._unfiltered({os.getpid(), reader})):
             return f"the filter accepted none of {hits} hit{'s' * (hits > 1)}"
@@ -390,7 +409,7 @@ class RecordReader:
 
 
 def own_name() -> str:
-    """Return the name of this session: this process's pid, start time and inode of its pid namespace."""
+    """Return the name of this session, which contains this process's pid, start time and pid namespace."""
     pid = os.getpid()
     return f"trace_{pid}_{start_time(pid):x}_{os.stat(PID_NAMESPACE).st_ino:x}"
 
@@ -398,7 +417,8 @@ def own_name() -> str:
 def sweep(files: Files, tracefs: Path) -> None:
     """Remove probes and instances that killed `kprobefs trace` processes have left.
 
-    `files`: the mount's files. `tracefs`: path of its tracefs. Other processes may do the same concurrently.
+    `files`: the mount's files. `tracefs`: path of its tracefs. Other processes may call this function at the
+    same time.
     """
     with suppress(OSError):
         root = files.tracefs()

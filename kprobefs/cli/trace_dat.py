@@ -14,7 +14,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 MAGIC = b"\x17\x08\x44tracing6\0"
 LITTLE_ENDIAN = 0
 DONE = 0
-"""Number of the option that ends the options."""
+"""Number of the option that marks the end of the options in the file."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TraceDat:
     pages: Sequence[Sequence[bytes]]
     """For each CPU, the pages that were read from its trace_pipe_raw."""
     page_size: int
-    """Size of a page in bytes, with its head."""
+    """Size of a page in bytes, with its header."""
     word_size: int
     """Number of bytes of an unsigned long of the kernel."""
 

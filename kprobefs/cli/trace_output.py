@@ -18,27 +18,27 @@ from kprobefs.cli.trace_records import RecordParser, text_line
 
 READ_SIZE = 1 << 16
 LAST_STACK_WORD = {(1 << 64) - 1, (1 << 32) - 1}
-"""Values of the word that may end a recorded stack, for 64-bit and 32-bit kernels."""
+"""Values of the word after the last address of a recorded stack, for 64-bit and 32-bit kernels."""
 
 
 @dataclass
 class TraceFiles:
-    """Files of the traced mount that describe the records."""
+    """Files of the traced mount that are needed to decode or name the records."""
 
     tracefs: Path
     array: Path
-    """Directory of the trace array that records."""
+    """Directory of the trace array that records the hits."""
     kallsyms: Path
     formats: dict[str, str] = field(default_factory=dict)
     """Group/name of each recorded event -> text of its `format` file."""
     returns: dict[str, str] = field(default_factory=dict)
     """Name of an event at the return of a function -> name of the event at its entry that belongs to it."""
     hidden: set[str] = field(default_factory=set)
-    """Names of events that exist for the output only, and are no records that the user wants."""
+    """Names of events that only the output needs; the user has not requested records of them."""
 
 
 class TraceOutput(ABC):
-    """Takes the records of a trace and writes them to a file. Only one process uses an object."""
+    """Takes the records of a trace and writes them to a file. An object is used by only one process."""
 
     needs_stacks = False
     needs_entries = False
@@ -52,7 +52,7 @@ class TraceOutput(ABC):
         self.is_empty = True
 
     def prepare(self) -> None:  # noqa: B027 (most kinds need nothing)
-        """Read the formats and names that describe the records, before the command starts."""
+        """Read the formats and names that are needed to decode the records, before the command starts."""
 
     @abstractmethod
     def read(self, pipe: int) -> None:
@@ -115,7 +115,7 @@ class JsonOutput(JsonLinesOutput):
 
 
 class RawOutput(TraceOutput):
-    """Keeps the binary pages of all CPUs, and writes the file after the last of them."""
+    """Keeps the binary pages of all CPUs, and writes the output file after the last page was read."""
 
     def prepare(self) -> None:
         events = self.files.tracefs / "events"
@@ -146,7 +146,7 @@ class RawOutput(TraceOutput):
         return SymbolNames(_text_of(self.files.kallsyms))
 
     def comms(self) -> dict[int, str]:
-        """Return pid -> name of the tasks that have records."""
+        """Return a map pid -> name, for the tasks that have records."""
         pairs = (line.split(" ", 1) for line in self._saved_cmdlines().splitlines())
         return {int(pid): name for pid, name in pairs}
 
@@ -177,7 +177,7 @@ class DatOutput(RawOutput):
             trace_dat.write(found, file)
 
     def _word_size(self) -> int:
-        """Return the number of bytes of an unsigned long, from the addresses in records of stacks."""
+        """Return the number of bytes of an unsigned long, which is that of an address in a stack record."""
         formats = (parse_format(text) for text in self.ftrace)
         callers = next(each.field("caller") for each in formats if each.name == "kernel_stack")
         return callers.size // (callers.count or 1)
@@ -205,7 +205,7 @@ class FoldedOutput(RawOutput):
 
 
 def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tuple[int, list[str], int]]:
-    """Yield pid, stack from the root on, and weight, for each stack record and each graph exit.
+    """Yield pid, stack and weight, for each stack record and each record of a function graph exit.
 
     The weight is 1 for a stack record. For a graph exit, it is the nanoseconds outside of nested calls.
     """
@@ -354,7 +354,10 @@ def _lines(pipe: int) -> Iterator[str]:
 
 
 def output_of(path: str | None, *, as_json: bool) -> type[TraceOutput]:
-    """Return the kind of output that a file's name selects. `as_json`: option --json."""
+    """Return the kind of output that the ending of the file name `path` selects.
+
+    `path`: None for standard output. `as_json`: whether option --json is given.
+    """
     if as_json:
         return JsonLinesOutput
     endings: Sequence[tuple[str, type[TraceOutput]]] = (

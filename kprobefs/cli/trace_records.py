@@ -1,4 +1,4 @@
-"""The records of `kprobefs trace`, which are lines of trace_pipe, as text or as objects for JSON."""
+"""The records of `kprobefs trace`: lines of trace_pipe, which are shown as text or as objects for JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 CALL = re.compile(
     rf"(?P<before>{HEAD})sys_(?P<name>\w+)(?P<text>\((?P<arguments>.*)\)| -> (?P<result>0x[0-9a-f]+))$"
 )
-"""Matches a line of a sys_enter_NAME or sys_exit_NAME event: `sys_NAME(...)` or `sys_NAME -> 0x...`."""
+"""Matches a line of an event sys_enter_NAME or sys_exit_NAME: `sys_NAME(...)` or `sys_NAME -> 0x...`."""
 PRINT_FMT = re.compile(r'^print fmt: "((?:[^"\\]|\\.)*)"(.*)', re.MULTILINE)
 STACK = re.compile(rf"{HEAD}<stack trace>$")
 FRAME = re.compile(r" => (.*)$")
@@ -39,14 +39,14 @@ GRAPH_EVENT = re.compile(r" */\* (\w+): (.*) \*/$")
 NUMBERS = "diux"
 """Conversion letters of printf that print a number."""
 Layout = tuple[re.Pattern[str], list[tuple[str, str]]]
-"""Regular expression of an event's text, and name and conversion letter of each of its groups."""
+"""Regular expression of an event's text, and the name and the conversion letter of each of its groups."""
 Layouts = dict[str, list[Layout]]
 """Name of an event -> layouts of the events with that name."""
 CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(?:hh?|ll?|L|z)?(p[a-zA-Z0-9]*|[a-zA-Z%])")
 
 
 class RecordParser:
-    """Makes an object for JSON of each line of trace_pipe, and puts a stack into the object of its record."""
+    """Makes a JSON object of each line of trace_pipe, and puts a call stack into the object of its record."""
 
     def __init__(self) -> None:
         self._layouts: Layouts = {}
@@ -60,7 +60,7 @@ class RecordParser:
         self._layouts.setdefault(event, []).append(layout(format_file))
 
     def feed(self, line: str) -> Iterator[dict[str, object]]:
-        """Yield the records that a line of trace_pipe completes."""
+        """Process a line of trace_pipe, and yield the records that it completes."""
         if self._stack is not None and (frame := FRAME.match(line)):
             self._stack.append(frame[1])
             return
@@ -115,7 +115,7 @@ def _objects(line: str, layouts: Layouts) -> Iterator[dict[str, object]]:
 
 
 def text_line(line: str, output: TextIO) -> str:
-    """Return a line of trace_pipe as `output` shows it, which may be a terminal."""
+    """Return a line of trace_pipe for `output`; on a terminal, unprintable characters are escaped."""
     text = terminal.wrap(escape_for_terminal(line), output, "    ")
     found = LINE.match(line)
     if found is None or not terminal.has_colours(output):
@@ -126,8 +126,7 @@ def text_line(line: str, output: TextIO) -> str:
 def layout(text: str) -> Layout:
     """Return the layout of an event, from the text of its `format` file.
 
-    The name of a group is the word before a "=". If each value is a whole field, the name is the field's
-    name.
+    A group is named after the word before a "=". If each value is a whole field, it is named after the field.
     """
     found = PRINT_FMT.search(text)
     if found is None:

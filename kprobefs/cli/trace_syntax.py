@@ -13,12 +13,12 @@ DEFINITION = re.compile(
     r"(?P<kind>[pr]\d*|f\d*)(?::(?:(?P<group>\w+)/)?(?P<event>\w+))?\s+"
     r"(?P<place>(?:[A-Za-z_]|0x)[\w.$:*?]*(?:\+\w+)?(?:%return)?)(?P<arguments>(?:\s.*)?)$"
 )
-"""Matches a line of kprobe_events whose second word is a place, and not an argument."""
+"""Matches a line of kprobe_events whose second word is a place to probe, and not an argument."""
 SHORT = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
 USAGE = (
     "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], a line of kprobe_events (p:EVENT PLACE ...), or t:GROUP:EVENT"
 )
-"""Forms of a probe on the command line."""
+"""Forms of a probe on the command line, for messages."""
 MAX_NAME = 40
 """Maximum length of an event name that is derived from the place of a probe, before a number is added."""
 
@@ -37,7 +37,7 @@ class AskedProbe:
     """The probed place, or "" if the kernel has the event already."""
     is_return: bool = False
     understood: str = ""
-    """Chosen meaning of the text, for messages about errors; "" if the text has one meaning only."""
+    """The meaning that was chosen, for error messages; "" if the text has only one possible meaning."""
 
 
 def parse_probes(texts: Sequence[str], group: str) -> list[AskedProbe]:
@@ -81,9 +81,9 @@ def _parse(text: str, group: str, taken: set[str]) -> AskedProbe:
 
 
 def free_name(place: str, group: str, taken: set[str]) -> str:
-    """Return a name for an event, made from `place`, that no event of the group has.
+    """Return a name for an event, derived from `place`, that no event of the group has.
 
-    `taken`: GROUP/NAME of the events that exist.
+    `taken`: GROUP/NAME of the existing events.
     """
     base = re.sub(r"\W", "_", place.rpartition(":")[2])[:MAX_NAME]
     name = base

@@ -27,7 +27,10 @@ LOCK_ATTEMPTS = 5
 LOCK_PAUSE = 0.02
 """Seconds between two attempts to lock a record."""
 FALLBACK = "/tmp/kprobefs-"
-"""Prefix of the runtime directory's path, before the uid, if the user has no better place for it."""
+"""Beginning of the path of the runtime directory in /tmp; the uid follows.
+
+The directory is used if the user has no better one.
+"""
 MAX_OLD_LOGS = 10
 """Maximum number of logs of failed daemons that are kept; older logs are removed."""
 STARTING = 10.0
@@ -70,6 +73,8 @@ class Daemon:
     """Name of the profile of the kprobes, or `kernel` if the mounted kernel's own ones are used."""
     state: str = ""
     """Directory that keeps the state, or "" if nothing keeps it."""
+    clock: str = ""
+    """Clock that the mount was started with, as `--clock` names it."""
 
 
 def process_of(pid: int) -> Process:
@@ -130,7 +135,7 @@ class Registration:
             raise unwritable(self._path, error) from None
 
     def _locked(self, directory: str) -> TextIO:
-        """Open and lock the record file. If an ending daemon removes it meanwhile, create a new one."""
+        """Open and lock the record file. If an ending daemon removes it at this time, create a new one."""
         while True:
             file = _open_record(self._path, os.O_RDWR | os.O_CREAT)
             if file is None:
@@ -211,7 +216,7 @@ class Running:
 
 @contextmanager
 def known(directory: str) -> Iterator[Running | None]:
-    """Yield the live daemon that serves a directory, held by a pidfd during the block; None if unknown."""
+    """Yield the live daemon that serves a directory, or None. A pidfd holds the daemon during the block."""
     found = _find(directory)
     try:
         yield found

@@ -81,7 +81,10 @@ def resource_hint(error: BaseException) -> str:
 
 
 def fork() -> int:
-    """Fork; return 0 in the child and its pid in the parent. Raises: CliError (no further process)."""
+    """Fork. Return 0 in the child, and the child's pid in the parent.
+
+    Raises: CliError (the host allows no further process).
+    """
     try:
         return os.fork()
     except OSError as error:
@@ -90,7 +93,10 @@ def fork() -> int:
 
 
 def _exceeded(what: str, limits: Iterable[tuple[int, str, int, int, str]]) -> str:
-    """Return a text about the first limit that is below a mount's needs and its remedy, or "" if none is."""
+    """Return a text about the first limit that is below the needs of a mount, and its remedy.
+
+    `what`: text before it. `limits`: items of _MEMORY_LIMITS. Return "" if all limits are high enough.
+    """
     for limit, option, needed, unit, name in limits:
         if 0 <= resource.getrlimit(limit)[0] < needed * unit:
             return f"{what}: a mount needs {needed} {name}; run ulimit {option} {needed}"
@@ -114,7 +120,7 @@ def _escape(character: str) -> str:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Turn errors of the block about a kernel image into CliError, which names the image.
+    """Convert errors of the block about a kernel image to CliErrors that name the image.
 
     Raises: CliError.
     """

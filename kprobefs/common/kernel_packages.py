@@ -1,4 +1,4 @@
-"""Packages with distributions' kernels: fetches them with apt, and finds those that are at hand."""
+"""Packages with distributions' kernels: fetches them with apt, and finds those that the host has already."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ PACKAGE = re.compile(
     r"linux-(?:image|binary)-(?P<release>\d[^_]*)-(?P<flavour>[a-z0-9]+)_[^_]*_(?P<arch>\w+)\.deb$"
 )
 MINIMUM_SIZE = 1 << 20
-"""Packages that are smaller, in bytes, contain no kernel, but depend on the package that does."""
+"""Minimum size in bytes of a package with a kernel.
+
+A smaller package contains no kernel, but depends on the package that does.
+"""
 KERNELS = "KPROBEFS_KERNELS"
 """Environment variable with further files and directories of kernels, separated by colons."""
 
@@ -62,7 +65,7 @@ def fetch(name: str) -> Path:
 
 
 class _Apt:
-    """Runs apt with lists of its own for one suite, which need no rights."""
+    """Runs apt with package lists of its own, for one suite, which needs no special rights."""
 
     def __init__(self, work: Path, suite: str, name: str) -> None:
         """Fetch the list of the suite's packages. Raises: CliError."""
@@ -131,7 +134,7 @@ def _archive(name: str) -> str:
 
 
 def find(version: str, arch: str = "x86_64") -> Path | None:
-    """Return the file of a kernel whose release begins with `version`, or None if none is at hand.
+    """Return the file of a kernel whose release begins with `version`, or None if the host has none.
 
     The newest of the files in KERNELS is taken, then of the fetched packages, then of the kernels that were
     booted, then of the host's. Raises: CliError (a path in KERNELS cannot be read).
@@ -176,7 +179,7 @@ def _booted() -> Iterator[Path]:
 
 
 def _release(path: Path) -> str:
-    """Return the kernel's release as the file's name has it, or "" if the file has no kernel for x86_64."""
+    """Return the kernel release in a file's name, or "" if the file contains no kernel for x86_64."""
     if path.name.startswith("vmlinuz-"):
         return path.name.removeprefix("vmlinuz-") if os.access(path, os.R_OK) else ""
     found = PACKAGE.match(path.name)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
-"""Name of a hidden symbolic link in the root of each mount. Its target is the mount's state."""
+"""Name of a hidden symbolic link in the root of each mount. Its target is a word for the mount's state."""
 FUSE_CONF = "/etc/fuse.conf"
 ALLOWS_OTHER = "user_allow_other"
 """Line of /etc/fuse.conf that permits --allow-other to ordinary users. Mirrors: mount.fuse(8)."""
@@ -29,9 +29,9 @@ MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 MAX_LINKS = 40
 ANSWER_TIMEOUT = 1.2
-"""Seconds without an answer of its daemon after which a mount counts as hung."""
+"""Seconds without an answer of its daemon after which a mount is reported as hung."""
 CONTROL_TIMEOUT = 0.5
-"""Further seconds without an answer of its kernel after which a mount counts as busy."""
+"""Further seconds without an answer of its kernel after which a mount is reported as busy."""
 REAP_ATTEMPTS = 10
 REAP_PAUSE = 0.005
 _STALE = (errno.ENOTCONN, errno.ECONNABORTED)
@@ -117,9 +117,9 @@ def mounted_on(directory: str) -> MountPoint | None:
 
 
 def resolve(path: str) -> str:
-    """Return the absolute path without symbolic links, as realpath(3) does.
+    """Return the absolute path without symbolic links, and send no request to a mount of kprobefs.
 
-    Unlike realpath(3), send no request to a mount of kprobefs, because its daemon may hang. Raises: CliError.
+    realpath(3) would wait for the mount's daemon, which may hang. Raises: CliError.
     """
     if not path:
         raise CliError("empty directory name; give a directory", ExitStatus.USAGE)
@@ -163,9 +163,9 @@ def _is_in(path: str, directory: str) -> bool:
 
 
 def conditions(directories: Iterable[str]) -> dict[str, MountState]:
-    """Return directory -> state of the kprobefs mount on it.
+    """Return a map directory -> state of the kprobefs mount on the directory.
 
-    The check of all mounts takes two seconds at most.
+    The check of all mounts takes at most two seconds.
     """
     # Hazard: a request that has reached a hung daemon cannot be interrupted, so a child process waits for it.
     asked = {directory: _Question(directory) for directory in directories}
@@ -211,7 +211,7 @@ class _Question:
         self._readable.register(self._pipe, POLLIN)
 
     def answer(self, start: float) -> MountState:
-        """Return the mount's state; wait at most for the timeouts, counted from the time `start`."""
+        """Return the mount's state. Wait at most for the two timeouts, which begin at the time `start`."""
         try:
             found = self._line(start + ANSWER_TIMEOUT)
             if not found:
@@ -236,7 +236,7 @@ class _Question:
                 time.sleep(REAP_PAUSE)
 
     def _line(self, deadline: float) -> str:
-        """Return the child's next line, or "" if none comes until `deadline`."""
+        """Return the child's next line, or "" if no line comes until the monotonic time `deadline`."""
         while b"\n" not in self._received:
             if not self._readable.poll(1000 * max(0, deadline - time.monotonic())):
                 return ""
@@ -249,10 +249,11 @@ class _Question:
 
 
 def _ask(directory: str, writer: int) -> NoReturn:
-    """Write the errno of a request to the daemon to the descriptor `writer`, and then the mount's state.
+    """Request the mount's state, and write two lines to the descriptor `writer`.
 
-    Each is a line; after an errno other than 0, the state is left out. The daemon alone answers the first
-    request. The request for the state needs the kernel of the mount, too.
+    The first line is the errno of a request to the daemon; the second is the state. After an errno other than
+    0, there is no second line. The daemon alone answers the first request. The request for the state needs
+    the kernel of the mount, too.
     """
     try:
         # A process that waits for the end of the parent's output must not wait for this child.
@@ -343,7 +344,7 @@ def check_owner(point: MountPoint) -> None:
 
 @contextmanager
 def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -> Iterator[None]:
-    """Prepare a directory for a mount, which the block makes; unmount the stale mount of a killed daemon.
+    """Prepare a directory for a mount, which the `with` block makes; unmount a killed daemon's stale mount.
 
     `make`: create a missing directory, and remove it again if the block ends in an exception.
     `allow_other`: other users will be admitted. Raises: CliError.

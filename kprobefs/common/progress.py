@@ -53,10 +53,7 @@ class Progress:
 
 
 def counted(what: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield the items, and advance a progress bar after each item.
-
-    `what`: text before the bar.
-    """
+    """Yield the items, and advance a progress bar after each item. `what`: text before the bar."""
     with Progress(what, len(items)) as progress:
         for item in items:
             yield item

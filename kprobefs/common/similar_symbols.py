@@ -13,13 +13,13 @@ SHOWN = 3
 SIMILAR = 0.7
 """Least similarity, from 0 to 1, of a symbol that an error message names."""
 _PREFIX = 4
-"""Number of first characters that a symbol must share with a wrong name to be compared with the name."""
+"""Number of leading characters that a symbol must share with a wrong name to be compared with it."""
 
 
 def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
     """Return the symbols whose names are most similar to `name`, which does not exist.
 
-    The parts that the compiler split off from the function come first.
+    Parts of the function `name` that the compiler has split off come first.
     """
     parts = [f"{name}{suffix}" for suffix in _suffixes(name, kallsyms)]
     if parts:

@@ -35,7 +35,10 @@ KEYS = {
 }
 """Escape sequence that a key sends -> name of the key."""
 _SEQUENCE = re.compile(rb"\x1b(?:O.|\[[0-?]*[ -/]*[@-~]|[^O\[])|.{16,}", re.DOTALL)
-"""Matches the complete escape sequence of a key, of limited length. Mirrors: ECMA-48."""
+"""Matches the complete escape sequence of a key, or 16 bytes, so that the length is limited.
+
+Mirrors: ECMA-48.
+"""
 
 
 def is_interactive(stream: TextIO) -> bool:
@@ -95,7 +98,7 @@ def console() -> Console:
 
 @contextmanager
 def keyboard() -> Iterator[None]:
-    """Switch the terminal to keys without a newline and without echo during the block.
+    """Make the terminal return each key at once and without echo, during the `with` block.
 
     ^C still interrupts.
     """
@@ -110,7 +113,10 @@ def keyboard() -> Iterator[None]:
 
 
 def key(timeout: float) -> str:
-    """Return the key that is pressed within `timeout` seconds: a character, a name in KEYS, or "" if none."""
+    """Return the key that is pressed within `timeout` seconds: a character or a name in KEYS.
+
+    If no key is pressed, return "".
+    """
     if not select.select([sys.stdin], [], [], max(0.0, timeout))[0]:
         return ""
     pressed = os.read(sys.stdin.fileno(), 1)

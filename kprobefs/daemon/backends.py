@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 def prepare(options: MountOptions) -> None:
-    """Boot the distribution's kernel or convert the vmcore that the options name, if any. Raises: CliError.
+    """Boot the distribution's kernel, or convert the vmcore, if the options name one. Raises: CliError.
 
-    Both take seconds. The result is cached for build_kernel(). Call this while a terminal can show the
+    This takes seconds. The result is cached for build_kernel(). Call this while a terminal can show the
     progress.
     """
     if options.vmcore is not None:
@@ -159,7 +159,10 @@ def _probed_mount(options: MountOptions) -> Mount:
 
 
 def _start_clock(options: MountOptions, tasks: LinuxTasks) -> None:
-    """Let the guest's instructions count, if the options ask for the model clock. Raises: CliError."""
+    """Make the guest's clock count its instructions, if the options select the model clock.
+
+    Raises: CliError.
+    """
     if options.machine.clock != MODEL_CLOCK:
         return
     try:
@@ -173,7 +176,7 @@ def _cpu(options: MountOptions) -> ProductionCpu | None:
 
 
 def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
-    """Return the profile that the options name, or the one that follows the kernel, with the strategy.
+    """Return the profile that the options name, or that of the kernel's version, with their strategy.
 
     The profiles for RISC-V are for any version. Raises: CliError (the kernel is for another processor).
     """

@@ -83,7 +83,7 @@ def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[
 def _forget_handlers() -> None:
     """Restore the default actions of SIGNALS until Service installs its handlers.
 
-    The caller's handlers would swallow the signal of the parent's death.
+    The handlers of the caller would intercept the signal that reports the parent's death.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -161,7 +161,7 @@ class DaemonStart:
     def _report(self, failure: CliError) -> None:
         """Log a failure, and send it to the process that started the daemon.
 
-        If it was sent, remove the log, unless the user has named the log file.
+        If the failure was sent, remove the log, unless the user has named the log file.
         """
         why = last_line(STANDARD_ERROR) if failure.is_explained else ""
         message = f"{failure}: {why}" if why else str(failure)
@@ -206,7 +206,7 @@ class DaemonStart:
         return self._notify_starter(bytes((status,)) + message.encode(errors="surrogateescape"))
 
     def _notify_starter(self, message: bytes) -> bool:
-        """Send a message to the starting process; return False if an earlier message was sent."""
+        """Send a message to the starting process. Return False if an earlier message was sent already."""
         if not self._is_notified.acquire(blocking=False):
             return False
         # The starting process may be dead.
@@ -253,7 +253,7 @@ class DaemonStart:
 
 
 def _inherited_descriptors() -> list[int]:
-    """Return the descriptors that this process has inherited by execve(2), except standard streams.
+    """Return the descriptors that this process has inherited through execve(2), except standard streams.
 
     Python opens its own descriptors with FD_CLOEXEC.
     """

@@ -10,13 +10,13 @@ from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import is_inside
 
 TAIL = 4096
-"""Number of bytes at the end of the log in which last_line() searches."""
+"""Number of bytes at the end of the log that last_line() searches."""
 
 
 def check_log(path: str, directory: str, *, is_explicit: bool) -> None:
     """Check that `path` can be the log of a daemon that serves `directory`.
 
-    `is_explicit` is True for the path of --log. Raises: CliError.
+    `is_explicit`: whether the user has named the path by --log. Raises: CliError.
     """
     os.close(_open(path, directory, 0, is_explicit=is_explicit))
 
@@ -24,7 +24,7 @@ def check_log(path: str, directory: str, *, is_explicit: bool) -> None:
 def open_log(path: str, directory: str, *, truncates: bool, is_explicit: bool = True) -> int:
     """Open the log for appending and return its descriptor; truncate it first if `truncates` is True.
 
-    `is_explicit`: as for check_log().
+    `is_explicit`: whether the user has named the path by --log.
     Raises: CliError.
     """
     return _open(path, directory, os.O_TRUNC if truncates else 0, is_explicit=is_explicit)

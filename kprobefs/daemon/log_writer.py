@@ -32,7 +32,7 @@ class LogWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Begin without messages and without a thread, at the start and in a forked child."""
+        """Discard all messages and the thread, for the start and for a forked child."""
         self._changed = threading.Condition()
         self._messages: deque[bytes] = deque()
         self._size = 0

@@ -64,7 +64,7 @@ class NamespaceMembers:
 def _daemons() -> set[int]:
     """Return the pids of the daemons that serve kprobefs mounts in this namespace.
 
-    If the mounts cannot be read, return an empty set.
+    If the list of mounts cannot be read, return an empty set.
     """
     try:
         found = [running(point.directory) for point in our_mounts()]

@@ -1,4 +1,4 @@
-"""Reboots a mount's kernel by machine/power. Definitions and trace records survive a reboot."""
+"""Reboots the kernel of a mount through machine/power. Definitions and trace records survive a reboot."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kprobefs.definitions.tracefs_files import TreeFiles, host_errors
 RETURN_HOOK = "kprobes/return_hook"
 """Path of the file that chooses the implementation of return probes."""
 PLACE = "the kernel before this one"
-"""Source of definition lines, in messages in the guest's log about lines that fail after a reboot."""
+"""Name of the source of the definitions, in messages about definitions that fail after a reboot."""
 
 
 class PowerFile(SteppedFile):
@@ -47,20 +47,23 @@ class PowerFile(SteppedFile):
 
 
 class KernelFiles(TreeFiles):
-    """The files of a kernel in this process. Thousands of definitions and events take no open files."""
+    """The files of a kernel in this process. Even thousands of definitions and events need no open files."""
 
     def __init__(self, tree: NodeTree, client: Client, kernel: Kernel) -> None:
         super().__init__(tree, client)
         self._kernel = kernel
 
     def define(self, name: str, text: str) -> None:
-        """Execute a definition as dynamic_events does."""
+        """Execute the definition `text` in the same way as a write to dynamic_events. `name` is ignored."""
         del name
         with host_errors():
             self._kernel.tracing.dynamic_events.write(text.encode("utf-8", "surrogateescape"))
 
     def configured_events(self, directory: str) -> Iterator[str]:
-        """Yield the array's events that may have filters or triggers; see Files.configured_events."""
+        """Yield the array's events that may have filters or triggers; see Files.configured_events.
+
+        `directory`: directory of the trace array.
+        """
         name = directory.partition("instances/")[2].rstrip("/")
         arrays = self._kernel.trace_arrays
         tracing = arrays.find(name) if name else arrays.top
@@ -87,7 +90,8 @@ class RebootableKernel:
     ) -> None:
         """Boot the first kernel, and restore `state`, which an earlier daemon has saved.
 
-        Each kernel gets its own view of the host's processes from `watch`. Raises: OSError, as Kernel does.
+        Each kernel gets its own view of the host's processes from `watch`. Raises: OSError (the error of
+        Kernel).
         """
         self._watch = watch
         self._layout = layout
@@ -159,7 +163,7 @@ class RebootableKernel:
         return [*filter(None, self._definitions(kernel))]
 
     def _all_files(self, kernel: Kernel) -> TreeFiles:
-        """Return the files of the full layout, which may have more files than the mount's layout."""
+        """Return the files of the full layout, which may have more files than the layout of the mount."""
         client = Client(os.getpid(), self._owner.uid, self._owner.gid)
         return KernelFiles(self._tree(kernel), client, kernel)
 
@@ -173,7 +177,7 @@ class RebootableKernel:
                 pass
 
     def _reboot(self) -> Iterator[None]:
-        """Reboot as reboot() does, in steps. Between two steps the old kernel answers, and changes wait.
+        """Do the work of reboot() in steps. Between two steps the old kernel answers, and changes wait.
 
         The control lock is held during each step. Raises: KernelError.
         """
@@ -231,7 +235,7 @@ class RebootableKernel:
     ) -> Iterator[None]:
         """Define the old kernel's modules, probes and settings in the new kernel, in steps.
 
-        Add the orders of the old kernel's workloads to `loads`.
+        Append to `loads` the workloads that run in the old kernel, to start them in the new one.
         """
         for file in _modules(old):
             try:

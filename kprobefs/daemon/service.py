@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("kprobefs")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that end the service."""
+"""Signals at which the service ends."""
 CLOSE_TIMEOUT = 1.0
 """Maximum seconds for closing the kernel before the unmount. Closing it ends all waiting reads."""
 END_TIMEOUT = 2.0
-"""Maximum seconds for the end of the FUSE session after the unmount. Then the process exits anyway."""
+"""Maximum seconds for the end of the FUSE session after the unmount. After them, the process exits anyway."""
 SWITCH_INTERVAL = 0.0002
-"""Argument of sys.setswitchinterval() in seconds.
+"""Argument of sys.setswitchinterval(), in seconds.
 
-It is short, because emulator hooks and requests compete for the interpreter.
+It is short, because hooks of the emulator and requests compete for Python's interpreter lock.
 """
 FULL_COLLECTIONS = 50
 """Number of garbage collections of the middle generation for each full collection.
@@ -77,7 +77,7 @@ class StartUp:
         return self._applying is None or time.monotonic() > self._deadline
 
     def seconds_left(self) -> float:
-        """Return the seconds until the timeout."""
+        """Return the number of seconds until the timeout."""
         return max(0, self._deadline - time.monotonic())
 
     def _read(self) -> None:
@@ -90,14 +90,14 @@ class StartUp:
 
 
 class WatchdogReports:
-    """Receives reports of the mount's condition from the watchdog process.
+    """Receives the watchdog process's reports about the state of the mount.
 
     At each report it sends a keep-alive to the service manager.
     """
 
     def __init__(self, watchdog: ServiceWatchdog | None, wake: Wake) -> None:
         self.condition = "serving"
-        """The latest condition that the mount has reported."""
+        """The latest state of the mount that the watchdog process has reported."""
         self._watchdog = watchdog
         self._wake = wake
         if watchdog is not None:
@@ -138,7 +138,10 @@ class Service:
     """Serves one mount. It must run in the main thread, because it handles signals."""
 
     def __init__(self, options: MountOptions, build: Builder, *, applies_definitions: bool) -> None:
-        """Prepare the service. If `applies_definitions` is false, the starting process applies *.probes."""
+        """Prepare the service.
+
+        `applies_definitions`: apply the *.probes files; if it is false, the starting process applies them.
+        """
         self._options = options
         self._build = build
         self._applies_definitions = applies_definitions
@@ -250,7 +253,7 @@ class Service:
         return self._applies_definitions and bool(dropins.files())
 
     def _wait(self, watchdog: ServiceWatchdog | None, start_up: StartUp) -> None:
-        """Wait until the service must end. Meanwhile send the mount's condition to the service manager."""
+        """Wait until the service must end. In the meantime, send the mount's state to the service manager."""
         status = ServiceStatus(escape_for_terminal(self._options.directory))
         reports = WatchdogReports(watchdog, self._wake)
         while True:
@@ -316,4 +319,5 @@ class Service:
             kernel=self._options.kernel_name,
             profile=self._options.profile_name,
             state=self._options.state or "",
+            clock=self._options.machine.clock,
         )

@@ -1,6 +1,6 @@
 """Notifications to the service manager, and a watchdog process that sends requests through the mount.
 
-If the daemon hangs, the keep-alive messages stop and the service manager restarts it.
+If the daemon hangs, the keep-alive messages stop, so that the service manager restarts the daemon.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kprobefs.common.errors import fork
 from kprobefs.common.mountpoints import CONTROL_TIMEOUT, STATE_LINK, MountState
 
 BUSY_LIMIT = 900.0
-"""Maximum seconds that one request may hold the control lock. The budget of a run is at most 600 seconds."""
+"""Maximum seconds that one request may hold the control lock. One run of the guest may take 600 seconds."""
 CPU_TIMES = slice(11, 13)
 """Range of utime and stime among the fields of /proc/PID/stat after the name. Mirrors: proc(5)."""
 PR_SET_PDEATHSIG = 1
@@ -80,7 +80,7 @@ class ServiceWatchdog:
         os.close(self._start)
 
     def answer(self) -> str:
-        """Return the latest condition that the child has reported, or "" if the child has ended."""
+        """Return the latest state of the mount that the child has reported, or "" if the child has ended."""
         reports = os.read(self.descriptor, PIPE_SIZE).decode("ascii", "replace").split()
         return reports[-1] if reports else ""
 
@@ -93,10 +93,13 @@ class ServiceWatchdog:
 
 
 class _Condition:
-    """Observes the mount's state, and whether the daemon makes progress, in the watchdog's process."""
+    """Observes, in the watchdog's process, the state of the mount, and whether the daemon makes progress."""
 
     def __init__(self, link: Path, daemon: int) -> None:
-        """Watch the state that `link` returns and the CPU time of the process with the pid `daemon`."""
+        """Prepare to watch the mount's state, which is the target of `link`, and the daemon's CPU time.
+
+        `daemon`: pid of the daemon.
+        """
         self.told = ""
         """Latest value of MountState, or "" if the mount is gone."""
         self.is_alive = True

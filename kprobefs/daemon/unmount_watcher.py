@@ -1,4 +1,4 @@
-"""UnmountWatcher: a process that unmounts after the daemon was killed, so that no dead mount is left."""
+"""UnmountWatcher: a process that unmounts if the daemon is killed, so that no dead mount remains."""
 
 from __future__ import annotations
 
@@ -70,7 +70,11 @@ def _watch(directory: str, reader: int, daemon: int, at_killed: Callable[[], Non
 
 
 def _close_all_but(*kept: int) -> None:
-    """Close the copies of the daemon's descriptors, which lock its record or are ends of pipes."""
+    """Close the child's descriptors from 3 on except `kept`, and redirect 0 to 2 to /dev/null.
+
+    The child must not keep copies of the daemon's descriptors, because some of them lock the daemon's record
+    or are ends of pipes.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for target in range(3):
         os.dup2(null, target)

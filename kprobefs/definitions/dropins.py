@@ -22,7 +22,7 @@ LIMIT = 64 << 20
 def directories() -> list[str]:
     """Return the directories of drop-in files, the most important directory first.
 
-    If two directories have a file of the same name, only the file in the earlier directory is used.
+    If two directories have a file of the same name, only the file in the first of them is used.
     """
     if VARIABLE in os.environ:
         return [path for path in os.environ[VARIABLE].split(":") if path]

@@ -31,7 +31,7 @@ from kprobefs.definitions.tracefs_files import OUTSIDE, Files
 from kprobefs.definitions.trigger_order import by_need
 
 LINES_PER_STEP = 16
-"""Number of lines that are applied in one step of a reboot, during which requests wait."""
+"""Number of lines that are applied in one step of a reboot; requests wait during a step."""
 CURSOR = re.compile(r"^ *\^$")
 """Matches the line of an error_log that points at the position of the error."""
 DYNAMIC_EVENTS = "dynamic_events"
@@ -43,16 +43,16 @@ LAGGING_FILES = ("enable", "optimized")
 
 
 class DefinitionError(Exception):
-    """A line that cannot be applied. The message does not name the file and the line."""
+    """Exception for a line that cannot be applied. The message does not name the file and the line."""
 
     def __init__(self, message: str, cursor: int | None = None) -> None:
-        """Create the error. `cursor`: index in the line at which the kernel's error_log points, or None."""
+        """Create the error. `cursor`: index in the line that the kernel's error_log marks, or None."""
         super().__init__(message)
         self.cursor = cursor
 
 
 class Loader:
-    """Applies lines of definitions to a tracefs. A line changes nothing if its effect is present already."""
+    """Applies lines of definitions to a tracefs. A line whose effect is already present changes nothing."""
 
     def __init__(self, files: Files, *, is_new: bool = False) -> None:
         """Prepare to write to `files`.
@@ -64,9 +64,9 @@ class Loader:
         self._is_new = is_new
         self._tracefs = files.tracefs()
         self._defined: set[str] = set()
-        """Events that earlier lines have defined. A further line for one of these events adds a probe."""
+        """Events that earlier lines have defined. Another line for one of these events adds a probe to it."""
         self._error_logs = {"": self._read("error_log")}
-        """Directory of a trace array ("" or instances/NAME/) -> its error_log, as last read."""
+        """Directory of a trace array ("" or instances/NAME/) -> text of its error_log, as last read."""
         self._known: _ExistingDefinitions | None = None
         """Definitions in dynamic_events, or None if the file must be read again."""
         self._triggers: dict[str, _ExistingTriggers] = {}
@@ -162,7 +162,7 @@ class Loader:
             raise DefinitionError(f"{refused}: {'; '.join(triggers)}" if triggers else str(refused)) from None
 
     def _triggers_of(self, event: str) -> Iterator[str]:
-        """Yield the triggers of an event in all trace arrays, each after the name of its file."""
+        """Yield the triggers of an event in all trace arrays, each as `FILE has TRIGGER`."""
         instances = self._files.directories(f"{self._tracefs}instances")
         for place in ("", *(f"instances/{name}/" for name in sorted(instances))):
             file = f"{place}events/{event}/trigger"
@@ -196,7 +196,10 @@ class Loader:
             self._write(path, value, column)
 
     def _set_trigger(self, path: str, value: str, column: int) -> None:
-        """Write a trigger unless the file has it."""
+        """Write a trigger to the trigger file at `path`, unless the file has the trigger already.
+
+        `column`: index of `value` in the line that is applied.
+        """
         known = self._triggers.get(path)
         if known is None or known.is_unsure(value):
             known = _ExistingTriggers(saved_triggers(self._read(path)))
@@ -237,7 +240,10 @@ class Loader:
             self._error_logs[log] = ""
 
     def _add(self, path: str, value: str, column: int) -> None:
-        """Write to the file at `path` those words of `value` that the file's list does not contain yet."""
+        """Write to the file at `path` the words of `value` that the list in the file does not contain yet.
+
+        `column`: index of `value` in the line that is applied.
+        """
         missing = self._missing(path, value)
         if len(missing) > 1:
             # Each close of a filter changes the guest's text, and each write of pids copies their set.
@@ -316,7 +322,7 @@ class _ExistingDefinitions:
     def __init__(self, lines: Iterable[str]) -> None:
         self.events: set[str] = set()
         self._counts: dict[tuple[str, str, str], set[str]] = {}
-        """(kind, event, rest) of a definition -> values of maxactive. The event "" means any event."""
+        """(kind, event, rest) of a definition -> values of maxactive. An event "" stands for any event."""
         for line in lines:
             definition = parse_definition(line)
             if definition is not None:
@@ -328,12 +334,12 @@ class _ExistingDefinitions:
             self._of(definition, event).add(definition.count)
 
     def has(self, wanted: Definition) -> bool:
-        """Return True if the wanted definition exists."""
+        """Return True if the definition `wanted` exists."""
         counts = self._of(wanted, wanted.event)
         return wanted.count in counts or (not wanted.count and bool(counts))
 
     def is_unsure(self, wanted: Definition) -> bool:
-        """Return True if dynamic_events must be read again to find the wanted definition.
+        """Return True if dynamic_events must be read again to know whether the definition `wanted` exists.
 
         The kernel chooses a missing name or maxactive of a new definition. Its choice may be the wanted one.
         """
@@ -382,7 +388,7 @@ class _ExistingTriggers:
         return any(each.covers(wanted) for each in self._listed.get(wanted.key(), ()))
 
     def is_unsure(self, text: str) -> bool:
-        """Return True if the file must be read again to find the trigger.
+        """Return True if the file must be read again to know whether it has the trigger.
 
         The kernel completes the parameters of a trigger, so that a written trigger may now be equal to it.
         """
@@ -403,9 +409,9 @@ class _Trigger:
         self._is_hist = self._parts[0] == "hist"
 
     def key(self, *, is_named: bool = True) -> tuple[str, ...]:
-        """Return a tuple that a trigger has in common with each trigger that covers it.
+        """Return a tuple that is equal for a trigger and each trigger that covers it.
 
-        If `is_named` is False, leave out the name of a histogram, as the wanted line may.
+        If `is_named` is False, leave out the name of a histogram, because the wanted line may have none.
         """
         if not self._is_hist:
             return (self._head, self._condition)
@@ -423,7 +429,7 @@ class _Trigger:
 
 
 def _makes_others(trigger: str) -> bool:
-    """Return True if a trigger may create triggers of other events, which record its actions' fields."""
+    """Return True if a trigger may create triggers of other events, to record fields for its actions."""
     return ":on" in trigger
 
 

@@ -42,7 +42,7 @@ DEFAULTS = {
     "syscall_user_buf_size": ("63",),
     "current_tracer": ("nop",),
 }
-"""Name of a trace array's file -> its values in a new mount, by the kernel's version.
+"""Name of a trace array's file -> its possible values in a new mount; they depend on the kernel's version.
 
 A kernel whose default is larger than 128 rounds 128 up to it.
 """
@@ -68,11 +68,11 @@ DEFAULT_OPTIONS = frozenset(
         "trace_printk_dest",
     }
 )
-"""Names of the options of tracing that are on in a new mount."""
+"""Names of the trace options that are on in a new mount."""
 AWAITED = ":mod:"
 """Text in the lines of set_event for events of modules that are not loaded."""
 EVENTS_PER_STEP = 64
-"""Number of events whose files are read in one step of a reboot, during which requests wait."""
+"""Number of events whose files are read in one step of a reboot; requests wait during a step."""
 ARMED = "kprobes/enabled"
 """Path of the switch that arms all probes. It is on in a new mount."""
 OPTIMIZATION = "sysctl/debug/kprobes-optimization"
@@ -80,9 +80,9 @@ OPTIMIZATION = "sysctl/debug/kprobes-optimization"
 FTRACE = "sysctl/kernel/ftrace_enabled"
 """Path of the switch of function tracers and of probes that use ftrace. It is on in a new mount."""
 STATS = "kprobes/stats"
-"""Path of the directory that has, for each event, a subdirectory with state and switches of its probes."""
+"""Path of the directory with a subdirectory for each event, with the state and switches of its probes."""
 UNSWITCHED = {"pending", "gone"}
-"""Modes of probes that cannot be enabled, disabled or optimized."""
+"""Modes of probes that have no switches, because they cannot be enabled, disabled or optimized."""
 STACK_TRACER = "sysctl/kernel/stack_tracer_enabled"
 """Path of the switch of the stack tracer. It is off in a new mount."""
 NO_FILTER = "none"
@@ -92,7 +92,7 @@ REFUSED_FILTER = re.compile(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
 
 
 def saved(files: Files, probes: Iterable[ProbeSwitches] | None = None) -> Iterator[str]:
-    """Yield the lines of saved_in_steps() without the pauses."""
+    """Yield the lines of saved_in_steps(), but no PAUSE."""
     return filter(None, saved_in_steps(files, probes))
 
 
@@ -127,7 +127,10 @@ def saved_in_steps(files: Files, probes: Iterable[ProbeSwitches] | None = None) 
 
 
 def _pause(number: int) -> tuple[str, ...]:
-    """Return a tuple with PAUSE if the event with the index `number` begins a step, else an empty tuple."""
+    """Return a tuple with PAUSE if the event with the index `number` is the first of a step.
+
+    Otherwise return an empty tuple.
+    """
     return () if number % EVENTS_PER_STEP else (PAUSE,)
 
 
@@ -188,7 +191,7 @@ class _Array:
                 yield f"per_cpu/{cpu}/buffer_size_kb = {value}"
 
     def switches(self, *, is_instance: bool) -> Iterator[str]:
-        """Yield lines for tracer, options and enabled events.
+        """Yield lines that set the tracer, the options and the enabled events.
 
         An instance begins with the options of the top-level array, so that all its options are saved.
         """
@@ -213,7 +216,7 @@ class _Array:
 
 
 def _is_default(word: str) -> bool:
-    """Return True if a word of trace_options, such as noblock, is that of a new mount.
+    """Return True if a word of trace_options, such as noblock, is the default in a new mount.
 
     The top array's option trace_printk_dest goes off when an instance's goes on, and cannot be set to off.
     """
@@ -263,9 +266,9 @@ def _read_probes(files: Files) -> Iterator[ProbeSwitches]:
 
 
 def _options_of_tracers(files: Files, tracefs: str) -> Iterator[str]:
-    """Yield lines that set the options of all tracers except the current one. All arrays share these options.
+    """Yield lines that set the options of all tracers except the current one, which trace_options omits.
 
-    trace_options does not list these options.
+    All trace arrays share these options.
     """
     listed = set(_content(files, f"{tracefs}trace_options"))
     for name in sorted(files.names(f"{tracefs}options")):

@@ -46,7 +46,7 @@ RECORDS = frozenset({
     "trace", "trace_pipe", "trace_pipe_raw", "trace_marker", "trace_marker_raw", "snapshot", "snapshot_raw",
     "saved_cmdlines", "saved_tgids", "error_log", "free_buffer",
 })  # fmt: skip
-"""Names of files of tracefs that contain records or act at once, and are therefore no settings."""
+"""Names of files of tracefs that contain records or perform an action, and are therefore no settings."""
 MODULE_FILTERS = ("set_ftrace_notrace", "set_ftrace_filter")
 """Names of list files that accept words of the form `FUNCTION:mod:MODULE`."""
 TRIGGER = re.compile(r"[a-z_]+:")
@@ -66,7 +66,7 @@ class Line:
     """Number of the line in the file, from 1; 0 if the line does not come from a file."""
     text: str
     typed: str = ""
-    """Text that error messages show instead of `text`, or "" if the user wrote the whole line."""
+    """Text that error messages show in place of `text`, or "" if the user has written the whole line."""
 
 
 def read_lines(path: str, text: str) -> Iterator[Line]:
@@ -120,7 +120,10 @@ def parse_definition(text: str) -> Definition | None:
 
 
 def _as_shown(kind: str, place: str) -> str:
-    """Return the location of an event in the form in which dynamic_events shows it."""
+    """Return the place of an event in the form in which dynamic_events shows it.
+
+    `kind`: letter of the kind of event.
+    """
     if kind == "e":
         return place.replace("/", ".", 1)
     if offset := re.fullmatch(r"(.+)([+:])(0x[0-9a-fA-F]+|\d+)", place):
@@ -138,7 +141,10 @@ def is_trigger(text: str) -> bool:
 
 
 def saved_words(name: str, text: str) -> list[str]:
-    """Return the words to write to the list `name` so that it shows `text`, in their original order."""
+    """Return the words that must be written to the list file `name` so that it shows `text`.
+
+    The words have their original order.
+    """
     words: dict[str, str] = {}
     for line in text.splitlines():
         if not line or line.startswith("#") or line == NO_PID:
@@ -172,13 +178,16 @@ def without_count(word: str) -> str:
 
 
 def chosen_word(value: str) -> str:
-    """Return the word in brackets, which marks the current choice, or the whole value if there is none."""
+    """Return the word in brackets, which marks the current choice in `value`.
+
+    If no word has brackets, return the whole value.
+    """
     chosen = re.search(r"(?:^| )\[(\S+)\](?: |$)", value)
     return chosen[1] if chosen else value
 
 
 def saved_triggers(text: str) -> list[str]:
-    """Return the commands to write for the triggers of a trigger file, in their original order."""
+    """Return the commands that set the triggers in the text of a trigger file, in their original order."""
     found: list[str] = []
     for line in text.split("\n"):
         # The filter of a trigger may contain newlines.
@@ -199,7 +208,7 @@ def setting_line(name: str, value: str) -> str:
 
 
 def one_line(value: str) -> str:
-    """Return a filter or trigger with blanks instead of the newlines outside of its strings."""
+    """Return a filter or trigger with blanks in place of the newlines that are outside of its strings."""
     joined, *rest = value.split("\n")
     for line in rest:
         joined += ("\n" if _is_open(joined) else " ") + line
@@ -218,7 +227,7 @@ def _is_open(text: str) -> bool:
 
 
 def _command(line: str) -> str:
-    """Return the command to write for a trigger that a trigger file shows."""
+    """Return the command that sets a trigger, from its line in a trigger file."""
     line = line.removesuffix(" [active]")
     if line.endswith(" [paused]"):
         head, condition, rest = line.removesuffix(" [paused]").partition(" if ")

@@ -1,4 +1,4 @@
-"""Files: accesses tracefs files to apply and save definitions, through a mount or inside the daemon.
+"""Files: access to the files of a tracefs, to apply and save definitions, by a mount or inside the daemon.
 
 Names are relative to the mount's root. Text has surrogates for bytes that are not UTF-8.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from emulated_kernel.vfs.core.open_file import OpenFile
 
 OUTSIDE = ("kprobes", "sysctl")
-"""Names of directories outside of the tracefs whose files a definition may name, too."""
+"""Names of directories outside of the tracefs whose files a definition may name."""
 READ_SIZE = 1 << 16
 """Number of bytes that one read requests."""
 
@@ -47,7 +47,7 @@ class Files(ABC):
         """Write to a file without O_TRUNC, which would delete existing events."""
 
     def define(self, name: str, text: str) -> None:
-        """Write a definition to a file `name` that is the tracefs's dynamic_events."""
+        """Write the definition `text` to `name`, which is the path of the file dynamic_events."""
         self.write(name, text)
 
     @abstractmethod
@@ -96,7 +96,10 @@ def read_all(read: Callable[[int], bytes]) -> str:
 
 
 def write_all(write: Callable[[bytes], int], text: str) -> None:
-    """Write all of the text by repeated writes, because some files take only one word from each write."""
+    """Write all of the text by repeated writes, because some files accept only one word from each write.
+
+    `write` returns the number of bytes that it has written.
+    """
     left = text.encode("utf-8", "surrogateescape")
     while left and (taken := write(left)):
         left = left[taken:]

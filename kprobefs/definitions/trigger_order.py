@@ -1,4 +1,4 @@
-"""Order of hist triggers: a trigger that defines a variable comes before those that use it."""
+"""Order of hist triggers: a trigger that defines a variable precedes the triggers that use the variable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _USED = re.compile(r"\$(?P<name>\w+)")
 def by_need(lines: Sequence[Line]) -> list[Line]:
     """Return the lines of triggers so that each variable is defined before it is used, where possible.
 
-    Lines that do not depend on each other keep their order. In a circle, one line comes too early.
+    Lines that do not depend on each other keep their order. If lines depend on each other in a circle, one of
+    them comes too early.
     """
     defining = defaultdict[str, list[int]](list)
     for index, line in enumerate(lines):

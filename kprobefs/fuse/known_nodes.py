@@ -44,7 +44,7 @@ from kprobefs.fuse.protocol import (
 )
 
 NAME_VALIDITY = 10
-"""Seconds for which the host's kernel may keep a name, unless end_names() has reported its end."""
+"""Seconds for which the host's kernel may keep a name; end_names() can end this time earlier."""
 MAX_NAMES = 500
 """Maximum number of names that the host's kernel may keep at a time."""
 CACHED_ATTRIBUTES = 500
@@ -52,7 +52,7 @@ CACHED_ATTRIBUTES = 500
 BLOCK_SIZE = 4096
 """Value of st_blksize for every file, in bytes."""
 PAGED_SIZE = 1 << 40
-"""Value of st_size, in bytes, of files that can be spliced. The host's kernel ends a splice(2) there."""
+"""Value of st_size, in bytes, of files that can be spliced; a splice(2) by the host's kernel ends there."""
 
 _Key = tuple[int, bytes]
 """Node id of a directory, and a name in the directory."""
@@ -64,13 +64,13 @@ _WITHOUT_DIRECTORY = frozenset({FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_RELEASE})
 
 
 class Names(Protocol):
-    """Interface of the part of Mount that KnownNodes calls."""
+    """Interface of KnownNodes to the mount, for questions about paths."""
 
     def is_control(self, path: str, /) -> bool:
         """Return True if `path` is in a file system of control files."""
 
     def name_lasts(self, path: str, /) -> bool:
-        """Return True if the host's kernel may keep the name at `path`."""
+        """Return True if the host's kernel may keep the name at `path` for NAME_VALIDITY seconds."""
 
     def exists(self, path: str, /) -> bool:
         """Return True if there is a file at `path`."""
@@ -88,8 +88,8 @@ class Node(NamedTuple):
 def attr_bytes(attributes: Stat) -> bytes:
     """Return attributes as the bytes of a struct fuse_attr. Numbers that do not fit are truncated.
 
-    A file with pages gets a size and blocks. Without blocks, cp(1) takes it for a sparse file, and looks for
-    its data by lseek(2).
+    A file that can be spliced gets a size and blocks. Without blocks, cp(1) considers it a sparse file, and
+    looks for its data with lseek(2).
     """
     times = [divmod(t, _SECOND) for t in (attributes.atime_ns, attributes.mtime_ns, attributes.ctime_ns)]
     is_paged = attributes.is_paged
@@ -119,9 +119,9 @@ class KnownNodes:
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:
-        """Begin with the root's node only. If `may_last` is False, no name ever gets a validity.
+        """Start with only the node of the root. If `may_last` is False, no name ever gets a validity.
 
-        `names`: the mount, which is asked about its names.
+        `names`: the mount, which answers questions about paths.
         """
         self._names = names
         self.device = -1
@@ -133,19 +133,19 @@ class KnownNodes:
         self._names_of: dict[int, _Key] = {}
         """Node id -> key of the node in `by_name`."""
         self._answered: dict[int, int] = {}
-        """Node id -> number of LOOKUPs that answer() has answered and no FORGET has taken back yet."""
+        """Node id -> number of LOOKUPs that answer() has answered and that no FORGET has included yet."""
         self._are_allowed = may_last
         self.removed: set[int] = set()
         """Ids of nodes that remove() has dropped, and for which no FORGET has come yet."""
         self.lets_names_last = False
-        """Whether names get a validity. If so, the attributes of control files get none."""
+        """Whether names of control files get a validity. If so, their attributes get none."""
         self._lasting: dict[_Key, tuple[float, str]] = {}
         """Name -> monotonic time in seconds until which the host's kernel may keep the name, and its path."""
         self.ends = 0
         """Number of calls of end_names() so far."""
         self._request = threading.local()
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a context manager for a wait, during which another thread takes requests."""
+        """Returns a context manager for a wait; inside its block, another thread reads requests."""
 
     def initialise(self, request: bytearray) -> None:
         """Read an INIT request, and set `lets_names_last`.
@@ -241,7 +241,10 @@ class KnownNodes:
         return True
 
     def forget(self, number: int, count: int) -> int:
-        """Take back `count` LOOKUPs of the node `number`; return how many of them libfuse has answered."""
+        """Subtract `count` LOOKUPs from a node; return how many of the LOOKUPs libfuse has answered.
+
+        `number`: id of the node.
+        """
         if number == FUSE_ROOT_ID:
             return count
         with self._lock:
@@ -257,7 +260,7 @@ class KnownNodes:
             return count - answered
 
     def remove(self, directory: int, name: bytes) -> None:
-        """Drop the nodes of a directory and of everything below it, before a client's rmdir(2) is executed.
+        """Drop the nodes of a directory and of its descendants, before a client's rmdir(2) is executed.
 
         If the rmdir(2) fails, the host's kernel keeps the names nevertheless.
         """
@@ -301,9 +304,9 @@ class KnownNodes:
         """Notify the host's kernel of names that have ended, before the current request is answered.
 
         `ends`: see FileSystem.on_names_end. The host's kernel drops the names of removed files. It looks up
-        names again that it may no longer keep.
-        Hazard: to drop a name, the host's kernel locks the name's directory. A request for which this lock is
-        held must not wait here: another thread then notifies the host's kernel.
+        again the names that it may no longer keep. Hazard: to drop a name, the host's kernel locks the name's
+        directory. A request for which this lock is held must not wait here: another thread then notifies the
+        host's kernel.
         """
         with self._lock:
             self.ends += 1

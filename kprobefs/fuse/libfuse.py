@@ -105,7 +105,7 @@ PATH_CODEC = "kprobefs_path"
 CACHED_ATTRIBUTES = 500
 """Maximum number of results of stat_bytes() that are cached."""
 VALIDITY = 3600
-"""Seconds for which the host's kernel may use a lasting name without a new LOOKUP."""
+"""Seconds for which the host's kernel may use the name of a lasting directory without a new LOOKUP."""
 RENAME_WINDOW = 1.0
 """Seconds after a rename(2) during which the host's kernel may still request the replaced file."""
 REQUEST_SIZE = 128 << 10
@@ -119,17 +119,17 @@ RETRY_DELAY = 0.01
 
 _INT_MAX = (1 << 31) - 1
 _ENOTSUPP = 524
-"""ENOTSUPP, an errno above MAX_ERRNO that kernels return to processes.
+"""The errno ENOTSUPP, which is above MAX_ERRNO, but which kernels return to processes.
 
 Mirrors: include/linux/errno.h (v6.1)
 """
 _SECOND = 1_000_000_000
 _INTERRUPTED = (errno.EINTR, errno.EAGAIN, errno.ENOENT)
-"""Errnos of a read of /dev/fuse that are ignored: the next request is read."""
+"""Errnos of a read of /dev/fuse after which the next request is read."""
 _NO_MEMORY = struct.pack("=Ii", OUT_HEADER.size, -errno.ENOMEM)
 """Beginning of a reply with ENOMEM, up to the field `unique`."""
 _DONE = b"done"
-"""Result of a function that has sent the reply to a request itself."""
+"""Result of a function that has already sent the reply to its request."""
 _NAME_LASTS = struct.pack("=Q", VALIDITY)
 _NAME_LASTS_ATTRIBUTES_DO_NOT = struct.pack("=QQII", VALIDITY, 0, 0, 0)
 
@@ -188,7 +188,7 @@ _served = _Served()
 
 
 def served_pid() -> int:
-    """Return the process whose request the calling thread serves; 0 if it has served none."""
+    """Return the pid of the process whose request the calling thread serves; 0 if it has served none."""
     return _served.pid
 
 
@@ -202,7 +202,7 @@ _BY_ADDRESS = {
     "fgetattr": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p),
     "open": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p),
 }
-"""Operation -> prototype with addresses instead of pointers, for which ctypes creates no objects."""
+"""Operation -> prototype with addresses in place of pointers, for which ctypes creates no objects."""
 
 
 class FuseOperations(ctypes.Structure):
@@ -338,18 +338,18 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return found if -MAX_ERRNO <= found <= _INT_MAX else -errno.EIO
 
     def getattr(self, path: bytes, stat: int) -> int:
-        """Write a file's attributes to the struct stat at an address.
+        """Write a file's attributes to the struct stat at the address `stat`.
 
-        Replaces: FUSE.getattr. Gains: as stat_bytes().
+        Replaces: FUSE.getattr. Gains: those of stat_bytes().
         """
         data = stat_bytes(self.operations.getattr(path.decode("utf-8", "surrogateescape")))
         ctypes.memmove(stat, data, len(data))
         return 0
 
     def fgetattr(self, path: bytes | None, stat: int, file_info: int) -> int:
-        """Write an open file's attributes to the struct stat at an address.
+        """Write an open file's attributes to the struct stat at the address `stat`.
 
-        Replaces: FUSE.fgetattr. Gains: as stat_bytes().
+        Replaces: FUSE.fgetattr. Gains: those of stat_bytes().
         """
         name = path and path.decode("utf-8", "surrogateescape")
         info = _fuse.fuse_file_info.from_address(file_info)
@@ -396,7 +396,7 @@ class PollHandles:
         self._handles: dict[int, int] = {}
 
     def add(self, file_handle: int, poll_handle: int) -> bool:
-        """Take over a poll handle of a file. Return True if the file had no other poll handle."""
+        """Keep a poll handle of a file. Return True if the file had no other poll handle."""
         with self._lock:
             old = self._handles.get(file_handle)
             self._handles[file_handle] = poll_handle
@@ -523,7 +523,10 @@ class ReplyChannels:
         self._for_init = self._changed_by(_allow_unaligned)
 
     def select(self, opcode: int, node: int, request: bytearray, size: int) -> int:
-        """Return the channel for libfuse's reply to a request; `node` is a node id, `size` is in bytes."""
+        """Return the channel for libfuse's reply to a request.
+
+        `node` is the node id in the request, and `size` is the size of the request in bytes.
+        """
         if opcode == FUSE_INIT:
             (flags, _) = INIT_IN.unpack_from(request, IN_HEADER.size)
             return self._for_init if flags & FUSE_MAX_PAGES else self.channel
@@ -564,9 +567,11 @@ class ReplyChannels:
         return self.channel
 
     def _expect(self, node: int, name: bytes, *, may_last: bool) -> bool:
-        """Prepare for libfuse's reply to the LOOKUP of `name`; return True if `name` is a control file's.
+        """Return True if a LOOKUP of `name` in the directory with the node id `node` is for a control file.
 
-        `may_last` is whether the name may get a validity.
+        If it is, also store the arguments with which _send() passes libfuse's reply to KnownNodes.learn().
+        `may_last`: the host's kernel may keep the name for NAME_VALIDITY seconds, if the file system allows
+        this.
         """
         nodes = self._nodes
         path = nodes and nodes.path_of(node, name)
@@ -576,7 +581,7 @@ class ReplyChannels:
         return path is not None
 
     def _send(self, reply: bytearray) -> None:
-        """Send a reply of libfuse, and learn a control file's node from it. Raises: OSError (not sent)."""
+        """Send a reply of libfuse, and record the control file's node in it. Raises: OSError (not sent)."""
         looked_up = self._looked_up
         arguments = getattr(looked_up, "arguments", None)
         if arguments is None or self._nodes is None:
@@ -606,7 +611,10 @@ class ReplyChannels:
             os.write(self.device, INVALIDATION.pack(size, FUSE_NOTIFY_INVAL_INODE, 0, node, -1, 0))
 
     def _changed_by(self, change: Callable[[bytearray], None]) -> int:
-        """Return a channel that changes replies by `change`, or without memory the session's own channel."""
+        """Return a channel that changes replies by `change`.
+
+        If there is no memory for it, return the session's own channel.
+        """
 
         def send(_channel: int, pieces: Any, count: int) -> int:
             try:
@@ -627,7 +635,7 @@ class ReplyChannels:
         return made or self.channel
 
     def _let_directory_last(self, reply: bytearray) -> None:
-        """Give a lasting directory's name a validity in a reply, and its attributes none.
+        """Give a lasting directory's name a validity in a reply, and give its attributes no validity.
 
         Without a validity of the attributes, each stat(2) is still a request.
         """
@@ -640,7 +648,10 @@ class ReplyChannels:
                 reply[ENTRY_VALIDITIES] = _NAME_LASTS_ATTRIBUTES_DO_NOT
 
     def _end_validity_or_look_up_again(self, reply: bytearray) -> None:
-        """Change the reply for a file with several links by _let_directory_last() and _look_up_again()."""
+        """Give the attributes of a file with several links no validity in a reply to GETATTR.
+
+        If the reply is ENOENT, change it by _look_up_again().
+        """
         self._let_directory_last(reply)
         _look_up_again(reply)
 
@@ -656,7 +667,7 @@ class ReplyChannels:
 
 
 def _allow_unaligned(reply: bytearray) -> None:
-    """Let requests of REQUEST_SIZE bytes have buffers of any alignment, in a reply to INIT."""
+    """Allow buffers of any alignment for requests of REQUEST_SIZE bytes, in a reply to INIT."""
     _, error, unique = OUT_HEADER.unpack_from(reply)
     if error or len(reply) > INIT_REPLY_SIZE:
         return
@@ -776,8 +787,8 @@ class SessionLoop:
     ) -> None:
         """Make a loop over a struct fuse_session.
 
-        `nodes` has the nodes of control files, or is None if libfuse is to answer for them. `acting` has the
-        fh of each open file that acts when it is closed, until its release has returned.
+        `nodes` has the nodes of control files. If it is None, libfuse answers their requests. `acting` has
+        the fh of each open file that acts when it is closed, until its release has returned.
         """
         self._session = session
         self._replies = replies
@@ -941,7 +952,7 @@ class SessionLoop:
 
     @staticmethod
     def _forget(nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Subtract from a FORGET the LOOKUPs that libfuse has not answered; return _DONE if none are left."""
+        """Subtract from a FORGET the LOOKUPs that libfuse has not answered; return _DONE if none remain."""
         (count,) = FORGET_IN.unpack_from(request, IN_HEADER.size)
         _, _, number, *_ = IN_HEADER.unpack_from(request)
         count = nodes.forget(number, count)
@@ -957,7 +968,7 @@ class SessionLoop:
 
     @staticmethod
     def _remove(nodes: KnownNodes, request: bytearray, size: int) -> None:
-        """Drop the known nodes of a directory and below it, before libfuse executes a client's rmdir(2)."""
+        """Drop the known nodes of a directory and of its descendants, before libfuse executes an rmdir(2)."""
         _, _, directory, *_ = IN_HEADER.unpack_from(request)
         nodes.remove(directory, bytes(request[IN_HEADER.size : size - 1]))
 
@@ -978,7 +989,7 @@ class SessionLoop:
                 sleep(RELEASE_PAUSE)
 
     def _refuse(self, refusal: tuple[bytes, memoryview]) -> None:
-        """Reply ENOMEM to the latest request if it is unanswered.
+        """Reply ENOMEM to the latest request if no reply was sent.
 
         Without a reply, the client could not even be killed.
         """

@@ -11,7 +11,7 @@ from time import monotonic
 log = logging.getLogger("kprobefs.fuse.memory_reserve")
 
 HEADROOM = 32 << 20
-"""Number of bytes that must be free for a request that creates something; more than usual requests take."""
+"""Bytes that must be free for a request that creates something; it is more than usual requests take."""
 RESERVE = 12 << 20
 """Size of the reserve in bytes: several times the text of a long list or of a full trace buffer."""
 FLOOR = 4 << 20
@@ -49,11 +49,7 @@ def share_heap() -> None:
 
 
 class MemoryReserve:
-    """Pieces of malloc(3)'s heap that are freed when the host has no memory, so that allocations use them.
-
-    A memory limit may be lowered below what is used already, so that nothing can be mapped any more. The
-    freed pieces must not return to the host either: the last piece stays allocated at the heap's top.
-    """
+    """Pieces of malloc(3)'s heap that are freed if the host has no memory, for use by other allocations."""
 
     def __init__(self) -> None:
         self._libc = ctypes.PyDLL(None)
@@ -68,9 +64,9 @@ class MemoryReserve:
         self._lock = threading.Lock()
         """Lock around changes of the pieces, because all worker threads call check()."""
         self.is_scarce = False
-        """Whether the host had no memory at the last check."""
+        """Whether the host had no free memory at the last check."""
         self.is_spent = False
-        """Whether the reserve is nearly used up, too, by the contents of open files."""
+        """Whether the reserve is nearly used up by the contents of open files."""
 
     def check(self) -> None:
         """Free the reserve if less than HEADROOM is free, else allocate it. Call this before a request."""

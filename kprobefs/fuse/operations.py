@@ -1,4 +1,4 @@
-"""The FUSE adapter: turns FUSE operations into calls of a mount's methods."""
+"""The FUSE adapter: calls a mount's methods for the operations of FUSE."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ _cached_client = lru_cache(CACHED_CLIENTS)(Client)
 
 
 def _client() -> Client:
-    """Return the client of the request that this thread answers."""
+    """Return the client that has made the request that this thread answers."""
     context = libfuse.context()
     return _cached_client(context.pid, context.uid, context.gid, context.umask)
 
 
 def _existing(path: str | None) -> str:
-    """Return the path of a request unchanged. Raises: KernelError ENOENT (None: the file was deleted)."""
+    """Return the path of a request unchanged. Raises: KernelError ENOENT (no path: the file was deleted)."""
     if path is None:
         raise KernelError(errno.ENOENT, "the file was deleted")
     return path
@@ -67,7 +67,7 @@ def _existing(path: str | None) -> str:
 def _new_time(value: int) -> int | None:
     """Return a time of utimensat(2) in nanoseconds, or None if the time stays unchanged.
 
-    libfuse passes the two special values as nanoseconds of second zero.
+    libfuse passes UTIME_NOW and UTIME_OMIT as nanoseconds of second zero.
     """
     if value == UTIME_NOW:
         return time_ns()
@@ -170,7 +170,7 @@ class Server:
         workers.run()
 
     def stop(self) -> None:
-        """End blocked requests with EIO. The caller unmounts."""
+        """End blocked requests with EIO. Afterwards the caller unmounts."""
         self._stopping.set()
 
     @property
@@ -180,7 +180,7 @@ class Server:
 
 
 class _AttributesFor(threading.local):
-    """Records whether the next getattr in this thread is for a client, or only for libfuse.
+    """Records whether a client or only libfuse has caused the next getattr in this thread.
 
     libfuse calls getattr for a stat(2) and for a LOOKUP, which the guest runs as a system call of the client.
     It also calls getattr to complete its reply to create, mknod, mkdir, symlink and link. The same happens
@@ -193,18 +193,24 @@ class _AttributesFor(threading.local):
         self._has_client = True
 
     def skip_client(self) -> None:
-        """Record that the next getattr is only for libfuse."""
+        """Record that only libfuse causes the next getattr."""
         self._has_client = False
 
     def take_client(self) -> Callable[[], Client] | None:
-        """Return a function that returns the client of this getattr, or None if it is only for libfuse."""
+        """Return a function that returns the client of this getattr.
+
+        Return None if only libfuse has caused the getattr.
+        """
         has_client = self._has_client
         self._has_client = True
         return _client if has_client else None
 
 
 class _Operations:
-    """The operations that fusepy calls. The host's kernel requests a missing operation only once (ENOSYS)."""
+    """The FUSE operations that fusepy calls.
+
+    If an operation is missing, the host's kernel requests it only once, and gets ENOSYS.
+    """
 
     use_ns = True
     flag_nullpath_ok = 1
@@ -227,7 +233,7 @@ class _Operations:
         self.clients_own = mount.clients_own
         self.acting = mount.acting
         self._status: dict[int, int] = {}
-        """Handle of an open file -> its STATUS_FLAGS as set in the mount, unless these are 0."""
+        """Handle of an open file -> its STATUS_FLAGS that were last set in the mount, unless none is set."""
 
     def __call__(self, operation: str, *arguments: Any) -> Any:
         return getattr(self, operation)(*arguments)
@@ -384,7 +390,7 @@ class _Operations:
     def write_at_once(
         self, uid: int, gid: int, pid: int, handle: int, offset: int, flags: int, data: Any
     ) -> int | None:
-        """Write a view of data for SessionLoop; return None if the write may wait, so that libfuse writes."""
+        """Write `data` for SessionLoop; return None if the write may wait, so that libfuse calls write()."""
         if not self._mount.writes_at_once(handle):
             return None
         if self.reserve.is_scarce:
@@ -416,7 +422,7 @@ class _Operations:
     def release(self, _path: str | None, info: Any) -> None:
         """Close the file of an interrupted open(2), for libfuse.
 
-        SessionLoop calls close() for other RELEASEs.
+        For all other open files, SessionLoop calls close().
         """
         self.close(info.fh)
 

@@ -53,21 +53,24 @@ LINK_IN = struct.Struct("=Q")
 INVALIDATION = struct.Struct("=IiQQqq")
 """Layout of struct fuse_out_header and struct fuse_notify_inval_inode_out: ino, off, len."""
 FUSE_NOTIFY_INVAL_INODE = 2
-"""Code in `error` of a message that invalidates an inode. A negative `off` means only its attributes."""
+"""Value of the field `error` in a message that invalidates an inode.
+
+If `off` is negative, only the attributes are invalidated.
+"""
 ENTRY_INVALIDATION = struct.Struct("=IiQQII")
 """Layout of a fuse_out_header and a fuse_notify_inval_entry_out: parent, namelen, flags. The name follows."""
 FUSE_NOTIFY_INVAL_ENTRY = 3
-"""Code in `error` of a message that invalidates a name."""
+"""Value of the field `error` in a message that invalidates a name."""
 FUSE_EXPIRE_ONLY = 1
 """Flag of FUSE_NOTIFY_INVAL_ENTRY since Linux 6.2: the name only has to be looked up again."""
 INIT_IN = struct.Struct("=12xII")
 """Layout of struct fuse_init_in: flags, flags2."""
 FUSE_INIT_EXT = 1 << 30
-"""Bit of `flags` that says that `flags2` is valid."""
+"""Bit of `flags` that is set if `flags2` is valid."""
 FUSE_HAS_EXPIRE_ONLY = 1 << 3
-"""Bit of `flags2` that says that the host's kernel knows FUSE_EXPIRE_ONLY."""
+"""Bit of `flags2` that is set if the host's kernel knows FUSE_EXPIRE_ONLY."""
 FUSE_MAX_PAGES = 1 << 22
-"""Bit of `flags` since Linux 4.20: a reply may have `max_pages`, the maximum number of a request's pages."""
+"""Bit of `flags` since Linux 4.20: the reply may have `max_pages`, the maximum pages of a request."""
 INIT_OUT_FLAGS = struct.Struct("=I")
 INIT_OUT_FLAGS_OFFSET = 28
 """Offset of fuse_init_out.flags in a reply."""

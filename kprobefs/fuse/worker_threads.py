@@ -1,4 +1,4 @@
-"""WorkerThreads: the threads that take FUSE requests, with an additional one for each blocked request."""
+"""WorkerThreads: the threads that read FUSE requests, with an additional thread for each blocked request."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
 
 FREE_LOOPS = 3
-"""Number of threads that are free to take requests. More would only wait for Python's global lock."""
+"""Number of threads that are free to read requests. More would only wait for Python's global lock."""
 
 MAX_WAITING = 32
-"""Maximum number of threads that wait for the control lock and are replaced meanwhile.
+"""Maximum number of threads that are replaced while they wait for the control lock.
 
 If more threads wait, requests wait, too.
 """
@@ -40,7 +40,7 @@ class WorkerThreads:
         self._free = free
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        """All threads, except threads that could take no requests for lack of memory."""
+        """All threads, except threads that lack memory for reading requests."""
         self._next_try = 0.0
         self._blocked = 0
         self._replaceable = threading.Semaphore(MAX_WAITING)
@@ -63,7 +63,7 @@ class WorkerThreads:
 
     @contextmanager
     def blocking(self) -> Iterator[int]:
-        """Make another thread take requests while the calling thread waits.
+        """Make another thread read requests while the calling thread waits.
 
         Yield the number of threads that wait in this way, including the caller.
 
@@ -83,7 +83,7 @@ class WorkerThreads:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """If possible, make another thread take requests while the calling thread waits for a lock.
+        """If possible, make another thread read requests while the calling thread waits for a lock.
 
         Only threads of this pool are replaced, at most MAX_WAITING at once, because replacements do not end.
         """

@@ -1,6 +1,6 @@
 """`kprobefs bench hit`: the time that a probe hit takes, for each kind of handler and each mode.
 
-Functions that other benchmarks also use are here, too.
+The module also has the functions that other benchmarks share.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MODES = {
     SAVE_ALL: replace(_OPTIMIZED, saving=RegisterSaving.ALL),
     OPTIMIZED: _OPTIMIZED,
 }
-"""Mode -> profile that takes hits by this mode.
+"""Mode -> profile with which a kernel takes hits in this mode.
 
 With the first two profiles, the return trampoline is a breakpoint.
 """
@@ -75,7 +75,7 @@ ELSEWHERE = (
     ("Xeon E5410 2.33 GHz, x86-64 (jump optimization, 2009)", 910, 400, 60),
     ("Linux 6.1 under QEMU TCG, empty handler", 1189, None, 164),
 )
-"""Published ns per kprobe hit. Each row: machine and source, stepped, boosted, optimized."""
+"""Published nanoseconds per kprobe hit. Each row: machine and source; stepped, boosted, optimized."""
 RISCV_ELSEWHERE = "RISC-V under gem5 (optprobes, 2023): by a jump over 5 times as fast as by ebreak"
 RETURNS_ELSEWHERE = (
     ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 718, 405, 211),
@@ -85,7 +85,7 @@ RETURNS_ELSEWHERE = (
     ("Pentium M 1495 MHz (documentation, 2010)", 920, None, None),
     ("Opteron 246 1994 MHz, x86-64 (documentation, 2010)", 800, None, None),
 )
-"""Published ns per kretprobe hit. Each row: machine and source, stepped, boosted, optimized."""
+"""Published nanoseconds per kretprobe hit. Each row: machine and source; stepped, boosted, optimized."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class HitFigure:
     net: tuple[float, ...]
     """Nanoseconds that the probe adds to a call, compared with the unprobed rounds before and after."""
     traps: float
-    """Number of breakpoints and debug traps of a hit."""
+    """Number of breakpoints and debug traps per hit."""
     instructions: float
     """Number of guest instructions that the probe adds to a call, breakpoints included."""
     detour: int | None = None
@@ -145,9 +145,9 @@ NOISE_NOTE = f"{NOISE}: rounds differ by more than what is measured; take more -
 
 
 def measured(net: Sequence[float]) -> float | None:
-    """Return the median of the samples, or None if the rounds differ too much.
+    """Return the median of the samples; return None if the samples differ too much.
 
-    The rounds differ too much if the 10th percentile is 0 or negative.
+    They differ too much if their 10th percentile is 0 or negative.
     """
     return statistics.median(net) if quantile(net, 1) > 0 else None
 
@@ -204,7 +204,7 @@ def cases(arch: str, profile: str | None = None) -> list[HitCase]:
 def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
     """Measure a case in a new kernel, with `hits` calls a round.
 
-    The first round is not counted: it warms up the emulator.
+    The first round is not counted, because it warms up the emulator.
     """
     profile = built(case.mode, case.profile)
     config = MachineConfig(arch=case.arch, run_budget=60)
@@ -271,7 +271,7 @@ def traps_of(kernel: Kernel, run: Callable[[], object]) -> int:
 
 
 def check_mode(kernel: Kernel, probe: Kprobe, mode: str) -> None:
-    """Check that the kernel takes hits of `probe` by `mode`. Raises: AssertionError."""
+    """Check that the kernel takes hits of `probe` in the mode `mode`. Raises: AssertionError."""
     found = kernel.probe_mode(probe)
     wanted = _SHOWN.get(mode, mode)
     if found != wanted:
@@ -305,7 +305,7 @@ def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
 
 
 Loop = tuple[int, Callable[[], None]]
-"""Address of a loop in the guest, and a function to call before each run of the loop."""
+"""Address of a loop in the guest, and a function that must be called before each run of the loop."""
 
 
 def loop_of_calls(kernel: Kernel, hits: int) -> Loop:
@@ -316,7 +316,7 @@ def loop_of_calls(kernel: Kernel, hits: int) -> Loop:
 def _loop(kernel: Kernel, hits: int) -> Loop:
     """Write a loop of calls into the guest's text, for RISC-V.
 
-    The result of a call is the argument of the next one; for 0, the result is 0.
+    The result of a call is the argument of the next one. The function returns 0 for the argument 0.
     """
     machine = kernel.machine
     arch = kernel.arch
@@ -348,7 +348,7 @@ def _x86_loop(kernel: Kernel, hits: int) -> Loop:
 
 @dataclass(frozen=True)
 class MeasuredProbe:
-    """A probe that is measured, and functions that use it."""
+    """A probe that is measured, and functions for using it."""
 
     enable: Callable[[bool], None]
     hits: Callable[[], int | None]
@@ -483,7 +483,7 @@ def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
 
 
 def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) -> Iterator[str]:
-    """Yield the lines of a table with published figures."""
+    """Yield the lines of a table with figures that others have published; see ELSEWHERE."""
     yield f"{'measured elsewhere, ns (ratio)':38} {STEPPED:>13} {BOOSTED:>13} {OPTIMIZED:>13}"
     for name, *costs in rows:
         least = costs[-1]
@@ -495,7 +495,7 @@ def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) ->
 
 
 def cost(figure: float) -> str:
-    """Return nanoseconds as text of six characters, with a decimal below a thousand."""
+    """Return nanoseconds as a text of six characters, with one decimal place below a thousand."""
     return f"{figure:6.0f}" if abs(figure) >= 1000 else f"{figure:6.1f}"
 
 

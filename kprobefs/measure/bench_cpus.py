@@ -54,7 +54,7 @@ _TURNS_OF_A_ROUND = 4
 
 @dataclass(frozen=True)
 class CpusCase:
-    """One measurement of `bench hit --cpus`: a mode of taking hits, on a number of CPUs."""
+    """One measurement of `bench hit --cpus`: a mode in which hits are taken, on a number of CPUs."""
 
     probe: str
     mode: str
@@ -70,9 +70,9 @@ class CpusFigure:
 
     case: CpusCase
     net: tuple[float, ...]
-    """Nanoseconds of host CPU time that a hit adds, the mean of all CPUs, one sample per round."""
+    """Nanoseconds of host CPU time that a hit adds to a call: mean of all CPUs, one sample per round."""
     instructions: float | None
-    """Guest instructions that a hit adds, when all CPUs are in the function and take random turns.
+    """Guest instructions that a hit adds to a call, when all CPUs are in the function and take random turns.
 
     A turn is one instruction. None if the host handles a part of the hit, and on RISC-V, whose CPUs have no
     trap flag for counting.
@@ -105,7 +105,7 @@ class CpusFigure:
 
 
 def cases(arch: str, cpus: Sequence[int], profile: str | None = None) -> list[CpusCase]:
-    """Return the cases: all modes of a preset, or else the modes of the source, on each number of CPUs."""
+    """Return the cases, for each number of CPUs: all modes of a preset, or by default the source's modes."""
     ways = [mode for mode in modes(arch, profile) if mode not in (FTRACE, TRAP_FLAG, SAVE_ALL) or profile]
     return [
         CpusCase(probe, mode, number, arch, profile)
@@ -116,7 +116,7 @@ def cases(arch: str, cpus: Sequence[int], profile: str | None = None) -> list[Cp
 
 
 def measure(case: CpusCase, hits: int, rounds: int) -> CpusFigure:
-    """Measure a case in a new kernel: rounds without the probe and with it, with all CPUs in turns."""
+    """Measure a case in a new kernel: rounds without the probe and with it, in which the CPUs take turns."""
     profile = built(case.mode, case.profile)
     config = MachineConfig(arch=case.arch, cpus=case.cpus, run_budget=60)
     with Kernel(config, profile=profile) as kernel:

@@ -16,7 +16,7 @@ from kprobefs.common.progress import counted
 from kprobefs.measure.bench import FUNCTION, NOISE, caller, measured, notes, quantile
 
 KINDS = ("k", "j", "r", "kr", "jr", "c", "cr")
-"""Kinds of probes in section 6 of "Kernel Probes" (2010), one letter per probe; see LEGEND.
+"""Kinds of probes in section 6 of "Kernel Probes" (2010), with a letter for each probe; see LEGEND.
 
 The last two kinds are not in the source: their jprobe has a handler in guest code in place of a mirror
 function.
@@ -114,7 +114,10 @@ def _kprobe(kernel: Kernel) -> Count:
 
 
 def _jprobe(kernel: Kernel) -> Count:
-    """Register a jprobe whose handler is guest code that only returns; return a Count without hits."""
+    """Register a jprobe whose handler is guest code that only returns.
+
+    Return a Count that returns None, because the hits are not counted.
+    """
     text = kernel.machine.text
     arch = kernel.arch
     entry = text.alloc_text(arch.jump_size)

@@ -22,7 +22,7 @@ NO_DETOUR = "no detour buffers"
 WARMING = 100
 """Number of probes that are registered and unregistered before the measurement, to warm up the code."""
 RESOLUTION_KB = 4096
-"""Minimum memory in kB that can be measured: Python takes memory from the host by the MiB."""
+"""Minimum memory in kB that can be measured, because Python gets memory from the host in units of MiB."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ManyProbes:
 
     @property
     def detour_size(self) -> int | None:
-        """Return the median size of the detour buffers, or None if there are none."""
+        """The median size of the detour buffers in bytes, or None if there are none."""
         return statistics.median_low(self.detours) if self.detours else None
 
 

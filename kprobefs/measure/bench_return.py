@@ -1,4 +1,4 @@
-"""`kprobefs bench return`: the time of a hooked return by shadow stack, with many tasks and CPUs."""
+"""`kprobefs bench return`: the time that a hooked return takes with a shadow stack, many tasks and CPUs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FPROBE = "fprobe"
 FPROBE_REGS = "fprobe-pt_regs"
 FPROBES = (FPROBE, FPROBE_REGS)
 HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], saving=RegisterSaving.ALL)}
-"""Mode -> profile that takes hits by this mode.
+"""Mode -> profile with which a kernel takes hits in this mode.
 
 The hooks are a kretprobe in each of its modes, and an fprobe's exit handler with ftrace_regs or pt_regs.
 """
@@ -65,7 +65,7 @@ _FIRST_PID = 10_000
 class ReturnCase:
     """One measurement of `bench return`: a shadow stack and a mode, with a number of tasks and CPUs.
 
-    The tasks are in the hooked function.
+    Each of the tasks has a pending call of the hooked function.
     """
 
     backend: str
@@ -129,7 +129,8 @@ def cases(
 ) -> list[ReturnCase]:
     """Return the cases: each mode with one task and CPU, and the fastest mode with more tasks or CPUs.
 
-    With a preset, only its shadow stack and modes are measured.
+    With a preset `profile`, only the shadow stack and the modes of the preset are measured. `backends`: names
+    of the shadow stacks otherwise.
     """
     found = []
     known = modes(arch, profile)

@@ -1,4 +1,4 @@
-"""Work on a Dask cluster: calls of a function on other machines, each repeated if its worker is lost."""
+"""Work on a Dask cluster: calls of a function on other machines. A call is repeated if its worker is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kprobefs.common.errors import CliError, ExitStatus
 PACKAGES = ("emulated_kernel", "kprobefs")
 """Packages whose code the workers must have too."""
 _PATIENCE = 15
-"""Time in seconds within which the scheduler must answer."""
+"""Maximum time in seconds until the scheduler must answer."""
 _log = logging.getLogger(__name__)
 _LOGGERS = ("distributed.client", "distributed.core", "distributed.comm")
 """Loggers of Dask that report a lost connection, which a CliError reports too."""
@@ -64,7 +64,7 @@ def run_on_cluster(
 
 
 def _result(distributed: Any, address: str, future: Any) -> Any:
-    """Return the result of a call. Raises: CliError."""
+    """Return the result of the call that `future` stands for. Raises: CliError."""
     try:
         has_ended, outcome = future.result()
     except distributed.KilledWorker as error:
@@ -102,7 +102,7 @@ def _call(
 
 
 _digests: dict[tuple[str, ...], str] = {}
-"""Packages -> result of code_digest()."""
+"""Names of packages -> result of code_digest() for these packages."""
 
 
 def code_digest(packages: Sequence[str] = PACKAGES) -> str:

@@ -1,4 +1,4 @@
-"""Count of the guest instructions of a function that several CPUs call at the same time.
+"""Counts the guest instructions of a function that several CPUs call at the same time.
 
 The CPUs take turns of one instruction, in a random order.
 """

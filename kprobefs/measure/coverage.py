@@ -1,4 +1,4 @@
-"""`kprobefs coverage`: numbers of a kernel's instructions that can be probed or optimized, and reasons."""
+"""`kprobefs coverage`: how many of a kernel's instructions can be probed or optimized, and the reasons."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from kprobefs.measure.verdicts import Judge, ProbeOutcome, chosen_profile, outco
 
 _WIDTH = 80
 _PIECE = 1 << 14
-"""Size in bytes of the functions that a process examines at a time."""
+"""Size in bytes of the functions that a process examines as one piece of work."""
 Reasons = Counter[RejectReason | Tactics | None]
-"""Reason why a probe is not optimized, tactics of a jump, or None for Linux's rule -> number of instructions.
+"""Reason why a probe is not optimized, tactics that its jump needs, or None -> number of instructions.
 
 None counts the jumps that Linux's rule allows.
 """
@@ -49,9 +49,9 @@ class Coverage:
     judge: Judge
     profile: str
     symbols: list[tuple[Symbol, Reasons]] = field(default_factory=list)
-    """Functions of the subject, with their counts of instructions by reason."""
+    """Functions of the subject, each with its counts of instructions by reason."""
     pairs: int | None = None
-    """Number of instructions that the authors of a policy count as optimizable; None except on RISC-V."""
+    """Number of instructions that the authors of a policy count as optimizable; None except for RISC-V."""
     seconds: float = 0.0
     """CPU time of the analysis in seconds."""
 
@@ -66,7 +66,7 @@ class Coverage:
 
     @cached_property
     def tactics(self) -> Counter[Tactic]:
-        """Tactic -> number of instructions whose jump needs it, perhaps together with others."""
+        """Tactic -> number of instructions whose jump needs the tactic, perhaps together with others."""
         found: Counter[Tactic] = Counter()
         for reason, number in self.total.items():
             if isinstance(reason, tuple):
@@ -75,7 +75,7 @@ class Coverage:
 
     @property
     def sections(self) -> dict[str, Reasons]:
-        """Section of the text -> counts of its functions, the largest section first."""
+        """Section of the text -> counts of the section's functions, the largest section first."""
         found: dict[str, Reasons] = {}
         for symbol, reasons in self.symbols:
             found.setdefault(self.subject.section(symbol.address), Counter()).update(reasons)
@@ -92,7 +92,7 @@ class Source:
     vmcore: str | None = None
     cpu: str | None = None
     pattern: str | None = None
-    """Count only functions with such names, as in a shell."""
+    """Pattern of a shell for the names of the functions to count; None: count all functions."""
 
     def group(self) -> list[Subject]:
         """Read the kernels. Raises: CliError."""
@@ -126,7 +126,7 @@ class Counting(NamedTuple):
     reasons: Reasons
     pairs: int
     seconds: float
-    """CPU time; 0 if the function has the same code in a previous subject."""
+    """CPU time of the analysis in seconds; 0 if the function has the same code in a previous subject."""
 
 
 def coverage(
@@ -142,9 +142,9 @@ def coverage(
     """Count the instructions of the functions of `group` by the reason why a probe is optimized or not.
 
     The subjects of a group have the same functions; code that does not differ is examined once.
-    `strategy`: optimization policy in place of the profile's. `jobs`: number of processes.
-    `scheduler`: address of the Dask cluster that counts in place of processes; its workers read the kernels
-    from `source`. `results`: file of finished counts, which are not counted again.
+    `strategy`: optimization policy in place of the profile's. `jobs`: number of processes. `scheduler`:
+    address of the Dask cluster that counts in place of processes; its workers read the kernels from `source`.
+    `results`: file of finished counts, which are not counted again.
     Raises: CliError (the profile is unknown, or has no optimizer; a process has ended; the cluster fails).
     """
     first = group[0]
@@ -166,14 +166,17 @@ def coverage(
 
 
 Run = Callable[[list[int]], Iterable[tuple[int, Any]]]
-"""Function that counts the pieces with some numbers. It yields (number, encoded counts) in any order."""
+"""Function that counts pieces, given their numbers. It yields (number, encoded counts) in any order."""
 
 
 class FunctionCounter:
     """Counts the instructions of functions in several kernels that have the same functions."""
 
     def __init__(self, judges: Sequence[Judge], *, is_local: bool) -> None:
-        """Keep the judges. `is_local`: a verdict depends on the function's own code and tables only."""
+        """Store the judges, one for each kernel.
+
+        `is_local`: a verdict depends only on the function's own code and tables.
+        """
         self.judges = judges
         self._is_local = is_local
         strategy = judges[0].strategy
@@ -182,7 +185,10 @@ class FunctionCounter:
 
     @classmethod
     def of(cls, group: Sequence[Subject], profile_name: str | None, strategy: str | None) -> FunctionCounter:
-        """Return a counter for subjects. Raises: CliError (the profile is unknown, or has no optimizer)."""
+        """Return a counter for the subjects `group`.
+
+        Raises: CliError (the profile is unknown, or has no optimizer).
+        """
         first = group[0]
         try:
             profile = with_strategy(chosen_profile(profile_name, first.arch, first.tables), strategy)
@@ -231,7 +237,7 @@ class FunctionCounter:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all that decides about the counts: the kernels, the rules, and the code of kprobefs."""
+        """Digest of everything on which the counts depend: the kernels, the rules, and kprobefs's code."""
         parts: list[object] = [code_digest()]
         for judge in self.judges:
             tables = judge.subject.tables
@@ -247,7 +253,7 @@ class FunctionCounter:
         return digest.hexdigest()
 
     def count_piece(self, number: int) -> Any:
-        """Return the counts of a piece in the form of a results file."""
+        """Return the counts of the piece `number`, encoded as in a results file."""
         return _encoded([self.counting(symbol) for symbol in self._pieces[number]])
 
     def in_processes(self, jobs: int) -> Run:
@@ -292,9 +298,9 @@ class FunctionCounter:
 
 
 _forked: FunctionCounter | None = None
-"""Counter that FunctionCounter passes to its processes.
+"""Counter that FunctionCounter passes to its forked processes.
 
-Forked processes inherit the variable, because kernels are too large to send.
+They inherit the variable, because kernels are too large to send.
 """
 
 
@@ -304,11 +310,11 @@ def _count_number(number: int) -> Any:
 
 
 _Names = tuple[Source, str | None, str | None]
-"""What a worker makes its counter of: the kernels' source, the profile's name, and the strategy."""
+"""Arguments from which a worker makes its counter: source of the kernels, profile's name, and strategy."""
 _counters: dict[_Names, FunctionCounter] = {}
-"""Counter of this worker of a cluster; only the last one is kept."""
+"""Arguments -> counter of this worker of a cluster. Only the last counter is kept."""
 _one_at_a_time = Lock()
-"""Lock of _counters and of the counters, which several threads of a worker must not use together."""
+"""Lock around _counters and the use of a counter, because a worker has several threads."""
 
 
 def count_on_worker(names: _Names, digest: str, number: int) -> Any:
@@ -331,7 +337,9 @@ def count_on_worker(names: _Names, digest: str, number: int) -> Any:
 
 
 _PLAIN = ""
-"""Name of a jump that Linux's rule allows, in encoded counts."""
+"""Name in encoded counts for a jump that Linux's rule allows."""
+_TACTIC = "+"
+"""Sign before the name of a tactic, in encoded counts."""
 
 
 def _encoded(piece: Sequence[Sequence[Counting]]) -> list[Any]:
@@ -348,7 +356,8 @@ def _encoded(piece: Sequence[Sequence[Counting]]) -> list[Any]:
 def _name(reason: RejectReason | Tactics | None) -> str:
     if isinstance(reason, RejectReason):
         return reason.name
-    return _PLAIN if reason is None else " ".join(tactic.name for tactic in reason)
+    # The sign distinguishes a tactic from a reason of the same name.
+    return _PLAIN if reason is None else " ".join(f"{_TACTIC}{tactic.name}" for tactic in reason)
 
 
 def _decoded(piece: Any, functions: int, subjects: int) -> list[list[Counting]]:
@@ -369,9 +378,9 @@ def _decoded(piece: Any, functions: int, subjects: int) -> list[list[Counting]]:
 def _reason(name: str) -> RejectReason | Tactics | None:
     if name == _PLAIN:
         return None
-    if name in RejectReason.__members__:
-        return RejectReason[name]
-    return tuple(Tactic[each] for each in name.split(" "))
+    if name.startswith(_TACTIC):
+        return tuple(Tactic[each.removeprefix(_TACTIC)] for each in name.split(" "))
+    return RejectReason[name]
 
 
 def _pieces(symbols: Sequence[Symbol]) -> Iterator[Sequence[Symbol]]:
@@ -388,7 +397,10 @@ def _pieces(symbols: Sequence[Symbol]) -> Iterator[Sequence[Symbol]]:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Stop Python's garbage collection in a context: it would take a quarter of the time and find nothing."""
+    """Stop Python's garbage collection during a `with` block.
+
+    The collection would take a quarter of the time, and find nothing.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -440,7 +452,7 @@ def as_dict(found: Coverage) -> dict[str, Any]:
 
 
 def by_verdict(reasons: Reasons) -> dict[str, int]:
-    """Return name of an outcome -> number of instructions, with their sum as `instructions`."""
+    """Return a map name of an outcome -> number of instructions; `instructions` is their sum."""
     found = dict.fromkeys((verdict.value for verdict in ProbeOutcome), 0)
     for reason, number in reasons.items():
         found[outcome_of(reason).value] += number
@@ -503,7 +515,7 @@ def _wrapped(text: str, indent: str) -> str:
 
 
 def share(number: int, of: int) -> str:
-    """Return what per cent of `of` the count `number` is, as text; return "-" if `of` is 0."""
+    """Return the share of `number` in `of` as text, in per cent; return "-" if `of` is 0."""
     return f"{100 * number / of:.1f} %" if of else "-"
 
 

@@ -40,7 +40,7 @@ _RECORDED_LIMIT = 256 << 20
 _SECTIONS = (
     "entry", "noinstr", "kprobes", "sched", "cpuidle", "lock", "irqentry", "softirqentry", "static_call",
 )  # fmt: skip
-"""Names of text sections, whose borders are the symbols __NAME_text_start and __NAME_text_end."""
+"""Names of text sections, whose start and end are the symbols __NAME_text_start and __NAME_text_end."""
 _TEXT = ".text"
 _UNKNOWN = "?"
 """Symbol name for the text between recorded functions."""
@@ -55,11 +55,11 @@ class Subject:
     arch: str
     tables: ProbedTables
     recorded: tuple[Symbol, ...] | None = None
-    """The functions, if the subject does not have all functions of a kernel; otherwise None."""
+    """The functions, if the subject has only some functions of a kernel; None if it has all functions."""
     pattern: str = ""
     """Pattern of the names of functions to analyse; "" for all functions."""
     remarks: tuple[str, ...] = ()
-    """Sentences in the output that say for which CPUs the counts hold."""
+    """Sentences for the output about the CPUs for which the counts are valid."""
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:
@@ -77,7 +77,7 @@ class Subject:
         return tuple(firsts.values())
 
     def of_functions(self, pattern: str) -> Subject:
-        """Return the subject with only those functions whose names match a pattern of a shell."""
+        """Return the subject with only those functions whose names match the shell pattern `pattern`."""
         return replace(self, title=f"{self.title}, {pattern}", pattern=pattern)
 
     @property
@@ -94,7 +94,7 @@ class Subject:
     def has_optprobes(self) -> bool | None:
         """Whether the kernel was built with CONFIG_OPTPROBES; None if its symbols do not say so.
 
-        On RISC-V, only a series that is out of tree has optprobes, which the profile stands for.
+        On RISC-V, only an out-of-tree patch series has optprobes, so that the profile decides.
         """
         if self.arch.startswith("riscv"):
             return None
@@ -247,7 +247,11 @@ class RecordedTables:
 
 
 def _symbols(spans: dict[str, tuple[int, int]], ranges: dict[str, int], text: tuple[int, int]) -> Kallsyms:
-    """Return symbols for functions, for the gaps between them, and for the borders of ranges."""
+    """Return symbols for functions, for the gaps between the functions, and for the borders of ranges.
+
+    `spans`: name of a function -> its start and end. `ranges`: name of a border's symbol -> its address.
+    `text`: start and end of the text.
+    """
     starts = {start for start, _ in spans.values()}
     ends = {sum(span) for span in spans.values()}
     known = [Symbol(name, start, "t") for name, (start, _) in spans.items()]

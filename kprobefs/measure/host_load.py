@@ -1,4 +1,4 @@
-"""HostLoad: other activity of the host during a measurement, for the line below a table."""
+"""HostLoad: other activity of the host during a measurement, for a line below the table of results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _STEAL = 7
 
 
 class HostLoad:
-    """Load average and stolen CPU time of the host, from the constructor on."""
+    """The load average of the host, and the CPU time stolen from it, since the object was created."""
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0]
         self._times = _cpu_times()
 
     def line(self) -> str:
-        """Return the loads at the start and now, and the share of CPU time that a hypervisor took."""
+        """Return a line: the loads at the start and now, and the share of CPU time that a hypervisor took."""
         text = f"host: load {self._load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end"
         passed = [now - before for now, before in zip(_cpu_times(), self._times, strict=True)]
         if not passed:

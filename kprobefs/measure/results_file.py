@@ -1,4 +1,4 @@
-"""Results files: the finished parts of a long analysis, so that the next run only does the rest."""
+"""Results files: the finished parts of a long analysis, so that the next run computes only the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 from kprobefs.common.errors import CliError, ExitStatus
 
 _VERSION = 1
-"""Version of the format. A change of the lines or of a result's form needs the next number."""
+"""Version of the format. It must be increased if the lines or the form of a result change."""
 _HEAD = '{"kprobefs": "results", "version": %d}\n'
 """First line of a results file, without the version."""
 _FIRST_LINE = re.compile(r'\{"kprobefs": "results", "version": ([0-9]{1,9})\}\n')
@@ -48,7 +48,7 @@ class ResultsFile:
         self._file.close()
 
     def results(self, key: str) -> dict[int, Any]:
-        """Return number of each finished part of an analysis -> its result."""
+        """Return a map number -> result, for each finished part of the analysis `key`."""
         return dict(self._results.get(key, {}))
 
     def add(self, key: str, number: int, result: object) -> None:
@@ -98,9 +98,9 @@ def finish(
     key: str = "",
     file: ResultsFile | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number, result) of each part of an analysis; those in a results file are not computed again.
+    """Yield (number, result) of each part of an analysis. Parts in a results file are not computed again.
 
-    `run` computes the parts with the given numbers, in any order.
+    `run` computes the parts with the given numbers, in any order. `key`: key of the analysis in the file.
     """
     known = {} if file is None else file.results(key)
     yield from ((number, result) for number, result in known.items() if number < number_of_parts)

@@ -1,4 +1,4 @@
-"""`kprobefs bench return --memory`: memory of return hooks, and the figures of a talk.
+"""`kprobefs bench return --memory`: the memory that return hooks take, and the figures of a talk.
 
 Source: "Unifying return hooks" (LPC 2023).
 """
@@ -18,7 +18,11 @@ SLIDES = {
     "objpool": ("1.6KB", "160KB", "65KB", "6.5MB"),
     "fgraph": ("2MB",) * 4,
 }
-"""Shadow stack -> figures of the talk, for 1 and 100 probes: with a node for each CPU, and for each task."""
+"""Shadow stack -> memory according to the talk.
+
+The figures are for 1 and 100 probes with a node for each CPU, and then for 1 and 100 probes with a node for
+each task.
+"""
 NOTES = (
     "Of hooks, their nodes; of objpool's rings, their entries; of fgraph, the tasks'",
     "  arrays. As there, control blocks and rings' heads aren't counted.",

@@ -1,4 +1,4 @@
-"""Verdicts: Linux's treatment of a probe on an instruction of a subject, by bytes and tables only."""
+"""Verdicts: how Linux treats a probe on an instruction of a subject, judged by bytes and tables only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from kprobefs.measure.coverage_subject import Subject
 
 X86_PROFILE = "linux-6.1"
 LINUX_RULES = {"optprobe": "optprobe-linux"}
-"""Policy -> policy with exactly Linux's rules. The first one also checks branches from other functions."""
+"""Optimization policy -> policy with exactly Linux's rules.
+
+The policy `optprobe` also checks branches from other functions.
+"""
 _X86_FILLER = b"\0\xcc"
 _INT3 = 0xCC
 
@@ -46,7 +49,7 @@ def outcome_of(reason: RejectReason | Tactics | None) -> ProbeOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Linux's treatment of a probe event on one instruction."""
+    """Linux's decision about a probe event on one instruction."""
 
     rejection: Rejection | None
     """The first rule that refuses the probe or its jump; None if the probe is optimized."""
@@ -73,7 +76,7 @@ def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile
 
 
 class Judge:
-    """Decides what happens to a probe on an instruction, for one subject and one profile."""
+    """Decides how a probe on an instruction is treated, for one subject and one profile."""
 
     def __init__(self, subject: Subject, profile: Profile) -> None:
         self.subject = subject
@@ -92,7 +95,8 @@ class Judge:
     def with_strategy(self, name: str) -> Judge:
         """Return a judge of the same subject with another optimization policy.
 
-        The judge is kept, because its index of references takes time. Raises: KernelError (with_strategy).
+        The judge is cached, because building its index of references takes time. Raises: KernelError (no such
+        strategy).
         """
         found = self._others.get(name)
         if found is None:
@@ -134,13 +138,14 @@ class Judge:
     def _filled_code(self, symbol: Symbol) -> bytes:
         """Return a function's machine code without the filler at its end.
 
-        Zeros at the function's end are filler. On x86, int3 is filler too; boot also writes it after returns.
+        Zeros at the function's end count as filler. On x86, int3 is filler too; boot also writes it after
+        returns.
         """
         filler = _X86_FILLER if self._is_x86 else b"\0"
         return self.subject.tables.read(symbol.address, symbol.size).rstrip(filler)
 
     def verdicts(self, symbol: Symbol) -> dict[int, Verdict]:
-        """Return address of each instruction of a function -> verdict; filler is left out.
+        """Return a map address -> verdict, for each instruction of a function except filler.
 
         A landing pad has the verdict on the instruction to which Linux moves its probe.
         """

@@ -1,1 +1,1 @@
-"""Commands that answer, from a kernel's file alone, what its kprobes would do."""
+"""Commands that read a kernel's file, and report what the kernel's kprobes would do."""

@@ -1,4 +1,4 @@
-"""Parameters of a function that can be fetched at a place of the function, with their fetch arguments."""
+"""The parameters of a function that a probe inside the function can fetch, with their fetch arguments."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def arguments_at(
 ) -> tuple[Argument, ...]:
     """Return the parameters of a function with the fetch arguments that read them at the address `addr`.
 
-    `values` knows where the function keeps them. `on_entry`: the probe is at the function's symbol, so that
-    $argN is allowed.
+    `values` has the registers and stack words in which the function keeps them. `on_entry`: the probe is at
+    the function's symbol, so that $argN is allowed.
     """
     places = values.at(addr)
     registers = list(arch.registers.arguments)

@@ -1,4 +1,4 @@
-"""Arrows at the left of a listing, from jumps to their targets."""
+"""Arrows at the left of a listing, which lead from jumps to their targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Arrow:
     """Index of the row with the jump."""
     target: int
     lane: int
-    """Column of the vertical line, counted from the listing outwards; 0 is next to the listing."""
+    """Column of the arrow's vertical line, counted from the listing to the left; 0 is next to the listing."""
 
     @property
     def top(self) -> int:
@@ -31,8 +31,8 @@ class Arrow:
 def arrows(jumps: Iterable[tuple[int, int]], limit: int) -> list[Arrow]:
     """Return arrows for jumps, in at most `limit` lanes. Each jump is (its row, the row of its target).
 
-    Short arrows are next to the listing. Two arrows in one lane do not touch, except if they have the same
-    target. A jump for which there is no lane gets no arrow.
+    A lane is a column of vertical lines. Short arrows are next to the listing. Two arrows in one lane do not
+    touch, except if they have the same target. A jump for which there is no lane gets no arrow.
     """
     found: list[Arrow] = []
     for source, target in sorted(set(jumps), key=lambda jump: (abs(jump[0] - jump[1]), jump)):
@@ -49,7 +49,10 @@ def _are_apart(one: Arrow, other: Arrow) -> bool:
 
 
 def gutter(found: Sequence[Arrow], rows: int) -> list[str]:
-    """Return the text that draws arrows, for each row of a listing; all texts have the same length."""
+    """Return, for each of `rows` rows of a listing, the text that draws the arrows in the row.
+
+    All texts have the same length.
+    """
     lanes = 1 + max((arrow.lane for arrow in found), default=-1)
     if not lanes:
         return [""] * rows

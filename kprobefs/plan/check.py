@@ -1,4 +1,4 @@
-"""Checks of probe definitions: a kernel's answer to each line of a definitions file, and warnings."""
+"""Checks of probe definitions: a kernel's answers to the lines of a definitions file, and warnings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kprobefs.plan.planned_kernel import PlannedKernel
 PENDING = "pending"
 """Outcome of a probe whose module is not loaded."""
 UNCHECKED = "unchecked"
-"""Outcome of a line for another kind of event than kprobe events."""
+"""Outcome of a line that defines an event of another kind than kprobe events."""
 REMOVED = "removed"
 """Outcome of a line that removes events."""
 WARNINGS = {
@@ -46,7 +46,10 @@ _OTHER_KINDS = {
     "f": InterfaceRule.FPROBE_EVENTS,
     "t": InterfaceRule.TRACEPOINT_EVENTS,
 }
-"""Letter of an event's kind, except kprobe events -> interface rule of the kind, or None without a rule."""
+"""Letter of an event's kind, except kprobe events -> interface rule of kernels that have the kind.
+
+The value is None if all kernels have it.
+"""
 _EXPRESSION = re.compile(
     r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
     r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"
@@ -59,7 +62,7 @@ class Finding:
     """An error or a warning about a line of a definitions file."""
 
     rule: str
-    """Name of the rule: a name of error_log's table, an errno, or a key of WARNINGS."""
+    """Name of the rule that was violated: a name in error_log's table, an errno, or a key of WARNINGS."""
     is_error: bool
     message: str
     column: int | None = None
@@ -77,7 +80,7 @@ class Answer:
     If the kernel refuses the line, the name of the errno.
     """
     reason: str = ""
-    """Reason why the probe is no jump, or waits; "" if there is nothing to explain."""
+    """Reason why the probe is not optimized, or why it is pending; "" if there is nothing to explain."""
     findings: list[Finding] = field(default_factory=list)
     region: range = range(0)
     """Addresses that the probe's jump replaces; empty if there is no jump."""
@@ -86,9 +89,9 @@ class Answer:
     probe: TraceKprobe | None = None
     """The probe that the line has created; None if it has created none."""
     extended: str | None = None
-    """Outcome by the kernel's strategy; None if there is no strategy or no probe."""
+    """Outcome under the kernel's strategy; None if there is no strategy or no probe."""
     extended_reason: str = ""
-    """The tactics that the jump needs, or the rule by which the strategy refuses it."""
+    """The tactics that the jump needs under the strategy, or the rule by which the strategy refuses it."""
 
     @property
     def is_error(self) -> bool:
@@ -125,7 +128,7 @@ def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
 
 
 def _is_foreign(text: str, interface: Interface) -> bool:
-    """Return True if a line defines an event of another kind that the kernel has: a uprobe or the like."""
+    """Return True if a line defines an event of another kind that the kernel has, such as a uprobe."""
     found = DEFINITION.match(text)
     if found is None:
         return False
@@ -155,8 +158,8 @@ def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: Ke
 def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> str:
     """Return a hint to append to an error's message, or "" if there is none.
 
-    The text has the reason of a refused place, the addresses of an ambiguous symbol, or symbols with names
-    similar to an unknown one.
+    The hint is the reason why a place is refused, the addresses of an ambiguous symbol, or symbols similar to
+    an unknown one.
     """
     words = argv_split(line.text)
     place = words[1] if len(words) > 1 else ""
@@ -194,7 +197,7 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
 
 
 def _find_taken_jumps(answers: Sequence[Answer]) -> None:
-    """Change the answers for probes whose jumps would cover another line's probe: they stay breakpoints.
+    """Change the answers for probes whose jumps would cover another line's probe: they remain breakpoints.
 
     Add a warning to both lines.
     Mirrors: arch/x86/kernel/kprobes/opt.c:arch_check_optimized_kprobe (v6.1)
@@ -226,7 +229,7 @@ def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
 def _types(
     kernel: PlannedKernel, line: Line, probe: TraceKprobe, explained: Explanation
 ) -> Iterator[Finding]:
-    """Yield warnings about fetch arguments whose types differ from those of the parameters in the BTF."""
+    """Yield warnings about fetch arguments whose types differ from the BTF's types of the parameters."""
     prototype = explained.prototype
     if prototype is None:
         return
@@ -288,7 +291,7 @@ def _member(btf: Btf, arg: ProbeArg, parameter: Parameter, offset: int, column: 
 
 
 def _column(text: str, column: int) -> int:
-    """Return the column in a line's text for a column in error_log's copy of the command.
+    """Convert a column in error_log's copy of a command to the column in the text of the line.
 
     The copy has one blank between two words. Both columns count from 0.
     """

@@ -44,10 +44,9 @@ def run(
     strategy: str | None,
     form: str,
 ) -> bool:
-    """Run `kprobefs check` on the files `paths`; return True if no kernel refuses a line.
+    """Check the files `paths` for `kprobefs check`; return True if no kernel refuses a line.
 
     The other arguments are the command's options, which select the kernels. `form`: text, json or sarif.
-
     Raises: CliError (a file can't be read; no such kernel or profile).
     """
     kernels = [planned_kernel(arch, image, vmcore, profile, strategy, cpu) for image in images or (None,)]
@@ -92,7 +91,7 @@ def _findings(answers: Sequence[Answer]) -> Iterator[tuple[Line, Finding]]:
 def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
     """Return line and column of a finding in its file, both from 1 on.
 
-    The column is None if the finding is about the whole line, or if the line is continued.
+    The column is None if the finding is about the whole line, or if the line is continued on the next one.
     """
     raw = text.replace("\r\n", "\n").split("\n")[line.number - 1]
     start = raw.find(line.text)
@@ -144,7 +143,10 @@ def _missing(kernel: PlannedKernel) -> str:
 
 
 def _details(path: str, answer: Answer, number: int) -> Iterator[str]:
-    """Yield output lines: the findings about a line, and the reason why its probe has no jump."""
+    """Yield lines of output with the findings about a line, and the reason why its probe has no jump.
+
+    `path`: path of the file. `number`: number of the line.
+    """
     where = f"{escape_for_terminal(path)}:{answer.line.number}{f' ({number})' if number else ''}"
     found = [
         (f"{'error' if each.is_error else 'warning'}: {each.message} [{each.rule}]", each.column)

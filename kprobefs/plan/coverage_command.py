@@ -1,4 +1,4 @@
-"""`kprobefs coverage`: prints and writes the coverage of kernels, as text, JSON, pages and a picture."""
+"""`kprobefs coverage`: prints the coverage of kernels as text or JSON, and writes pages and a picture."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def run(
 def _whole(path: str | None) -> str | None:
     """Return the absolute path of a file, for workers in other directories.
 
-    A name without a directory that is no file, or means this host, stays as it is.
+    Return a name unchanged if it has no directory and is no file, or if it stands for this host.
     """
     if path is None or path == HOST or not os.path.exists(path):
         return path
@@ -132,7 +132,7 @@ def _compared(found: Sequence[Coverage]) -> Iterator[str]:
 
 
 def _row(head: str, columns: Sequence[str]) -> str:
-    """Return a row of the table; columns that do not fit are on further lines."""
+    """Return a row of the table. Columns that do not fit on its line are on further lines."""
     width = _COLUMN if _COLUMN * len(columns) <= _WIDTH - _HEAD_WIDTH else _NARROW_COLUMN
     most = (_WIDTH - _HEAD_WIDTH) // width
     room = _WIDTH - width * min(len(columns), most)
@@ -145,7 +145,10 @@ def _row(head: str, columns: Sequence[str]) -> str:
 
 
 def _differing(found: Sequence[Coverage]) -> list[tuple[str, list[int | None]]]:
-    """Return names of functions and their numbers of optimized places, the largest difference first."""
+    """Return the names of functions, each with its number of optimized instructions in each kernel.
+
+    The functions with the largest differences come first. The number is None if a kernel lacks the function.
+    """
     counted: list[dict[str, int]] = []
     for each in found:
         names: dict[str, int] = {}

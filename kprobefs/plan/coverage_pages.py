@@ -55,7 +55,7 @@ _COLUMNS = (
 
 
 def write_pages(directory: Path, found: Sequence[Coverage]) -> None:
-    """Write the pages of all kernels; each of several kernels has a directory of its own.
+    """Write the pages of all kernels. If there are several, the pages of each are in a directory of its own.
 
     Existing files with other names are kept. Raises: CliError (a file can't be written).
     """
@@ -146,7 +146,10 @@ def _function(found: Coverage, symbol: Symbol, reasons: Reasons) -> Iterator[str
 
 
 def _insns(judge: Judge, symbol: Symbol, code: bytes) -> Iterator[tuple[int, int, str, Verdict]]:
-    """Yield address, size, text and verdict of the instructions of a function."""
+    """Yield address, size in bytes, text and verdict of each instruction of a function.
+
+    `code`: machine code of the function.
+    """
     start = symbol.address
     names = address_names(judge.subject.tables.kallsyms.lookup)
     insns = judge.arch.disassembler.insns

@@ -16,7 +16,7 @@ _BAR = 26
 _ROW = 64
 _FONT = 14
 _LEAST_LABEL = 0.08
-"""Least share whose label fits into its part of the bar."""
+"""Minimum share of an outcome at which the label fits into the outcome's part of the bar."""
 
 
 def bars(found: Sequence[Coverage]) -> str:

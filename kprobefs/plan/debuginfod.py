@@ -18,12 +18,12 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.progress import Progress
 
 URLS = "DEBUGINFOD_URLS"
-"""Environment variable with the addresses of the servers, with blanks between them."""
+"""Environment variable with the addresses of the servers, which are separated by blanks."""
 _PART = 1 << 20
 _LIMIT = 16 << 30
 """Maximum size in bytes of a file that is downloaded."""
 _PATIENCE = 90
-"""Seconds without any data after which a server is given up; DEBUGINFOD_TIMEOUT changes them."""
+"""Seconds without any data after which a server is given up. DEBUGINFOD_TIMEOUT overrides the number."""
 
 
 def servers() -> list[str]:
@@ -34,7 +34,7 @@ def servers() -> list[str]:
 def fetch(build_id: str) -> Path:
     """Return the path of the debug information for a build id, from the cache or a server.
 
-    Raises: CliError (no server has it, or none answers).
+    Raises: CliError (no server has the file, or none answers).
     """
     place = _cache() / build_id / "debuginfo"
     if place.is_file() and place.stat().st_size:
@@ -55,7 +55,7 @@ def fetch(build_id: str) -> Path:
 
 
 def _download(url: str, place: Path) -> None:
-    """Write the file at a URL to `place`, which only exists when it is complete.
+    """Write the file at a URL to `place`. A file at `place` appears only when it is complete.
 
     Raises: OSError, HTTPException, ValueError.
     """
@@ -75,7 +75,10 @@ def _download(url: str, place: Path) -> None:
 
 
 def _copy(answer: BinaryIO, file: BinaryIO, expected: int) -> None:
-    """Copy an answer of `expected` bytes; 0 means that the server did not say how many."""
+    """Copy a server's answer of `expected` bytes to a file.
+
+    If `expected` is 0, the server did not send the size.
+    """
     size = 0
     with Progress("debug information", expected) as progress:
         while part := answer.read(_PART):

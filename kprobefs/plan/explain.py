@@ -30,7 +30,7 @@ def run(
     html: str | None,
     debug_info: str | None = None,
 ) -> None:
-    """Run `kprobefs explain` for `places`, and print the explanations.
+    """Explain probes at `places` for `kprobefs explain`, and print the explanations.
 
     `whole` shows whole functions. `as_json` prints JSON instead of text. `svg` and `html` are paths of files
     to write. `debug_info` is the path of a file with the kernel's debug information, for lines of source

@@ -1,4 +1,4 @@
-"""Explanation of a probe at an address: its outcome, the function, detour, better places, arguments."""
+"""Explanation of a probe at an address: its outcome, function, detour, better places, and arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from kprobefs.plan.planned_kernel import PlannedKernel, Variant
 _DETOUR_DISTANCE = 1 << 20
 """Distance in bytes from the end of the kernel to the address for which a detour is generated.
 
-The address of the real detour is chosen when the probe is registered. Texts with symbols do not depend on it.
+The address of the real detour is chosen when the probe is registered. Operands that are printed as symbols do
+not depend on the address.
 """
 _PAGE = 1 << 12
 EXTENDED = "extended"
@@ -35,7 +36,7 @@ EXTENDED = "extended"
 
 @dataclass(frozen=True, slots=True)
 class ListedInsn:
-    """An instruction of the function, and the verdict on a probe on it."""
+    """An instruction of the function, and the verdict on a probe at this instruction."""
 
     address: int
     offset: int
@@ -48,11 +49,11 @@ class ListedInsn:
     reason: str
     """The rule that refuses the probe or its jump, and the cause; "" if no rule is broken."""
     extended: Verdict | None
-    """The verdict by the kernel's strategy, if that is not Linux's rule; otherwise None."""
+    """The verdict under the kernel's strategy; None if the kernel has no strategy other than Linux's rule."""
 
     @property
     def mode(self) -> str:
-        """The outcome, or the strategy's name if only the strategy optimizes the probe."""
+        """The outcome, or "extended" if only the kernel's strategy optimizes the probe."""
         is_linux = self.extended is None or self.verdict.outcome is self.extended.outcome
         return self.verdict.outcome.value if is_linux else EXTENDED
 
@@ -135,7 +136,7 @@ class Explanation:
 
     @cached_property
     def extended(self) -> Verdict | None:
-        """Verdict on a probe at the place by the kernel's strategy; None if the kernel has no strategy."""
+        """Verdict on a probe at the place under the kernel's strategy; None if the kernel has no strategy."""
         return None if self._extended is None else self._extended.verdict(self.place.where)
 
     @property
@@ -152,7 +153,7 @@ class Explanation:
 
     @property
     def region(self) -> Region | None:
-        """The region of the jump at the place, by Linux's rule or by the strategy; None without a jump."""
+        """The region of the jump at the place, by Linux's rule or the strategy; None if there is no jump."""
         if self.verdict.region is not None or self.extended is None:
             return self.verdict.region
         return self.extended.region
@@ -223,13 +224,13 @@ class Explanation:
 
     @property
     def better_before(self) -> ListedInsn | None:
-        """The nearest instruction before the place at which a probe is optimized, or None."""
+        """The nearest instruction before the place at which a probe would be optimized, or None."""
         found = [insn for insn in self._optimized if insn.address < self.address]
         return found[-1] if found else None
 
     @property
     def better_after(self) -> ListedInsn | None:
-        """The nearest instruction after the place at which a probe is optimized, or None."""
+        """The nearest instruction after the place at which a probe would be optimized, or None."""
         return next((insn for insn in self._optimized if insn.address > self.address), None)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The disassembly in an explanation: its rows, and notes on why probes are refused or not optimized."""
+"""The disassembly in an explanation: its rows, and notes why probes are refused or not optimized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation, ListedInsn
 
 _AROUND = 8
-"""Number of instructions that are shown before and after the explained address, if not all are shown."""
+"""Number of instructions that are shown before and after the explained address, unless all are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +21,17 @@ class Row:
     insn: ListedInsn
     is_place: bool
     bracket: str
-    """Part of the bracket around the instructions that a jump replaces.
+    """Part of the bracket around the instructions that a jump replaces, beside this instruction.
 
-    "only", "first", "inner" or "last"; "" for other instructions.
+    The value is "only", "first", "inner" or "last"; it is "" for instructions outside of the bracket.
     """
     note: str
-    """Letter of the note that explains the verdict, or "" without a note."""
+    """Letter of the note that explains the verdict, or "" if there is no note."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The rows of a disassembly, and notes on why probes on its instructions are refused or not optimized."""
+    """The rows of a disassembly, and notes why probes on its instructions are refused or not optimized."""
 
     rows: tuple[Row, ...]
     notes: tuple[tuple[str, str], ...]
@@ -92,7 +92,7 @@ def _blamed(insn: ListedInsn) -> int:
 
 
 def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, str]]:
-    """Return the notes, each as reason, letter and text.
+    """Return the notes, each as a tuple of reason, letter and text.
 
     Each note names the places that break its rule. If there are several, they follow as notes without letter.
     """

@@ -1,4 +1,4 @@
-"""Explanations as one HTML page without external parts."""
+"""Explanations as one HTML page, which needs no other files."""
 
 from __future__ import annotations
 

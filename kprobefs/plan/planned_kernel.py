@@ -1,4 +1,4 @@
-"""PlannedKernel: a kernel for which probes are planned, opened from a file, a dump, or built in."""
+"""PlannedKernel: a kernel for which probes are planned. It is read from a file or a dump, or is built in."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PlannedKernel:
         """The kernel without modules."""
         self.profile = profile
         self.strategy: str | None = None
-        """Optimization policy whose verdicts are given apart from Linux's; None: only Linux's are given."""
+        """Optimization policy whose verdicts are given in addition to Linux's, or None for only Linux's."""
         self.image: str | None = None
         """Path of the kernel's file or package; None for a dump and for the built-in kernel."""
         self.modules: tuple[LinkedModule, ...] = ()
@@ -62,17 +62,17 @@ class PlannedKernel:
         self._files: ModuleFiles | None = None
         """Files of the package's modules, which this kernel and its copies share."""
         self.cpu_description = cpu_description
-        """Description, for the output, of the CPUs for which the answers hold."""
+        """Description, for the output, of the CPUs to which the verdicts apply."""
         self.remarks: tuple[str, ...] = ()
-        """Sentences in the output that say for which CPUs the answers hold."""
+        """Sentences for the output about the CPUs to which the verdicts apply."""
         self.is_dump = False
-        """Whether the text and data are those of a running kernel."""
+        """Whether the kernel was running when its text and data were dumped."""
         self.is_booted = False
-        """Whether the text is as boot has left it, as in a dump or with a chosen CPU."""
+        """Whether the text is in the state after boot, as in a dump or with option --cpu."""
 
     @cached_property
     def interface(self) -> Interface:
-        """The interface of tracefs that definitions follow, as in a mount of the kernel."""
+        """The interface of tracefs for definitions; a mount of the kernel has the same one."""
         if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
             return interface_named(self.profile.interface)
         from emulated_kernel.guests.linux.probing.detect_interface import detect_interface
@@ -85,10 +85,10 @@ class PlannedKernel:
         return self._with_modules(self.core, None)
 
     def _with_modules(self, core: LinuxKernel | KernelImage, returns: ReturnThunks | None) -> ProbedTables:
-        """Return the tables of `core` and the modules, whose returns are rewritten as `returns` says.
+        """Return the tables of `core` with the modules, whose returns are rewritten in the way `returns`.
 
-        `returns` is None if the text of `core` stays as it is. A booted kernel has rewritten its modules'
-        returns as its own.
+        `returns` is None if the text of `core` stays as it is. In a booted kernel, the modules' returns are
+        rewritten in the same way as the kernel's own.
         """
         if returns is None and self.is_booted and isinstance(core, LinuxKernel):
             returns = core.booted_returns
@@ -144,7 +144,7 @@ class PlannedKernel:
 
     @cached_property
     def whole(self) -> Variant:
-        """The whole kernel with its returns as on the CPU for which the answers hold."""
+        """The whole kernel with its returns rewritten as boot does on the CPU of `cpu_description`."""
         core = self.core
         if not isinstance(core, LinuxKernel) or not self._returns:
             return Variant("", self.judge)
@@ -160,7 +160,7 @@ class PlannedKernel:
         return self._as_booted(symbol, self._returns[0] if self._returns else None)
 
     def other_variants(self, symbol: Symbol) -> Iterator[Variant]:
-        """Yield the kernel with a function's returns rewritten in each other way, as on other CPUs."""
+        """Yield the kernel with a function's returns rewritten in each of the ways for other CPUs."""
         return (self._as_booted(symbol, returns) for returns in self._returns[1:])
 
     @property
@@ -180,7 +180,11 @@ class PlannedKernel:
 
     @cached_property
     def ways(self) -> Mapping[int, Sequence[int]]:
-        """Instruction address -> targets that its code does not show: by jump labels or exception fixups."""
+        """Address of an instruction -> further addresses where execution may continue after it.
+
+        These are the targets of jump labels that may be patched in, and the fixups of instructions that
+        fault.
+        """
         ways: dict[int, list[int]] = {}
         for code, target, _ in self.tables.jump_labels:
             ways.setdefault(code, []).append(target)

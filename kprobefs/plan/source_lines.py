@@ -38,17 +38,17 @@ def is_source_line(text: str) -> bool:
 
 
 class SourceLines:
-    """The source lines of a kernel. The debug information is searched when the first line is needed."""
+    """The source lines of a kernel. The debug information is located when the first line is needed."""
 
     def __init__(self, kernel: PlannedKernel, debug_info: str | None) -> None:
-        """Use the debug information in the file `debug_info`; None: find it. See debug_file()."""
+        """Use the debug information in the file `debug_info`. If it is None, debug_file() finds the file."""
         self._kernel = kernel
         self._path = debug_info
         self._shift = 0
         self._tables: LineTables | None = None
 
     def places(self, text: str) -> list[Place]:
-        """Return the place at which the code of a line begins, in each function with such code.
+        """Return the places where the code of a source line begins, one in each function that has such code.
 
         `text` has the form FILE:LINE. Raises: CliError (no debug information, file or code).
         """
@@ -73,7 +73,10 @@ class SourceLines:
         return self._in_functions(text, f"{path}:{line}", [each + self._shift for each in lines[line]])
 
     def _only_path(self, text: str, file: str, paths: Sequence[str]) -> str:
-        """Return the one path that a file's name means. Raises: CliError."""
+        """Return the one path that a file's name stands for. Raises: CliError (none or several do).
+
+        `text`: the place as the user wrote it. `paths`: paths of all source files.
+        """
         if file in paths or len(paths) == 1:
             return file if file in paths else paths[0]
         shown = escape_for_terminal(text)
@@ -89,9 +92,10 @@ class SourceLines:
         raise CliError(f"{shown}: {why} (for a module, give MODULE:SYMBOL)", ExitStatus.USAGE)
 
     def _in_functions(self, text: str, line: str, addresses: Sequence[int]) -> list[Place]:
-        """Return the first of the addresses in each function, as a place that the user wrote as `text`.
+        """Return the first address in each function, as a place that the user wrote as `text`.
 
-        Raises: CliError (no probe is possible).
+        `line`: FILE:LINE of the place. `addresses`: guest addresses of the line's code. Raises: CliError (no
+        probe is possible).
         """
         shown = escape_for_terminal(line)
         found: dict[int, Place] = {}
@@ -114,7 +118,7 @@ class SourceLines:
         return list(found.values())
 
     def _opened(self, path: Path) -> LineTables:
-        """Open the debug information, and check that it is of the kernel's build. Raises: CliError."""
+        """Open the debug information, and check that it belongs to the kernel's build. Raises: CliError."""
         from elftools.elf.elffile import ELFFile
 
         with explained(str(path)), open_regular(path) as file:
@@ -163,7 +167,7 @@ def _has_lines(path: Path) -> bool:
 
 
 def _shift(kernel: PlannedKernel, elf: Any, path: Path) -> int:
-    """Return the distance from linked addresses to those of a kernel, which KASLR may have moved.
+    """Return the distance in bytes from linked addresses to a kernel's addresses, which KASLR may have moved.
 
     Raises: KernelError EINVAL (the debug information is of another build).
     """
@@ -188,7 +192,10 @@ def _shift(kernel: PlannedKernel, elf: Any, path: Path) -> int:
 
 
 def _has_code(core: LinuxKernel | KernelImage, text: Any, shift: int) -> bool:
-    """Return True if a kernel has the code of an ELF file's section."""
+    """Return True if a kernel has, at the shifted address, the code of an ELF file's section `text`.
+
+    `shift`: distance in bytes from linked addresses to those of the kernel.
+    """
     start = text["sh_addr"] + shift
     if text["sh_type"] != "SHT_PROGBITS" or start != core.text_ranges[0].start:
         return False
@@ -202,7 +209,7 @@ def _other_build(why: str) -> KernelError:
 
 @contextmanager
 def _damage_explained(path: str) -> Iterator[None]:
-    """Turn errors of pyelftools, which trusts the numbers in a file, into CliError."""
+    """Convert exceptions of pyelftools to CliError: it does not check the numbers in a damaged file."""
     try:
         yield
     except (CliError, KeyboardInterrupt):

@@ -95,7 +95,7 @@ def _continued(arrow: str) -> str:
 
 
 def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
-    """Yield the answers about the explained address, each as a label and the lines after it."""
+    """Yield the answers about the explained address, each as a label and the text lines that follow it."""
     yield "verdict", [*_verdict(explained)]
     if explained.extended is not None:
         yield "extended", [*_extended(explained)]
@@ -133,7 +133,7 @@ def _verdict(explained: Explanation) -> Iterator[str]:
 
 
 def _extended(explained: Explanation) -> Iterator[str]:
-    """Yield the lines about the verdict of the strategy."""
+    """Yield the lines about the verdict under the kernel's strategy."""
     verdict = explained.extended
     assert verdict is not None
     because = f": {explained.extended_reason}" if explained.extended_reason else ", as by Linux's rule"
@@ -195,7 +195,7 @@ def _labelled(label: str, texts: Iterable[str]) -> Iterator[str]:
 
 
 def relocated(insn: DetourInsn) -> str:
-    """Return the mark of a copied instruction that differs from its original; "" for other instructions."""
+    """Return the mark for a copied instruction that differs from its original; "" for other instructions."""
     return "  (relocated)" if insn.is_relocated else ""
 
 

@@ -1,8 +1,8 @@
-"""Program that moves modules and renames identifiers by the tables in its directory.
+"""Program that moves modules and renames identifiers according to the tables in its directory.
 
 `rename.py modules SECTION...` moves the modules of these sections of modules.tsv with `git mv`. It rewrites
 every import, dotted name and path in the tracked text files. `rename.py names [KIND...]` applies names.tsv.
-To rebase a branch over a move, run the same command on the branch first.
+To rebase a branch onto a move, run the same command on the branch first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGES = {
     "kprobefs.fuse": "The FUSE session and its operations: only these modules import fuse.",
     "kprobefs.measure": "Benchmarks and analyses that the program offers as commands.",
 }
-"""Packages that a move creates -> first line of their __init__.py."""
+"""Package that a move creates -> first line of its __init__.py."""
 
 DONE = "\x01"
 """Prefix of a name that has been rewritten, so that it is not rewritten again."""
@@ -68,7 +68,7 @@ def text_files() -> Iterator[Path]:
 
 
 def table(sections: Iterable[str]) -> dict[str, str]:
-    """Return old module -> new module, from these sections of modules.tsv."""
+    """Return a map old module -> new module, from the given sections of modules.tsv."""
     wanted = set(sections)
     found: dict[str, str] = {}
     section = ""
@@ -115,7 +115,10 @@ def move(moves: dict[str, str]) -> None:
 
 
 def dotted(moves: dict[str, str], text: str) -> str:
-    """Rewrite dotted names; the longest module at the start of a name decides."""
+    """Rewrite dotted names in a text. If several modules match the start of a name, the longest is used.
+
+    `moves`: old module -> new module.
+    """
 
     def new(found: re.Match[str]) -> str:
         parts = found[0].split(".")
@@ -128,7 +131,7 @@ def dotted(moves: dict[str, str], text: str) -> str:
 
 
 def paths(moves: dict[str, str], packages: set[str], text: str) -> str:
-    """Rewrite paths of files and directories, with or without the name of the package.
+    """Rewrite paths of files and directories in a text, with or without the name of the package.
 
     A path without its package is rewritten only if it has at least two parts.
     """
@@ -160,7 +163,7 @@ def paths(moves: dict[str, str], packages: set[str], text: str) -> str:
 
 
 def imports(moves: dict[str, str], modules: set[str], path: Path, source: str) -> str:
-    """Rewrite `from PACKAGE import MODULE`, and the uses of a module if its last name changed."""
+    """Rewrite `from PACKAGE import MODULE` in a source, and uses of the module if its last name changes."""
     if "import" not in source:
         return source
     tree = ast.parse(source)
@@ -227,7 +230,7 @@ def remove_empty(directory: Path) -> None:
 
 
 def modules_main(sections: list[str]) -> None:
-    """Move the modules of these sections."""
+    """Move the modules of the sections `sections`."""
     moves = table(sections)
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -252,7 +255,8 @@ def modules_main(sections: list[str]) -> None:
 def names_main(kinds: list[str]) -> None:
     """Apply the rows of names.tsv in their order.
 
-    A scope is `global`, or [in:PATHS or not:PATHS] and [re:PATTERN -> REPLACEMENT], all regular expressions.
+    The scope of a row is `global`, or [in:PATHS or not:PATHS] and [re:PATTERN -> REPLACEMENT]. All of these
+    are regular expressions.
     """
     files = [
         path for path in tracked("*.py", "*.md") if HERE not in path.parents and path.name != "CHANGELOG.md"

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from stress.churn.session import Sample, Session
 
 WARM_UP = 20
-"""Number of cycles after which caches are filled; a tenth of the run's time must pass as well."""
+"""Number of cycles after which caches are considered full; a tenth of the run's time must pass as well."""
 MEASURED = 10
 """Minimum number of cycles after the first sample."""
 GROWTH = {"host_bytes": 1 << 20, "resident": 24 << 20}

@@ -30,11 +30,11 @@ ROUNDS = 5
 MODULES = ("ktgt", "twins", "counter_user")
 EVENTS = "/tracing/events/kprobes"
 MANY = "many"
-"""Group of the additional probes."""
+"""Group of the additional probe events."""
 AT_ONCE = 500
-"""Number of the additional probes that one write defines."""
+"""Number of additional probes that one write defines."""
 OOPS_EVERY = 10
-"""Number of cycles between two tasks that an oops kills."""
+"""Number of cycles from one task that an oops kills to the next."""
 BEHIND_ENTRY = {"riscv64": 8, "riscv64i": 8}
 """Architecture -> size in bytes of the nops at a function's entry; 5 on x86."""
 DEFINITIONS = (
@@ -53,9 +53,9 @@ class Sample:
     cycle: int
     seconds: float
     free_pages: int
-    """Free pages of the guest's page allocator."""
+    """Number of free pages in the guest's page allocator."""
     objects: int
-    """Objects in the guest's slab caches."""
+    """Number of objects in the guest's slab caches."""
     tasks: int
     host_bytes: int
     """Bytes of the machine's memory that the host uses, for module text and ring buffers."""
@@ -71,7 +71,7 @@ class Sample:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes in bytes that may change within bounds."""
+        """Sizes in bytes that may change within the limits of GROWTH."""
         return {"host_bytes": self.host_bytes, "resident": self.resident}
 
 
@@ -89,7 +89,7 @@ class Session:
             for number, kind in enumerate(kinds_of(self.kernel.guest))
         ]
         self.places = [*islice(places(self, probes), probes)] if probes else []
-        """SYMBOL+OFFSET of the additional probes."""
+        """Places of the additional probes, as SYMBOL+OFFSET."""
 
     def cycle(self) -> None:
         """Run all steps once. Raises: KernelError if a request fails that must succeed."""
@@ -150,7 +150,7 @@ class Session:
                 load.end()
 
     def forks(self) -> None:
-        """Simulate host processes that fork, use the mount and exit."""
+        """Simulate processes of the host that fork, use the mount and exit."""
         for number in range(3):
             pid = FIRST_CHILD + (3 * self.cycles + number) % CHILDREN
             self.watch.comms[pid] = "child"
@@ -162,7 +162,7 @@ class Session:
         self.read("/machine/version")
 
     def settle(self) -> None:
-        """Let pending work run: code is freed some jiffies after its last use."""
+        """Run the guest until pending work is done: code is freed some jiffies after its last use."""
         for _ in range(12):
             self.read("/machine/version")
 
@@ -220,7 +220,10 @@ def files_come_and_go(mount: Mount, owner: Client, worker: Client) -> None:
 
 
 def places(session: Session, count: int) -> Iterator[str]:
-    """Yield about `count` SYMBOL+OFFSET at which a probe can be registered, spread over the whole text."""
+    """Yield about `count` places SYMBOL+OFFSET at which a probe can be registered.
+
+    They are spread over the whole text.
+    """
     kernel = session.kernel
     probeable = [b for b in all_boundaries(kernel.image) if b.refusal is None]
     for boundary in probeable[:: max(1, len(probeable) // (2 * count))]:

@@ -17,7 +17,7 @@ from tests.guests.linux import debian_kernel
 from tests.progress import show_progress
 
 _WANTED = 99.9
-"""Percentage of an area's answers that must agree."""
+"""Minimum percentage of an area's answers that must agree."""
 _SHOWN = 20
 
 
@@ -41,7 +41,7 @@ def _run(kernels: Kernels, area: Area, options: argparse.Namespace, sample: Samp
 
 
 def main() -> int:
-    """Compare the kernels; return 1 if too many answers of an area differ."""
+    """Compare the kernels; return 1 if fewer than _WANTED per cent of an area's answers agree."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument(
         "image", nargs="?", help="a vmlinuz, a vmlinux or a Debian package (default: Debian's Linux 6.1)"

@@ -14,7 +14,7 @@ _REFUSED = "E"
 
 @dataclass(frozen=True)
 class Difference:
-    """A case up to the first step whose answers differ, and both answers."""
+    """The steps of a case up to the first one whose answers differ, and both answers."""
 
     area: str
     number: int
@@ -33,12 +33,12 @@ class Difference:
 
 @dataclass
 class Tally:
-    """Counts of the comparison of an area; an answer is an errno or the text of a file."""
+    """Counts of an area's cases and answers. An answer is an errno or the text of a file."""
 
     cases: int = 0
     answers: int = 0
     refused: int = 0
-    """Number of answers that are an errno."""
+    """Number of answers that are an errno of the distribution's kernel."""
     differing: int = 0
     differences: list[Difference] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class Tally:
 
 
 class Kernels:
-    """Both kernels; they are restarted if a case may have left them in different states."""
+    """Both kernels. They are restarted if a case may have left them in different states."""
 
     def __init__(self, start_linux: Callable[[], Side], start_ours: Callable[[], Side]) -> None:
         self._starters = start_linux, start_ours
@@ -87,14 +87,14 @@ class Kernels:
         return linux, ours
 
     def close(self) -> None:
-        """Free both kernels."""
+        """Close both kernels, and free their memory."""
         for side in self._sides or ():
             side.close()
         self._sides = None
 
 
 class ResetError(Exception):
-    """The reset of an area fails, because a case has left a kernel in an unexpected state."""
+    """Exception for a failed reset of an area: a case has left a kernel in an unexpected state."""
 
 
 def prepared(side: Side, area: Area) -> Side:

@@ -1,4 +1,4 @@
-"""Normalization of answers: replaces every part of a text that may differ between two kernels."""
+"""Normalization of answers: replaces each part of a text that may legitimately differ between two kernels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _PLACE = re.compile(r"\+0x[0-9a-f]+/0x[0-9a-f]+")
 
 
 class Normal:
-    """Rules that normalize texts by the name of their file.
+    """Rules that normalize texts, selected by the name of the file.
 
     `events` contains GROUP:EVENT of each static event that both kernels have.
     """
@@ -87,7 +87,7 @@ class Normal:
         }
 
     def text(self, path: str, text: str) -> str:
-        """Return the normalized text of an answer to an access to a path."""
+        """Return the normalized text of the answer to an access to `path`."""
         rule = self._rules.get(path.rsplit("/", 1)[-1])
         return _ADDRESS.sub("(address)", rule(text) if rule else text)
 
@@ -103,7 +103,7 @@ class Normal:
         return line in self._events or group in ("kprobes", "synthetic", "eprobes", "uprobes", "k", "ftrace")
 
     def _trace(self, text: str) -> str:
-        """Return only the records of the client, without times and sizes of functions."""
+        """Return only the records of the client in a trace, without times and sizes of functions."""
         text = _BIN_CALL.sub("(call)", _BIN_STAMP.sub(r"\1(time)", text))
         text = _VERSION.sub(r"\1\2", _SIZES.sub("#", text))
         lines = (line for line in _of_client(text.splitlines()) if not _OTHERS.search(line))

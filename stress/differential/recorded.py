@@ -1,4 +1,4 @@
-"""Recorded sample of cases with the distribution's kernel's answers, for tests without such a kernel."""
+"""A recorded sample of cases, with answers of a distribution's kernel, for tests without such a kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLE = Path(__file__).with_name("sample.json.gz")
 
 
 class Recorded(NamedTuple):
-    """One case, and the kernel's normalized answers to its steps."""
+    """One case, and the normalized answers of the distribution's kernel to its steps."""
 
     case: Case
     answers: list[str]
@@ -25,7 +25,7 @@ class Sample:
 
     def __init__(self, events: frozenset[str] = frozenset()) -> None:
         self.events = events
-        """The static events that both kernels have."""
+        """The static events that both kernels have, each as GROUP:EVENT."""
         self._areas: dict[str, list[Recorded]] = {}
 
     def add(self, area: str, case: Case, answers: list[str]) -> None:

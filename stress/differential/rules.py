@@ -1,4 +1,4 @@
-"""Grammar of the texts that are written to the files: mostly valid texts with some invalid parts."""
+"""Grammar of the texts that are written to tracefs files: mostly valid texts with some invalid parts."""
 
 from __future__ import annotations
 
@@ -275,11 +275,11 @@ _DAMAGED = 0.08
 # Some releases of Linux 6.1 accept trailing operators, and later ones refuse them.
 _TRAILING = re.compile(r"(?<=.)(?:\s*(?:&&|\|\||!))+\s*$")
 _MAX = 3000
-"""Maximum size of a text in bytes; a shell writes fewer at once."""
+"""Maximum size of a text in bytes, so that a shell can write the text at once."""
 
 
 def text(dice: Random, rule: str) -> str:
-    """Return a random text of a rule, sometimes damaged; damage adds no NUL bytes."""
+    """Return a random text of a rule, which is sometimes damaged. Damage adds no NUL bytes."""
     made = GRAMMAR.text(dice, rule)
     if dice.random() < _DAMAGED:
         made = _MUTATOR.tokens(dice, made.encode("latin-1")).replace(b"\0", b"").decode("latin-1")

@@ -22,7 +22,7 @@ from tests.guests.linux.parts import guest_of
 
 PID, COMM = 4001, "client"
 PROBED_FILES = ("/etc/passwd", "/etc/group")
-"""Files for uprobes; the host has them, and linux() creates them in the distribution's guest."""
+"""Files for uprobes. They exist on the host, and linux() creates them in the distribution's guest."""
 _CLIENT = Client(PID, 0, 0)
 _PIECE = 1 << 17
 _CLEARED = 8192
@@ -84,7 +84,7 @@ class Side:
         return self._opened(path, os.O_WRONLY | os.O_TRUNC, text)
 
     def read(self, path: str, _text: str) -> str:
-        """Return the contents of a file; an error at the end of the data is added in parentheses."""
+        """Return the contents of a file; if an error ends the read, append its name in parentheses."""
         handle, data = self.mount.open(_CLIENT, path, os.O_RDONLY | os.O_NONBLOCK), b""
         try:
             while len(data) < _MAX and (piece := self.mount.read(_CLIENT, handle, _PIECE, len(data))):

@@ -31,7 +31,7 @@ class Area:
     case: Callable[[Random, int], Case]
     """Function that returns a case for a random generator and the case's number."""
     prepare: Case = ()
-    """Steps after the start of a kernel."""
+    """Steps that are executed once after the start of a kernel."""
     reset: Case = ()
     """Steps before each case, which must succeed in both kernels."""
 

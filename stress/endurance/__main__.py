@@ -1,4 +1,4 @@
-"""Attack a mount for long: python -m stress.endurance [ATTACK...] [--count N | --seconds S] [--seed N]."""
+"""Attack a mount for minutes: python -m stress.endurance [ATTACK...] [--count N | --seconds S] [--seed N]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks on a mount; each raises Violation if the mount misbehaves, and returns a summary otherwise."""
+"""Attacks on a mount. Each raises Violation if the mount misbehaves, and otherwise returns a summary."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READERS = 1000
 
 
 def operations(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
-    """Run random operations from three clients; each must end in time with a result or an errno."""
+    """Run random operations from three clients. Each operation must end in time with a result or an errno."""
     with daemon(directory, program=PROGRAM, is_shared=True) as running:
         clients = [
             subprocess.Popen(
@@ -64,7 +64,7 @@ def operations(directory: Path, count: int, seconds: float, seed: int, slowest: 
 
 
 def kills(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:
-    """Kill the daemon at random moments while a client works; the next daemon must mount and answer."""
+    """Kill the daemon at random moments while a client works. The next daemon must mount and answer."""
     random = Random(seed)
     until = time.monotonic() + seconds
     done = 0
@@ -153,7 +153,7 @@ def _drain(pipe: int) -> bytes:
 
 
 def full_disk(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:
-    """Serve a mount whose log is /dev/full: the mount must work all the same."""
+    """Serve a mount whose log is /dev/full: the mount must work although the log cannot be written."""
     del seconds, seed
     rounds = count or 1
     for _ in range(rounds):
@@ -212,7 +212,7 @@ def readers(directory: Path, count: int, seconds: float, seed: int, slowest: flo
 
 
 def leap(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:
-    """Run daemons under faketime, with wall clocks of other decades and with a clock that runs too fast."""
+    """Run daemons under faketime: with wall clocks of other decades, and with a clock that runs too fast."""
     del count, seconds, seed
     if shutil.which("faketime") is None:
         return "not run: faketime is not installed"

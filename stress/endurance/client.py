@@ -1,4 +1,7 @@
-"""Client process that runs random file operations on a mount; each must end with a result or an errno."""
+"""Client process that runs random file operations on a mount.
+
+Each operation must end with a result or an errno.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ MAX_OPEN = 20
 
 
 class Client:
-    """Runs operations that the seed chooses on a mount at `root`."""
+    """Runs random operations, chosen by a seed, on a mount at `root`."""
 
     def __init__(self, root: str, seed: str) -> None:
         self.random = Random(seed)
@@ -42,7 +45,7 @@ class Client:
         self.slowest = (0.0, "")
         """(seconds, description) of the slowest request; an operation may consist of several requests."""
         self.began = 0.0
-        """Time at which the current request began, of time.monotonic()."""
+        """Value of time.monotonic() at which the current request began."""
         self.kind = ""
         self.opened = ""
         """The path that was opened last."""
@@ -66,7 +69,7 @@ class Client:
             os.close(descriptor)
 
     def answered(self) -> None:
-        """Record the time of the request that has just ended; the next request begins now."""
+        """Record the duration of the request that has just ended. The next request begins now."""
         now = time.monotonic()
         self.slowest = max(self.slowest, (now - self.began, f"{self.kind} (last opened: {self.opened})"))
         self.began = now

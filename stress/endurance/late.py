@@ -15,9 +15,9 @@ from types import FrameType
 LATE = 1.0
 """Time in seconds after which a request is late."""
 BEAT = 0.1
-"""Time in seconds for which the watchdog sleeps; if a sleep takes longer, the machine has stalled."""
+"""Time in seconds for which the watchdog sleeps. If a sleep takes much longer, the machine has stalled."""
 PROGRAM = [sys.executable, "-m", "stress.endurance.late"]
-"""Command that runs kprobefs with a signal handler that prints the stacks of its threads."""
+"""Command that runs kprobefs with a handler for SIGNAL, which prints the stacks of its threads."""
 SIGNAL = signal.SIGUSR1
 PRESSURE = Path("/proc/pressure/cpu")
 
@@ -28,7 +28,7 @@ class LateRequests(threading.Thread):
     def __init__(self, daemon: int, began: Callable[[], float]) -> None:
         """Watch requests to the daemon with this PID.
 
-        `began` returns the time at which the current request began, of time.monotonic().
+        `began` returns the value of time.monotonic() at which the current request began.
         """
         super().__init__(daemon=True)
         self.reports: list[str] = []

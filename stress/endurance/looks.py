@@ -1,4 +1,4 @@
-"""Requests that an attacked mount must answer, with their times."""
+"""Requests that a mount must answer during an attack, with the time that each takes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.fuse.harness import Daemon
 from tests.mounted.files import EVENTS, Files
 
 SLOWEST = 2.0
-"""Maximum time of a request in seconds, on an otherwise idle machine."""
+"""Maximum time of a request in seconds, if the machine is otherwise idle."""
 WITHIN = 120.0
-"""Maximum time in seconds until a client ends."""
+"""Maximum time in seconds after which a client must have ended."""
 
 
 def read_each(pipes: list[Path]) -> list[str]:
-    """Start a thread for each pipe, which reads it once, and return the list of results.
+    """Start a thread for each pipe that reads the pipe once, and return a list for the results.
 
     When a read ends, its thread appends the name of the errno, or "" after success.
     """
@@ -47,7 +47,10 @@ def errno_of(request: Callable[[], object]) -> str:
 
 
 def look(files: Files, event: str | None) -> tuple[float, str]:
-    """Read lists and the log and disable `event`; return (seconds, name) of the slowest request."""
+    """Read lists and the log, and disable `event` if it is not None.
+
+    Return the duration in seconds and the name of the slowest request.
+    """
     late = max(
         timed("kprobes/list", lambda: files.read("kprobes/list")),
         timed("machine/dmesg", lambda: files.read("machine/dmesg")),
@@ -58,14 +61,17 @@ def look(files: Files, event: str | None) -> tuple[float, str]:
 
 
 def timed(name: str, request: Callable[[], object]) -> tuple[float, str]:
-    """Make a request, and return (seconds, name)."""
+    """Make a request, and return its duration in seconds and its name."""
     start = time.monotonic()
     request()
     return time.monotonic() - start, name
 
 
 def lateness(late: tuple[float, str], slowest: float) -> str:
-    """Return the summary of the slowest request. Raises: Violation if it took more than `slowest` seconds."""
+    """Return a text about the slowest request, `late`: its seconds and its name.
+
+    Raises: Violation if it took more than `slowest` seconds.
+    """
     seconds, request = late
     if seconds > slowest:
         raise Violation(f"{request} took {seconds:.2f} s")

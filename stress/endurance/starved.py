@@ -24,14 +24,14 @@ NOTICED = 0.1
 CGROUPS = Path("/sys/fs/cgroup")
 SLEEPERS = 40
 HELD = 300
-"""Number of long files that are partly read and kept open, so that the daemon keeps their rendered text."""
+"""Number of long files that are partly read and kept open, so that the daemon must keep their text."""
 IDLE = 0.1
-"""Share of a CPU that a daemon may use without requests."""
+"""Maximum share of a CPU that a daemon may use while there are no requests."""
 
 
 @contextmanager
 def no_memory(process: int) -> Iterator[None]:
-    """Limit the address space of a process to its current size for the length of the block."""
+    """Limit the address space of a process to its current size, during the `with` block."""
     before = resource.prlimit(process, resource.RLIMIT_AS)
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[0])
     resource.prlimit(process, resource.RLIMIT_AS, (pages * resource.getpagesize(), before[1]))
@@ -45,7 +45,7 @@ def no_memory(process: int) -> Iterator[None]:
 
 @contextmanager
 def no_threads(process: int) -> Iterator[None]:
-    """Limit a process to its current number of threads for the length of the block, by a control group."""
+    """Limit a process to its current number of threads by a control group, during the `with` block."""
     base = _pids_controller()
     assert base is not None
     own, group = _own_group(process, base), base / f"kprobefs-{process}"
@@ -90,7 +90,7 @@ Shortage = Callable[[int], AbstractContextManager[None]]
 
 
 def starved(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
-    """Run rounds without memory, then without threads; after each round the daemon must work normally."""
+    """Run rounds without memory, and then without threads. After each round the daemon must work normally."""
     rounds, results = count or 1, []
     for name, shortage in (("memory", no_memory), ("threads", no_threads)):
         if shortage is no_threads and _pids_controller() is None:
@@ -129,7 +129,10 @@ def _round(running: Daemon, shortage: Shortage, seed: str, seconds: float) -> tu
 
 
 def _look_on(running: Daemon) -> tuple[float, str]:
-    """Read lists and the log and disarm all probes; return (seconds, name) of the slowest request."""
+    """Read lists and the log, and disarm all probes.
+
+    Return the duration in seconds and the name of the slowest request.
+    """
     files = Files(running.directory)
     return max(
         timed("kprobes/list", lambda: files.read("kprobes/list")),
@@ -140,9 +143,10 @@ def _look_on(running: Daemon) -> tuple[float, str]:
 
 
 def _make(files: Files, shortage: Shortage) -> tuple[float, str]:
-    """Make requests that need memory or threads, and return (seconds, name) of the slowest one.
+    """Make requests that need memory or threads.
 
-    A request fails with ENOMEM and without a partial effect if it needs the missing resource.
+    Return the duration in seconds and the name of the slowest one. A request fails with ENOMEM and without a
+    partial effect if it needs the missing resource.
     """
     late = (0.0, "")
     before = files.read("kprobe_events")
@@ -166,7 +170,10 @@ def _make(files: Files, shortage: Shortage) -> tuple[float, str]:
 
 
 def _hold(files: Files) -> tuple[float, str]:
-    """Keep many long files open, and return (seconds, name) of the slowest open and read."""
+    """Keep many long files open.
+
+    Return the duration in seconds and the name of the slowest open or read.
+    """
     late = (0.0, "")
     with ExitStack() as held:
         for _ in range(HELD):
@@ -183,9 +190,10 @@ def _hold(files: Files) -> tuple[float, str]:
 
 
 def _sleep(files: Files, shortage: Shortage) -> tuple[float, str]:
-    """Start more sleeping reads than there are threads, and return (seconds, name) of the slowest request.
+    """Start more sleeping reads than there are threads.
 
-    The excess reads must fail with ENOMEM, and other requests must not wait.
+    Return the duration in seconds and the name of the slowest request. The excess reads must fail with
+    ENOMEM, and other requests must not wait.
     """
     answers = read_each([files.path("tracing/per_cpu/cpu0/trace_pipe_raw")] * SLEEPERS)
     eventually(lambda: "ENOMEM" in answers, "so many reads have had threads", WITHIN)

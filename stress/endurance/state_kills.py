@@ -21,13 +21,13 @@ from stress.endurance import state_writer as writer
 from tests.fuse.harness import ROOT, environment
 
 _NUMBER = slice(16, 24)
-"""Position of the argument in an entry of the probe, in bytes."""
+"""Range of bytes with the recorded argument in an entry of the probe."""
 _PAGE = 146
-"""Number of the probe's entries that fit on a page of the ring buffer."""
+"""Number of entries of the probe that fit on a page of the ring buffer."""
 
 
 class Lost(AssertionError):
-    """A record or a definition is missing after a kill."""
+    """Exception for a record or a definition that is missing after a kill."""
 
 
 def state_kills(directory: Path, count: int, seconds: float, seed: int, _slowest: float = 0.0) -> str:
@@ -94,9 +94,10 @@ def _check_definitions(living: RebootableKernel, directory: Path) -> None:
 
 
 def _check_records(living: RebootableKernel, made: int, taken: int) -> tuple[int, int]:
-    """Return the numbers of records and torn records; the first `taken` records may be missing.
+    """Check the records of a kernel; return the numbers of records and torn records.
 
-    A reader may have consumed these. Raises: Lost.
+    `made`: number of records that exist for certain. `taken`: number of first records that may be missing,
+    because a reader may have consumed them. Raises: Lost.
     """
     arrays = living._kernel.trace_arrays
     last = arrays.find("last")

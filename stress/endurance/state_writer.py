@@ -1,8 +1,8 @@
 """Program that runs a kernel with --state and makes records and definitions until it is killed.
 
 Its arguments are DIR and SEED. In DIR, the file PROGRESS contains the number of records that certainly exist,
-and the number of records that may have been consumed. DEFINED contains the definitions before the current
-step. STEP contains the step: the name of a file, and the text that is written to it.
+and the number of records that may have been consumed. The file DEFINED contains the definitions before the
+current step. STEP contains the step: the name of a file, and the text that is written to it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MIXED = (
 
 
 def begin(directory: Path) -> RebootableKernel:
-    """Start a kernel with the state of the previous one."""
+    """Start a kernel with the state that the previous kernel left."""
     state = SavedState(StateDirectory(str(directory / STATE)), "")
     return RebootableKernel(CONFIG, RootLayout.FULL, Owner(os.getuid(), os.getgid()), state=state)
 
@@ -77,7 +77,7 @@ def write(living: RebootableKernel, path: str, text: str) -> None:
 
 
 def do(living: RebootableKernel, step: Sequence[str]) -> None:
-    """Execute a step; it may fail."""
+    """Execute a step. The step may fail."""
     with suppress(OSError):
         write(living, f"/tracing/{step[0]}", f"{step[1]}\n")
 

@@ -1,6 +1,6 @@
 """Prove that every optimizable address can be patched while other CPUs run: python -m stress.exhaustion.
 
-In a kernel without jumps, the same addresses only get breakpoints.
+If the kernel has no optimizer, the probes at these addresses are only armed and disarmed.
 
 Options: [--profile P] [--strategy S] [--tactic T] [--arch A] [--save-regs R] [--sites] [--states N]
 [--part I/N] [--jobs N | --scheduler ADDRESS] [--results FILE].

@@ -1,4 +1,4 @@
-"""Proof for handlers in guest code: they are compiled, replaced and freed while CPUs are in their code."""
+"""Proof for handlers in guest code, which are compiled, replaced and freed while CPUs are in their code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kprobes.optimizer.regions import Pieces
 
 @contextmanager
 def enabled(compiler: Compiler) -> Iterator[None]:
-    """Let hits compile their handlers within the block."""
+    """Make hits compile their handlers during the `with` block."""
     compiler.enabled = True
     try:
         yield
@@ -29,7 +29,7 @@ def enabled(compiler: Compiler) -> Iterator[None]:
 
 
 class CompiledProof(Proof):
-    """Proof with a handler in guest code.
+    """Proof in which the probe has a handler in guest code.
 
     The handler reads memory that may not be mapped, overwrites virtual registers, calls the host, and
     increments a per-CPU cell.
@@ -57,11 +57,11 @@ class CompiledProof(Proof):
         return [(self.probed.kernel.machine.records.address(self.cell), self._counted.tobytes())]
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """Return the place that runs all stages at an address."""
+        """Return the place at an address, which runs all stages of the proof."""
         return CompiledPlace(self, address, cpus)
 
     def live_at(self, addr: int) -> LiveRegisters:
-        """Return the registers and flags that must be the same at an address with and without the probe."""
+        """Return the registers and flags that must be equal at an address with and without the probe."""
         kprobes = self.probed.kernel.kprobes
         if kprobes.profile.saving is RegisterSaving.ALL:
             return super().live_at(addr)
@@ -84,7 +84,7 @@ class CompiledProof(Proof):
 
 @dataclass
 class CompiledPlace(Place):
-    """Place with a handler in guest code, which is compiled only in the stages for that."""
+    """Place with a handler in guest code, which is compiled only in the stages that test its compilation."""
 
     proof: CompiledProof
     codes: list[CompiledCode] = field(default_factory=list, init=False)
@@ -100,6 +100,7 @@ class CompiledPlace(Place):
     def _handled_otherwise(self, detours: Group) -> Group:
         """Redirect the jump to a compiled detour, back to the detour that calls Python, and to a new one.
 
+        Return the CPUs in the detours. `detours`: the CPUs in the detour that calls Python.
         A punned jump reaches few addresses. If none of them is free, Python handles the hits.
         """
         compiler = self.compiler
@@ -140,8 +141,8 @@ class CompiledPlace(Place):
     def _stubs(self) -> Group:
         """Compile a stub by a hit of the breakpoint; return the CPUs in its code and in the slot after it.
 
-        From the stub on, the host's routine handles the traps, and a CPU has no other state than its ip.
-        Python handles the hits of an emulated instruction.
+        In the stub and in the slot, the host's routine handles traps, so that only a CPU's ip says where it
+        is. Python handles the hits of an emulated instruction.
         """
         self._change()
         with enabled(self.compiler):
@@ -163,7 +164,7 @@ class CompiledPlace(Place):
         return joined([self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus], slots)
 
     def _compile(self) -> None:
-        """Compile the detour as the first hit of the jump does, but without running the machine."""
+        """Compile the detour without running the machine; otherwise the jump's first hit compiles it."""
         with enabled(self.compiler):
             self.kernel.kprobes.routes.compile_detour(self.head)
         code = self.head.compiled
@@ -179,7 +180,7 @@ class CompiledPlace(Place):
         return [self._inside(cpu, code.address, code.size, "code") for cpu in self.cpus]
 
     def _waits_for(self, group: Group) -> None:
-        """Check that replaced code is not freed while a CPU is in it."""
+        """Check that replaced code is not freed while a CPU of `group` is in it."""
         waited: list[bool] = []
 
         def occupied(spans: Spans) -> Spans:
@@ -194,7 +195,10 @@ class CompiledPlace(Place):
         self.scheduler.occupied_of = lambda _spans: ()
 
     def _leaving(self, standing: CpuState) -> CpuState:
-        """Return `standing` as it is after unregistration; a CPU in compiled code still counts the hit."""
+        """Return the state that `standing` has after the probe is unregistered.
+
+        A CPU in compiled code still counts its hit.
+        """
         in_code = any(code.contains(standing.ip) for code in self.codes)
         return standing if in_code else super()._leaving(standing)
 

@@ -23,9 +23,9 @@ from tests.kprobes.scripted import script
 
 Spans = Sequence[tuple[int, int]]
 Group = list[list[CpuState]]
-"""The possible states of each CPU; all lists of a place have the order of its CPUs."""
+"""The possible states of each CPU. All groups of a place list the CPUs in the same order."""
 PUSH_FLAGS = b"\x9c"
-"""The pushf instruction, which pushes the trap flag if it is single-stepped."""
+"""Machine code of pushf, which pushes the flags with TF if it is single-stepped."""
 
 
 class Watch(Prefetch):
@@ -34,14 +34,14 @@ class Watch(Prefetch):
     before_sync: Callable[[], None] = staticmethod(lambda: None)
 
     def synchronised(self) -> None:
-        """Call `before_sync`, then forget all text writes before the synchronization."""
+        """Call `before_sync`, and then forget all text writes that happened before the synchronization."""
         self.before_sync()
         super().synchronised()
 
 
 @dataclass
 class Proof:
-    """Checks places one after the other, and adds a line to `problems` for each problem."""
+    """Checks places one after the other, and appends a line to `problems` for each problem."""
 
     probed: Probed
     states: int = 1
@@ -76,27 +76,27 @@ class Proof:
 
     @property
     def has_jumps(self) -> bool:
-        """Whether the optimizer writes jumps by itself; without these, a probe is only armed and disarmed."""
+        """Whether the optimizer writes jumps; if not, a probe is only armed and disarmed."""
         kprobes = self.probed.kernel.kprobes
         return kprobes.optimizer is not None and kprobes.profile.djprobe is None
 
     def length(self, address: int) -> int:
-        """Return the number of bytes of whole instructions that a jump covers or would cover."""
+        """Return the size in bytes of the whole instructions that a jump covers or would cover."""
         return piece_size(self.probed, self.probed.region(address))
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """Return the place that runs all stages at an address."""
+        """Return the place at an address, which runs all stages of the proof."""
         return Place(self, address, cpus)
 
     def live_at(self, _addr: int) -> LiveRegisters:
-        """Return the registers and flags that must be the same at an address with and without the probe."""
+        """Return the registers and flags that must be equal at an address with and without the probe."""
         return self.bench.all_live
 
     def live_after(self, address: int, end: int | None) -> LiveRegisters:
-        """Return the registers and flags that must be the same at an exit of a region, or None for a return.
+        """Return the registers and flags that must have the same values at an exit of a region.
 
-        The scratch registers of the jumps may differ if no instruction reads them after the region. What is
-        dead before a return is dead after it.
+        `end`: address of the exit, or None for a return. The scratch registers of the jumps may differ if no
+        instruction reads them after the region. Registers that are dead before a return are dead after it.
         """
         live = self.bench.all_live if end is None else self.live_at(end)
         region = self.probed.verdict.optimized_region(address)
@@ -110,7 +110,10 @@ class Proof:
         return replace(live, registers=live.registers - free)
 
     def loose_flags(self, address: int, size: int) -> int:
-        """Return the flags that the region leaves undefined, which may differ too."""
+        """Return the flags that the code of the region leaves undefined, and that may differ therefore.
+
+        `address` and `size`: of the region.
+        """
         arch = self.probed.kernel.arch
         if not self.bench.all_live.flags:
             return 0
@@ -118,7 +121,7 @@ class Proof:
         return loose_flags(code, address, arch.bits, live=self.live_at(address).flags)
 
     def check(self, place: tuple[str, int, int]) -> None:
-        """Check one place (symbol, offset, address), and add its problems."""
+        """Check one place, given as symbol, offset and address, and append its problems."""
         symbol, offset, address = place
         region = self.length(address)
         leads_to = exits(self.probed, address, region)
@@ -149,11 +152,11 @@ class Place:
         self.probed = self.proof.probed
         self.kernel, self.scheduler = self.probed.kernel, self.proof.scheduler
         self.in_jump: Group = [[] for _ in self.cpus]
-        """States of CPUs that have executed a part of the jump; see `_stays`."""
+        """States of CPUs that have executed a part of the jump and may be interrupted there; see `_stays`."""
         self.in_kept: Group = [[] for _ in self.cpus]
         """States of CPUs at instructions that the jump covers but keeps; no stage waits for them."""
         self.is_sole = False
-        """Whether the probe has no aggregator, so that it is marked as disabled only after it is disarmed."""
+        """Whether the probe has no aggregator probe. Then it is marked as disabled after it is disarmed."""
 
     def run(self) -> None:
         """Arm and unregister a probe, and optimize it if there are jumps; check all CPUs in each step."""
@@ -212,9 +215,10 @@ class Place:
     # Possible positions of a CPU
 
     def _after_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[CpuState]:
-        """Return the states of a CPU after all instructions but the last in the current bytes at the probe.
+        """Return the states of a CPU after each instruction except the last one at the probe.
 
-        `size` is the number of bytes, and `hits` the number of hits that are still to come in these states.
+        The instructions are the current bytes, of which there are `size`. `what`: description of the states.
+        `hits`: number of hits that the CPU will still have in these states.
         """
         code = self.kernel.machine.text.current(self.address, size)
         inner = self.kernel.arch.instruction_boundaries(code, self.address)[1:]
@@ -226,9 +230,9 @@ class Place:
         return [self._after_each(cpu, size, "jump", 1) for cpu in self.cpus]
 
     def _stays(self, standing: CpuState) -> bool:
-        """Return True if a CPU may still be in a state after the synchronization.
+        """Return True if a CPU may still be in the state `standing` after the synchronization of all CPUs.
 
-        An interrupt synchronizes the CPU, so it must be possible at that address.
+        An interrupt synchronizes the CPU, so the CPU must be interruptible at this address.
         """
         regs = self.kernel.machine.regs
         here, regs.ip = regs.ip, standing.ip
@@ -248,7 +252,10 @@ class Place:
         return self._inside(cpu, detour.address, detour.size, "detour")
 
     def _inside(self, cpu: OtherCpu, address: int, size: int, what: str) -> list[CpuState]:
-        """Return the states of a CPU at each instruction of code that a hit executes."""
+        """Return the states of a CPU at each instruction of code that it executes at a hit.
+
+        `address`, `size`: the code. `what`: description of the states.
+        """
         code = self.kernel.machine.text.current(address, size)
         boundaries = self.kernel.arch.instruction_boundaries(code, address)
         return self._met(cpu, boundaries, address, f"{what} +", 1)
@@ -305,7 +312,7 @@ class Place:
         self.probed.settle()
 
     def _check_hits_counted(self, slots: Group) -> None:
-        """Check that each CPU in a slot or code counts as a hit that has not ended."""
+        """Check that each CPU in a slot or in guest code is counted as a hit that has not ended."""
         assert self.head.insn is not None
         if self.head.insn.boosted:
             # The slot is kept for CPUs in any case.
@@ -316,7 +323,7 @@ class Place:
             self._note("armed", None if is_seen else f"a CPU at {at.what} is not seen")
 
     def _with_states(self, standings: Iterable[CpuState]) -> AbstractContextManager[object]:
-        """Let the machine report that CPUs are in these states within the block."""
+        """Make the machine report that its CPUs are in these states, during the `with` block."""
         positions = [(at.registers.ip, at.registers.sp) for at in standings]
         return patch.object(self.kernel.machine, "positions", lambda: positions)
 
@@ -339,7 +346,7 @@ class Place:
         self.probed.settle()
 
     def _leaving(self, standing: CpuState) -> CpuState:
-        """Return a state in the detour of an unregistered probe, which calls no handler."""
+        """Return the state for a CPU in the detour of an unregistered probe, in which it calls no handler."""
         return CpuState(standing.what, standing.registers, standing.memory, 0)
 
     def _unregister(self) -> None:
@@ -355,7 +362,11 @@ class Place:
         others: Group | None = None,
         hits: int = 1,
     ) -> None:
-        """Run `action`, and before each synchronization check that all CPUs can continue."""
+        """Run `action`. Before each synchronization of the CPUs, check that each of them can continue.
+
+        `what`: description for a problem. `others`: states of CPUs elsewhere. `hits`: number of hits of a CPU
+        that executes the armed probe.
+        """
         self.moment = 0
 
         def look() -> None:
@@ -386,7 +397,10 @@ class Place:
                     self._note(stage, cpu.stale_problem(standing, window, self._jumps().values()))
 
     def _hits(self, code: bytes, hits: int) -> int:
-        """Return the number of hits of a CPU that executes `code` at the probe; `hits` if it is as armed."""
+        """Return the number of hits of a CPU that executes `code` at the probe, which is `hits` in general.
+
+        It is 1 if the probe has no aggregator probe and `code` begins with the breakpoint.
+        """
         return 1 if self.is_sole and starts_with_breakpoint(self.kernel.arch, code) else hits
 
     def _windows(self, address: int, *, changed: bool = False) -> set[bytes]:
@@ -410,7 +424,7 @@ class Place:
         return cpu.stale_problem(passed, window, jumps.values())
 
     def _jumps(self) -> dict[bytes, int]:
-        """Return the bytes of each possible jump at the probe -> its destination."""
+        """Return a map bytes of a possible jump at the probe -> destination of the jump."""
         if not self.proof.has_jumps:
             return {}
         buffer = self._buffer()
@@ -433,5 +447,5 @@ class Place:
 
 
 def joined(some: Group, others: Group) -> Group:
-    """Return the states of both groups for each CPU."""
+    """Return, for each CPU, the states in both groups."""
     return [a + b for a, b in zip(some, others, strict=True)]

@@ -1,4 +1,4 @@
-"""Prover: proves parts of an image's places, in this process, in other processes, or on a cluster."""
+"""Prover: proves all places of an image in parts, in this process, in other processes, or on a cluster."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.kprobes.optimizer.regions import optimizable, refused_by_linux
 Where = tuple[str, int, int]
 """Symbol, offset and address of a place."""
 _PART = 8
-"""Number of places in a part, which a process proves at a time."""
+"""Number of places in a part. A process proves one part at a time."""
 _CODE = (*PACKAGES, "stress", "tests")
-"""Packages whose code decides about a proof."""
+"""Packages whose code can change the results of a proof."""
 
 
 class Proved(NamedTuple):
-    """The kernel and the kind of places that are to be proved."""
+    """The kernel, and the kind of places, that are to be proved."""
 
     arch: str
     profile: str
@@ -70,7 +70,7 @@ class Prover:
             return [place for place in found if tactic in probed.region(place[2]).tactics]
 
     def check(self, places: Sequence[Where]) -> list[Any]:
-        """Prove places; return the number of runs and the list of problems."""
+        """Prove the places `places`; return the number of runs and the list of problems."""
         proof = self._proof
         runs = proof.runs
         known = len(proof.problems)
@@ -81,9 +81,9 @@ class Prover:
 
 
 _provers: dict[Proved, Prover] = {}
-"""Prover of this process; only the last one is kept."""
+"""Kernel and kind of places -> prover of this process. Only the last prover is kept."""
 _one_at_a_time = Lock()
-"""Lock of _provers and of the prover, which several threads of a worker must not use together."""
+"""Lock around _provers and the use of a prover, because a worker of a cluster has several threads."""
 
 
 def check_part(proved: Proved, places: Sequence[Where]) -> list[Any]:
@@ -97,7 +97,7 @@ def check_part(proved: Proved, places: Sequence[Where]) -> list[Any]:
 
 
 class Parts:
-    """Places in parts, which are proved in any order."""
+    """Places, divided into parts that can be proved in any order."""
 
     def __init__(self, proved: Proved, places: Sequence[Where]) -> None:
         self._proved = proved
@@ -112,7 +112,7 @@ class Parts:
 
     @property
     def digest(self) -> str:
-        """Digest of all that decides about the results: the places, the kernel, and the code."""
+        """Digest of everything on which the results depend: the places, the kernel, and the code."""
         decisive = (code_digest(_CODE), self._proved, self._parts)
         return sha256(repr(decisive).encode()).hexdigest()
 

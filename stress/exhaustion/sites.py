@@ -1,4 +1,4 @@
-"""Proof for fentry sites: a nop becomes a call of the trampoline or of guest code, and a nop again."""
+"""Proof for fentry sites. A site's nop becomes a call of the trampoline or of guest code, and a nop again."""
 
 from __future__ import annotations
 
@@ -34,22 +34,25 @@ class SiteProof(CompiledProof):
         self.bench.frame *= 2
 
     def length(self, _address: int) -> int:
-        """Return the size of the call in bytes."""
+        """Return the size in bytes of the call at a fentry site."""
         return self.probed.kernel.arch.call_size
 
     def live_after(self, address: int, end: int | None) -> LiveRegisters:
-        """Return the registers and flags that must be the same after a site; the link register may differ."""
+        """Return the registers and flags that must have the same values after a site.
+
+        The link register may differ.
+        """
         live = super().live_after(address, end)
         return replace(live, registers=live.registers - {self.probed.kernel.arch.call_link})
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """Return the place that runs all stages at a site."""
+        """Return the place at a fentry site, which runs all stages of the proof."""
         return SitePlace(self, address, cpus)
 
 
 @dataclass
 class SitePlace(Place):
-    """One site, with the CPUs that are about to enter the function."""
+    """One fentry site, with the CPUs that are about to enter the function."""
 
     proof: SiteProof
     codes: list[CompiledCode] = field(default_factory=list, init=False)
@@ -87,7 +90,7 @@ class SitePlace(Place):
             self._note("disarmed", "code isn't freed")
 
     def _all_at_once(self, inside: Group) -> None:
-        """Disarm and arm the sites together, as a write to kprobes/enabled does."""
+        """Disarm and arm all sites at once, which a write to kprobes/enabled does."""
         kprobes = self.kernel.kprobes
         sites, head = kprobes.sites, kprobes.table.valid(self.probe)
         assert sites is not None
@@ -100,7 +103,7 @@ class SitePlace(Place):
         self._all("all armed", inside)
 
     def _inside_jump(self) -> Group:
-        """Return the states of CPUs that have executed a part of the nop or call; a nop causes no hit."""
+        """Return the states of CPUs that have executed a part of the nop or call. A nop causes no hit."""
         size = self.kernel.arch.call_size
         calls = self.kernel.machine.text.current(self.address, size) in self._jumps()
         return [self._after_each(cpu, size, "call" if calls else "nop", calls) for cpu in self.cpus]
@@ -130,7 +133,7 @@ class SitePlace(Place):
         return standing if in_code else replace(standing, hits=0)
 
     def _jumps(self) -> dict[bytes, int]:
-        """Return the bytes of each possible call at the site -> its destination."""
+        """Return a map bytes of a possible call at the site -> destination of the call."""
         head = self.kernel.kprobes.table.get(self.address)
         compiled = None if head is None else head.compiled
         codes = {*self.codes, *([compiled] if compiled is not None else [])}

@@ -1,4 +1,4 @@
-"""State of another CPU in or around a detoured region, and the check that it can continue from there."""
+"""State of another CPU in or around a probed region, and the check that the CPU can continue from there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_STEPS = 1 << 10
 
 @dataclass(frozen=True)
 class CpuState:
-    """State of a CPU at a position.
+    """State of a CPU at a position in the code.
 
     `memory` contains the memory that it has written so far, and `hits` is the number of hits to come.
     """
@@ -36,7 +36,7 @@ class CpuState:
 
 @dataclass
 class OtherCpu:
-    """CPU that runs one region from a state of a bench; a run does not change the text."""
+    """A CPU that runs one region from a state of a test bench. A run does not change the text."""
 
     probed: Probed
     bench: Bench
@@ -51,7 +51,7 @@ class OtherCpu:
     live: Live
     """Address of an exit -> registers and flags that must be the same there."""
     loose_flags: int = 0
-    """Flags that may differ nevertheless."""
+    """Flags that may differ at the exits although they are in `live`."""
     expected: Expected = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class OtherCpu:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the CPU run within the block; text writes of the check itself are hidden from the watcher."""
+        """Run the CPU in the `with` block; text writes of the check itself are hidden from the watcher."""
         text = self.probed.kernel.machine.text
         watcher, text.watcher = text.watcher, None
         try:
@@ -86,7 +86,7 @@ class OtherCpu:
     def standings(self, places: Mapping[int, str], hits: int) -> list[CpuState]:
         """Return the states at the first visit of each address in a run from the start.
 
-        `places` is address -> description, and `hits` is the number of hits of the whole run.
+        `places` maps an address -> its description, and `hits` is the number of hits of the whole run.
         """
         # The first hit of a probe compiles its handlers.
         self.bench.run(self.start)
@@ -138,7 +138,11 @@ class OtherCpu:
         return problem and f"{standing.what}, stale {window[:8].hex()}: {problem}"
 
     def _step_window(self, standing: CpuState, window: bytes, targets: Iterable[int]) -> str | None:
-        """Continue with the current text after the first instruction of `window`, and after all of them."""
+        """Check that the CPU can continue after it has executed one, or all, instructions of `window`.
+
+        It then continues with the current text. Return the problem, or None. `targets`: destinations of jumps
+        that the CPU may have fetched.
+        """
         text, first = self.probed.kernel.machine.text, standing.ip
         now = text.current(first, WINDOW)
         state, steps = standing.registers, 0

@@ -1,4 +1,4 @@
-"""Fuzzer that chooses files and inputs by a seed, writes them to a session, and collects findings."""
+"""Fuzzer that chooses files and inputs by a seed, writes the inputs in a session, and collects findings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _VOLATILE = frozenset(
 """Files whose text can change without a successful write to them.
 
 For example, a trigger that takes a snapshot swaps buffers, which may have different sizes.
-Linux: a refused filter is in the file, with its error.
+Linux: a filter file shows a refused filter, with its error.
 """
 _WEIGHTS = {
     **dict.fromkeys(("kprobe_events", "dynamic_events", "trigger"), 10),
     **dict.fromkeys(("synthetic_events", "uprobe_events", "filter", "set_event", "set_ftrace_filter"), 5),
 }
-"""Kind of file -> weight of its choice; files with a command language are written more often than others."""
+"""Kind of file -> weight with which it is chosen. Files with a command language are chosen more often."""
 _PARTLY_DONE = frozenset(
     {
         *((kind, "EBUSY") for kind in ("kprobe_events", "dynamic_events", "uprobe_events")),
@@ -45,7 +45,7 @@ _PARTLY_DONE = frozenset(
 )
 """(kind of file, errno) of commands that may have a partial effect.
 
-Linux: if a command names several events, those are removed or enabled for which that is possible.
+Linux: if a command names several events, it removes or enables each event for which this is possible.
 docs/reference/compatibility.md describes each case.
 """
 _WORD_BY_WORD = frozenset(
@@ -62,7 +62,7 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class Input:
-    """One open of a file, with the data of one or more write(2)."""
+    """One open file, with the data of each write(2) to it."""
 
     number: int
     path: str
@@ -188,7 +188,10 @@ class Fuzzer:
             self._answer("rmdir", lambda: session.mount.rmdir(session.client, path))
 
     def _answer(self, kind: str, action: object) -> str:
-        """Run `action`, count and return the name of its errno, or "" for success."""
+        """Run `action`; count the name of its errno, or "" for success, and return it.
+
+        `kind`: kind of the file.
+        """
         assert callable(action)
         try:
             action()

@@ -1,4 +1,4 @@
-"""Grammar that generates texts from rules, and a mutator that damages texts and files."""
+"""Grammar that generates texts by rules, and a mutator that damages texts and files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Mutator:
         return data
 
     def damage_file(self, random: Random, data: bytes) -> bytes:
-        """Return a binary file cut off, or with a few of its bytes or words changed."""
+        """Return the data of a binary file cut off, or with a few bytes or words changed."""
         if random.random() < 0.1:
             return data[: random.randint(0, len(data))]
         changed = bytearray(data)
@@ -89,7 +89,7 @@ class Mutator:
         return bytes(changed[: len(data)])
 
     def tokens(self, random: Random, data: bytes) -> bytes:
-        """Drop, repeat, swap, replace or insert one token."""
+        """Return a text in which one token was dropped, repeated, swapped, replaced or inserted."""
         tokens = _TOKEN.findall(data) or [b""]
         at = random.randrange(len(tokens))
         match random.randrange(6):
@@ -109,7 +109,7 @@ class Mutator:
         return b"".join(tokens)
 
     def bytes(self, random: Random, data: bytes) -> bytes:
-        """Change, insert, cut out or repeat bytes at a random position."""
+        """Return data in which bytes at a random position were changed, inserted, cut out or repeated."""
         at, end = sorted((random.randint(0, len(data)), random.randint(0, len(data))))
         match random.randrange(6):
             case 0:

@@ -1,4 +1,4 @@
-"""Parsers as fuzzing targets, with their inputs and permitted results.
+"""Parsers as fuzzing targets, with their inputs and the results that they may have.
 
 Most of them are fast, because they need no booted kernel.
 """
@@ -63,13 +63,13 @@ _KERNEL_LIFE = 500
 
 @dataclass
 class Target:
-    """One parser; if `run` raises anything except KernelError, that is a finding."""
+    """A parser to fuzz. Any exception of `run` except KernelError is a finding."""
 
     name: str
     rule: str
     run: Callable[[bytes], object]
     files: Sequence[Path] = ()
-    """Files whose damaged contents are the inputs; if empty, the inputs are texts of the rule."""
+    """Files whose contents are damaged for inputs; if there are none, inputs are texts of the rule `rule`."""
 
     @cached_property
     def seeds(self) -> list[bytes]:
@@ -80,7 +80,7 @@ class Target:
         return [GRAMMAR.text(random, self.rule).encode() for _ in range(200)]
 
     def input(self, random: Random, mutator: Mutator) -> bytes:
-        """Return a random input."""
+        """Return a random input for the target."""
         if self.files:
             return mutator.damage_file(random, random.choice(self.seeds))
         data = GRAMMAR.text(random, self.rule).encode()
@@ -88,7 +88,7 @@ class Target:
 
 
 class _Commands:
-    """Commands of event files, on a mock kernel that only stores definitions."""
+    """Commands that are written to event files, with a mock kernel that only stores definitions."""
 
     def __init__(self) -> None:
         self._used = 0
@@ -225,7 +225,7 @@ class _Modules:
 
 
 def targets() -> dict[str, Target]:
-    """Return name -> target for all parsers, with new state."""
+    """Return a map name -> target, for all parsers. The targets have new state."""
     modules = _Modules()
     kernels = [PREBUILT / arch / "vmlinux" for arch in ("x86_64", "i386")]
     module_files = sorted((PREBUILT / "x86_64" / "modules").glob("*.ko"))

@@ -16,12 +16,12 @@ SLOWEST = 2.0
 
 
 class Violation(Exception):
-    """An invariant is violated."""
+    """Exception for a violated invariant."""
 
 
 @contextmanager
 def answered_in_time(path: str) -> Iterator[None]:
-    """Measure the CPU time of this thread within the block, which makes a request to a file.
+    """Measure the CPU time of this thread in the `with` block, which makes a request to the file `path`.
 
     Raises: Violation if it is more than SLOWEST.
     """

@@ -1,4 +1,4 @@
-"""Grammar of the commands of each file, with valid and invalid parts mixed."""
+"""Grammar of the commands of each tracefs file, in which valid and invalid parts are mixed."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _CLIENTS = (Client(500, 0, 0), Client(501, 0, 0), Client(502, 1000, 1000))
 
 
 class Hang(Violation):
-    """A request takes longer than MAX_SECONDS."""
+    """Exception for a request that takes longer than MAX_SECONDS."""
 
 
 class Session:
@@ -65,7 +65,7 @@ class Session:
 
     @property
     def is_spent(self) -> bool:
-        """True if the guest is dead; a call of a function with random arguments may kill it."""
+        """Whether the guest is dead. A call of a function with random arguments may kill it."""
         return self.kernel.guest.is_dead
 
     def _setup(self) -> None:
@@ -186,7 +186,10 @@ class Session:
         self._setup()
 
     def _drop_triggers(self, array: str = TRACING) -> None:
-        """Remove all triggers and commands on functions, by writing "!" and their lines without the state."""
+        """Remove all triggers, and all commands on functions, by writing "!" and each of their lines.
+
+        The state at the end of a line is not written.
+        """
         triggers = [path for path in self.writable(f"{array}/events") if path.endswith("/trigger")]
         for path in (f"{array}/set_ftrace_filter", *triggers):
             for line in self.read(path).decode("latin-1").splitlines():
@@ -223,7 +226,7 @@ def _as_fuse_splits(data: bytes) -> Iterator[bytes]:
 
 @contextmanager
 def time_limit(seconds: float = MAX_SECONDS) -> Iterator[None]:
-    """Limit the time of the block. Raises: Hang in the main thread if the time is exceeded."""
+    """Limit the time of the `with` block. Raises: Hang in the main thread if the time is exceeded."""
 
     def expired(_signal: int, _frame: FrameType | None) -> None:
         raise Hang(f"no answer within {seconds} s")

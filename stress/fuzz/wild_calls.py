@@ -26,9 +26,12 @@ GUEST_FILES = ("/machine/tasks", "/machine/cpus", "/machine/meminfo", "/machine/
 """Files that show data of the guest; reading them fails with EIO if the data are corrupt."""
 SWITCH = "/tracing/events/base/enable"
 WHY = ("Kernel panic - not syncing", "kprobefs: ")
-"""Texts of which the log has one if the guest is dead, or if a call has not ended."""
+"""Texts in the guest's log; one of them is there if the guest is dead, or if a call has not ended."""
 SECONDS = 45.0
-"""Time limit of a call and the reads after it, also if the guest exceeds its run budget several times."""
+"""Time limit in seconds of a call and the reads after it.
+
+It is long enough even if the guest exceeds its run budget several times.
+"""
 _WILD = (
     *(0, 1, 2, 8, 255, 4096, 1 << 31, (1 << 32) - 1, 1 << 47, (1 << 63) - 1, 1 << 63, (1 << 64) - 1),
     *(0xFFFFFFFF81000000, 0xFFFFFFFF82000000, 0xFFFF888000000000, 0xFFFF888001000000, 0xDEAD000000000100),
@@ -51,7 +54,7 @@ class WildCalls:
         )
 
     def run(self, number: int) -> None:
-        """Call the function with this number with random arguments, and check all files."""
+        """Call function number `number` with random arguments, and check all files."""
         random = Random(f"{self.seed}:{number}")
         line = self._line(random, self.names[number % len(self.names)])
         try:

@@ -1,4 +1,4 @@
-"""Readers of kprobefs's own kernel, for corruption."""
+"""Readers of guest memory for kprobefs's own kernel, which stress.hostile attacks."""
 
 from __future__ import annotations
 

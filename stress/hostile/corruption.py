@@ -1,4 +1,4 @@
-"""Damage of single words of a guest's memory, and a bound on what readers of that memory may read."""
+"""Damages single words of a guest's memory, and limits how much readers of this memory may read."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.errors import KernelError
 
 MAX_READS = 300_000
-"""Maximum number of reads in one call of a reader; this number takes about half a second."""
+"""Maximum number of reads in one call of a reader. So many reads take about half a second."""
 MAX_BYTES = 64 << 20
 """Maximum number of bytes that one call of a reader may read."""
 NOT_CANONICAL = 0x1234_5678_9ABC_DEF0
 _WORD = 8
 _WHOLE = 16
-"""Maximum size in words of memory that is damaged as a whole; of more memory, random words are damaged."""
+"""Maximum size in words of memory whose words are all damaged; of more memory, random words are damaged."""
 Readers = Mapping[str, Callable[[], object]]
 """Name -> a function that reads the guest's memory."""
 
 
 class Runaway(BaseException):
-    """A reader reads too much. No handler of the code under test may catch it."""
+    """Exception for a reader that reads too much. No handler of the code under test may catch it."""
 
 
 class Field(NamedTuple):
@@ -60,7 +60,7 @@ class Watched:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the reads in the block from 0 on. Raises: Runaway (in the block: they are too many)."""
+        """Count the reads in the `with` block, from 0 on. Raises: Runaway (in the block: too many reads)."""
         self._reads = 0
         self._bytes = 0
         # An attribute of the object goes before the class's method.
@@ -88,8 +88,8 @@ class Watched:
 def values(field: Field, word_size: int) -> list[int]:
     """Return the values to which a field is set, one after the other.
 
-    They are its own address, the addresses of neighbours, 0, an address that is not canonical, one that is
-    not aligned, and huge numbers.
+    They are the field's own address, addresses near it, 0, an address that is not canonical, one that is not
+    aligned, and huge numbers.
     """
     own = field.va - field.va % word_size
     wild = (own, own + 2 * word_size, own - 2 * word_size, 0, NOT_CANONICAL, own + 3, 1 << 20, 1 << 32, -1)
@@ -98,7 +98,7 @@ def values(field: Field, word_size: int) -> list[int]:
 
 @contextmanager
 def damaged(memory: GuestMemory, field: Field, value: int) -> Iterator[None]:
-    """Set a field to a value in the block."""
+    """Set a field to a value during the `with` block."""
     where = slice(field.pa, field.pa + field.size)
     saved = memory.ram[where]
     memory.ram[where] = value.to_bytes(field.size, "little")
@@ -117,10 +117,10 @@ def answer(read: Callable[[], object]) -> None:
 def attack(
     watched: Watched, readers: Readers, rnd: random.Random, limit: int | None = None
 ) -> Iterator[tuple[str, Field, int]]:
-    """Damage each field that a reader reads, and let all readers answer; yield each case after it.
+    """Damage each field that a reader reads, and call all readers; yield each case after it.
 
-    If a reader has more than `limit` cases, `limit` random cases are used. Raises: Runaway, and what a reader
-    raises besides KernelError and MemoryFault.
+    If a reader has more than `limit` cases, `limit` random cases are used. Raises: Runaway, and exceptions of
+    a reader except KernelError and MemoryFault.
     """
     memory = watched.memory
     for name, read in readers.items():

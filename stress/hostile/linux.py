@@ -1,4 +1,4 @@
-"""Readers of a distribution's kernel that runs here, and of one in a dump, for corruption."""
+"""Readers of guest memory for a distribution's kernel, running here or in a dump, for stress.hostile."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Sample:
     counts: dict[str, int]
     """Counts that must be the same after each cycle."""
     sizes: dict[str, int]
-    """Sizes in bytes that may change within bounds."""
+    """Sizes in bytes that may change within the limits of GROWTH."""
 
 
 class Session:
@@ -105,7 +105,7 @@ class Session:
         self.cycles += 1
 
     def forks(self) -> None:
-        """Simulate host processes that fork, use the mount and exit."""
+        """Simulate processes of the host that fork, use the mount and exit."""
         for number in range(3):
             pid = FIRST_CHILD + (3 * self.cycles + number) % CHILDREN
             self.watch.comms[pid] = "child"

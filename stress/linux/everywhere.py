@@ -36,7 +36,7 @@ ALWAYS = (
 
 
 def functions(count: int, seed: int) -> list[int]:
-    """Return the addresses of `count` functions with types in BTF, those of ALWAYS first."""
+    """Return the addresses of `count` functions whose types the BTF has, those of ALWAYS first."""
     symbols, (start, end) = kernel().kallsyms, kernel().text
     # Since Linux 6.10, allocation functions have the suffix _noprof, and the old names are macros.
     names = ((name, f"{name}_noprof") for name in ALWAYS)
@@ -61,7 +61,7 @@ def _is_described(function: str) -> bool:
 
 @dataclass(frozen=True)
 class Unprobed:
-    """Answers of the workload without probes, and the contents of all memory after it."""
+    """The workload's results without probes, and the contents of all memory after it."""
 
     answers: list[Any]
     memory: bytes
@@ -77,14 +77,14 @@ def unprobed() -> Unprobed:
 
 @dataclass(frozen=True)
 class Armed:
-    """Addresses of the probes, and address -> number of hits."""
+    """Addresses of the probes, and a map address -> number of hits."""
 
     places: list[int]
     hits: Counter[int]
 
 
 def arm(mode: str, starts: list[int], expected: Unprobed) -> Armed:
-    """Run the workload with probes on all instructions of the functions that can have a mode.
+    """Run the workload with probes on all instructions of the functions at which the mode `mode` is possible.
 
     Raises: AssertionError if the kernel noticed the probes: an answer, its memory except stacks, its log or
     its text differs.
@@ -110,7 +110,7 @@ def arm(mode: str, starts: list[int], expected: Unprobed) -> Armed:
 
 
 def compare(counts: dict[int, int], armed: Armed) -> None:
-    """Check that each place is hit as often as in the modes before. Raises: AssertionError."""
+    """Check that each place is hit as often as in the modes that ran before. Raises: AssertionError."""
     for address in armed.places:
         assert counts.setdefault(address, armed.hits[address]) == armed.hits[address], hex(address)
 

@@ -2,8 +2,9 @@
 
 Headers, sizes, counts and offsets of small kernels in each format are damaged. Files are cut at the boundary
 of each structure, and payloads with damaged tables are packed. With IMAGE, the tables of that kernel are
-damaged instead. Each file is read as by a mount, and by the commands that plan probes. It either is a kernel
-or causes one line of error output and status 2, in bounded time and memory. No files remain.
+damaged instead. Each file is read in the same way as by a mount, and by the commands that plan probes. It
+either is a kernel or causes one line of error output and status 2, in bounded time and memory. No files
+remain.
 """
 
 from __future__ import annotations
@@ -64,17 +65,20 @@ PLANS = (
     ("coverage", "--jobs", "1"),
     ("coverage", "--jobs", "1", "--strategy", "extended", "--json"),
 )
-"""Commands that plan probes, for damaged files that are kernels."""
+"""Commands that plan probes, with their arguments; they are run on damaged files that are kernels."""
 DEFINITIONS = "p:one func_0 pid=$arg1\nr:two func_1 $retval\np:three func_2+1 +0(%di):u64\n"
 SHOWN_EVERY = 20
-"""One of this many refused files is also passed to the command line, which takes longer."""
+"""One of this many refused files is also passed to the command line, because that takes longer."""
 
 
 class Mutated:
     """Reads damaged files, and counts the outcomes."""
 
     def __init__(self, seed: int, directory: Path, planned_every: int = 1) -> None:
-        """Use a random seed and a directory for files; plan probes for one of `planned_every` kernels."""
+        """Use a random seed, and a directory for files.
+
+        Commands that plan probes are run on one of `planned_every` kernels.
+        """
         self.dice = random.Random(seed)
         self.directory = directory
         self.planned_every = planned_every
@@ -101,7 +105,7 @@ class Mutated:
         self._bounded(name, time.process_time() - started)
 
     def _read(self, file: Path) -> str:
-        """Read a file as a mount does, except the boot, and return the outcome."""
+        """Read a file in the same way as a mount, except for the boot, and return the outcome."""
         try:
             kernel = open_kernel(str(file))
             parts = {part: memoryview(data) for part, data in cached_parts(kernel).items()}
@@ -159,7 +163,7 @@ class Mutated:
             kept.unlink()
 
     def check_snapshot(self, name: str, whole: bytes) -> None:
-        """Load a snapshot as a mount does, and check that it is removed if it is damaged."""
+        """Load a snapshot in the same way as a mount, and check that it is removed if it is damaged."""
         file = snapshot.directory() / "mutated.booted"
         file.write_bytes(whole)
         started = time.process_time()
@@ -186,7 +190,7 @@ class Mutated:
 
     @property
     def memory(self) -> int:
-        """Growth of the process's greatest resident memory since the start, in KiB."""
+        """Growth of the process's maximum resident memory since the start, in KiB."""
         return self._peak() - self._before
 
     @staticmethod
@@ -256,7 +260,10 @@ def formats() -> Iterator[tuple[str, Callable[[bytes], bytes], int]]:
 
 
 def small_cases(mutated: Mutated, count: int) -> None:
-    """Check `count` files of each format with damaged headers, `count` with damaged kernels, and cut ones."""
+    """Check files with damaged headers, files with damaged kernels, and files that are cut off.
+
+    `count`: number of the damaged files of each kind and format.
+    """
     dice, vmlinux = mutated.dice, small_kernel().elf()
     inside = range(len(vmlinux))
     for name, packed, headers in formats():

@@ -41,7 +41,7 @@ PROBED = ("stepped", "boosted", "optimized", "extended")
 BATCH = 50
 """Number of functions that are armed together."""
 RETURN = 0xFFFFFFFF70400000
-"""Return address of calls, which is not mapped."""
+"""Address, which is not mapped, to which the called functions return."""
 STACK = 64 << 10
 """Size of the stack for calls in bytes."""
 IRQ_STACK = 16 << 10
@@ -57,13 +57,13 @@ STACK_AT = 0xFFFFFFFF70C00000
 REGISTERS = (*ARGUMENTS, "ax", "bx", "bp", "sp", "r10", "r11", "r12", "r13", "r14", "r15", "flags")
 SAVED = ("bx", "bp", "sp", "r12", "r13", "r14", "r15")
 KEPT = ("ax", *SAVED)
-"""Registers whose values after a return matter to callers of C functions.
+"""Registers whose values callers of C functions use after a return.
 
 Tracers follow only C functions. They may change other registers.
 """
 RETURNED = "its return"
 DUMPS = ("show_trace_log_lvl", "show_regs_print_info")
-"""Functions that print unused words of the stack; tracers leave different values there."""
+"""Functions that print unused words of the stack. Tracers leave different values in these words."""
 SHORT = 0.02
 """Maximum time of an unprobed call in seconds."""
 LONG = 20.0
@@ -74,7 +74,7 @@ TEXTS = (b"", b"a", b"12", b"-7", b"0x1f", b"hello, world", b"a,b=c d", b"/scrat
 
 @dataclass(frozen=True)
 class Call:
-    """A function with values of its arguments, and contents of the objects that some of these point to."""
+    """A function with values of its arguments, and the contents of objects to which some arguments point."""
 
     function: int
     values: tuple[int, ...]
@@ -83,7 +83,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of a call: its end, the registers, and the changed memory."""
+    """Effect of a call: the way in which it ended, the registers, and the changed memory."""
 
     end: str
     registers: tuple[int, ...]
@@ -106,7 +106,7 @@ class Effect:
         return ", ".join([*wrong, *(f"page {page:#x}" for page in sorted(pages))])
 
     def without(self, names: Sequence[str], own: Callable[[int, int], int], like: Effect) -> Effect:
-        """Return the effect without permitted differences to the effect `like`.
+        """Return the effect without its permitted differences from the effect `like`.
 
         All registers except those in `names` are taken from `like`. `own` returns its second argument if two
         words differ only because of the host's own data.
@@ -127,7 +127,10 @@ def _words(page: bytes) -> tuple[int, ...]:
 
 
 class Caller:
-    """Calls functions in the guest of an engine, and restores its memory after each call. Raises: OSError."""
+    """Calls functions in the guest of an engine, and restores the guest's memory after each call.
+
+    Raises: OSError.
+    """
 
     def __init__(self, engine: LinuxEngine, seconds: float, traced: Traced | None = None) -> None:
         """Prepare the guest for calls; the code, records and counts of `traced` are not restored."""
@@ -166,9 +169,9 @@ class Caller:
             page in text or (page >= GUEST_RAM and not any(page in pages for pages in own))
         )
         self.has_strayed = False
-        """True if the last call wrote to text or to the host's memory."""
+        """Whether the last call wrote to text or to the host's memory."""
         self.has_tables = True
-        """True if the page tables still map the guest after the last call; otherwise it cannot continue."""
+        """Whether the page tables still map the guest after the last call; if not, it cannot continue."""
         self._rewind = Rewind(
             self.machine.memory.ram,
             lambda page: (
@@ -180,7 +183,7 @@ class Caller:
         self._rewind.keep()
 
     def begin(self) -> None:
-        """Let all further calls begin with the current text, and the initial state otherwise."""
+        """Make all further calls begin with the current text, and otherwise with the initial state."""
         self._rewind.keep_rest()
         self._reset()
 
@@ -261,7 +264,7 @@ class Caller:
 
 
 class Inputs:
-    """Random arguments by the types of the parameters; some point to objects of the running kernel."""
+    """Random arguments by the types of the parameters. Some point to objects of the running kernel."""
 
     def __init__(self, engine: LinuxEngine, seed: int) -> None:
         self._dice = random.Random(seed)
@@ -297,7 +300,7 @@ class Inputs:
 
 
 def _real_objects(engine: LinuxEngine) -> dict[str, int]:
-    """Return type -> address of an object of the init task, or of its open file at descriptor 2."""
+    """Return a map type -> address of an object of the init task, or of its open file with descriptor 2."""
     btf, memory, task = kernel().btf, engine.machine.memory, engine.tasks.init.address
 
     def member(structure: int, path: str) -> int:
@@ -388,7 +391,7 @@ class Comparison:
     def _batch_traced(
         self, mode: str, starts: Sequence[int], expected: Sequence[tuple[Call, Effect]]
     ) -> None:
-        """Make the calls twice with a tracer, and check that both rounds count the same hits.
+        """Make the calls twice with the tracer `mode`, and check that both rounds count the same hits.
 
         Python handles some of the first hits, and guest code handles the others.
         """

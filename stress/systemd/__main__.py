@@ -15,16 +15,19 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {"bookworm": "Debian 12", "trixie": "Debian 13", "noble": "Ubuntu 24.04"}
 SIZE = "4G"
-"""Size of the disk. The file has holes."""
+"""Size of the disk. Its file is sparse."""
 LAST = "# mounts of kprobefs before the shutdown"
-"""Start of the last line of the checks."""
+"""Start of the last line of the checks' output before the shutdown."""
 LIMIT = 1800
 """Maximum time of a run of the virtual machine in seconds."""
 APPEND = "root=/dev/vda rw console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on quiet"
 
 
 def make_disk(suite: str, work: Path) -> Path:
-    """Make the disk with a new root, and beside it kernel and initial file system; return the disk's path."""
+    """Make a disk with a new root, and in the same directory its kernel and initial file system.
+
+    `suite`: the distribution's suite. `work`: the directory. Return the path of the disk.
+    """
     root = work / "root"
     root.mkdir()
     made = [str(ROOT / "scripts/fresh-root"), suite, "--", "sh", "stress/systemd/make_root.sh"]
@@ -56,7 +59,7 @@ def run(disk: Path) -> tuple[str, str]:
 
 
 def at_shutdown(disk: Path, console: str) -> list[str]:
-    """Return the results of the checks of the shutdown."""
+    """Return the results of the checks during the shutdown, from the disk and the console's output."""
     left = re.search(r"SHUTDOWN: mounts of kprobefs that are left: (\d+)", console)
     header = subprocess.run(["dumpe2fs", "-h", disk], capture_output=True, text=True, check=True).stdout
     is_clean = bool(re.search(r"^Filesystem state: +clean$", header, re.M)) and "needs_recovery" not in header

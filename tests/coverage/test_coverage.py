@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
+from emulated_kernel.arch.analysis.tactic import Tactic, Tactics
 from kprobefs.cli.main import main
 from kprobefs.common.progress import Progress
+from kprobefs.measure.coverage import Counting, _decoded, _encoded
 from tests.image.linux import made
 from tests.oracle.recorded import oracle_directory
 
@@ -247,3 +251,11 @@ def test_shares_of_a_real_kernel(
     verdicts = found["verdicts"]
     registered = verdicts["instructions"] - verdicts["refused"]
     assert low < 100 * verdicts["optimized"] / registered < high
+
+
+def test_every_reason_and_tactic_survives_a_results_file() -> None:
+    """Some reasons against jumps and some tactics have the same names."""
+    names: list[RejectReason | Tactics | None] = [None, *RejectReason, *((each,) for each in Tactic)]
+    names.append(tuple(Tactic))
+    counts = Counting(Counter({name: number for number, name in enumerate(names, 1)}), 3, 0.5)
+    assert _decoded(json.loads(json.dumps(_encoded([[counts]]))), 1, 1) == [[counts]]

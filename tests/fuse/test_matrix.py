@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kprobefs.cli import matrix
+from kprobefs.cli.duration_hint import HINT
 from kprobefs.cli.main import main
 from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import REAL_PROGRAM, eventually, needs_fuse
@@ -138,9 +139,29 @@ def test_a_table_shows_what_failed() -> None:
     assert list(matrix.table(results)) == [
         "kernel         result   seconds  first line of what failed",
         "6.1            passed       1.2",
-        f"a longer name  failed      12.0  {'x' * 57}...",
+        f"a longer name  failed      12.0  {'x' * 44}...",
         "6.1            error        0.5  no kernel",
+        "logs: .",
     ]
+    assert list(matrix.table(results[:1]))[1:] == ["6.1     passed       1.2"]
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        ("one\ntwo\n", "one"),
+        ("\n one\nmake: *** Error 2\nfailed\n", "make: *** Error 2"),
+        (f"one\nkprobefs: {HINT.format(where='of failures')}\n", "one"),
+        (f"kprobefs: {HINT.format(where='of lat')}\n", "status 3"),
+        ("kprobefs: /nosuch: No such file\n", "kprobefs: /nosuch: No such file"),
+        ("", "status 3"),
+    ],
+)
+def test_the_line_of_a_failure(output: str, line: str, tmp_path: Path) -> None:
+    """A hint about durations is never shown."""
+    log = tmp_path / "log"
+    log.write_text(output)
+    assert matrix.result(matrix.Case("6.1", ()), 3, 1.0, log).line == line
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -100,7 +101,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def traced(work: Path, name: str, *words: str) -> Path:
-    """The file of this name that a trace of `cat f` has written."""
+    """The file of this name that a trace of `cat f` has written.
+
+    One line on standard error says that durations are those of the virtual clock, if the file has any.
+    """
     done = subprocess.run(
         [*REAL_PROGRAM, "trace", "-o", name, *words, "--", "cat", "f"],
         cwd=work,
@@ -109,7 +113,10 @@ def traced(work: Path, name: str, *words: str) -> Path:
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
+    has_durations = "--graph" in words or (name.endswith(".trace.json") and "r:" in "".join(words))
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    hint = "kprobefs: the durations in this trace count readings of the virtual clock"
+    assert [line[: len(hint)] for line in done.stderr.splitlines()] == [hint] * has_durations
     return work / name
 
 
@@ -150,6 +157,26 @@ def test_a_filter_leaves_the_right_slices(work: Path) -> None:
     whole = slices(traced(work, "whole.trace.json", "r:vfs_read got=$retval"))
     assert [each["args"] for each in found] == [{"got": 0}]
     assert found[0]["dur"] == whole[1]["dur"]
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_durations_of_another_clock_have_no_hint(work: Path) -> None:
+    """The clock is the one of the existing mount, also after it was switched."""
+    trace = f"{shlex.join(REAL_PROGRAM)} trace -m $KPROBEFS -o by.trace.json r:vfs_read -- cat f"
+    script = f"{trace}; echo --; echo real > $KPROBEFS/machine/clock; {trace}"
+    done = subprocess.run(
+        [*REAL_PROGRAM, "run", "--", "sh", "-ec", script],
+        cwd=work,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    before, after = done.stdout.split("--\n")
+    assert before.count("readings of the virtual clock") == 1
+    assert after == "hello\n"
 
 
 @needs_fuse

@@ -324,7 +324,7 @@ def test_messages_name_the_text(traced: Kernel) -> None:
 # Without room for them
 
 
-def no_text(_size: int) -> int:
+def no_text(_size: int, _starts: range | None = None) -> int:
     raise HardwareError("none left")
 
 

@@ -9,7 +9,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class LiveRegisters:
-    """Registers that the probed code may still read from an address on."""
+    """Registers that the code at an address, or code that runs after it, may still read."""
 
     registers: frozenset[str]
     """pt_regs names of the live registers."""
@@ -50,7 +50,7 @@ class Region:
 
     @property
     def length(self) -> int:
-        """Size in bytes of what no other probe may patch while the jump is there."""
+        """Number of bytes from `addr` on that no other probe may patch while the jump is there."""
         return len(self.code)
 
     @property

@@ -13,7 +13,7 @@ from emulated_kernel.image.kallsyms import Location
 AddressName = Callable[[int], str | None]
 """Function that returns the name of an address, such as `vfs_read+0x5`; None if it has no name."""
 _NUMBER = re.compile(r"(?<![\w%.])(-?(?:0x[0-9a-f]+|[0-9]+))(\(%[re]ip\))?(?![\w.])")
-"""Pattern for a number in AT&T syntax, and for a base register that makes the number a distance."""
+"""Pattern for a number in AT&T syntax. A number before `(%rip)` or `(%eip)` is a displacement from ip."""
 _MAX_DECIMAL = 9
 _UPPER_HALF = 1 << 63
 _DISTANCE = re.compile(r"(?:c\.)?(?:b[a-z]+|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
@@ -43,11 +43,11 @@ def address_names(lookup: Callable[[int], Location | None]) -> AddressName:
 
 
 def unnamed(_addr: int) -> None:
-    """Return no name for an address."""
+    """Return None for each address: a listing with this function shows only numbers."""
 
 
 class Disassembler:
-    """Disassembler of one instruction set, by capstone.
+    """Disassembler of one instruction set, which uses capstone.
 
     Capstone is loaded on first use, because loading it takes a quarter of a second.
     """

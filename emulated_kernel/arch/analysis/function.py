@@ -1,4 +1,4 @@
-"""Input of the probe checks: a function's bytes, its table entries, and the text that other users patch."""
+"""Input of the probe checks: a function's code, its table entries, and text that other subsystems patch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class PatchSite:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A text symbol and all table entries inside it; addresses are absolute.
+    """A text symbol with its code, and the entries of the kernel's tables for addresses in it.
 
-    `size` is the size in kallsyms, so it includes padding up to the next symbol.
+    Addresses are absolute. `size` is the size in kallsyms, so it includes padding up to the next symbol.
     """
 
     name: str

@@ -40,7 +40,7 @@ class Flow(Enum):
 
 
 class Frame:
-    """Known contents of registers and stack slots at one address."""
+    """Known contents of registers and stack slots before the instruction at one address."""
 
     __slots__ = ("regs", "slots")
 
@@ -95,7 +95,8 @@ class Frame:
     def store(self, place: Value | None, value: Value | None, size: int, word: int) -> None:
         """Store `size` bytes to the stack slot `place`.
 
-        A store whose `place` is None isn't to the stack and is ignored.
+        A store whose `place` is None isn't to the stack and is ignored. `word`: the machine's word size in
+        bytes. Only a `value` of one word is remembered.
         """
         if place is None:
             return
@@ -113,7 +114,7 @@ class Frame:
 
 
 Effect = Callable[[Frame], None]
-"""Function that changes a frame as the execution of an instruction does."""
+"""Function that changes a frame in the same way as the execution of one instruction changes it."""
 
 
 def unchanged(_frame: Frame) -> None:
@@ -187,8 +188,8 @@ class FunctionFrames:
         """Store the frames of a function.
 
         `by_interrupt`: an interrupt entered the function, so the ip that it goes back to is no return
-        address. `exits`: target outside the function -> frame, for jumps taken with a non-empty stack, such
-        as to its cold part.
+        address. `exits`: address outside the function -> frame there. It has the targets of jumps that are
+        taken while the stack isn't empty, such as jumps to the function's cold part.
         """
         self.by_interrupt = by_interrupt
         self.exits = exits
@@ -196,7 +197,8 @@ class FunctionFrames:
         self._frames: list[tuple[_Regs, _Slots]] = []
         """Frame at each address in `_addresses`.
 
-        The frame also applies to the code up to the next address, because most instructions change nothing.
+        The frame also applies to the code up to the next of these addresses, because most instructions change
+        nothing.
         """
         shared: dict[Any, Any] = {}
         for address in sorted(frames):
@@ -248,7 +250,7 @@ def search_frames(
     ways: Mapping[int, Iterable[int]],
     stack_pointer: str,
 ) -> FrameSearch:
-    """Return a completed search for the stack frames of a function; arguments are as for find_frames()."""
+    """Return a completed search for a function's stack frames. The parameters are those of find_frames()."""
     dead_ends: set[int] = set()
     while True:
         found = FrameSearch(insns, entries, ways, stack_pointer, dead_ends)

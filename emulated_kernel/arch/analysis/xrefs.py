@@ -1,4 +1,4 @@
-"""References into a region from outside its function: foreign branches, pointers, fixups, jump labels."""
+"""References from outside a function into a region of it: branches, pointers, fixups, jump labels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 
 IsInsn = Callable[[Symbol, int], bool]
-"""(function, address) -> whether an instruction of the function starts there."""
+"""Function (symbol, address) that returns True if an instruction of the function starts at the address."""
 
 PossibleBranches = Callable[[int, bytes], Iterator[tuple[int, int]]]
-"""(address, code) -> (target, source) of each bit pattern that looks like a direct branch.
+"""Function that takes an address and the code there, and yields possible direct branches.
 
-A pattern may start at any byte, even in the middle of an instruction.
+It yields (target, source) for each bit pattern that looks like a direct branch. A pattern may start at any
+byte, even in the middle of an instruction.
 """
 
 

@@ -19,14 +19,14 @@ _STATEMENT = re.compile(r"[^;]+")
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """An assembled handler: position-independent machine code, entered at its start, that falls off its end.
+    """An assembled handler: position-independent code that is entered at its start and falls off its end.
 
     Registers are pt_regs names. The code never writes sp, nor the register with the base of the per-CPU data.
     """
 
     code: bytes
     reads: frozenset[str]
-    """Registers that must contain their value at the hit when the code starts."""
+    """Registers that must contain the probed code's values when the handler's code starts."""
     writes: frozenset[str]
     writes_flags: bool
     starts: tuple[int, ...]
@@ -129,7 +129,7 @@ class Assembler(ABC):
 
     @abstractmethod
     def cells(self, source: SourceText) -> tuple[str, ...]:
-        """Return the names of the cells that the text uses, without duplicates.
+        """Return the names of the cells that a handler's text uses, without duplicates.
 
         Raises: KernelError EINVAL.
         """

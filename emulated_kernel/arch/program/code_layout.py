@@ -104,7 +104,7 @@ class Layout:
                 self.code += self._leave
 
     def jump(self, target: int) -> None:
-        """Append a jump to a block; append nothing for _NOWHERE."""
+        """Append a jump to the block with the index `target`; append nothing if it is _NOWHERE."""
         if target == _NOWHERE:
             return
         self._jumps.append((len(self.code) + self._encoding.hole, target))

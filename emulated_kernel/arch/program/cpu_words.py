@@ -26,7 +26,11 @@ _OF_TASK = "task_struct.thread_info"
 
 @dataclass(frozen=True)
 class CpuWords:
-    """Offsets in bytes in the per-CPU data, or, if a register holds the task's address, in task_struct."""
+    """Places of the running task, of the CPU's number and of the preempt count, as offsets in bytes.
+
+    The offsets are in the CPU's per-CPU data. If a register holds the task's address, they are in
+    task_struct.
+    """
 
     word: int
     """Size of a pointer in bytes."""
@@ -37,9 +41,10 @@ class CpuWords:
 
     @classmethod
     def of(cls, abi: Mapping[str, int], register: str | None, word: int) -> CpuWords | None:
-        """Return the words of a kernel; None if it lacks one of them.
+        """Return the words of a kernel; None if the kernel lacks one of them.
 
-        `register`: name of the register that holds the running task's address, or None.
+        `abi`: name -> offset in bytes, for the kernel's structures and per-CPU variables. `register`: name of
+        the register that holds the running task's address, or None. `word`: size of a pointer in bytes.
         """
         if register is not None:
             current: int | str | None = register
@@ -54,21 +59,24 @@ class CpuWords:
 
     @property
     def is_per_cpu(self) -> bool:
-        """Whether the words are per-CPU data; otherwise a register holds the running task's address."""
+        """Whether the CPU's number and the preempt count are per-CPU data.
+
+        Otherwise they are in the running task_struct, whose address is in a register.
+        """
         return isinstance(self.current_task, int)
 
     def load_task(self, dst: int) -> Op:
-        """Return an op that loads the address of the running task_struct."""
+        """Return an op that loads the address of the running task_struct into `dst`."""
         if isinstance(self.current_task, str):
             return GetRegister(dst, self.current_task)
         return LoadPerCpu(dst, self.current_task, self.word)
 
     def load_number(self, dst: int) -> tuple[Op, ...]:
-        """Return ops that load the CPU's number."""
+        """Return ops that load the CPU's number into `dst`."""
         return self._load(dst, self.cpu_number)
 
     def load_count(self, dst: int) -> tuple[Op, ...]:
-        """Return ops that load the preempt count."""
+        """Return ops that load the preempt count into `dst`."""
         return self._load(dst, self.preempt_count)
 
     def _load(self, dst: int, offset: int) -> tuple[Op, ...]:
@@ -77,7 +85,7 @@ class CpuWords:
         return self.load_task(dst), Load(dst, dst, offset, _SIZE)
 
     def branch_if_count(self, condition: Condition, value: int, label: Label, spare: int) -> tuple[Op, ...]:
-        """Return ops that go to a label if `condition` holds for the preempt count and a value.
+        """Return ops that go to a label if `condition` holds for the preempt count and `value`.
 
         The ops may overwrite `spare`.
         """

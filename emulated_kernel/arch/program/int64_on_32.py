@@ -37,12 +37,15 @@ _ORDER = {
 
 
 def shift_left(builder: ProgramBuilder, low: int, high: int, spare: int, count: int) -> None:
-    """Emit high:low <<= count for a count of 0 to 63; `spare` is overwritten."""
+    """Emit a left shift of the 64-bit value high:low by `count` bits, 0 to 63; `spare` is overwritten."""
     _shift(builder, Arithmetic.SHL, Arithmetic.SHR, low, high, spare, count)
 
 
 def shift_right(builder: ProgramBuilder, low: int, high: int, spare: int, count: int) -> None:
-    """Emit high:low >>= count, filling with zeros, for a count of 0 to 63; `spare` is overwritten."""
+    """Emit a right shift of the 64-bit value high:low by `count` bits, 0 to 63, filled with zeros.
+
+    `spare` is overwritten.
+    """
     _shift(builder, Arithmetic.SHR, Arithmetic.SHL, high, low, spare, count)
 
 
@@ -78,7 +81,7 @@ def branch_long(
 ) -> None:
     """Emit a branch to `label`, taken if `condition` holds for high:low and `value` (64 bits).
 
-    The program overwrites `spare`.
+    The emitted code overwrites `spare`.
     """
     upper = value >> WORD_BITS
     lower = value

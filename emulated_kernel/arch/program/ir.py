@@ -66,21 +66,21 @@ class Op:
 
 
 class SetImmediate(Op):
-    """dst = value, truncated to a word."""
+    """Set dst to a constant, truncated to a word."""
 
     dst: int
     value: int
 
 
 class Move(Op):
-    """dst = src."""
+    """Copy src to dst."""
 
     dst: int
     src: int
 
 
 class GetRegister(Op):
-    """dst = the value of the register `name` at the hit.
+    """Set dst to the value of the register `name` at the hit.
 
     `name` is a pt_regs name, including `sp` and `flags`.
     """
@@ -97,9 +97,9 @@ class SetRegister(Op):
 
 
 class Load(Op):
-    """dst = `size` bytes at base + offset, zero-extended or sign-extended.
+    """Load `size` bytes at base + offset into dst, zero-extended or sign-extended.
 
-    `on_fault`: where control goes if the access faults; None if it can't fault.
+    `on_fault`: label at which a fault continues; None if the access can't fault.
     """
 
     dst: int
@@ -132,7 +132,7 @@ class StoreImmediate(Op):
 
 
 class LoadAbsolute(Op):
-    """dst = `size` bytes at an absolute address, zero-extended."""
+    """Load `size` bytes at an absolute address into dst, zero-extended."""
 
     dst: int
     address: int
@@ -147,7 +147,7 @@ class AddToAbsolute(Op):
 
 
 class LoadPerCpu(Op):
-    """dst = `size` bytes of per-CPU data at `offset`, zero-extended."""
+    """Load `size` bytes of per-CPU data at `offset` into dst, zero-extended."""
 
     dst: int
     offset: int
@@ -181,9 +181,10 @@ class IncreasePerCpu(Op):
 
 
 class ComputePerCpu(Op):
-    """dst = dst op the word at `offset` in the per-CPU data, where op is ADD, SUB, OR or XOR.
+    """Combine dst with the word at `offset` in the per-CPU data, and store the result in dst.
 
-    With `high`, both operands have 8 bytes, and op is ADD or SUB.
+    The operation `op` is ADD, SUB, OR or XOR. With `high`, both operands have 8 bytes, and `op` is ADD or
+    SUB.
     """
 
     op: Arithmetic
@@ -205,7 +206,7 @@ class AddAndFetch(Op):
 
 
 class Compute(Op):
-    """dst = dst op src; a shift count is less than the word's bits."""
+    """Set dst to dst op src; a shift count is less than the word's bits."""
 
     op: Arithmetic
     dst: int
@@ -213,7 +214,7 @@ class Compute(Op):
 
 
 class ComputeImmediate(Op):
-    """dst = dst op value; value fits in 32 signed bits, and a shift count is less than the word's bits."""
+    """Set dst to dst op value. Value fits in 32 signed bits; a shift count is less than the word's bits."""
 
     op: Arithmetic
     dst: int
@@ -221,7 +222,7 @@ class ComputeImmediate(Op):
 
 
 class Multiply(Op):
-    """dst = the low word of dst * src."""
+    """Set dst to the low word of dst * src."""
 
     dst: int
     src: int
@@ -324,7 +325,7 @@ class JumpTo(Op):
 
 
 Program = tuple[Op, ...]
-"""Sequence of ops, left after the last one. Ops after a Jump run only if a label leads to them."""
+"""Sequence of ops; control leaves the program after the last op. An op after a Jump needs a label."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:
-        """Address -> rejection of the first instruction from the address on that a detour can't execute."""
+        """Address -> rejection of the first instruction at or after it that a detour can't execute."""
         found: dict[int, Rejection | None] = {}
         first = None
         for addr, insn in reversed(self.insns.items()):

@@ -37,7 +37,11 @@ def expand(half: int) -> int | None:
 
 
 def _bits(half: int, *places: tuple[int, int, int]) -> int:
-    """Compose an immediate from fields: (lowest bit of the field, width, position in the immediate)."""
+    """Compose an immediate from fields of the 16-bit instruction `half`.
+
+    `places`: for each field, its lowest bit in the instruction, its width, and its lowest bit in the
+    immediate.
+    """
     value = 0
     for at, width, to in places:
         value |= (half >> at & (1 << width) - 1) << to
@@ -49,7 +53,10 @@ def _signed(value: int, bits: int) -> int:
 
 
 def _rd(half: int) -> int:
-    """Return the 5-bit register field in bits 7 to 11: the destination, and often also the first source."""
+    """Return the register in bits 7 to 11 of the 16-bit instruction `half`.
+
+    It is the destination, and in many instructions also the first source.
+    """
     return half >> 7 & 0x1F
 
 
@@ -58,17 +65,17 @@ def _rs2(half: int) -> int:
 
 
 def _rd_low(half: int) -> int:
-    """Return the register in bits 2 to 4: one of s0, s1, a0 to a5."""
+    """Return the register in bits 2 to 4 of the 16-bit instruction `half`: one of s0, s1, a0 to a5."""
     return 8 + (half >> 2 & 7)
 
 
 def _rs1_low(half: int) -> int:
-    """Return the register in bits 7 to 9: one of s0, s1, a0 to a5."""
+    """Return the register in bits 7 to 9 of the 16-bit instruction `half`: one of s0, s1, a0 to a5."""
     return 8 + (half >> 7 & 7)
 
 
 def _immediate(half: int) -> int:
-    """Return the signed immediate of six bits in an instruction."""
+    """Return the signed immediate of six bits in the 16-bit instruction `half`."""
     return _signed(_shift_amount(half), 6)
 
 
@@ -185,7 +192,7 @@ def _store_sp(opcode: int, funct3: int) -> Callable[[int], int]:
 
 
 def _jump_or_move(half: int) -> int | None:
-    """Expand jr, mv, ebreak, jalr or add."""
+    """Expand the 16-bit instruction `half`, which is a jr, mv, ebreak, jalr or add."""
     first = _rd(half)
     second = _rs2(half)
     link = half >> 12 & 1

@@ -61,7 +61,7 @@ def detour_jump(region: Region, target: int) -> bytes:
 
 
 def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
-    """Implement Arch.relocated: relocate the instructions, and append an auipc and jalr to the region's end.
+    """Implement Arch.relocated: relocate the instructions, and append a jump back (auipc and jalr).
 
     Linux: the detour loads the address of the region's end from a word next to the code.
     Deviates: an auipc computes the address.
@@ -115,7 +115,8 @@ def around_handler(region: Region) -> tuple[bytes, bytes]:
 def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
     """Return the trampoline that fentry sites call through t0; it continues at the saved ip and sp.
 
-    Linux: fentry sites of v6.1 have 16 bytes and call through ra. Deviates: 8 bytes and t0, as since v6.3.
+    Linux: fentry sites of v6.1 have 16 bytes and call through ra. Deviates: the sites have 8 bytes and call
+    through t0, as in v6.3 and later.
     Mirrors: arch/riscv/kernel/mcount-dyn.S:ftrace_regs_caller (v6.3).
     """
     save = save_general() + complete(b"")
@@ -140,7 +141,7 @@ RETURN_FROM_FRAME = (
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:
-    """Implement Arch.repetition: code that calls `entry` as often as the u64 at `turns` says."""
+    """Implement Arch.repetition: a loop that calls `entry`; the u64 at `turns` is the number of calls."""
     head = move_stack_pointer(-2 * WORD) + store(SP, 0, RA, WORD)
     turn = long_jump(RA, RA, at + len(head), entry) + set_register(T0, turns)
     turn += load(T1, T0, 0, WORD) + addi(T1, T1, -1) + store(T0, 0, T1, WORD)

@@ -50,7 +50,10 @@ class BranchFunct3(IntEnum):
 
 
 class ArithmeticFunct3(IntEnum):
-    """funct3 of OP and OP-IMM (which has no SUB), plus a further bit for SUB and SRA."""
+    """Field funct3 of OP and OP-IMM instructions. Bit 4 stands for bit 5 of funct7, which SUB and SRA set.
+
+    OP-IMM has no SUB.
+    """
 
     ADD = 0x00
     SLL = 0x01
@@ -174,7 +177,7 @@ def atomic_add(rd: int, base: int, src: int) -> bytes:
 
 
 def load_reserved(rd: int, base: int) -> bytes:
-    """Encode lr.d: rd = the doubleword at base, which is reserved for the next sc.d."""
+    """Encode lr.d: load the doubleword at base into rd, and reserve it for the next sc.d."""
     return _bytes(r_type(RiscvOpcode.AMO, rd, _SIZE_BITS[8], base, ZERO, _LR))
 
 

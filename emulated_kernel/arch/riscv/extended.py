@@ -38,7 +38,7 @@ class _Replaced:
         self.free = ALL_REGISTERS
         """Mask of the registers that are free wherever a long jump of the detour leads."""
         self.end = 0
-        """Address after the instructions that are copied."""
+        """Address after the last instruction that is copied."""
 
     @property
     def leaves(self) -> bool:
@@ -47,7 +47,7 @@ class _Replaced:
 
 
 def region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that a jump at `addr` replaces by the tactics, or the first rule that forbids it."""
+    """Return the region that a jump at `addr` replaces with the tactics, or the rejection of the jump."""
     for reason in (RejectReason.UNDECODABLE, RejectReason.INDIRECT_JUMP):
         if reason in analysis.hazards:
             return Rejection(reason, analysis.hazards[reason])
@@ -161,7 +161,7 @@ def _free_at_entry(analysis: RiscvFunctionAnalysis, target: int) -> int:
 
 
 def _scratch(analysis: RiscvFunctionAnalysis, addr: int, replaced: _Replaced) -> ScratchRegisters | Rejection:
-    """Return the registers for the jump to the detour, and for the long jumps of the detour."""
+    """Return free registers for the jump to the detour and for the long jumps in it, or a rejection."""
     before = ALL_REGISTERS & ~analysis.live_mask(addr)
     after = replaced.free
     if not replaced.leaves:

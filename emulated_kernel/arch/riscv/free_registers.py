@@ -1,4 +1,4 @@
-"""The order in which jumps of RISC-V take free registers."""
+"""The order in which the jumps of optimized probes on RISC-V choose among free registers."""
 
 from __future__ import annotations
 

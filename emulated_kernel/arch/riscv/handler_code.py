@@ -47,7 +47,7 @@ def handler_code(
 ) -> HandlerCode:
     """Return code that runs a program and preserves the live registers, or all if `live` is None.
 
-    `per_cpu`: see RiscvLowering.
+    `breakpoint_`: breakpoint for host calls. `per_cpu`: see RiscvLowering.
     """
     constants = {"ip": addr, **pt_regs.FIXED_REGISTERS}
 
@@ -62,7 +62,7 @@ def handler_code(
 
 
 def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
-    """Return the code with short branches if they reach their targets, else with far branches.
+    """Return handler code with short branches if they reach their targets, else with far branches.
 
     `make(far)` generates the code, with far branches if `far` is True.
     """
@@ -94,10 +94,11 @@ def _save_all(
 def _save_live(
     body: RiscvLowering, live: LiveRegisters, above: int = 0
 ) -> tuple[bytes, bytes, dict[int, int]]:
-    """Return code that saves registers, code that restores them, and a map of slots for _patch_slot().
+    """Return code that saves live registers around the program `body`, and code that restores them.
 
-    The map is slot number -> instruction word (load or move) that reads the saved value.
-    `above`: number of bytes that the trampoline has pushed on the probed code's stack.
+    The third result is the map of slots for _patch_slot(): slot number -> instruction word (load or move)
+    that reads the saved value. `above`: number of bytes that the trampoline has pushed on the probed code's
+    stack.
     """
     used = body.used
     # A handler that an fentry site calls returns through t0. Ops other than assembly don't change t0.
@@ -175,7 +176,8 @@ class RiscvReturnCode(ReturnCode):
     ) -> HandlerCode:
         """Wrap a program to run on the frame in which the return trampoline has saved the registers.
 
-        `far`: branches may lead farther than 4 KiB.
+        `before` is code to run before the program, and `leave` is code at each JumpTo of the program. `far`:
+        branches may lead farther than 4 KiB.
         """
         body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far, per_cpu=self._per_cpu)
         slots = {number: in_slot(WORD * number) for number in body.slots}

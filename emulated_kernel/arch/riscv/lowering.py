@@ -140,7 +140,8 @@ class RiscvLowering(Lowering):
     ) -> None:
         """Lower all ops of a program to code.
 
-        `live` is None if all registers are already saved. `far`: branches may lead farther than 4 KiB.
+        `live`: registers that the probed code may still read; None if all registers are already saved. `far`:
+        branches may lead farther than 4 KiB.
         `before_host`: code to insert before each host call. `per_cpu`: register with the base address of the
         per-CPU data; None if their offsets are addresses.
         """

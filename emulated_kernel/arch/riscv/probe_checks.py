@@ -90,10 +90,9 @@ def _end_of_copy(analysis: RiscvFunctionAnalysis, addr: int) -> int:
 
 
 def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> ScratchRegisters | Rejection:
-    """Return free registers for the jumps to and from a detour, or a rejection.
+    """Return free registers for the jumps to and from the detour of a region, or a rejection.
 
-    One register for both is preferred.
-
+    `length`: length of the region in bytes. One register for both jumps is preferred.
     Mirrors: opt.c:find_free_registers.
     """
     before = ALL_REGISTERS & ~analysis.live_mask(addr)

@@ -23,7 +23,10 @@ def read_status(rd: int) -> bytes:
 
 
 def save_general(room: int = SIZE, *, but: int = SP) -> bytes:
-    """Return code that makes room for the frame and saves all general registers except sp and `but`."""
+    """Return code that saves all general registers except sp and `but` in a struct pt_regs.
+
+    The code first lowers sp by `room` bytes, so that the struct pt_regs begins at sp.
+    """
     stores = (store(SP, WORD * number, number, WORD) for number in _GENERAL if number != but)
     return move_stack_pointer(-room) + b"".join(stores)
 

@@ -88,7 +88,7 @@ class FunctionFlow:
     ) -> None:
         """Decode a function.
 
-        `layout`: has the addresses of the thunks; None if indirect jumps are no hazards.
+        `layout`: address ranges of the kernel's thunks; None if indirect jumps are no hazards.
         """
         self._layout = layout
         self.hazard: Rejection | None = None

@@ -22,7 +22,7 @@ MAX_DETOUR = 160
 MAX_DETOURED = MAX_INSN_SIZE + DISP32_SIZE
 """Size in bytes of the largest region: four bytes, and the longest instruction."""
 _MAX_GROWTH = 3 * 7
-"""Upper limit of the bytes by which relocation makes a region longer: three branches of 2 bytes become 9."""
+"""Maximum growth of a region by relocation, in bytes: each of three 2-byte branches becomes 9 bytes."""
 MAX_COPIED = MAX_DETOURED + _MAX_GROWTH + JMP32_SIZE
 """Upper limit of the size in bytes of relocated instructions plus a jump."""
 

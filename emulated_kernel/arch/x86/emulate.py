@@ -58,7 +58,7 @@ class X86Emulation(Emulation):
     operand_size: int = 8
     """Number of bytes that the instruction pushes or pops."""
     counter_mask: int = 0
-    """Mask of the bits of rcx that loop and jcxz count in, by the address size of the instruction."""
+    """Mask of the bits of rcx that loop and jcxz count in. The instruction's address size determines it."""
     release: int = 0
     """Number of bytes that ret removes from the stack after the return address."""
     mask: int = (1 << 64) - 1
@@ -69,7 +69,10 @@ class X86Emulation(Emulation):
 
 
 def condition_holds(condition: int, flags: int) -> bool:
-    """Return True if condition code 0-15 (o no b ae e ne be a s ns p np l ge le g) holds."""
+    """Return True if a condition code from 0 to 15 holds for the status flags.
+
+    The codes are, in ascending order: o no b ae e ne be a s ns p np l ge le g.
+    """
     return _CONDITIONS[condition >> 1](flags) != bool(condition & 1)
 
 

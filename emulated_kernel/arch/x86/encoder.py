@@ -50,7 +50,7 @@ LAHF = b"\x9f"
 SAHF = b"\x9e"
 SETO_AL = b"\x0f\x90\xc0"
 ADD_AL_127 = b"\x04\x7f"
-"""add $127, %al: sets OF if al was 1, which restores the flag that seto stored."""
+"""Code of `add $127, %al`, which sets OF if al is 1. So it restores OF from al, where seto stored it."""
 
 _BYTE = 1
 _WORD = 2
@@ -343,7 +343,7 @@ class Encoder:
         return _stack_operand(self._lea, dst)
 
     def lea_sum(self, dst: int, base: int, index: int) -> bytes:
-        """Encode an instruction that sets dst to base + index, not sp, and preserves the flags."""
+        """Encode a lea that sets dst to base + index, and preserves the flags. `index` must not be sp."""
         return _lea_sum(self._lea, dst, base, index)
 
     def _operand(self, opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:

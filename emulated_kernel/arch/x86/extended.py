@@ -33,7 +33,7 @@ _NO_INDEX = 0x20
 
 
 def region(analysis: X86FunctionAnalysis, addr: int, kept: int = 0) -> Region | Rejection:
-    """Return the region that a jump at `addr` covers by the tactics, or the rejection of the jump.
+    """Return the region that a jump at `addr` covers with the tactics, or the rejection of the jump.
 
     The last `kept` bytes of the jump keep the values of the code there.
     """
@@ -52,9 +52,9 @@ def region(analysis: X86FunctionAnalysis, addr: int, kept: int = 0) -> Region | 
 
 
 def _covered(analysis: X86FunctionAnalysis, addr: int, kept: int) -> Region | Rejection:
-    """Return the region of a jump at `addr` that keeps `kept` bytes, or the first rule it breaks.
+    """Return the region of a jump at `addr` whose last `kept` bytes stay as they are, or its rejection.
 
-    Whole instructions and padding are before the kept bytes.
+    The region consists of whole instructions, padding, and the kept bytes.
     """
     used: list[Relocation] = []
     at = addr

@@ -84,9 +84,10 @@ class SavedRegisters:
 
 
 def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple[bytes, bytes, int]:
-    """Return code that saves ax around a program, code that restores it, and the number of words pushed.
+    """Return code that saves ax, which contains the saved flags, and code that restores ax.
 
-    ax contains the saved flags. If the program doesn't use ax, both codes are empty.
+    The third result is the number of words that the first code pushes. If the program doesn't use ax, both
+    codes are empty.
     """
     if AX not in body.used:
         return b"", b"", 0

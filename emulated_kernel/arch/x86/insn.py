@@ -1,4 +1,4 @@
-"""x86 decoder that decodes as Linux does: instruction lengths, and the fields that its probe rules use.
+"""x86 decoder with the results of Linux's decoder: lengths, and fields that Linux's probe rules use.
 
 iced-x86 decodes what the processor executes; this decoder reproduces what Linux reads. The two decoders
 differ in bytes that are not code, since Linux gives a length to opcodes that don't exist. They also differ in
@@ -25,7 +25,7 @@ EMULATE_PREFIX_SIZE = 5
 
 
 class Imm(Enum):
-    """Kind of the immediate operand of an opcode; letters as in the opcode maps of Intel's manual."""
+    """Kind of an opcode's immediate operand. The letters are those of the opcode maps in Intel's manual."""
 
     __hash__ = object.__hash__
 
@@ -37,11 +37,11 @@ class Imm(Enum):
     VWORD32 = auto()
     """Iz, Jz: 2 bytes if the operand size is 16 bits, otherwise 4."""
     VWORD = auto()
-    """Iv: 2, 4 or 8 bytes, as the operand size says."""
+    """Iv: 2, 4 or 8 bytes, depending on the operand size."""
     POINTER = auto()
     """Ap: an offset and a selector, the operand of a direct far call or jump."""
     MOFFSET = auto()
-    """Ob, Ov: an address of 2, 4 or 8 bytes, as the address size says."""
+    """Ob, Ov: an address of 2, 4 or 8 bytes, depending on the address size."""
 
 
 _FIXED_SIZES = {Imm.NONE: 0, Imm.BYTE: 1, Imm.WORD: 2, Imm.WORD_BYTE: 2}
@@ -157,7 +157,7 @@ def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, in
 
 
 def opcodes(ranges: str) -> frozenset[int]:
-    """Return the set of opcodes that a text such as "00-03 0f" describes."""
+    """Return the set of the opcodes in a text of hexadecimal numbers and ranges, such as "00-03 0f"."""
     spans = (span.split("-") for span in ranges.split())
     return frozenset(op for span in spans for op in range(int(span[0], 16), int(span[-1], 16) + 1))
 
@@ -380,7 +380,10 @@ class _Decoder:
 
 
 def _immediate_of_group(opcode: bytes, modrm: int | None, kind: Imm) -> Imm:
-    """Return `kind`, or the kind of test's immediate: only test has one in group 3, in two encodings."""
+    """Return the kind of an instruction's immediate, where `kind` is the kind for its opcode.
+
+    In group 3, only `test` has an immediate, and it has two encodings there.
+    """
     if opcode in (b"\xf6", b"\xf7") and modrm is not None and modrm >> 3 & 7 < 2:
         return Imm.BYTE if opcode == b"\xf6" else Imm.VWORD32
     return kind

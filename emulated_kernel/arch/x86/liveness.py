@@ -92,7 +92,10 @@ def _control(insn: Any, addr: int) -> Control | None:
 
 
 def _registers(info: Any) -> tuple[int, int]:
-    """Return the masks of the general registers that are read, and that are overwritten completely."""
+    """Return the masks of the general registers that an instruction reads, and of those that it overwrites.
+
+    A register that the instruction overwrites only in part is not in the second mask.
+    """
     from iced_x86 import OpAccess, RegisterExt
 
     reading = (OpAccess.READ, OpAccess.COND_READ, OpAccess.READ_WRITE, OpAccess.READ_COND_WRITE)

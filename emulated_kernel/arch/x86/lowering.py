@@ -195,8 +195,9 @@ class X86Lowering(Lowering):
     ) -> None:
         """Lower all ops of a program to code.
 
-        `live` is None if all registers are already saved. `overwritten`: no register contains the probed
-        code's value any more, so only the saved values are valid.
+        `live`: registers that the probed code may still read; None if all registers are already saved.
+        `overwritten`: no register contains the probed code's value any more, so only the saved values are
+        valid.
         """
         self._encoder = encoder
         overwrites = live is not None and live.flags and _overwrites_flags(program, encoder)

@@ -188,7 +188,10 @@ def _interior(region: Region) -> range:
 
 
 def _tactics() -> OptimizationPolicy[X86FunctionAnalysis]:
-    """Return the policy that asks for all bytes of a jump first, then for fewer and fewer of them."""
+    """Return a policy that tries jumps with the tactics: first with no kept bytes, then with 1 to 4.
+
+    Kept bytes are the last bytes of the jump (Region.kept).
+    """
     found = None
     for kept in range(JMP32_SIZE - 1, -1, -1):
         region = partial(extended.region, kept=kept)

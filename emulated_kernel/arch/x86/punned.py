@@ -18,7 +18,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 def targets(region: Region) -> range:
-    """Return the addresses to which a jump at the region can lead that does not change the kept bytes."""
+    """Return the addresses to which the region's jump can lead without a change of its kept bytes."""
     kept = region.code[len(region.code) - region.kept :]
     free = DISP32_SIZE - region.kept
     lowest = region.addr + JMP32_SIZE + int.from_bytes(bytes(free) + kept, "little", signed=True)
@@ -26,7 +26,7 @@ def targets(region: Region) -> range:
 
 
 def punned_jump(region: Region, target: int) -> bytes:
-    """Encode the jump to `target`. Raises: KernelError ERANGE (the kept bytes would change)."""
+    """Encode the region's jump to `target`. Raises: KernelError ERANGE (the kept bytes would change)."""
     if target not in targets(region):
         raise KernelError(ERANGE, f"no jump from {region.addr:#x} to {target:#x} keeps {region.kept} bytes")
     return relative_jump(region.addr, target)
@@ -35,7 +35,7 @@ def punned_jump(region: Region, target: int) -> bytes:
 def has_room(region: Region, bits: int) -> bool:
     """Return True if the region's jump can lead to a detour in unused address space.
 
-    Displacements in the detour must reach from each of these addresses.
+    All addresses that the jump can reach there must be near enough for the displacements in the detour.
     """
     reached = targets(region)
     found = False

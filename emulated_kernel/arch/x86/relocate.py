@@ -25,10 +25,11 @@ _ADDRESS_SIZE_PREFIX = 0x67
 
 
 def relocate(code: bytes, addr: int, to: int, bits: int) -> tuple[bytes, int]:
-    """Return the first instruction of `code` with the same effect at `to`, and its original length.
+    """Return code for the address `to` with the effect of the first instruction of `code`, and its length.
 
-    The original address is `addr`. A call pushes its original return address.
-    Raises: KernelError EINVAL (must not be copied), ERANGE (out of reach).
+    `addr` is the original address, and the length in bytes is that of the original instruction. A call pushes
+    its original return address.
+    Raises: KernelError EINVAL (the instruction must not be copied), ERANGE (out of reach).
     """
     insn = decode_insn(code, bits)
     length = insn.length

@@ -221,7 +221,7 @@ class _FrameReader:
         return take_address(to, to, by)
 
     def _sum_in_memory(self, insn: Any, by: int) -> Effect | None:
-        """Return the effect of adding a constant to a word in memory, as ftrace's trampoline does.
+        """Return the effect of adding the constant `by` to a word in memory, which ftrace's trampoline does.
 
         Return None if the operand is not a word at a known place.
         """

@@ -42,9 +42,9 @@ _FIRST_INTERRUPT = Vector.TIMER
 _UIDS = ("uid", "euid", "fsuid")
 _GIDS = ("gid", "egid", "fsgid")
 _SYSCALL = "nr."
-"""Prefix of the names of entries in the guest's ABI table that hold system call numbers."""
+"""Prefix of the names of system calls in the guest's ABI table, such as `nr.read`."""
 _SPLIT = "ia32_"
-"""Prefix of the names of i386 calls that split 64-bit arguments."""
+"""Prefix of the names of those i386 system calls that split each 64-bit argument into two."""
 _MAX_MESSAGE = 1000
 """Maximum length in bytes of a line that the host prints in the kernel log; the rest is cut off."""
 
@@ -84,8 +84,9 @@ class UserBuffers:
 class BuiltinKernel(TaskStacks):
     """Gives the host, the probe engine and tracing access to the data of a booted kernel that is stopped.
 
-    Structures are read by the kernel's ABI table. Variables that are used often are read through memoryviews,
-    which takes 0.1 us each. Entries that the guest has damaged are left out of lists, and reported once.
+    Structures are read with the offsets in the kernel's ABI table. Variables that are used often are read
+    through memoryviews, which takes 0.1 us each. Entries that the guest has damaged are left out of lists,
+    and reported once.
     """
 
     def __init__(self, machine: Machine, image: KernelImage) -> None:
@@ -148,7 +149,7 @@ class BuiltinKernel(TaskStacks):
         return _FIRST_INTERRUPT + lowest.bit_length() - 1
 
     def syncs_of(self, cpu: int) -> int:
-        """Return how often a CPU has executed a serialising instruction for Vector.SYNC_CORE."""
+        """Return the number of serialising instructions that a CPU has executed for Vector.SYNC_CORE."""
         return int(self._syncs[cpu][0])
 
     def cpu_of(self, task: int) -> int:
@@ -170,7 +171,7 @@ class BuiltinKernel(TaskStacks):
         return int(self._current[0])
 
     def set_mailbox(self, task: int) -> None:
-        """Set the task that the next Vector.WAKE of the current CPU wakes."""
+        """Write `task` to the mailbox of the current CPU: the next Vector.WAKE wakes this task."""
         self._mailbox[0] = task
 
     def new_exits(self) -> list[int]:
@@ -275,7 +276,7 @@ class BuiltinKernel(TaskStacks):
         self._memory.write_word(variable, unlimited if most is None else min(most, unlimited))
 
     def thaw(self) -> None:
-        """Let frozen tasks leave the refrigerator. A task that nothing wakes leaves it within a second."""
+        """Thaw the frozen tasks. A task that no event wakes leaves the refrigerator within a second."""
         self._memory.write_u32(address_of(self.image.kallsyms, "pm_freezing"), 0)
 
     def modules(self) -> list[ModuleInfo]:

@@ -1,4 +1,4 @@
-"""Guest: the running kernel as the mount uses it: tasks, system calls, control files, kernel functions."""
+"""Guest: a mount's interface to the running kernel: tasks, system calls, control files, functions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Guest:
         number: int | None = None,
         wanted: object = None,
     ) -> bytes:
-        """Let a task read a control file, and return the data.
+        """Make a task read a control file, and return the data.
 
         `produce` is called during the task's vfs_read and returns the data.
 
@@ -113,7 +113,7 @@ class Guest:
         kept: ExitStack,
         number: int | None = None,
     ) -> int:
-        """Let a task write a control file and return the result of `consume`, which its vfs_write calls.
+        """Make a task write a control file; return the result of `consume`, which its vfs_write calls.
 
         Probes of vfs_write can read the data in user memory. `kept` receives the resources of the call. The
         caller closes `kept` when the call has ended, but not while the call sleeps. `number` is the number of
@@ -143,7 +143,7 @@ class Guest:
 
         If the task sleeps in an equal call, continue that call. `serve` answers the guest's requests to the
         host. `data` is written to a buffer in user memory, which the caller frees by closing `kept`. Without
-        `kept`, the call uses the shared buffer for reads.
+        `kept`, the call uses the shared buffer for reads. `wanted`: see Request.
         """
         nr = self.syscalls.number(name)
         sleeping = task.request
@@ -165,14 +165,14 @@ class Guest:
         """End the system call in which a task sleeps: the call fails with the errno `error`.
 
         If the task sleeps in no system call, do nothing.
-        The task's host process waits for the call no longer. Without this, the task would sleep until the
-        process makes another request.
+        The task's host process waits for the call no longer. Without this method, the task would sleep until
+        the process makes another request.
         """
         if not self.is_dead and task.request is not None:
             self.runner.interrupt(task, error)
 
     def enter(self, task: GuestTask) -> None:
-        """Make this task the guest's current one, by a system call if necessary."""
+        """Make this task the guest's current one; if necessary, the task makes a system call for this."""
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 

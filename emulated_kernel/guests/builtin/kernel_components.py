@@ -1,4 +1,4 @@
-"""The components of a running kernel of kprobefs's own, as its file trees and its API use them."""
+"""The components of a running kernel of kprobefs's own, which its file trees and its API use."""
 
 from __future__ import annotations
 

@@ -65,7 +65,10 @@ class Modules:
         """
 
     def loaded(self) -> list[ModuleInfo]:
-        """Return the loaded modules, newest first. Raises: KernelError EIO (the guest has corrupted them)."""
+        """Return the loaded modules, newest first.
+
+        Raises: KernelError EIO (the guest has corrupted its list of modules).
+        """
         return self._guest.kernel.modules()
 
     def read(self, name: str, deadline: float | None = None) -> list[ModuleFile]:
@@ -86,7 +89,10 @@ class Modules:
         return [*needed, _file(path, name, lambda path: read_regular(path, MAX_SIZE))]
 
     def names(self) -> set[str]:
-        """Return the names of the loaded modules. Raises: KernelError EIO (the guest has corrupted them)."""
+        """Return the names of the loaded modules.
+
+        Raises: KernelError EIO (the guest has corrupted its list of modules).
+        """
         return {module.name for module in self.loaded()}
 
     def check(self, files: list[ModuleFile], loaded: Collection[str]) -> None:
@@ -161,7 +167,7 @@ class Modules:
             self._call("delete_module", buffer, 0)
 
     def _call(self, name: str, *args: int) -> None:
-        """Make a system call in the worker's task, and serve the guest's module loader meanwhile."""
+        """Make a system call in the worker's task, and serve the guest's module loader during the call."""
         request = Request(self._guest.syscalls.number(name), args, self._serve)
         try:
             check(self._guest.runner.run(self._guest.processes.worker(), request), self._memory.word_size)
@@ -171,14 +177,14 @@ class Modules:
             raise
 
     def refuse(self, error: int, message: str) -> NoReturn:
-        """Log a message in the kernel log and refuse the request.
+        """Write a message to the kernel log and refuse the request.
 
         Raises: KernelError (with the errno `error`).
         """
         raise self._refusal(error, message)
 
     def _refusal(self, error: int, message: str) -> KernelError:
-        """Log a message in the kernel log, and return a KernelError with it and the errno `error`."""
+        """Write a message to the kernel log, and return a KernelError with it and the errno `error`."""
         self._guest.log(message)
         return KernelError(error, message)
 

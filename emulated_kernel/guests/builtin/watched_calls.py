@@ -18,7 +18,7 @@ If more words are patched, all calls are watched.
 class WatchedCalls:
     """Follows the patches of the guest's text. Lock: the methods leave it.
 
-    If a module is loaded, all calls are watched while anything is patched, because the kernel may call the
+    If a module is loaded, all calls are watched while any text is patched, because the kernel may call the
     module's code from anywhere.
     """
 

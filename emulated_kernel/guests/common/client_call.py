@@ -100,7 +100,7 @@ _LINE = 256
 _MAX_OPEN = 32
 """Maximum number of files /proc/PID/syscall that stay open."""
 _TRIES = 20
-"""Maximum number of reads of /proc/PID/syscall to wait until the process sleeps in its call.
+"""Maximum number of reads of /proc/PID/syscall until it shows that the process sleeps in its call.
 
 A process that has just sent its request may not sleep yet.
 """
@@ -172,7 +172,7 @@ class ClientCall:
         return [(at, os.fsdecode(self.data[at])) for at, kind in kinds if kind == "p" and at in self.data]
 
     def names(self, count: int) -> bool:
-        """Return True if the call names `count` files by paths that are not empty."""
+        """Return True if the call names exactly `count` files by paths that are not empty."""
         if self.is_hidden:
             return ARGUMENTS[self.name].count("p") == count
         return sum(bool(text) for _at, text in self.paths) == count
@@ -181,9 +181,9 @@ class ClientCall:
 def client_call(pid: int, memory: ProcessMemory, instead: str | None = None) -> ClientCall | None:
     """Return the system call in which a process or thread waits for kprobefs.
 
-    Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`.
-    If the memory of the process can't be read in time, the call is hidden; return None if the call
-    needs more than its paths.
+    Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`. If the
+    memory of the process can't be read in time, the call is hidden. Then return None if the call also has
+    pointers to other data than paths.
 
     If `instead` is given, the memory is not read for an open(2) of an existing file, whose path becomes
     `instead`. If that is empty, the call is hidden.

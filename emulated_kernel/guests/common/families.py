@@ -12,7 +12,7 @@ from typing import NamedTuple
 from emulated_kernel.guests.common.proc import read
 
 _CLIENTS = 8
-"""Maximum number of latest clients whose families are known; each costs two reads of /proc at a look."""
+"""Maximum number of latest clients whose families are kept; each look reads /proc twice for each of them."""
 
 
 class _Family(NamedTuple):

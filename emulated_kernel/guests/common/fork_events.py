@@ -1,4 +1,4 @@
-"""ForkEvents: receives forks and new process names from the host's process connector, as only root can."""
+"""ForkEvents: receives forks and new process names from the host's process connector (root only)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 Mirrors: include/linux/proc_ns.h:PROC_PID_INIT_INO (v6.1).
 """
 _ANSWER_TIMEOUT_MS = 200
-"""Milliseconds to wait for the kernel's first message; in a container no message comes."""
+"""Milliseconds to wait for the kernel's first message; in a container, the kernel sends none."""
 _FILTER = (
     (0x20, 0, 0, _EVENT_AT),
     (0x15, 2, 0, socket.htonl(_FORK)),

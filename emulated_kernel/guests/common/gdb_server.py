@@ -24,9 +24,9 @@ from emulated_kernel.util.threads import start_thread
 PACKET_LIMIT = 16 << 10
 """Maximum size of a packet in bytes."""
 _SLICE = 0.05
-"""Seconds between two looks whether the guest has stopped, while it runs."""
+"""Seconds between two checks whether a running guest has stopped."""
 _RETRY = 0.2
-"""Seconds until a connection is accepted again after an error."""
+"""Seconds until the server accepts a connection again after an error."""
 _PREFIX = "kprobefs-gdb-"
 _SOCKET = "socket"
 _INTERRUPT = 3
@@ -58,7 +58,7 @@ _LAYOUTS = {
     "riscv64": ("riscv:rv64", _RISCV),
     "riscv64i": ("riscv:rv64", _RISCV),
 }
-"""Architecture -> GDB's name of it, and the first registers by GDB's numbers, with their sizes in bytes.
+"""Architecture -> GDB's name of it, and the first registers in GDB's order, with their sizes in bytes.
 
 The name "" is a register that is always 0.
 """
@@ -310,7 +310,7 @@ class GdbSession:
         return None
 
     def _thread_number(self, text: bytes) -> int:
-        """Return the number of a thread. 0 and -1 mean the current one. Raises: ValueError."""
+        """Return the thread number in `text`. 0 and -1 mean the current thread. Raises: ValueError."""
         number = int(text, 16)
         if number in (0, -1):
             return self._machine.cpu + 1
@@ -398,7 +398,7 @@ class GdbSession:
     # Running
 
     def _run(self, packet: bytes) -> bytes:
-        """Let the guest run as the packet says, and return why it has stopped; b"" for another packet."""
+        """Run the guest by the command in `packet`; return why it has stopped, or b"" for another packet."""
         if packet.startswith(b"vCont;"):
             action = packet[6:7]
             # Each action but the last may name a thread; the CPUs run in turns, so the first one decides.

@@ -26,15 +26,15 @@ EXEC_TIMEOUT = 1.0
 Later, a request of the process itself shows its name.
 """
 MAX_FORKS_PER_LOOK = 64
-"""Maximum number of forks that are handled at one request; older forks are left out."""
+"""Maximum number of forks that are handled at one request; if there are more, the older ones are left out."""
 _OPEN_COMMS = 64
 """Maximum number of files /proc/PID/comm that are kept open."""
 _PIDFDS = 1024
 """Maximum number of open pidfds. The ends of further processes are found by start times in /proc."""
 _SPARE = 24
-"""Number of free descriptors that must remain for other uses when pidfds are opened."""
+"""Number of free descriptors that must remain for other uses after a pidfd is opened."""
 _UNKNOWN = "?"
-"""Start time of a process whose file in /proc could not be read."""
+"""Replacement for the start time of a process whose file in /proc could not be read."""
 _STARTS_PER_LOOK = 32
 """Number of processes without a pidfd that are checked at one look; each check takes 10 us."""
 _CHECK = 0.1
@@ -263,7 +263,7 @@ class HostProcesses(ProcessWatch):
         return found
 
     def _related(self, pids: list[int]) -> list[int]:
-        """Return those of `pids` whose parents are unknown or followed, or are in the result themselves."""
+        """Return those of `pids` whose parents are unknown, followed, or in the result themselves."""
         found: dict[int, None] = {}
         for pid in pids:
             parent = self._parents.get(pid)
@@ -463,7 +463,10 @@ class HostProcesses(ProcessWatch):
 
 
 def _descriptor_bounds() -> tuple[int, int]:
-    """Return the maximum numbers of pidfds and of open files /proc/PID/comm, by the limit of open files."""
+    """Return two maximum numbers: of pidfds and of open files /proc/PID/comm.
+
+    They depend on the limit of open files.
+    """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return _PIDFDS, _OPEN_COMMS

@@ -20,13 +20,13 @@ from time import monotonic
 log = logging.getLogger("kprobefs.clients")
 
 PATIENCE = 0.005
-"""Seconds after which another thread takes requests instead of the reader; see ProcessMemory.waiting."""
+"""Seconds after which another thread serves requests in place of the reader; see ProcessMemory.waiting."""
 TIMEOUT = 0.1
 """Seconds after which a read by a helper is given up."""
 MAX_ABANDONED = 8
 """Maximum number of abandoned helpers that may still sleep in a read. At the maximum, all reads fail."""
 IDLE = 3
-"""Maximum number of idle helpers that are kept: as many as threads that usually take requests."""
+"""Maximum number of idle helpers that are kept; usually, no more threads serve requests at a time."""
 START_TIMEOUT = 5.0
 """Maximum seconds that a new helper may take until it is ready."""
 
@@ -92,7 +92,7 @@ It is text, so that a daemon whose package was upgraded meanwhile still starts i
 
 
 class _GivenUpError(Exception):
-    """A helper has not answered in time."""
+    """Raised if a helper has not answered in time."""
 
 
 class _Helper:
@@ -185,7 +185,7 @@ class ProcessMemory:
         """Start without helpers. `timeout`: seconds after which a read is given up."""
         self._timeout = timeout
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a context manager for a long wait, during which another thread takes requests.
+        """Returns a context manager for a long wait, during which another thread serves requests.
 
         A page of the mount itself can be read only if a thread is left that answers.
         """

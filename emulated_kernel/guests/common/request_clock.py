@@ -12,7 +12,7 @@ from emulated_kernel.util.abi import HZ
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1
-"""Minimum seconds between two requests from which a virtual clock counts the pause at its real length."""
+"""Minimum length of a pause between requests, in seconds, that a virtual clock counts at its real length."""
 
 
 class RequestClock:

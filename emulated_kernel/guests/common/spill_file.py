@@ -14,14 +14,14 @@ from emulated_kernel.util.errors import KernelError
 
 _FULL = {ENOSPC, EDQUOT, EFBIG}
 _MARGIN = 64 << 20
-"""Space in bytes for the tables that follow the requested size."""
+"""Number of bytes that must be free in addition to a file's size, for the tables that are appended to it."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> IO[bytes]:
     """Return an unnamed file, filled by `write`, in the first directory with enough space.
 
-    `size`: bytes on disk. `whole`: bytes including holes.
+    `size`: bytes that the file takes on disk. `whole`: length of the file in bytes, including holes.
     Raises: KernelError ENOSPC, OSError, as `write`.
     """
     places = [*_places()]
@@ -53,7 +53,7 @@ def _places() -> Iterator[str]:
 def has_space(directory: str, size: int, whole: int) -> bool:
     """Return True if a directory has space for a file and its tables, and for its holes if these need it.
 
-    `size`: bytes on disk; `whole`: bytes including holes.
+    `size`: bytes that the file takes on disk. `whole`: length of the file in bytes, including holes.
 
     Hazard: in a file in memory, reading a mapped hole allocates a page. If there is no memory, the reader is
     killed (SIGBUS).

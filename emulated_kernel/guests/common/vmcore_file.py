@@ -22,7 +22,7 @@ from emulated_kernel.vfs.core.open_file import File, OpenFile
 MAX_OPEN = 4
 """Maximum number of cores that are open at a time. Each has a temporary file."""
 MAX_BYTES = 1 << 30
-"""Maximum size of the memory in all open cores, without zeros. A single core may be larger."""
+"""Maximum size in bytes of the memory in all open cores, without zeros. A single core may be larger."""
 
 
 class CoreMemory(Protocol):
@@ -75,7 +75,7 @@ class VmcoreFile(File):
         self.vmcoreinfo = vmcoreinfo
         self.open_cores = 0
         self.open_bytes = 0
-        """Size of the memory in the open cores, without zeros."""
+        """Size in bytes of the memory in the open cores, without zeros."""
 
     def stat(self, owner: Owner) -> Stat:
         """Return the attributes of the node; debuggers refuse a core whose size is 0."""

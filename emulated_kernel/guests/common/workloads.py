@@ -72,10 +72,10 @@ class WorkloadHost(Protocol):
         """Return a workload of the kind `kind`. Its task gets the pid `pid`, which no host process has."""
 
     def slice_begins(self) -> None:
-        """Prepare the guest for the calls of a slice, as for a client's request."""
+        """Prepare the guest for the calls of a slice; do the work that precedes a client's request."""
 
     def slice_ends(self) -> None:
-        """Finish a slice, as a client's request is finished."""
+        """Finish a slice; do the work that follows a client's request."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Workloads:
         return [running.line() for running in self._loads.values()]
 
     def orders(self) -> list[WorkloadOrder]:
-        """Return orders that let another kernel continue the running workloads for their remaining time."""
+        """Return orders by which another kernel continues the running workloads for their remaining time."""
         running = [load for load in self._loads.values() if load.state == "running"]
         return [replace(load.order, duration=load.left) for load in running if load.left]
 

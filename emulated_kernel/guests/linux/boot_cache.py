@@ -43,7 +43,10 @@ _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc"
 log = logging.getLogger("kprobefs.linux")
 
 _PRODUCTION_PARAMETERS = ("noreplace-smp", "random.trust_bootloader=on")
-"""Kernel parameters: keep the lock prefixes, as on a machine with several CPUs, and use the random seed."""
+"""Parameters for a kernel that sees a production CPU.
+
+They keep the lock prefixes, as on a machine with several CPUs, and make the kernel trust the random seed.
+"""
 _RANDOM_SEED = bytes(range(32))
 _SETTLING = 3_000_000
 """Microseconds of guest time for which a booted kernel idles before it is saved."""
@@ -138,7 +141,7 @@ def _cached(place: Path, *, with_parts: bool) -> tuple[LinuxTasks, dict[str, mem
 
 
 def _unseen(_done: int, _total: int) -> None:
-    """Ignore the progress of a boot."""
+    """Do nothing: progress function of a boot whose progress is not shown."""
 
 
 def _boot_and_save(

@@ -20,7 +20,7 @@ class GuestAbi:
     """The system calls, registers and structures of one processor."""
 
     name: str
-    """Name of the architecture, as in MachineConfig.arch."""
+    """Name of the architecture, which MachineConfig.arch also uses."""
     symbols: tuple[str, ...]
     """Symbols that the host needs of a kernel for this processor, in addition to those of all kernels."""
     members: tuple[str, ...]
@@ -35,13 +35,13 @@ class GuestAbi:
     pt_regs_size: int
     """Size of struct pt_regs in bytes."""
     call: tuple[str, ...]
-    """Names of the registers with the arguments and the number of a system call."""
+    """Names of the registers with the arguments of a system call, followed by that with its number."""
     result: str
     """Name of the register with the result of a system call."""
     counter: str
     """Name of the register with the number of pages for the stub's code at UserStub.touch."""
     kept: tuple[str, str]
-    """Names of two registers that calls preserve."""
+    """Names of two registers that system calls preserve."""
     syscalls: Mapping[str, int]
     """Name of a system call -> its number.
 
@@ -49,16 +49,16 @@ class GuestAbi:
     further arguments are 0.
     """
     stat: struct.Struct
-    """Layout of struct stat: device, inode, and then as `stat_order` names them."""
+    """Layout of struct stat: device, inode, and then the members in `stat_order`."""
     stat_order: tuple[str, ...]
     modules: range
     """Range of addresses of modules' code."""
     time_read: str
     """Symbol of the function that reads the clock source that the host supports."""
     irq_stack: str
-    """Per-CPU variable with an address on the stack for interrupts."""
+    """Name of a per-CPU variable that contains an address on the stack for interrupts."""
     irq_stack_size: int
-    """Number of bytes from that address to the end of the stack."""
+    """Number of bytes from the address in the variable `irq_stack` to the end of the stack."""
     host_code: int
     """Address at which the host maps its own code and data; Linux leaves the 2 MiB from there on unused."""
     is_word_hashed: bool

@@ -18,7 +18,7 @@ _START = _BASE + 0x1000
 
 
 class UserStub(NamedTuple):
-    """The code of init. All addresses are virtual."""
+    """Virtual addresses of the parts of init's code."""
 
     elf_machine: ElfMachine
     code: bytes

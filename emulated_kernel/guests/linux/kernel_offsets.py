@@ -32,7 +32,7 @@ KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 """
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
-"""Symbols of switches. If one is set, a free page must keep the pattern that was written at its free."""
+"""Symbols of switches. If one is set, a page must keep the pattern that freeing it has written."""
 _OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
 _MEMBERS = (
     "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.comm",
@@ -49,11 +49,11 @@ _OF_FREE_PAGES = (
 )  # fmt: skip
 _SIZES = "page", "zone", "free_area"
 STATE = "task_struct.__state", "task_struct.state"
-"""Paths of a task's state since v5.14, an unsigned int, and before, a long."""
+"""Paths of the member with a task's state: an unsigned int since v5.14, and a long before."""
 TIMEKEEPER = "tk_core"
 """Key of the address of the kernel's timekeeper in KernelOffsets.symbols."""
 _TIMEKEEPERS = "tk_core", "timekeeper_data"
-"""Symbols of the timekeeper, and of an array of several since v6.17, whose first one is the kernel's."""
+"""Symbols of the kernel's timekeeper before v6.17, and since then of an array whose first element it is."""
 PID_MAX = "pid_max"
 """Key of the address of the limit of pids in KernelOffsets.symbols.
 
@@ -93,7 +93,10 @@ RUN_QUEUES = "runqueues"
 _OF_TICKS = JIFFIES, TICK_NSEC, *TICK_TIMES
 _OF_TIMERS = "timer_base.next_expiry", "rq.nr_running"
 _BEHIND_COUNT = 8
-"""Offset of the timekeeper in tk_core before Linux 6.13, after a sequence count and an empty lock."""
+"""Offset in bytes of the timekeeper in tk_core before Linux 6.13.
+
+A sequence count and an empty lock precede it.
+"""
 ORDERS = "zone.free_area[]"
 """Key in KernelOffsets.offsets of the number of free areas of a zone, one for each order."""
 _DENTRY_FLAGS = {
@@ -160,13 +163,13 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 
 
 def timekeeper_address(kernel: LinuxKernel) -> int | None:
-    """Return the address of the variable with the kernel's timekeeper; None if it has another name."""
+    """Return the address of the variable with the kernel's timekeeper; None if no known symbol names it."""
     found = (kernel.kallsyms.lookup_name(name) for name in _TIMEKEEPERS)
     return next((address for address in found if address is not None), None)
 
 
 def timekeeper_offset(btf: Btf) -> int:
-    """Return the offset of the timekeeper in its variable."""
+    """Return the offset in bytes of the timekeeper in its variable."""
     return btf.offset(_TIMEKEEPER_AT) if btf.has(_TIMEKEEPER_AT) else _BEHIND_COUNT
 
 
@@ -238,7 +241,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
 
 def _of_free_pages(btf: Btf) -> dict[str, int]:
-    """Return name -> offset or size in the page allocator's structures; {} if the kernel has others."""
+    """Return name -> offset or size in the page allocator's structures; {} if this kernel's differ."""
     try:
         found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
         return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}
@@ -249,7 +252,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_time(btf: Btf) -> dict[str, int]:
-    """Return name -> offset of the timekeeper's members; {} if the kernel keeps its time elsewhere."""
+    """Return name -> offset of the timekeeper's members; {} if this kernel's timekeeper differs."""
     found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
     if not found.keys() >= set(_OF_TIME):
         return {}
@@ -257,7 +260,7 @@ def _of_time(btf: Btf) -> dict[str, int]:
 
 
 def _of_timers(btf: Btf) -> dict[str, int]:
-    """Return name -> offset, size or number of the timer wheels; {} if the kernel has other wheels."""
+    """Return name -> offset, size or number of the timer wheels; {} if this kernel's wheels differ."""
     if not all(btf.has(path) for path in _OF_TIMERS):
         return {}
     wheels = {TIMER_BASES: btf.size("timer_base"), PUNCTUAL: 2 if btf.has(_MIGRATING) else 1}

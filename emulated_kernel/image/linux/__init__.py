@@ -1,4 +1,4 @@
-"""Distribution kernels (x86_64 only): unpacking of their files, and decoding of their tables.
+"""Distributions' kernels: unpacking of their files, and decoding of their tables.
 
 The interface is linux_kernel.open_kernel() with its LinuxKernel, open_image, which finds kernel files,
 module_files and vmcore. No module here uses a running kernel. The only lock is held while a package is read

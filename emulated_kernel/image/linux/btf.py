@@ -93,7 +93,7 @@ _VOID = Type(Kind.VOID, 0, 0, False, 0, 0)
 class StepLimit:
     """Limit on the number of types that one call visits.
 
-    In damaged BTF, types can contain each other, and many times.
+    In damaged BTF, types can contain each other, or contain one type very many times.
     """
 
     def __init__(self, limit: int = 3000) -> None:
@@ -159,7 +159,7 @@ class Btf:
     def _first(self, kind: Kind, word: int) -> int:
         """Return the id of the first type of a kind whose name is at the offset `word`, or 0.
 
-        The search ends there, because a search of all names takes a millisecond.
+        The search ends at this type, because a search through all types takes a millisecond.
         """
         for at in _places(self._names, word.to_bytes(4, "little")):
             if not at % 4 and self.type(at // 4 + 1).kind is kind:
@@ -342,7 +342,10 @@ class Btf:
         return self.text(self.type(number).name)
 
     def referred(self, number: int) -> int:
-        """Return the id of the type that a pointer points to, or of which an array consists, resolved."""
+        """Return the id of the type to which a pointer points, or of an array's elements.
+
+        Typedefs and qualifiers of this type are resolved.
+        """
         kind = self.type(number)
         if kind.kind is Kind.ARRAY:
             return self.resolve(self.array_of(number)[0])

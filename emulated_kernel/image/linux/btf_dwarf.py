@@ -58,7 +58,11 @@ class DwarfSections:
         self._info += bytes(11)
 
     def begin(self, tag: int, attributes: Iterable[Attribute], *, children: bool, number: int = 0) -> None:
-        """Append an entry. If it has `children`, they follow until end(). `number`: id of the type."""
+        """Append an entry with the tag and attributes `tag` and `attributes`.
+
+        With `children`, the entries until end() are its children. `number`: id of the type, if the entry is
+        one.
+        """
         values = [each for each in attributes if each[2] is not None]
         key = tag, children, tuple((name, form) for name, form, _ in values)
         code = self._abbreviations.setdefault(key, len(self._abbreviations) + 1)
@@ -135,10 +139,13 @@ class _Writer:
         self._written: dict[int, int] = {}
         """Cache of reference(): id of a type -> id of the type that is written for it, or 0."""
         self._next = len(btf)
-        """Number of the next type that BTF lacks."""
+        """Id for the next type that is written although BTF lacks it."""
 
     def reference(self, number: int) -> int | None:
-        """Return the id of a type without tags, which DWARF lacks; None for void."""
+        """Return the id of the type to write in a reference to the type `number`; None for void.
+
+        Type tags are skipped, because DWARF lacks them.
+        """
         found = self._written.get(number)
         if found is None:
             found = self._written[number] = self._find(number)
@@ -156,7 +163,7 @@ class _Writer:
         return _TYPE, _REF4, self.reference(number)
 
     def write(self, number: int) -> None:
-        """Write the type with an id; nothing for functions, variables and tags."""
+        """Write the type with the id `number`. Write nothing for functions, variables and tags."""
         btf = self.btf
         kind = btf.type(number)
         name: Attribute = (_NAME, _STRP, btf.text(kind.name) or None)
@@ -229,7 +236,7 @@ class _Writer:
                 self.dwarf.entry(_PARAMETER, ((_NAME, _STRP, each.name or None), self._type(each.type)))
 
     def function(self, number: int, start: int, size: int) -> None:
-        """Write the function that a type of kind FUNC describes."""
+        """Write the function with the id `number`, whose code begins at `start` and has `size` bytes."""
         kind = self.btf.type(number)
         if self.btf.kind(kind.size_or_type) is not Kind.FUNC_PROTO:
             return
@@ -247,13 +254,13 @@ class _Writer:
         self.dwarf.end()
 
     def variable(self, name: str, number: int, address: int) -> None:
-        """Write a global variable of the type with an id."""
+        """Write a global variable whose type has the id `number`."""
         self._global(name, self.reference(number), address)
 
     def described(self, numbers: Iterable[int], symbols: Mapping[str, tuple[int, int]]) -> None:
         """Write functions and variables of BTF that `symbols` has (name -> address and size).
 
-        `numbers`: their ids. If several functions have an address or a name, the first counts.
+        `numbers`: their ids. If several functions share an address or a name, the first counts.
         """
         known: set[int] = set()
         for number in numbers:

@@ -119,7 +119,7 @@ class PackageTar:
 
 
 def deb_tar(package: BinaryIO, part: str = "data.tar") -> PackageTar:
-    """Return the tar archive of a Debian package: its files, or with "control.tar" its description."""
+    """Return a tar archive of a Debian package: "data.tar" has its files, "control.tar" its description."""
     for name, start, end in _ar_members(package):
         if name.startswith(part):
             return PackageTar(package, start, end, is_packed=name != part)

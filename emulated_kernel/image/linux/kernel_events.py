@@ -44,7 +44,7 @@ class KernelEvent:
 
 
 class Structures:
-    """Reader of structures in a kernel's memory, whose members it finds by the kernel's BTF."""
+    """Reader of structures in a kernel's memory. It finds their members by the kernel's BTF."""
 
     def __init__(self, vmlinux: LinkedMemory, btf: Btf) -> None:
         self.vmlinux = vmlinux
@@ -122,7 +122,10 @@ def _constant(btf: Btf, name: str) -> int:
 
 
 def eval_maps(structures: Structures, maps: tuple[int, ...]) -> dict[str, dict[str, int]]:
-    """Return event system -> constant -> value, for the constants in print formats of the system."""
+    """Return event system -> constant -> value, for the constants in the system's print formats.
+
+    `maps`: addresses of struct trace_eval_map.
+    """
     found: dict[str, dict[str, int]] = {}
     for address in maps:
         system = structures.text(address, "trace_eval_map.system")
@@ -133,7 +136,7 @@ def eval_maps(structures: Structures, maps: tuple[int, ...]) -> dict[str, dict[s
 
 
 def with_values(text: str, values: Mapping[str, int]) -> str:
-    """Return a print format with constants replaced by numbers, except inside string literals.
+    """Return a print format in which constants are replaced by their `values`, except in strings.
 
     Mirrors: kernel/trace/trace_events.c:update_event_printk (v6.1)
     """

@@ -1,6 +1,7 @@
 """Modules of a distribution's kernel, linked at made-up addresses from their files: text, symbols and tables.
 
-The kernel is not needed for that, but the module is as it would be before boot-time patches.
+No running kernel is needed for that. The text of a module is as it is before the patches that a running
+kernel applies to it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class LinkedModule:
     return_sites: tuple[int, ...]
 
     def booted(self, returns: ReturnThunks) -> Module:
-        """Return the module with its returns rewritten as the kernel does when it loads the module."""
+        """Return the module with its returns rewritten in the way `returns`.
+
+        The kernel rewrites them when it loads the module.
+        """
         code = {start: bytearray(text) for start, text in self.module.code.items()}
         for site in self.return_sites:
             for start, text in code.items():

@@ -126,9 +126,10 @@ class LinuxKernel:
         return self.vmlinux.architecture
 
     def check_architecture(self, name: str, what: str, remedy: str = "") -> None:
-        """Check that the kernel is for the processor `name`, because `what` needs one.
+        """Check that the kernel is for the processor `name`. Raises: KernelError ENOEXEC (it is not).
 
-        `what`: a plural. `remedy`: end of the message. Raises: KernelError ENOEXEC (another processor).
+        `what`: the things that need such a kernel, as a plural for the error message. `remedy`: end of the
+        message.
         """
         if self.architecture != name:
             raise unusable(f"a kernel for {self.architecture}, but {what} need one for {name}{remedy}")
@@ -170,7 +171,7 @@ class LinuxKernel:
 
     @property
     def bugs_have_format(self) -> bool:
-        """Whether an entry of the bug table has a format string, as since v6.19."""
+        """Whether an entry of the bug table has a format string, as in v6.19 and later."""
         try:
             return self.btf.has("bug_entry.format_disp")
         except KernelError as error:
@@ -197,7 +198,7 @@ class LinuxKernel:
 
     @property
     def booted_returns(self) -> ReturnThunks | None:
-        """The way in which boot has rewritten the returns of this kernel's text; None if it has no sites."""
+        """Way in which boot has rewritten the returns of this kernel's text; None without return sites."""
         sites = self.return_sites.between(*self.text)
         code = self.read(self.text.start, self.text.end - self.text.start)
         thunks = {site: code[site - self.text.start] == _JUMP for site in sites}
@@ -231,7 +232,10 @@ class LinuxKernel:
         self.blacklist = tuple(dict.fromkeys(entries))
 
     def between(self, start: str, end: str) -> Range:
-        """Return the address range between two symbols; an empty range if either symbol doesn't exist."""
+        """Return the address range from the symbol `start` to the symbol `end`.
+
+        The range is empty if either symbol doesn't exist.
+        """
         first = self._address(start)
         last = self._address(end)
         return Range(first, last) if first < last else Range(0, 0)
@@ -292,9 +296,9 @@ class LinuxKernel:
                     yield aligned, bytes(segment.data[aligned - start : last - start])
 
     def text_as_booted(self, returns: ReturnThunks, part: Range | None = None) -> bytes:
-        """Return the kernel's text, or a part of it, with its returns rewritten as boot does.
+        """Return the kernel's text, or the range `part` of it, with its return instructions rewritten.
 
-        The other patches of boot aren't applied.
+        `returns`: way in which boot rewrites the returns. The other patches of boot aren't applied.
         """
         start, end = part or self.text
         text = bytearray(self.read(start, end - start))

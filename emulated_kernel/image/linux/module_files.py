@@ -48,7 +48,8 @@ class ModuleFiles:
     def __init__(self, image: Path, release: str, given: Sequence[Path] | None = None) -> None:
         """Search the packages and directories `given`, then the sources that belong to the kernel.
 
-        `given` is None if the user has no way to give any; then no error advises it.
+        `given` is None if the user cannot give packages or directories. Error messages then do not advise to
+        give one.
 
         The sources of the kernel are the package `image`, and the packages next to it with modules of
         `release`. If `image` is no package, the directory of `release` in /lib/modules is a source too.

@@ -43,7 +43,7 @@ def read_kernel(package: BinaryIO) -> bytes:
 
 
 def _instead(package: BinaryIO) -> str:
-    """Return the end of an error message: the packages of the kernel on which a Debian package depends."""
+    """Return the end of an error message: the kernel packages on which a Debian package depends."""
     package.seek(0)
     if package.read(len(AR_MAGIC)) != AR_MAGIC:
         return ""

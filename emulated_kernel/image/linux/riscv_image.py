@@ -17,7 +17,7 @@ _MAGIC = b"RISCV\0\0\0RSC\x05"
 _HEADER_SIZE = 64
 _OFFSET_AT = 8
 _TEXT_OFFSET = 0x200000
-"""Offset of the image in RAM. A kernel for riscv32 or without an MMU has another one."""
+"""Offset in bytes of the image in RAM. A kernel for riscv32 or without an MMU has another one."""
 _ZBOOT_AT = 4
 _ZBOOT = b"zimg"
 _ZBOOT_HEADER = struct.Struct("<4x4sII")

@@ -66,7 +66,10 @@ class RpmPackage(PackageTar):
 
 
 def _after_header(package: BinaryIO, at: int) -> int:
-    """Return the offset of the end of the header at an offset. Raises: KernelError ENOEXEC."""
+    """Return the offset after the RPM header that begins at offset `at` of a package's file.
+
+    Raises: KernelError ENOEXEC.
+    """
     package.seek(at)
     data = package.read(_HEADER.size)
     if len(data) < _HEADER.size:

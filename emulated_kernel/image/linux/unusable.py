@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from emulated_kernel.util.errors import UnusableFile
 
 _UPPER_HALF = (1 << 17) - 1
-"""The upper bits of an address of the kernel's half."""
+"""Value of the bits 47 to 63 of a canonical address in the upper half, which belongs to the kernel."""
 
 
 def unusable(message: str) -> UnusableFile:
@@ -28,7 +28,7 @@ def unmapped(va: int) -> str:
 
 @contextmanager
 def read_as(what: str) -> Iterator[None]:
-    """Let UnusableFile errors of the `with` block say `what`, such as "module (x)", instead of "kernel"."""
+    """Make UnusableFile errors of the `with` block name `what`, such as "module (x)", instead of "kernel"."""
     try:
         yield
     except UnusableFile as error:

@@ -1,4 +1,4 @@
-"""CoreFile: an ELF vmcore, such as QEMU's dump-guest-memory writes: RAM and the kernel's VMCOREINFO."""
+"""CoreFile: an ELF vmcore, for example from QEMU's dump-guest-memory. It has RAM and VMCOREINFO."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class CoreSegment(NamedTuple):
 
 
 def _merged(loads: Iterable[CoreSegment]) -> Iterator[CoreSegment]:
-    """Yield sorted segments, with those as one that overlap and have their common pages once in the file.
+    """Yield sorted segments, and merge those that overlap and have the common pages once in the file.
 
-    A core for gdb has a segment for each range of virtual addresses, so that memory mapped twice is in two of
-    them.
+    A core for gdb has a segment for each range of virtual addresses. Memory that is mapped twice is therefore
+    in two segments.
     """
     last: CoreSegment | None = None
     for load in loads:

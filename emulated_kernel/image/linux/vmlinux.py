@@ -80,7 +80,10 @@ class LinkedMemory:
     """Name of the kernel's processor, as in MachineConfig.arch."""
 
     def __init__(self, entry: int, segments: tuple[LoadSegment, ...], sections: dict[str, Section]) -> None:
-        """Store the segments, sorted by address, and name -> section, which may be empty."""
+        """Store the entry point, the segments sorted by address, and a map: name -> section.
+
+        The map may be empty.
+        """
         self.entry = entry
         self.segments = segments
         self.sections = sections

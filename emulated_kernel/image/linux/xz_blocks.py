@@ -18,8 +18,9 @@ _MAX_BITS = 56
 def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int]], int] | None:
     """Return the blocks of the xz stream between two offsets, and the offset of the stream's index.
 
-    A block is its offset in the stream, 0 for the first, and its offset in the unpacked data. If the range
-    isn't a single stream with a valid index, return None: unpacking from the beginning reports the error.
+    Each block is a pair: its offset in the stream, which is 0 for the first block, and its offset in the
+    unpacked data. If the range isn't a single stream with a valid index, return None: unpacking from the
+    beginning reports the error.
     """
     file.seek(start)
     header = file.read(XZ_HEADER)

@@ -31,7 +31,7 @@ class PerCpuVars(MutableMapping[str, int]):
         """Views of the cells in guest memory while the probe is registered, otherwise None."""
 
     def per_cpu(self, name: str) -> list[int]:
-        """Return the number of each CPU in a cell. Raises: KeyError (no such cell)."""
+        """Return the numbers in a cell, one for each CPU. Raises: KeyError (no such cell)."""
         return list(self._values[name]) if self._live is None else [view[0] for view in self._live[name]]
 
     def __getitem__(self, name: str) -> int:
@@ -97,7 +97,7 @@ class AssembledHandlers:
         records: RecordMemory,
         cells: PerCpuVars,
     ) -> None:
-        """Assemble the texts. Cells of the same name are shared between them.
+        """Assemble the texts. Texts that name the same cell share it.
 
         Raises: KernelError EINVAL (an error in a text, with its position), ENOMEM (no room for cells).
         """
@@ -132,7 +132,7 @@ class AssembledHandlers:
         return sum(view[0] for view in self._views(self._faults))
 
     def reads(self, moment: HandlerPoint) -> frozenset[str]:
-        """Return the pt_regs names of the registers that the handler for `moment` reads."""
+        """Return the pt_regs names of the registers that the probe's handler for `moment` reads."""
         return self._assemblies[moment].reads
 
     def emit(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:

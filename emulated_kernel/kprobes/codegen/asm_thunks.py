@@ -1,4 +1,7 @@
-"""AsmThunks: handlers in assembly at hits that Python handles; the guest runs them up to a breakpoint."""
+"""AsmThunks: runs handlers in assembly at hits that Python handles.
+
+The guest runs the handlers up to a breakpoint, at which Python continues the hit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class AsmThunks:
         self._machine = machine
         self._compiler = compiler
         self._awaited: dict[int, tuple[int, Callable[[Regs], object]]] = {}
-        """CPU number -> ip of the hit, and the function that Python calls when the handlers have ended."""
+        """CPU number -> ip of the hit, and the function to call after the assembly handlers have run."""
 
     def run_asm_handlers(
         self,

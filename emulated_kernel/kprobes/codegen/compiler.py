@@ -31,17 +31,17 @@ from emulated_kernel.util.errors import KernelError
 _log = logging.getLogger(__name__)
 
 Rest = Callable[[int], bytes]
-"""Function that takes an address and returns the code that follows a handler there.
+"""Function that takes an address, and returns the code to place there, after a handler.
 
-Raises: KernelError (an address that the code must reach is out of its reach).
+Raises: KernelError (the code must jump to an address that is out of reach).
 """
 EmitAll = Callable[[ProgramBuilder], object]
-"""Function that adds all handlers that shall run to a program."""
+"""Function that adds to a program all handlers that the compiled code runs."""
 SHORTAGES = (MemoryError, ImportError, OSError)
-"""Exceptions that mean that the host has no memory or descriptor, or that no address is within reach.
+"""Exceptions that mean that the host lacks memory or a file descriptor, or that no address is within reach.
 
-They may occur in the middle of a hit, which must continue. Code that catches them calls
-Compiler.log_failure. It logs the error, because a package that can't be imported raises an ImportError too.
+They may occur in the middle of a hit, which must continue. Code that catches them calls Compiler.log_failure.
+It logs the error, because a package that can't be imported raises an ImportError too.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -85,13 +85,13 @@ class Compiler:
         self.enabled = profile.compiled
         """Whether the compiler compiles new code. Existing code stays until it is dropped."""
         self.made = 0
-        """Number of pieces of guest code compiled so far."""
+        """Number of pieces of guest code that the compiler has compiled so far."""
         self.fixups: dict[int, int] = {}
         """Address of an instruction that may fault -> address at which the CPU continues after the fault."""
         self.codes: dict[CompiledCode, None] = {}
         """All existing code in the order of its creation, including code that waits to be freed."""
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
-        """Owners and variant -> compiled handlers in assembly, for hits that Python handles."""
+        """Owners, with further parts of a key -> compiled assembly handlers for hits that Python handles."""
         self._garbage = garbage
         self._lock = lock
         self._turn = 0
@@ -139,7 +139,10 @@ class Compiler:
         return self.enabled and self.load()
 
     def may_make(self, handlers: int = 1) -> bool:
-        """Reserve the compilation of `handlers` handlers; return False if a later request must do it."""
+        """Reserve the compilation of `handlers` handlers.
+
+        Return False if a later request must compile them, because this one may compile no more.
+        """
         if self._turn != self._lock.turn:
             self._turn = self._lock.turn
             self._left = MAX_HANDLERS
@@ -359,7 +362,11 @@ class Compiler:
     def _handler(
         self, builder: ProgramBuilder, address: int, live: LiveRegisters | None = None
     ) -> HandlerCode:
-        """Generate code that saves the registers in `live`, or if None, the registers live at `address`."""
+        """Generate the program's machine code, which saves the changed registers that are live.
+
+        `live`: the live registers; None: those that are live at `address` in the probed function. If
+        `saves_all` is set, the code saves all registers.
+        """
         if self.saves_all:
             return self._arch.handler_code(builder.program(), address, None)
         return self._arch.handler_code(builder.program(), address, live or self._verdict.live_at(address))

@@ -10,7 +10,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 @dataclass(eq=False)
 class CompiledCode:
-    """Guest code of a handler, and the code that follows it in a stub or detour; sizes in bytes."""
+    """Guest code of a handler, with the code that follows it in a stub or detour. Sizes are in bytes."""
 
     address: int = field(metadata=ADDRESS)
     size: int

@@ -64,8 +64,8 @@ class BreakpointDispatch:
     def install(self, head: AggrKprobe) -> None:
         """Route all traps of the probe according to the probe's current state, before the probe is armed.
 
-        Routes take memory, and many events are never enabled. The routes of a probe therefore exist from the
-        time when it is first armed.
+        Routes take memory, and many events are never enabled. A probe therefore has no routes before it is
+        first armed.
         """
         insn = head.insn
         if insn is None:
@@ -158,7 +158,10 @@ class BreakpointDispatch:
             self._make_stub(head, leads_to)
 
     def _leave_to_python(self, head: AggrKprobe) -> None:
-        """Handle the probe's hits in Python until the handlers change, but end their steps without Python."""
+        """Handle the probe's hits in Python until its handlers change.
+
+        The steps of the copied instruction still end without Python if possible.
+        """
         if head.is_disabled:
             return
         head.is_python = True
@@ -222,7 +225,7 @@ class BreakpointDispatch:
             self._poker.replace(head.address, self._arch.detour_jump(detour.region, code.entry))
 
     def drop_code(self, head: AggrKprobe) -> None:
-        """Drop the compiled handlers, because the handlers have changed.
+        """Drop the compiled handlers of a probe, because its handlers have changed.
 
         Python handles hits until the next compilation.
         """
@@ -258,13 +261,13 @@ class BreakpointDispatch:
     # Removal
 
     def remove(self, head: AggrKprobe) -> None:
-        """Drop the routes of the probe's breakpoints, except one in a detour, which remove_detour() drops."""
+        """Drop the routes of the probe's breakpoints, except the one in a detour; see remove_detour()."""
         self.drop_code(head)
         if self._table.get(head.address) in (head, None):
             self.breakpoints.pop(head.address, None)
 
     def remove_step_end(self, insn: OutOfLine) -> None:
-        """Drop the routes of the breakpoint that ends a step in the slot, before the slot is freed."""
+        """Drop the routes of the breakpoint that ends a step of the copy `insn`, before its slot is freed."""
         if insn.step_end is not None:
             self.hits.steps.remove(insn)
             for ends in (self._debug_traps, self.breakpoints):
@@ -272,7 +275,7 @@ class BreakpointDispatch:
             self._debug_traps.pop(insn.step_end - insn.prepared.length, None)
 
     def pass_detour(self, trap: int) -> None:
-        """Route a detour's breakpoint past itself: a CPU that hits it only continues in the detour.
+        """Route a detour's breakpoint to a function that does nothing, so that the CPU continues there.
 
         No jump leads to the detour any more, but a CPU may still be in it.
         """
@@ -284,4 +287,4 @@ class BreakpointDispatch:
 
 
 def _pass(_regs: Regs) -> None:
-    """Ignore the trap of a detour whose probe is disabled, or after one round of a repeated instruction."""
+    """Do nothing at the trap of a disabled probe's detour, or after one round of a repeated instruction."""

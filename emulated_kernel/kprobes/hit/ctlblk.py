@@ -9,7 +9,7 @@ from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
 _State: TypeAlias = "tuple[AggrKprobe | None, list[AggrKprobe], bool, bool, int]"
-"""Saved state of a CPU that is not the current one: the fields `running` to `started` of KprobeCtlblk."""
+"""Saved state of a CPU that is not the current one: the fields of KprobeCtlblk from `running` on."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class KprobeCtlblk:
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
     def set_running(self, head: AggrKprobe | None, *, by_breakpoint: bool = False) -> None:
-        """Begin a hit within which the guest runs, or end the current hit (None).
+        """Begin a hit of `head`, within which the guest runs. If `head` is None, end the current hit.
 
         Mirrors: set_current_kprobe (v6.1).
         """
@@ -58,7 +58,7 @@ class KprobeCtlblk:
         self.python[0] = head is not None
 
     def stay(self) -> None:
-        """Lead all traps to Python, because the guest will run within the current hit."""
+        """Route all traps to Python, because the guest will run within the current hit."""
         self.python[0] = 1
 
     def resume(self) -> None:

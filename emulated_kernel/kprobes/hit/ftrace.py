@@ -92,7 +92,7 @@ class FtraceSites:
         self._callers: dict[int, AggrKprobe] = {}
         """Address of a call site -> AggrKprobe of the probes that handle the calls from the site."""
         self._by_call: dict[int, CallHandler] = {}
-        """Site -> handler of its probes' hits, from the first hit on."""
+        """Site -> function that handles the hits of its probes in Python; set from the first hit on."""
         self._deferred_sites: set[int] = set()
         """Sites that a hit wanted to change while they were being patched; the change follows afterwards."""
         self._calling: dict[int, int] = {}
@@ -187,9 +187,10 @@ class FtraceSites:
             on_return(site, frame)
 
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:
-        """Return a handler that calls the handlers of several users of a site, with in_ops_list set.
+        """Return a handler that calls the handlers of several users of a site, with `in_ops_list` set.
 
-        `ends`: clear in_ops_list after the last call. If False, one of `calls` clears it.
+        `in_ops_list` is that of the KprobeCtlblk. `ends`: clear it after the last call. If False, one of
+        `calls` clears it.
         Mirrors: kernel/trace/ftrace.c:__ftrace_ops_list_func (v6.1).
         """
         call_each = _each([*calls, self._list_ends] if ends else calls)
@@ -271,7 +272,7 @@ class FtraceSites:
         self._update([head.address for head in heads])
 
     def disarm(self, heads: Sequence[AggrKprobe]) -> None:
-        """Stop calls of the probes: their sites call only other users, or become nops again.
+        """Stop the fentry sites' calls of the probes; a site without another user becomes a nop again.
 
         Mirrors: kernel/kprobes.c:__disarm_kprobe_ftrace (v6.1).
         """
@@ -369,7 +370,7 @@ class FtraceSites:
 
     @property
     def has_tracers(self) -> bool:
-        """Whether any site has another user than probes."""
+        """Whether any site has a user that does not serve kprobes, such as a tracer."""
         for ops in self._ops:  # noqa: SIM110 - a generator would cost more calls
             if ops not in self._of_kprobes:
                 return True
@@ -393,14 +394,14 @@ class FtraceSites:
         return site in self._with_regs
 
     def _target(self, site: int) -> int:
-        """Return the target of a site's call, without regard to a probe's compiled handlers."""
+        """Return the target of a site's call for the case that no probe at the site has compiled handlers."""
         users = self._users(site)
         return self.trampoline if len(users) != 1 else users[0].codes.get(site, self.trampoline)
 
     def _update(self, sites: Iterable[int]) -> None:
-        """Write the calls or nops that the sites' users require.
+        """Write at sites the calls or nops that their users require.
 
-        Users are routed before the text calls them, and stay routed until the text has stopped calling them.
+        A user is routed before the text calls it, and stays routed until the text has stopped calling it.
         """
         sites = set(sites)
         routed = len(self._calls)

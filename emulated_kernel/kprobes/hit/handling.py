@@ -15,7 +15,8 @@
 The guest runs handlers in assembly before those in Python; see asm_thunks.py.
 
 by_breakpoint(), by_detour() and by_call() return functions that handle the hits of one probe. Each of them
-begins and ends a hit by the same statements, because two calls in their place took 100 of 900 ns.
+repeats the statements that begin and end a hit: calling functions for this would take 100 of the 900 ns of a
+hit.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class HitHandling:
         self._split_jumps = split_jumps
         self._call_size = arch.call_size
         self._ip_offset = arch.handler_ip_offset
-        """Offset from the probed address to the ip that handlers expect: Linux's ip after the breakpoint."""
+        """Offset in bytes from the probed address to the ip that handlers get at a hit, as in Linux."""
         self._rewinds = arch.handler_ip_offset != len(arch.breakpoint)
         self.frames = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size)
         """Stack address -> the registers that guest code has saved there, for handlers."""
@@ -189,7 +190,7 @@ class HitHandling:
     def emulate(self, head: AggrKprobe, insn: OutOfLine, regs: Regs) -> None:
         """Emulate the probed instruction, and end the hit.
 
-        The caller passes `insn`, because a probe that was unregistered during the hit has none any more.
+        The caller passes `insn`, because `head.insn` is None if the probe was unregistered during the hit.
         """
         ctlblk = self.ctlblk
         emulation = insn.prepared.emulate
@@ -245,10 +246,7 @@ class HitHandling:
         return True
 
     def _continues_without_python(self, head: AggrKprobe) -> bool:
-        """Return True if the guest can go from the post_code to the next instruction by itself.
-
-        Otherwise a Python handler follows, or the instruction is emulated and may lead anywhere.
-        """
+        """Return True if the guest can continue from the post_code at the next instruction without Python."""
         insn = head.insn
         return insn is not None and insn.slot is not None and not head.has_python_post_handler
 
@@ -287,7 +285,7 @@ class HitHandling:
     def on_break(self, regs: Regs) -> None:
         """Call the break_handler of a probe whose pre_handler has left its hit open.
 
-        Without such a probe, the breakpoint is an error.
+        If no such probe exists, the breakpoint is an error.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v4.14), the part on break_handler.
         """
         head = self.ctlblk.running

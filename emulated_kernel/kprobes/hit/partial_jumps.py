@@ -1,4 +1,4 @@
-"""PartialJumpDetector: CPUs between the two instructions of a jump or call."""
+"""PartialJumpDetector: finds CPUs that are between the two instructions of a jump or call."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ class PartialJumpDetector:
         self._table = table
         self._poker = poker
         self._reach = range(1, arch.call_size) if arch.call_link is not None else range(0)
-        """Distances in bytes from the start of a jump or call at which a CPU may be in the middle of it."""
+        """Offsets in bytes from the start of a jump or call at which a CPU may be in the middle of it.
+
+        The range is empty if a jump is a single instruction.
+        """
         self._first = arch.call_size // 2
         """Size in bytes of the first of the two instructions."""
 
     def contains(self, ip: int) -> bool:
-        """Return True if `ip` is in the middle of an optimized probe's jump, or of an fentry site."""
+        """Return True if `ip` is in the middle of an optimized probe's jump, or of an fentry site's call."""
         for distance in self._reach:
             head = self._table.get(ip - distance)
             if ip - distance in self._verdict.fentry or (head is not None and head.is_optimized):
@@ -47,7 +50,7 @@ class PartialJumpDetector:
         """Return True if a hit may retarget a jump or call.
 
         No text may be in the middle of a change. No CPU may be in the middle of a jump or call, because a hit
-        can't run another CPU to its end first.
+        can't run another CPU to the end of it.
         """
         if self._poker.is_busy:
             return False

@@ -1,4 +1,4 @@
-"""Steps: finds the copied instruction, and its probe, to which an address belongs."""
+"""Steps: maps an address in a copied instruction to its copy and probe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fprobe: entry and exit of a set of functions, by fentry sites and one return hook for all of them."""
+"""Fprobe: a probe on the entries and exits of a set of functions.
+
+It uses their fentry sites, and one return hook for all of them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class FprobeRegs(Enum):
     PT_REGS = auto()
     """All registers."""
     FTRACE_REGS = auto()
-    """On entry mainly the registers that pass arguments, on exit those that return results.
+    """On entry mainly the registers that pass arguments; on exit those that return results.
 
     Mirrors: struct ftrace_regs, struct fgraph_ret_regs (v6.5).
     """
@@ -107,7 +110,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
     """The assembled handlers of a registered fprobe, which count the calls whose code faulted."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _missed: int = field(default=0, init=False, repr=False)
-    """Number of missed calls that `hook` does not count, or that a previous hook has counted."""
+    """Number of missed calls that the present return hook does not count."""
     raised: int = field(default=0, init=False)
     """Number of calls whose handler in Python raised an exception.
 
@@ -123,7 +126,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
 
 
 class PartialRegs:
-    """View of a hit's registers that has only the saved ones. Access to others raises AttributeError."""
+    """View of a hit's registers that has only the saved ones; access to others raises AttributeError."""
 
     __slots__ = ("_names", "_regs")
 
@@ -197,9 +200,9 @@ class Fprobes:
         return self._traceable()
 
     def register_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Register an fprobe and hook all functions that match.
+        """Register an fprobe, and hook all functions that match its filters.
 
-        Raises: KernelError EINVAL (none matches, registered already, code that cannot be assembled),
+        Raises: KernelError EINVAL (no function matches, registered already, code that cannot be assembled),
         EOPNOTSUPP (no fentry sites, or a register that is not saved), ENOMEM.
         Mirrors: kernel/trace/fprobe.c:register_fprobe (v6.1).
         """
@@ -302,7 +305,7 @@ class Fprobes:
             registered.code = None
 
     def matching(self, fp: Fprobe) -> tuple[int, ...]:
-        """Return the addresses of the functions that match an fprobe.
+        """Return the addresses of the functions whose names match an fprobe's filters.
 
         Raises: KernelError EINVAL (no function matches).
         """
@@ -328,7 +331,7 @@ class Fprobes:
     # Registers
 
     def _saved(self, fp: Fprobe) -> tuple[frozenset[str], frozenset[str]]:
-        """Return two sets of register names: those that the entry handler gets, and those of the exit one."""
+        """Return two sets of register names: those for the entry handler, and those for the exit handler."""
         if fp.registers is FprobeRegs.PT_REGS:
             return (frozenset(self._arch.pt_regs),) * 2
         return frozenset(self._arch.ftrace_regs), frozenset(self._arch.return_regs)
@@ -447,7 +450,7 @@ class Fprobes:
     def _call(
         self, fp: Fprobe, handler: FprobeHandler | None, address: int, regs: Any, data: memoryview
     ) -> bool:
-        """Call a handler and return whether its result is true. If it raises, report it and return False."""
+        """Call a handler, and return True if its result is true. If it raises, report it and return False."""
         if handler is None:
             return False
         try:

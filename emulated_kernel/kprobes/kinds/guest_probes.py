@@ -89,7 +89,8 @@ class GuestProbes:
     ) -> None:
         """Start without probes.
 
-        `note` keeps a line for the kernel log while the guest cannot write the log; `log` writes a line.
+        `note` keeps a line for the kernel log while the guest cannot write the log. `log` writes a line to
+        it.
         """
         self._kprobes = kprobes
         self._kretprobes = kretprobes
@@ -218,7 +219,7 @@ class GuestProbes:
         return _GuestProbe(probe, rp, (entry, leave))
 
     def _instance(self, probe: int, instance: KretprobeInstance) -> int:
-        """Fill in the struct kretprobe_instance before a call's data, and return its address."""
+        """Fill in the struct kretprobe_instance before the call's data, and return its guest address."""
         address = instance.data_address
         self._write(address, "kretprobe_instance.rp", probe)
         self._write(address, "kretprobe_instance.ret_addr", instance.ret_addr)
@@ -279,10 +280,12 @@ class GuestProbes:
     # Hits
 
     def _call(self, kprobe: Kprobe, handler: int, regs: Regs, first: int, *more: int) -> int:
-        """Call a handler with a struct pt_regs of the hit, which it may change except sp; return its result.
+        """Call the guest function `handler` at a hit, and return its result, an int.
 
-        A handler that faults, loops or sleeps is never called again; its result is 0.
-        In Linux, such a handler causes an oops in the probed task.
+        Its arguments are `first`, the address of a struct pt_regs and `more`. It may change all registers in
+        the structure except sp.
+        A handler that faults, loops or sleeps is never called again; its result is 0. In Linux, such a
+        handler causes an oops in the probed task.
         """
         if handler in self._failed_handlers:
             return 0

@@ -1,4 +1,7 @@
-"""HitRing: the latest hits of probes with some of their registers, recorded by guest code without a trap."""
+"""HitRing: the latest hits of probes, with some of their registers.
+
+Guest code records the hits without a trap.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +55,8 @@ class RingEntry:
 class HitRing:
     """A ring of the latest `capacity` hits of its probes on each CPU; Kernel.hit_ring creates it.
 
-    `registers` are names as in pt_regs; with two registers an entry has four words. The ring's handlers are
-    the cheapest ones, because they are a few loads and stores in guest code.
+    `registers` are names as in pt_regs; an entry has one word for each, and two other words. The ring's
+    handlers are the cheapest ones, because they are a few loads and stores in guest code.
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
@@ -167,7 +170,7 @@ class HitRing:
         self._cells[cpu][0] = hits + 1 & (1 << 8 * self._word) - 1
 
     def _emit(self, builder: ProgramBuilder, address: int | None) -> bool:
-        """Emit code that records a hit at `address`, or at the address in register CALLED; return True."""
+        """Emit code that records a hit at `address`; None: at the address in register CALLED. Return True."""
         word = self._word
         at = _AT, word
         builder.emit(

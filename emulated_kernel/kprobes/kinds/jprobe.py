@@ -72,7 +72,8 @@ class Jprobes:
     def register_jprobe(self, jprobe: Jprobe) -> None:
         """Register a jprobe.
 
-        Raises: KernelError (as register_kprobe), EINVAL (not a function's entry), EEXIST (it has a jprobe).
+        Raises: KernelError (as register_kprobe), EINVAL (not a function's entry), EEXIST (the function has a
+        jprobe).
         Mirrors: kernel/kprobes.c:register_jprobe (v4.14).
         """
         kp = jprobe.kp
@@ -88,7 +89,8 @@ class Jprobes:
     def _calling(self, handler: JprobeHandler) -> PreHandler:
         """Return a pre_handler that calls `handler` with the probed function's arguments.
 
-        Arguments that are not in registers are on the stack, after the return address if that is there too.
+        The function reads arguments that are not in registers from the stack. On x86, it skips the return
+        address.
         """
         from inspect import signature
 
@@ -107,7 +109,7 @@ class Jprobes:
         return enter
 
     def unregister_jprobe(self, jprobe: Jprobe) -> None:
-        """Unregister a jprobe, as unregister_kprobe does."""
+        """Disarm and forget a jprobe; see Kprobes.unregister_kprobe."""
         self._kprobes.unregister_kprobe(jprobe.kp)
 
 
@@ -127,7 +129,10 @@ class _Mirror:
         """
 
     def enter(self, _kprobe: Kprobe, regs: Regs) -> int:
-        """Save registers and stack, and go to the jprobe's function, as the kprobe's pre_handler."""
+        """Save registers and stack, and make the guest continue at the jprobe's function.
+
+        This is the kprobe's pre_handler.
+        """
         stack = self._read_stack(getattr(regs, self._registers.sp))
         self._saved[self._ctlblk.cpu] = regs.snapshot(), stack
         setattr(regs, self._registers.ip, self._entry)
@@ -140,7 +145,10 @@ class _Mirror:
             return self._memory.read(sp, -sp % PAGE_SIZE)
 
     def leave(self, _kprobe: Kprobe, regs: Regs) -> int:
-        """Restore registers and stack at jprobe_return, as the kprobe's break_handler."""
+        """Restore registers and stack when the jprobe's function has reached jprobe_return.
+
+        This is the kprobe's break_handler.
+        """
         saved, stack = self._saved.pop(self._ctlblk.cpu)
         regs.restore(saved)
         self._memory.write(getattr(regs, self._registers.sp), stack)

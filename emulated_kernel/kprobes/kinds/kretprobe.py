@@ -50,8 +50,8 @@ class Kretprobe(Kprobe[RegsT]):
 
     `entry_handler(instance, regs)` runs when the function is entered. If it returns a true value, the return
     of this call is ignored. `handler(instance, regs)` runs when the function returns; regs.ip is the address
-    that it returns to. At most `maxactive` calls can be pending; further calls are missed. 0 selects a
-    default by the number of CPUs. `data_size` bytes of `instance.data` belong to the call. Handlers must not
+    that it returns to. At most `maxactive` calls can be pending; further calls are missed. If `maxactive` is
+    0, the number of CPUs decides. `data_size` bytes of `instance.data` belong to the call. Handlers must not
     sleep.
 
     Mirrors: include/linux/kprobes.h:struct kretprobe (v6.1).
@@ -71,7 +71,7 @@ class Kretprobe(Kprobe[RegsT]):
     """Size in bytes of the data that belong to each call; at most 4096."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
-    """Number of missed calls and number of handled returns at the last unregistration."""
+    """Counts at the last unregistration: number of missed calls, and number of handled returns."""
 
     @property
     def instances_missed(self) -> int:
@@ -164,14 +164,18 @@ class Kretprobes:
         rp.program = self._entry_program(rp, hook)
 
     def _entry_program(self, rp: Kretprobe, hook: ReturnHook) -> CompileHandler | None:
-        """Return the program that hooks calls; None if it needs Python, or has too much data to clear."""
+        """Return the program that hooks calls at the entry; None if Python must hook them.
+
+        Python must hook them if the probe has an entry_handler, or more than _CLEARED_DATA_SIZE bytes of
+        data.
+        """
         native = self.hooks.native
         if native is None or rp.entry_handler is not None or rp.data_size > _CLEARED_DATA_SIZE:
             return None
         return lambda builder, way: native.emit_entry(builder, way, hook)
 
     def handler_changed(self, rp: Kretprobe) -> None:
-        """Drop the guest code of a probe, because its `return_program` makes other code or none."""
+        """Drop a probe's guest code, because its `return_program` emits other code or none from now on."""
         if rp.hook is not None:
             self.hooks.handler_changed(rp.hook)
             self._kprobes.handler_changed(rp)
@@ -248,5 +252,5 @@ def _hook_assembly(rp: Kretprobe, assembled: AssembledHandlers) -> None:
 
 
 def _nothing(_builder: ProgramBuilder, _way: EntryKind) -> bool:
-    """Emit nothing and return True, as the program of a probe without a handler."""
+    """Emit nothing and return True: this is the program of a probe without a handler."""
     return True

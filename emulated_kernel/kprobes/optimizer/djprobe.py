@@ -19,7 +19,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class Djprobes(Optimizer):
-    """The optimizer's lists under the paper's rules.
+    """Optimizer that follows the rules of the djprobe paper: commit() writes the jumps.
 
     `optimizing` is the paper's registering_list, `freeing` its unregistering_list.
     """
@@ -35,7 +35,7 @@ class Djprobes(Optimizer):
 
         Return the reason why the probe gets no jump, or an empty string.
 
-        Raises: KernelError EOPNOTSUPP (the analysis finds that there can be no jump), others as
+        Raises: KernelError EOPNOTSUPP (the analysis finds that there can be no jump), and the errors of
         resolve_region().
         """
         found = self._verdict.optimized_region(kprobe.address)
@@ -101,7 +101,7 @@ class Djprobes(Optimizer):
     def commit(self) -> None:
         """Write the jumps of registered djprobes and free the detours of unregistered ones.
 
-        Raises: KernelError EBUSY (a task stays in the way or doesn't freeze; nothing was done).
+        Raises: KernelError EBUSY (a task stays in a region or does not freeze; no text was changed).
         Source: section 3.4.
         """
         with self._all_at_known_places() as all_frozen:
@@ -111,7 +111,7 @@ class Djprobes(Optimizer):
                 raise KernelError(errno.EBUSY, "a task stands in a detoured region or an out-of-line buffer")
 
     def _all_at_known_places(self) -> AbstractContextManager[bool]:
-        """Return a context in which all tasks are at known places; it yields False if a task is not.
+        """Return a context in which all tasks are at safe points; it yields False if a task is not.
 
         Source: section 2.2. Without preemption, one pass of each CPU through the scheduler is enough.
         """

@@ -1,4 +1,4 @@
-"""The optimizer: it replaces breakpoints by jumps, and jumps by breakpoints, when no CPU is in the way."""
+"""Optimizer: replaces breakpoints by jumps, and jumps by breakpoints, when no CPU is in the replaced text."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class Optimizer:
         return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
 
     def stage_text(self, head: AggrKprobe) -> str:
-        """Return what the last step of patching has written, and what the next step writes.
+        """Return a text that says what the last step of patching has written, and what the next step writes.
 
         Raises: KeyError (no change of the probe's jump has stopped).
         """
@@ -324,7 +324,10 @@ class Optimizer:
             self.work.flush()
 
     def _reverse(self, head: AggrKprobe, *, optimizing: bool) -> None:
-        """Turn a stopped optimization into an unoptimization, or the other way round, at the same text."""
+        """Reverse an optimization or unoptimization that has stopped between two steps of patching.
+
+        The text does not change yet. `optimizing`: whether the new change is the optimization.
+        """
         assert head.detour is not None
         if optimizing:
             self.optimizing[head] = None
@@ -397,7 +400,10 @@ class Optimizer:
             yield insn.slot - insn.lead, insn.slot + self._arch.max_insn_size
 
     def _unoptimize_all(self) -> None:
-        """Remove the queued jumps. Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1)."""
+        """Remove the jumps whose removal is queued.
+
+        Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1).
+        """
         for head in [head for head in self.unoptimizing if head not in self.stages]:
             if self.stages.is_on and not self._table.all_disarmed:
                 head.is_patched = False

@@ -1,4 +1,4 @@
-"""PatchStages: lets the change of a jump stop after each step of patching, so that users can see the text."""
+"""PatchStages: stops the change of a jump after each step of patching, so that users can see the text."""
 
 from __future__ import annotations
 
@@ -27,16 +27,12 @@ class _Stop:
 
 
 class PatchStages:
-    """The changes of jumps that have stopped, and the rule when they go on.
-
-    No thread waits at a stop and no lock is held. The guest runs between two steps, and hits meet the
-    breakpoint that each step leaves at the probed address. Linux has no such stops.
-    """
+    """The changes of jumps that have stopped, and the rule that says when they continue."""
 
     def __init__(
         self, poker: TextPoker, scheduler: GracePeriod, finished: Callable[[AggrKprobe], None]
     ) -> None:
-        """Make stages that are off. `finished` is called after the last step of a change was written."""
+        """Create the object with stops switched off. `finished` is called after the last step of a change."""
         self._poker = poker
         self._scheduler = scheduler
         self._finished = finished
@@ -62,10 +58,10 @@ class PatchStages:
         return self._stops[head].step
 
     def switch(self, on: bool, delay: int | None = None) -> None:
-        """Let changes stop from now on, or complete those that have stopped and stop no more.
+        """Switch the stops on or off. When they are switched off, complete all changes that have stopped.
 
-        `delay` is the number of jiffies after which each stop ends by itself; without it, stops last. It
-        applies to present stops, too.
+        `delay` is the number of jiffies after which each stop ends by itself; None: only go_on() ends stops.
+        It applies to present stops, too.
         """
         self.is_on = on
         self.delay = delay
@@ -76,12 +72,12 @@ class PatchStages:
             self._wait(stop)
 
     def begin(self, head: AggrKprobe, insn: bytes) -> None:
-        """Write the breakpoint, as the first step to the bytes `insn`, and stop."""
+        """Begin to replace the text at the probe by the bytes `insn`: write the breakpoint, and stop."""
         self._poker.write_step(PokeStep.BREAKPOINT, head.address, insn)
         self._add(head, insn, PokeStep.BREAKPOINT)
 
     def reverse(self, head: AggrKprobe, insn: bytes) -> None:
-        """Turn a change that has stopped into the reverse change, which leads to `insn`; keep the text."""
+        """Turn a stopped change into the reverse change, whose result is the bytes `insn`; write nothing."""
         self._add(head, insn, _REVERSED[self._stops[head].step])
 
     def forget(self, head: AggrKprobe) -> None:

@@ -53,7 +53,10 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 
 Keep = Callable[[Label], object]
-"""Function that emits code to fill NODE's data; the code jumps to the label to leave the call unhooked."""
+"""Function that emits code to fill the data of the call's node.
+
+To leave the call unhooked, the code jumps to the label.
+"""
 
 
 class NativeReturns:
@@ -82,8 +85,8 @@ class NativeReturns:
     ) -> bool:
         """Emit code at a function's entry that hooks the call, or counts it as missed.
 
-        The code fills the call's data with zeros. If `keeps_called`, it stores the function's address in the
-        data; `way` must be EntryKind.CALL. Return False if there is no trampoline yet.
+        The code fills the call's data with zeros. If `keeps_called` is True, it stores the function's address
+        in the data; then `way` must be EntryKind.CALL. Return False if there is no trampoline yet.
         """
         if not self._trampoline.address:
             return False
@@ -121,7 +124,10 @@ class NativeReturns:
         return self._code
 
     def _enter(self, builder: ProgramBuilder, way: EntryKind, hook: ReturnHook) -> Label:
-        """Emit code that takes a node for the call, as NODE; return the label to which missed calls jump."""
+        """Emit code that takes a node for the call and sets register NODE to it.
+
+        Return the label to which the code jumps if no node is free.
+        """
         self._prepare_handler(hook)
         done = builder.label()
         with builder.out_of_line() as missed:
@@ -176,7 +182,7 @@ class NativeReturns:
     # Returns
 
     def _prepare_handler(self, hook: ReturnHook) -> None:
-        """Compile the hook's handler, if it is not compiled yet and can be guest code."""
+        """Compile the handler of a hook, unless it is compiled already or only Python can run it."""
         if hook.code is not None or hook.program is None:
             return
         if not (hook.follows_convention or self._compiler.saves_all) or not self._has_trampoline():
@@ -192,7 +198,7 @@ class NativeReturns:
             self._stack.words[hook.address + HANDLER * self._word] = hook.code.entry
 
     def _emit_assembly(self, builder: ProgramBuilder, hook: ReturnHook) -> bool:
-        """Emit the assembly handlers; return False if they read registers that are not saved."""
+        """Emit the assembly handlers of a hook; return False if they read registers that are not saved."""
         assembled = hook.assembled
         if assembled is not None:
             if not (self._compiler.saves_all or self._kept.issuperset(assembled.reads(HandlerPoint.RETURN))):

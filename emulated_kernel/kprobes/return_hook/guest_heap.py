@@ -137,7 +137,10 @@ class TaskFields:
         word_size: int,
         running_task: Callable[[], int] | None = None,
     ) -> None:
-        """Find the fields. `running_task`: see ProbedMachine."""
+        """Find the fields `rethooks` and `ret_stack` by the offsets in `abi`.
+
+        `abi`: name -> offset in bytes. `running_task`: see ProbedMachine.
+        """
         self._memory = memory
         self._running_task = running_task
         self._format = _FORMATS[word_size]

@@ -26,7 +26,7 @@ class HookSets(TaskObserver):
     """The return hooks of kretprobes, and a second set for users that need the function graph's shadow stack.
 
     A CPU is not preempted while its guest code holds a shadow stack's lock, because Python cannot wait for
-    it.
+    the lock.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class HookSets(TaskObserver):
     def real_return_address(self, slot: int, address: int) -> int:
         """Return the address that a stack slot would contain without hooks; `address` is its present content.
 
-        Several functions share a slot if one jumps to the other. Hooks of both sets may alternate on it.
+        Several functions share a slot if one jumps to the other. Hooks of both sets may then have replaced
+        its content in turn.
         Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
         """
         replaced = [(hooks.trampoline.is_one, hooks.replaced(slot)) for hooks in self._sets]
@@ -79,7 +80,7 @@ class HookSets(TaskObserver):
             found = before
 
     def trampolines(self) -> Iterator[tuple[str, Trampoline]]:
-        """Iterate over the trampolines with the names that Linux has for them."""
+        """Iterate over pairs of a trampoline's name in Linux and the trampoline."""
         for hooks in self._sets:
             yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
 
@@ -98,17 +99,17 @@ class HookSets(TaskObserver):
             hooks.look_from(cpu)
 
     def _abandon(self) -> None:
-        """Forget hits and hooked calls of a guest function whose run was given up."""
+        """Forget the hits and hooked calls of a guest function that the host called and gave up."""
         self._hits.ctlblk.abandon()
         for hooks in self._sets:
             hooks.abandon()
 
 
 def never_returning(image: ProbedTables, arch: Arch) -> list[int]:
-    """Return addresses whose returns can't be hooked: functions that switch stacks, and cold parts.
+    """Return the addresses of functions whose returns cannot be hooked.
 
-    Functions jump to their cold parts. Linux rejects only the functions that switch stacks, and a task that
-    enters a hooked cold part gets a damaged stack.
+    These functions switch stacks, or are cold parts, to which other functions jump. A task that enters a
+    hooked cold part gets a damaged stack. Linux rejects only the functions that switch stacks.
     """
     symbols = image.kallsyms
     named = (symbol.address for name in arch.no_return_hook for symbol in symbols.by_name(name))

@@ -294,7 +294,10 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.place(found)
 
     def _unlink(self, builder: ProgramBuilder, following: int, before: int) -> None:
-        """Remove NODE from its list. Mirrors: include/linux/list.h:__hlist_del."""
+        """Emit code that removes NODE from its list. Mirrors: include/linux/list.h:__hlist_del.
+
+        `following` and `before` are numbers of virtual registers that the code may overwrite.
+        """
         word = self.word
         last = builder.label()
         builder.emit(

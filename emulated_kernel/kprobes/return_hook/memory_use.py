@@ -25,7 +25,7 @@ class Footprint:
 
 
 def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, nodes: int) -> Footprint:
-    """Create hooks and the tasks' arrays on a shadow stack, without a kernel; return the memory they use.
+    """Create hooks and the tasks' arrays on a shadow stack, without a kernel; return their memory use.
 
     The control blocks of hooks and the heads of their rings are not counted. Source: "Unifying return hooks"
     (LPC 2023).
@@ -42,7 +42,10 @@ def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, no
 def memory_table(
     kinds: Iterable[type[ShadowStack]], *, cpus: int = 10, tasks: int = 500
 ) -> list[list[Footprint]]:
-    """Return a row per shadow stack: for 1 and 100 probes with a node per CPU, then with a node per task."""
+    """Return the memory use of each kind of shadow stack: one row per kind, with four entries.
+
+    The entries are for 1 and 100 probes with a node per CPU, then for 1 and 100 probes with a node per task.
+    """
     columns = [(probes, nodes) for nodes in (cpus, tasks) for probes in (1, 100)]
     return [
         [footprint(kind, cpus=cpus, tasks=tasks, probes=probes, nodes=nodes) for probes, nodes in columns]
@@ -51,7 +54,7 @@ def memory_table(
 
 
 class _Pages:
-    """A replacement for a machine's memory: pages, and fields of tasks on demand."""
+    """Replacement for a machine's memory: it allocates pages, and any other address reads as zeros."""
 
     TASKS = 1 << 40
 

@@ -1,4 +1,4 @@
-"""Rethook on objpool as in Linux 6.7: each CPU has a ring of free nodes, and other rings if it is empty."""
+"""Objpool as in Linux 6.7: each CPU has a ring of free nodes, and takes from other rings if it is empty."""
 
 from __future__ import annotations
 
@@ -206,7 +206,10 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         )
 
     def _next_ring(self, builder: ProgramBuilder, hook: int, missed: Label, found: Label) -> None:
-        """Emit code that sets SECOND to the next ring and goes to `found`; for the own ring, to `missed`."""
+        """Emit code that sets SECOND to the next CPU's ring.
+
+        The code goes to `found`, or to `missed` if the next ring is the own CPU's again.
+        """
         rings = self.stack
         stride = self.stack.stride(hook)
         if rings.cpus == 1:

@@ -248,10 +248,7 @@ class RetStack(ShadowStack):
 
 
 class UnifiedStack(RetStack):
-    """The function graph's stack, as the shadow stack of all return hooks including kretprobes.
-
-    Therefore only functions with an fentry site can be return-probed, and not through a breakpoint.
-    """
+    """The function graph's stack, as the shadow stack of all return hooks including those of kretprobes."""
 
     name = "unified"
     needs_fentry = True

@@ -74,7 +74,10 @@ class RethookListStack(ShadowStack):
         return range(first, first + size, size // self.hooks[hook])
 
     def _known_node(self, hook: int, node: int) -> int:
-        """Return `node`, an address from guest memory. Raises: MemoryFault (it is no node of the hook)."""
+        """Check that `node`, an address from guest memory, is a node of the hook, and return it.
+
+        Raises: MemoryFault (it is no node of the hook).
+        """
         if node not in self._nodes(hook):
             raise MemoryFault(node, "no node of the return hook")
         return node

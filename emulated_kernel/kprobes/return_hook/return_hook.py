@@ -61,7 +61,7 @@ class ReturnHook(AssemblyOwner):
     code: CompiledCode | None = None
     """The handler compiled to guest code, or None."""
     follows_convention: bool = False
-    """Whether callers rely only on the registers that the calling convention preserves."""
+    """Whether callers of the hooked function rely only on registers that the calling convention preserves."""
     node_type: type[RethookNode] = RethookNode
     """Class of the objects that handlers get for a call."""
     probe: Kprobe | None = None

@@ -108,7 +108,7 @@ class ReturnHooks:
     def select_return_hook(self, name: str) -> None:
         """Use the shadow stack called `name`, a key of SHADOW_STACKS, from now on.
 
-        Raises: KernelError EINVAL (unknown), EBUSY (while a function is hooked or has yet to return).
+        Raises: KernelError EINVAL (unknown), EBUSY (a function is hooked, or a hooked call has not returned).
         """
         self._lock.assert_held()
         stack = self._make_stack(name)
@@ -186,7 +186,7 @@ class ReturnHooks:
 
     @property
     def is_used(self) -> bool:
-        """Whether a function is hooked, or has yet to return."""
+        """Whether a function is hooked, or a hooked call has not returned yet."""
         return bool(self.stack.hooks)
 
     def newest(self, hook: ReturnHook, before: int | None = None) -> RethookNode | None:
@@ -408,7 +408,7 @@ class ReturnHooks:
         self._tasks.look_from(cpu, self._machine.per_cpu_bases[cpu])
 
     def abandon(self) -> None:
-        """Remove the calls of a run on a host stack that was given up; they never return."""
+        """Remove the hooked calls of a guest function that the host has called and given up."""
         if not self.stack.hooks or "task_struct.stack" not in self._abi:
             return
         with self._machine.damage.left_out("current task"):

@@ -118,7 +118,7 @@ class ShadowStack(ABC):
         """Free the memory of a removed hook without pending calls."""
 
     def try_get(self, hook: int, task: int) -> int:
-        """Take a node for a call and return its address; return 0 if the call must be missed."""
+        """Take a node for a call and return its address; return 0 if none is free and the call is missed."""
         try:
             # Without the task's field, the call could not be pushed.
             self.tasks.of(task)

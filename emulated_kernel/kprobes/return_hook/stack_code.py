@@ -55,9 +55,9 @@ class TaskOffsets:
     word: int
     cpu: CpuWords
     rethooks: int
-    """Offset of `rethooks` in struct task_struct."""
+    """Offset in bytes of `rethooks` in struct task_struct."""
     ret_stack: int
-    """Offset of `ret_stack` in struct task_struct; 0 if there is no RetStack."""
+    """Offset in bytes of `ret_stack` in struct task_struct; 0 if there is no RetStack."""
 
     @classmethod
     def of(cls, abi: Mapping[str, int], arch: Arch) -> TaskOffsets | None:

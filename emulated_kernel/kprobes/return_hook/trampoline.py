@@ -155,7 +155,10 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """Return the saved registers, the slot of the return address, and where to write the real address."""
+        """Return the saved registers, the address of the stack slot, and that of the trampoline's target.
+
+        The real return address must be written to the last address, from which the trampoline reads it.
+        """
         saved = self._frames[regs.sp]
         after = regs.sp + len(self._arch.pt_regs) * self._word
         return saved, after if self._arch.registers.link is None else saved.sp, after

@@ -42,7 +42,7 @@ class CpuModel(ABC):
     segment_bases: Mapping[str, int] = MappingProxyType({})
     """Name of the base address of a segment -> Unicorn's id of the register."""
     aliases: Mapping[str, str] = MappingProxyType({})
-    """Linux's name of a register -> the machine's name, common to all architectures, such as epc -> ip."""
+    """Linux's name of a register -> the name that Regs uses on all architectures, such as epc -> ip."""
     arguments: tuple[str, ...]
     """Names of the registers that pass a function's first arguments; the stack passes further arguments."""
     variadic_arguments: tuple[str, ...]
@@ -69,9 +69,12 @@ class CpuModel(ABC):
     breakpoints: tuple[bytes, ...]
     """Machine code of each breakpoint instruction."""
     repeated_copy: bytes = b""
-    """Machine code of the instruction that copies words from `si` to `di`, `cx` times; empty without one."""
+    """Machine code of the instruction that copies `cx` words from `si` to `di`; empty if there is none."""
     fetch_unit: int = 1
-    """Size in bytes of the aligned pieces that CPUs fetch atomically. Instructions are whole pieces."""
+    """Size in bytes of the aligned pieces that CPUs fetch atomically.
+
+    The size of each instruction is a multiple of it.
+    """
     filler: bytes
     """Machine code of the shortest breakpoint, which fills unused text."""
     trap_flag: int = 0
@@ -94,7 +97,7 @@ class CpuModel(ABC):
     def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:
         """Enable paging and set the system registers as Linux does before it runs C code.
 
-        `per_cpu` is the address of the CPU's per-CPU area.
+        `per_cpu`: address of the CPU's per-CPU area.
         """
 
     @abstractmethod
@@ -114,9 +117,8 @@ class CpuModel(ABC):
 
     @abstractmethod
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
-        """Return the registers `start` as after a call that returns to `return_address`.
+        """Return the registers `start` with the changes that a call makes, to return to `return_address`.
 
         On x86, also write `return_address` to the stack at `start.sp`.
-
         Raises: MemoryFault (the stack isn't writable).
         """

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class RegisterSet(NamedTuple):
-    """Register values of x86_64 and i386, as `Regs.snapshot` returns them. On i386 r8 to r15 are 0."""
+    """Register values of x86_64 and i386, which `Regs.snapshot` returns. On i386, r8 to r15 are 0."""
 
     ax: int = 0
     cx: int = 0

@@ -43,7 +43,10 @@ class Regs:
 
     _engine: Engine
     orig_ax: int
-    """Number of the entered system call, or -1; not a hardware register. riscv64: orig_a0."""
+    """Number of the system call that a task has entered, or -1. On riscv64, it is orig_a0.
+
+    It is a field of Linux's pt_regs and no register of the CPU.
+    """
     ax: int
     cx: int
     dx: int
@@ -68,13 +71,13 @@ class Regs:
     ds: int
     es: int
     fs: int
-    """i386: selector of the kernel's per-CPU data."""
+    """On i386, selector of the segment with the kernel's per-CPU data."""
     gs: int
-    """i386: selector of user space's thread data."""
+    """On i386, selector of the segment with user space's thread data."""
 
     @property
     def flags(self) -> int:
-        """Value of EFLAGS, read through the API because Unicorn computes it lazily. riscv64: sstatus."""
+        """Value of EFLAGS or, on riscv64, of sstatus; read through the API, as Unicorn computes it lazily."""
         return self._engine.reg_read(self._flags_register)
 
     @flags.setter
@@ -82,7 +85,7 @@ class Regs:
         self._engine.reg_write(self._flags_register, value & self._flags_mask | self._fixed_flags)
 
     def step(self, on: bool) -> None:
-        """Set or clear the trap flag, on a CPU that has one."""
+        """Set the trap flag if `on` is True, otherwise clear it. The CPU must have a trap flag."""
         flags = self.flags
         self.flags = flags | self._trap_flag if on else flags & ~self._trap_flag
 
@@ -133,7 +136,7 @@ class FastRegs(Regs):
     def step(self, on: bool) -> None:
         """Set the trap flag if `on` is True, otherwise clear it, without an API call.
 
-        Each stepped instruction needs both.
+        Each stepped instruction needs a call to set the flag and a call to clear it.
         """
         stored = self._stored_flags
         flag = self._trap_flag
@@ -172,7 +175,10 @@ def api_regs(cpu: CpuModel, engine: Engine) -> Regs:
 
 
 def fast_regs(cpu: CpuModel, engine: Engine, address: int) -> Regs:
-    """Return the registers of a CPU, accessed in Unicorn's structure at the address from find_cpu_state."""
+    """Return the registers of a CPU, accessed in Unicorn's CPU structure, which find_cpu_state() found.
+
+    `address`: result of find_cpu_state().
+    """
     regs = _fast_class(cpu).from_address(address)
     regs._engine = engine
     regs.orig_ax = _minus_one(cpu)

@@ -55,7 +55,7 @@ def vector_of(cause: int) -> Vector:
 
 
 def fault(ip: int, cause: int, address: int = 0) -> Trap:
-    """Return the trap of an exception at `ip`; `address` is the value of stval."""
+    """Return the trap of an exception at `ip`. `cause` and `address` are the values of scause and stval."""
     return Trap(TrapKind.FAULT, ip, vector_of(cause), cause, address)
 
 
@@ -121,7 +121,10 @@ class RiscvCpu(CpuModel):
         return fault(ip, CAUSE_STORE_FAULT if write else CAUSE_LOAD_FAULT, address)
 
     def trap_number(self, trap: Trap) -> int:
-        """Return scause. Mirrors: arch/riscv/mm/fault.c:do_page_fault, which passes it to kprobes (v6.1)."""
+        """Return the value of scause for a trap.
+
+        Mirrors: arch/riscv/mm/fault.c:do_page_fault, which passes scause to kprobes (v6.1).
+        """
         return trap.error_code
 
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:  # noqa: ARG002

@@ -14,13 +14,16 @@ _NESTING_LIMIT = 4
 
 
 class Delivery:
-    """Delivers interrupts: pushes an interrupt frame, and lets the guest continue at its handler.
+    """Delivers interrupts: pushes an interrupt frame, and makes the guest continue at its handler.
 
     The frame has four words, from low to high addresses: vector, error code, flags, ip.
     """
 
     def __init__(self, hooks: TrapHooks, memory: Memory, handler: int | None, cr2_cell: int | None) -> None:
-        """Take the addresses of the guest's interrupt entry and of its CR2 variable; both can be None."""
+        """Store the address of the guest's interrupt handler, and that of its variable for CR2.
+
+        `handler` is None if the guest has no handler, and `cr2_cell` is None if it has no such variable.
+        """
         self._engine = hooks.engine
         self._regs = hooks.regs
         self._frame = struct.Struct("<4Q" if hooks.cpu.bits == 64 else "<4I")
@@ -44,8 +47,9 @@ class Delivery:
         return self._handler is not None
 
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
-        """Interrupt the guest at its current instruction.
+        """Interrupt the guest at its current instruction with the exception or interrupt `vector`.
 
+        `cr2`: faulting address of a page fault.
         Raises: MemoryFault (the guest's stack can't take the frame; nothing was changed).
         """
         regs = self._regs
@@ -73,7 +77,10 @@ class Delivery:
         return None
 
     def _looping(self, address: int) -> bool:
-        """Return True if the delivery itself faults: repeated faults at one address, each with a lower sp."""
+        """Return True if the guest faults in a loop, because the delivery of a fault causes the next one.
+
+        Such faults are at one address, each with a lower sp than the fault before it.
+        """
         sp = self._regs.sp
         last_address, last_sp = self._last
         self._nested = self._nested + 1 if address == last_address and sp < last_sp else 0

@@ -1,4 +1,7 @@
-"""Access to Unicorn's hidden exception state: error code, and in-flight mark, which Unicorn leaves set."""
+"""Access to Unicorn's hidden state of exceptions: error code, and mark of an exception in flight.
+
+Unicorn leaves the mark set after it has called a hook for the exception.
+"""
 
 from __future__ import annotations
 

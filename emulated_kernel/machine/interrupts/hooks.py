@@ -66,11 +66,12 @@ class TrapHooks:
         Only `set_guest_caller` changes the set.
         """
         self.words = TrapWords()
-        """The words that the host's routine reads."""
+        """Host memory that the host's routine for traps reads."""
         self.python = _word(self.words, "python")
-        """View of one word: 1 while the guest runs within a hit that Python handles, else 0.
+        """View of the field `python` of `words`.
 
-        While it is 1, Python gets all traps.
+        The field is 1 while the guest runs within a hit that Python handles, else 0. While it is 1, Python
+        gets all traps.
         """
         self._native: tuple[int, ctypes.c_void_p] | None = None
         """Kind and handle of the hook that calls the host's routine, if the host has one."""
@@ -295,6 +296,6 @@ class TrapHooks:
 
 
 def _word(words: TrapWords, name: str) -> memoryview:
-    """Return a view of one word, which is faster to write than a field."""
+    """Return a view of the field `name` of `words`. Writing the view is faster than setting the field."""
     at = getattr(TrapWords, name).offset // 8
     return memoryview(words).cast("B").cast("Q")[at : at + 1]

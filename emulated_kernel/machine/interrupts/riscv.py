@@ -58,8 +58,9 @@ class RiscvDelivery(Delivery):
         return self._engine.reg_read(STVEC) != 0
 
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
-        """Interrupt the guest at its current instruction.
+        """Interrupt the guest at its current instruction with the exception or interrupt `vector`.
 
+        `cr2`: faulting address of a page fault.
         Raises: MemoryFault (the guest's stack can't take the registers; only unused stack was changed).
         """
         regs = self._regs

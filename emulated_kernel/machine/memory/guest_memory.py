@@ -17,7 +17,10 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CHUNK = 64 << 10
 _ROAMED = 1 << 20
-"""Minimum size in bytes of the part of a window that is allocated once before freed memory is reused."""
+"""Number of bytes of a window that are allocated once before freed memory is reused.
+
+If more of the window has been mapped, all of the mapped part is allocated first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class GuestMemory(ABC):
         """Map pages that aren't mapped yet. Raises: MemoryFault (not page-aligned, or already mapped)."""
 
     def prepare(self, va: int, size: int) -> None:  # noqa: B027
-        """Let later calls of map() in [va, va + size) change no memory that the guest owns.
+        """Ensure that later calls of map() in [va, va + size) change no memory that the guest owns.
 
         A rollback of the guest's memory then keeps the mapping. The default does nothing, because only a
         guest with its own page tables needs it. Raises: HardwareError (no host page is left).

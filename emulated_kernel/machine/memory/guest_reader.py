@@ -38,7 +38,10 @@ class DamageReports:
         """Function to call with the text of each report, for example to show the text in the guest's log."""
 
     def report(self, what: str, why: object) -> None:
-        """Log that `what` is damaged and that a part of it is left out, unless `what` was reported before."""
+        """Log that `what` is damaged, with the reason `why`, and that a part of it is left out.
+
+        If `what` was reported before, do nothing.
+        """
         if what in self._known or len(self._known) >= _MAX_REPORTS:
             return
         self._known.add(what)
@@ -49,7 +52,10 @@ class DamageReports:
 
     @contextmanager
     def left_out(self, what: str) -> Iterator[None]:
-        """If the `with` block faults on the guest's data, leave its rest out and report the fault."""
+        """If the `with` block faults on damaged data of the guest, leave the block and report the fault.
+
+        `what`: name of the data in the report.
+        """
         try:
             yield
         except (MemoryFault, GuestFault) as fault:

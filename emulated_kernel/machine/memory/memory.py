@@ -18,7 +18,10 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 
 def _memory_file(size: int) -> int | None:
-    """Return the descriptor of an unnamed file in memory, whose holes are known; None if there is none."""
+    """Return the descriptor of an unnamed file in memory, whose holes can be found.
+
+    Return None if the host offers no such file.
+    """
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -74,7 +77,7 @@ class Memory(GuestMemory):
         self._index()
 
     def _index(self) -> None:
-        """Rebuild the parallel lists of the ranges' members, which make look-ups fast."""
+        """Rebuild the lists that hold the members of all `ranges`; they make look-ups fast."""
         if self.on_change is not None:
             self.on_change()
         self._starts = [r.start for r in self.ranges]
@@ -99,7 +102,7 @@ class Memory(GuestMemory):
         self._on_remap()
 
     def _insert(self, new: MappedRange) -> None:
-        """Add a range; if it continues the range below it, merge the two."""
+        """Add the range `new`; if it continues the range below it, merge the two."""
         at = bisect_right([r.start for r in self.ranges], new.start)
         below = self.ranges[at - 1] if at else None
         if (

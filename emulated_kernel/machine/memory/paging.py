@@ -70,9 +70,9 @@ class PageTables(ABC):
             va += step
 
     def make_tables(self, va: int, is_own: Callable[[int], bool]) -> None:
-        """Create the tables through which map() reaches `va`, so that it changes only own tables.
+        """Create tables for the page at `va`, so that a later map() of it changes only the host's tables.
 
-        `is_own`: physical address -> whether tables there are own ones.
+        `is_own`: function that returns True if a physical address is in pages of the host, not of the guest.
         """
         slot = self._slot(va, LARGE_PAGE_SIZE)
         if not is_own(slot) and not self._get(slot):
@@ -149,7 +149,7 @@ class PageTables(ABC):
 
 
 class X86PageTables(PageTables):
-    """4-level paging with NX. Accessed and dirty are set in advance, so that the CPU never writes entries."""
+    """4-level paging with NX. Bits A and D are set in advance, so that the CPU never writes entries."""
 
     shifts: tuple[int, ...] = (39, 30, 21, 12)
     _PRESENT = 1
@@ -195,7 +195,7 @@ class PaePageTables(X86PageTables):
 class Sv39PageTables(PageTables):
     """3-level paging of 39-bit addresses.
 
-    Accessed and dirty are set in advance, so that the CPU never writes entries.
+    The bits A (accessed) and D (dirty) are set in advance, so that the CPU never writes entries.
     """
 
     shifts = (30, 21, 12)

@@ -26,7 +26,7 @@ class PersistentLayout:
     cells_size: int
     pages_at: int
     pages_base: int
-    """Virtual address of the first page."""
+    """Virtual address of the first page of the window for record pages."""
     pages_size: int
 
     @property

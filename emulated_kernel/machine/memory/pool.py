@@ -73,7 +73,8 @@ class UnitPool:
         """Free allocations, make new ones of `sizes` bytes, and yield the addresses of the new ones.
 
         The new ranges may overlap the freed ones. An exception in the `with` block undoes the exchange.
-        Raises: HardwareError (no free range is large enough, or not allocated; the pool is as before).
+        Raises: HardwareError (no free range is large enough, or an address was not allocated; in both cases
+        the pool is unchanged).
         """
         before = self._used[:], self._lengths.copy(), self.used
         try:

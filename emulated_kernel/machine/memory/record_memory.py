@@ -70,9 +70,10 @@ class RecordMemory:
         return self._pages.used
 
     def room_for(self, pages: int, cells: int) -> int:
-        """Return the number of further users for which there is memory.
+        """Return the number of further users, such as tracing instances, for which memory is left.
 
-        `pages`, `cells`: number of bytes of pages, and of cells on each CPU, that each user needs.
+        `pages`: size in bytes of the pages that each user needs. `cells`: size in bytes of the cells that
+        each user needs on each CPU.
         """
         free_cells = self._cells.end - self._cells.base - self._cells.used
         return min((self.pages_size - self.pages_used) // pages, free_cells // cells)
@@ -182,7 +183,7 @@ class RecordMemory:
         )
 
     def _span(self, base: int) -> tuple[int, int]:
-        """Return address and size of the pages that contain the cells of a CPU."""
+        """Return address and size of the pages that contain the cells of the per-CPU area at `base`."""
         start = base + self._cells.base
         end = base + self._cells.base + self._size
         va = start - start % PAGE_SIZE

@@ -1,4 +1,4 @@
-"""Sparse files: which parts of a file have data, and copies of memory that leave zeros out."""
+"""Sparse files: search for the parts of a file with data, and copies of memory that leave zeros out."""
 
 from __future__ import annotations
 

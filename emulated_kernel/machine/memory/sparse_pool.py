@@ -10,7 +10,7 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _SHARE = 4
-"""At most one of so many pages of the host is in the pool, so that other allocations never fail for it."""
+"""The pool takes at most a quarter of the host's pages, so that other allocations never fail for it."""
 
 
 class SparsePool:
@@ -40,7 +40,7 @@ class SparsePool:
 
     @property
     def mapped(self) -> Iterator[range]:
-        """The mapped pages, in order of their addresses."""
+        """Address range of each mapped page, in ascending order."""
         return (range(page, page + PAGE_SIZE) for page in sorted(self._pages))
 
     def alloc(self, size: int, starts: range) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 
 LONGEST_COPY = 1 << 20
-"""Maximum number of words that the routine copies at once."""
+"""Maximum number of words that the host's routine for repeated copies copies at once."""
 
 
 class CopyRange(ctypes.Structure):
-    """A range [first, past) of the guest's addresses in the routine's map. The last entry is all zeros."""
+    """A range [first, past) of guest addresses in the memory map of the routine for repeated copies.
+
+    The last entry of the map is all zeros.
+    """
 
     _fields_ = (
         ("first", ctypes.c_uint64),

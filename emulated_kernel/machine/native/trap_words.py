@@ -1,4 +1,4 @@
-"""TrapWords: the host memory that the routine for traps reads; TrapTable: its hash table."""
+"""TrapWords: host memory that the routine for traps reads; TrapTable: the hash table that it searches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TableWords(ctypes.Structure):
 
 
 class TrapWords(ctypes.Structure):
-    """The words that the routine for traps uses; Unicorn passes their address to the routine as user data."""
+    """Host memory that the routine for traps uses. Unicorn passes its address to the routine."""
 
     _fields_ = (
         # Addresses in Unicorn's memory: instruction pointer, stored flags (x86), error of an ebreak (RISC-V).

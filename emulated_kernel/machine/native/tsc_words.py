@@ -6,14 +6,17 @@ import ctypes
 
 STEP_FACTOR = 6364136223846793005
 STEP_ADDEND = 1442695040888963407
-"""Addend of the generator of steps, a linear congruential generator modulo 2**64."""
+"""Addend of the pseudo-random generator whose numbers are the steps of the time stamp counter.
+
+It is a linear congruential generator modulo 2**64.
+"""
 SHORTEST_STEP = 50
 STEP_SHIFT = 57
 """Number of low bits to drop from the generator's state; the rest plus SHORTEST_STEP is a step."""
 
 
 class TscWords(ctypes.Structure):
-    """The words that the routine for rdtsc reads and writes, at the address that Unicorn passes to it."""
+    """Host memory that the routine for rdtsc reads and writes. Unicorn passes its address to the routine."""
 
     _fields_ = (
         # Cycles since power-on, and the state of the generator of steps.

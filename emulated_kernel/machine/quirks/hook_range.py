@@ -1,4 +1,4 @@
-"""The addresses of one of Unicorn's hooks, which its API cannot change."""
+"""The address range of a Unicorn hook, which Unicorn's API cannot change after the hook was added."""
 
 from __future__ import annotations
 

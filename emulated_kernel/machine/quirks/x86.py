@@ -65,7 +65,7 @@ def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
 
 
 def known_faults(cpu: CpuModel) -> tuple[tuple[bytes, int, int, Vector], ...]:
-    """Return faults to raise: code, value of rbx for it, expected error code and vector.
+    """Return faults that the self-test can raise: code, value of rbx for the code, error code, vector.
 
     The fault with the rarest error code comes first.
     """

@@ -44,7 +44,7 @@ class Prefetch:
         self._writes: list[_Write] = []
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
-        """Record a write, as TextWatcher.written does."""
+        """Implement TextWatcher.written: record a write to text."""
         if before != after:
             self._writes.append(_Write(va, before))
 
@@ -77,10 +77,11 @@ class Prefetch:
 
 
 class StaleFetch:
-    """Watches text for all CPUs; `serialise` is called when a CPU executes a serialising instruction.
+    """Makes CPUs execute bytes of text that they may have prefetched before the text was changed.
 
-    For each instruction the seed selects one of the variants that the CPU may have fetched. The substitution
-    ends when the CPU leaves the changed bytes.
+    `serialise` is called when a CPU executes a serialising instruction. For each instruction the seed selects
+    one of the variants that the CPU may have fetched. The substitution ends when the CPU leaves the changed
+    bytes.
     """
 
     def __init__(self, text: Text, breakpoints: tuple[bytes, ...], unit: int, seed: int) -> None:
@@ -114,7 +115,7 @@ class StaleFetch:
         return bytes(really)
 
     def synchronised(self) -> None:
-        """Do nothing: `serialise` is called for each CPU that takes its interrupt."""
+        """Do nothing: `serialise` is called for each CPU that takes the interrupt of a synchronisation."""
 
     def serialise(self, cpu: int) -> None:
         """Drop the prefetched bytes of a CPU, which was interrupted or has trapped."""
@@ -139,7 +140,7 @@ class StaleFetch:
         self._fetched[cpu] = start, prefetch
 
     def show(self, cpu: int, ip: int) -> range | None:
-        """Substitute the CPU's prefetched bytes for text, for one instruction.
+        """Substitute the prefetched bytes of a CPU for the text at `ip`, for one instruction.
 
         Return the range of addresses in which the run must stay; None if nothing was substituted.
         """

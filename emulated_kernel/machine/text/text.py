@@ -19,7 +19,7 @@ _FLUSH_FROM = 32
 """Minimum number of pokes in a batch that flush all translated code, not only the code of each site."""
 _SLOT_ALIGN = 16
 _REACH = 1 << 30
-"""Distance in bytes that a jump can bridge, with room for the code around it."""
+"""Distance in bytes that a jump certainly reaches: half of its range, so that other code near it fits too."""
 _DIFFERS = b"\0" + b"\xff" * 255
 
 
@@ -34,7 +34,7 @@ class TextWatcher(Protocol):
 
 
 def shrink_dict(table: dict[int, Any], before: int) -> bool:
-    """Shrink a dict that has lost at least half of its `before` entries; return True if it did.
+    """Shrink a dict if it has lost at least half of its `before` entries; return True if it was shrunk.
 
     Python's dicts don't free memory when single entries are removed.
     """
@@ -55,7 +55,7 @@ class OriginalBytes(Mapping[int, int]):
 
     def __init__(self) -> None:
         self.changes = 0
-        """Count of the changes of `words` so far, each of which is complete."""
+        """Number of completed changes of `words` so far."""
         self.words: dict[int, int] = {}
         """Address / 8 -> original bytes that differ, and from bit 64 on a mask, 0xFF for each such byte."""
 
@@ -273,7 +273,8 @@ class Text:
     def alloc_text(self, size: int, starts: range | None = None) -> int:
         """Allocate executable host memory that is filled with breakpoints; `poke` writes it.
 
-        It is 16-byte aligned, or if `starts` is not None, it begins at any of these addresses.
+        If `starts` is None, the memory is 16-byte aligned. Otherwise it begins at one of the addresses
+        `starts`.
         Raises: HardwareError (no memory for text is left).
         """
         return self._slots.alloc(size) if starts is None else self._puns.alloc(size, starts)
@@ -357,7 +358,10 @@ class Text:
                 self._note(va + i, data[i : i + 1], before[i : i + 1])
 
     def _invalidate(self, va: int, size: int) -> None:
-        """Drop translated code, page by page. Unicorn: it translates only the first address of the range."""
+        """Drop the translated code of a range, page by page.
+
+        Unicorn: remove_cache() looks up only the physical page of the first address.
+        """
         end = va + size
         while va < end:
             stop = min(end, va - va % PAGE_SIZE + PAGE_SIZE)

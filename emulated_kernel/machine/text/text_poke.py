@@ -10,7 +10,7 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
 
 _MANY = 256
-"""Number of instructions from which the steps are left out if nothing can see them."""
+"""Minimum number of instructions that are replaced in one step, if no other CPU can fetch meanwhile."""
 
 
 class PokeStep(Enum):
@@ -55,9 +55,10 @@ class TextPoker:
         self.replace_all({va: insn})
 
     def replace_all(self, insns: Mapping[int, bytes]) -> None:
-        """Replace several instructions, address -> new bytes, with one synchronisation per step.
+        """Replace several instructions, with one synchronisation per step.
 
-        If they are many, and no other CPU can fetch between two steps, they are written in one step.
+        `insns`: address -> new bytes. If the instructions are many, and no other CPU can fetch between two
+        steps, they are written in one step.
         """
         with self._patching(insns):
             if len(insns) >= _MANY and not self._text.is_fetched_meanwhile:
@@ -75,9 +76,10 @@ class TextPoker:
             self._expose({va: insn})
 
     def write_step(self, step: PokeStep, va: int, insn: bytes) -> None:
-        """Write one step towards `insn`. The guest may run for any time between two such steps.
+        """Perform one step of the replacement of the instruction at `va` by `insn`.
 
-        Between the steps the caller is the only one to change the text of the instruction.
+        The guest may run for any time between two steps. Only the caller may change the text of the
+        instruction between them.
         """
         with self._patching((va,)):
             self._write(step, {va: insn})

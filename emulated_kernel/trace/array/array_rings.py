@@ -100,7 +100,7 @@ class ArrayRings(ABC):
             return memories
 
     def release(self) -> None:
-        """Free the memory of all buffers. Afterwards nothing may be recorded in this object's buffers."""
+        """Free the memory of all buffers. After this call, no record may be written to the buffers."""
         for controls, buffers in self._sets:
             for buffer in buffers:
                 buffer.retire()
@@ -130,9 +130,9 @@ class ArrayRings(ABC):
 
     @abstractmethod
     def notify_rewired(self) -> None:
-        """Announce that other buffers replace the current ones.
+        """Handle the replacement of the buffers by other ones.
 
-        Guest code writes to the old buffers until this is called.
+        Until this is called, guest code writes to the old buffers.
         """
 
     # -- switches

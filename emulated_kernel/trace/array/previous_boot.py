@@ -12,13 +12,13 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class PreviousBootNames:
-    """Events (id -> event) and task names of an earlier kernel, whose ids and pids may be reused now."""
+    """Events (id -> event) and task names of an earlier kernel. The running kernel may reuse ids and pids."""
 
     events: Mapping[int, TraceEvent]
     cmdlines: SavedCmdlines
 
     def find_event(self, now: Callable[[int], TraceEvent | None], number: int) -> TraceEvent | None:
-        """Return the event with the id `number`, of the earlier kernel, or else of the running kernel.
+        """Return the earlier kernel's event with the id `number`; if it had none, the running kernel's event.
 
         `now` looks up an event of the running kernel, whose records may follow those of the earlier kernel.
         """

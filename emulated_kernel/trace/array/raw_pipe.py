@@ -29,7 +29,7 @@ class RawPipe(PipeReader):
         return self._array.snapshot.buffers if self._snapshot else self._array.buffers
 
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
-        """Return the rest of the page that was begun, or a new page.
+        """Return at most `size` bytes: the rest of the page that the last read began, or a new page.
 
         The result is b"" only if `size` is 0 or the pipe is closed.
         Raises: WouldBlock (there is no event).

@@ -54,7 +54,7 @@ class TracingServices:
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     filter_words: FilterWords = NO_WORDS
     user_data: UserDataSize | None = None
-    """Size of user memory in records of system calls; None if they have none."""
+    """Number of bytes of user memory in records of system calls; None if they contain no user memory."""
     is_expanded: bool = False
     """Whether new buffers get their full size. Buffers stay small until something is traced.
 
@@ -79,4 +79,4 @@ class Tracer:
         del name
 
     def rewired(self) -> None:
-        """Recompile guest code: the trace array's ring_target() or its lists of pids changed."""
+        """Recompile the tracer's guest code: the trace array's ring_target() or its lists of pids changed."""

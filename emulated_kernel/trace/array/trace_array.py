@@ -57,7 +57,7 @@ RAW_MARKER_LIMIT = 3072
 _ID_SIZE = 4
 """Size in bytes of the number with which a raw marker begins."""
 _NEWLINE_SIZE = 2
-"""Size in bytes of the newline and the NUL that a marker may get."""
+"""Size in bytes of the newline and the NUL that are appended to a marker's text."""
 _STACKS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE
 
 REBOOT_MARK = b"kprobefs: the kernel was rebooted\n"
@@ -107,7 +107,7 @@ class TraceArray(ArrayRings, Recorder):
         self.pids = EventPids(self._pids_changed)
         self._has_pids = False
         self.max_latency_ns = 0
-        """The longest latency so far in nanoseconds, or the value written to tracing_max_latency."""
+        """Text of tracing_max_latency as a number of nanoseconds: the last value written to it."""
         self._stamp = system.clocks.converter(LOCAL)
         self._time_start = 0
         self._records_comm = True
@@ -125,7 +125,7 @@ class TraceArray(ArrayRings, Recorder):
     def record(
         self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
     ) -> None:
-        """Implement Recorder.record: write an event's entry for a hit, unless set_event_pid excludes it."""
+        """Implement Recorder.record: write an event's entry, unless the lists of pids exclude the task."""
         pids = self.pids
         if pids.is_active and pids.is_filtered(event, payload, self.system.tasks.pid()):
             return
@@ -133,7 +133,7 @@ class TraceArray(ArrayRings, Recorder):
             self._record_stacks(hit, place)
 
     def _record_stacks(self, hit: ProbeHit, place: RingBuffer | None) -> None:
-        """Record the kernel and user call chains of a hit, as options stacktrace and userstacktrace say.
+        """Record the kernel's call chain of a hit with option stacktrace, and the user's with userstacktrace.
 
         Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1)
         """
@@ -150,6 +150,7 @@ class TraceArray(ArrayRings, Recorder):
     def record_at(self, kind: int, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /) -> bool:
         """Write a record of type `kind` for a hit, without filters or call chains.
 
+        `place`: ring buffer to which the record is written; by default that of the current CPU.
         Return False if the record was not written.
         """
         flags, preempt_count = hit.context
@@ -200,7 +201,7 @@ class TraceArray(ArrayRings, Recorder):
         return True
 
     def notify_rewired(self) -> None:
-        """Recompile guest code of events and tracer, because buffers, clock, options or pid lists changed.
+        """Recompile the guest code of events and tracer: buffers, clock, options or pid lists have changed.
 
         Until this is called, guest code writes to the buffers that it was compiled for.
         """
@@ -301,9 +302,10 @@ class TraceArray(ArrayRings, Recorder):
         )
 
     def memory_for(self, past: PreviousBootRecords) -> list[RingMemory]:
-        """Make room for take_records(), which moves the buffers of `past` to the memory that this returns.
+        """Return memory for the buffers of `past`, to which take_records() moves them.
 
-        The records of the own buffers are lost. Raises: KernelError ENOMEM (nothing is changed).
+        Where sizes differ, this array's own buffers are freed, and their records are lost.
+        Raises: KernelError ENOMEM (nothing is changed).
         """
         own = [*self.buffers, *self.snapshot.buffers]
         sizes = [buffer.nr_pages for buffer in (*past.buffers, *past.aside)]
@@ -353,9 +355,11 @@ class TraceArray(ArrayRings, Recorder):
         return self._to_targets(TraceArray._write_text, data) if data else 0
 
     def _to_targets(self, write: Callable[[TraceArray, bytes], int], data: bytes) -> int:
-        """Write a marker to each target, and return the number of bytes that the last one has taken.
+        """Write a marker to each trace array of marker_targets() by calling `write`.
 
-        Raises: KernelError ENODEV (there is no target), the error of the first target that fails.
+        Return the number of bytes that the last call took. `data`: what was written to the marker file.
+        Raises: KernelError ENODEV (no trace array records the markers), the error of the first call that
+        fails.
         """
         taken = [write(array, data) for array in self.marker_targets()]
         if not taken:
@@ -382,7 +386,8 @@ class TraceArray(ArrayRings, Recorder):
     def write_raw_marker(self, data: bytes) -> int:
         """Execute one write(2) to trace_marker_raw: record a RAW_DATA entry of the current task.
 
-        `data` is a u32 of the writer's choice and further bytes. Return the number of bytes taken.
+        `data` is an id of the writer's choice, a u32, and the bytes after it. Return the number of bytes
+        taken.
         Raises: KernelError EINVAL (option markers is off, or a wrong size), EBADF (tracing is off).
         Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1)
         """
@@ -468,7 +473,10 @@ class TraceArray(ArrayRings, Recorder):
             yield line
 
     def snapshot_records(self, cpu: int | None = None) -> Iterator[str]:
-        """Yield the parts of the snapshot file: the snapshot's events, or the commands if it has none."""
+        """Yield the parts of the snapshot file: the snapshot's events, or commands if there are no events.
+
+        The commands are those that the file accepts when they are written to it.
+        """
         buffers = self.snapshot.buffers
         if any(len(buffers[number]) for number in self._cpus(cpu)):
             yield from self.trace_records(cpu, buffers)
@@ -621,8 +629,9 @@ class TraceArray(ArrayRings, Recorder):
         self.notify_rewired()
 
     def free_buffer(self) -> None:
-        """Shrink the buffers, as closing free_buffer does.
+        """Shrink the buffers to the smallest size: execute the close of the file free_buffer.
 
+        With option disable_on_free, recording is switched off first.
         Mirrors: kernel/trace/trace.c:tracing_free_buffer_release (v6.1).
         """
         if self.options.flags & TraceOption.STOP_ON_FREE:

@@ -85,7 +85,10 @@ class CompiledGraph:
     entry_count: int
     """Amount that ftrace's guard against recursion adds to the preempt count in a call's GRAPH_ENT record."""
     chosen: frozenset[int]
-    """Fentry sites of the functions in set_graph_function; `hidden` has those in set_graph_notrace."""
+    """Fentry sites of the functions in set_graph_function.
+
+    `hidden` has the fentry sites of the functions in set_graph_notrace.
+    """
     hidden: frozenset[int]
     max_depth: int
     threshold_ns: int
@@ -100,7 +103,10 @@ class CompiledGraph:
         return len(self.traced) + len(self.untraced) <= MAX_PIDS
 
     def by_kind(self, sites: Collection[int]) -> Mapping[CallKind, Collection[int]]:
-        """Divide sites by the kind of their functions: return a map kind -> sites, without unused kinds."""
+        """Divide fentry sites by the kind of their functions.
+
+        Return a map kind -> sites, without kinds that have no site.
+        """
         every = frozenset(sites)
         hidden = every & self.hidden
         chosen = every & self.chosen - hidden
@@ -272,7 +278,7 @@ class GraphEmitter:
     # Records
 
     def _record(self, record: RecordEmitter, kind: EntryType, size: int) -> None:
-        """Emit code that records a GRAPH_ENT or GRAPH_RET entry at the time in VALUE and HIGH.
+        """Emit code that records a GRAPH_ENT or GRAPH_RET entry. VALUE and HIGH hold the current time.
 
         The entry has `size` bytes after its common fields.
         """

@@ -43,7 +43,7 @@ class GuestRecords(TaskObserver):
     ) -> None:
         self._cells = cells
         self.budget = budget
-        """The pages of ring buffers, by the users who allocated them."""
+        """The memory budget to which ring buffers are charged, with a share for each user."""
         self._users: dict[int, tuple[int, int]] = {}
         """Address of pages -> their size, and the user to whom they are charged."""
         self._damage = damage
@@ -58,11 +58,11 @@ class GuestRecords(TaskObserver):
         self._named_pid = _NO_PID
         """Pid of the task whose name was saved last, or _NO_PID."""
         self._comm = memoryview(b"")
-        """View of the name in the task_struct of that task."""
+        """View of the name in the task_struct of the task `_named_pid`."""
         self._saved_comm = b""
         """Content of `_comm` when the name was saved."""
         self._saved_changes = 0
-        """Value of `changes` of the saved names just after the name was saved."""
+        """Value of SavedCmdlines.changes just after the name of `_named_pid` was saved."""
         self._clock = clock
         self.call_begins()
 
@@ -203,7 +203,10 @@ class GuestRecords(TaskObserver):
         return True
 
     def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:
-        """Return a host call for guest code that calls RingBuffer.make_room for its CPU's buffer."""
+        """Return a host call for guest code that calls RingBuffer.make_room() for the current CPU's buffer.
+
+        `buffers` has one buffer for each CPU.
+        """
         requests = self._requests
         current = self.tasks.cpu
 

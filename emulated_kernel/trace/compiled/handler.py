@@ -28,7 +28,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class CompiledEvent:
-    """An event as guest code handles it: its id, its arguments, and its recordings."""
+    """The data of an event from which guest code is generated: its id, its arguments, and its recordings."""
 
     event_id: int
     args: tuple[ProbeArg, ...]
@@ -38,11 +38,12 @@ class CompiledEvent:
 def compiled_event(
     event: TraceEvent, is_return: bool, args: tuple[ProbeArg, ...], arch: Arch
 ) -> CompiledEvent | None:
-    """Return the event as guest code can handle it, or None if the host has to handle it.
+    """Return the data for an event's guest code, or None if the host has to handle the event.
 
     The host handles arguments of type `symstr` and arguments with too many array elements. The host also
-    handles arguments from registers that are not general ones, or that a returning function overwrites. The
-    same is true of filters on strings, events with triggers, and recorders without Recorder.target.
+    handles arguments from registers that are not general-purpose ones, or that a returning function
+    overwrites. The same is true of filters on strings, events with triggers, and recorders without
+    Recorder.target.
     """
     registers = arch.valid_at_return if is_return else arch.general_registers
     if event.needs_entry or not can_fetch(args, registers):

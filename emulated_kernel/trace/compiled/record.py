@@ -61,7 +61,7 @@ _LENGTH = LIMIT
 
 @dataclass(frozen=True)
 class EventSpace:
-    """The space that the event of an entry of known size takes on a page of a ring buffer."""
+    """The space on a page of a ring buffer that an event takes, if its entry has a known size."""
 
     size: int
     """Size of the entry, in bytes."""
@@ -283,7 +283,7 @@ class RecordEmitter:
         self._emit(AddAndFetch(VALUE, places.clock, places.time.step_ns, self._high))
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
-        """Emit the code of reserve() without the reading of the clock: VALUE and HIGH hold the time."""
+        """Emit the code of reserve(), but without reading the clock: VALUE and HIGH hold the current time."""
         builder = self._builder
         emit = self._emit
         stamp = target.control_at + WRITE_STAMP

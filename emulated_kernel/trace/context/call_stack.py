@@ -130,7 +130,7 @@ class CallStack:
                 yield caller
 
     def _step(self, place: _CallSite) -> tuple[Caller, _CallSite] | None:
-        """Return the caller of the function at `place` and its position, or None at the end of the chain."""
+        """Return the caller of the function at `place` and the caller's position; None at the chain's end."""
         address = place.ip - place.is_return_address
         arch = self._arch
         where = self._symbols.lookup(address)
@@ -152,7 +152,7 @@ class CallStack:
         return Caller(above.ip, found.slot), above
 
     def _probed(self, place: _CallSite) -> _CallSite:
-        """Map a position inside an instruction slot or detour to the probed address.
+        """Map a position inside an instruction slot or detour to the position of the probed instruction.
 
         Return any other position unchanged.
         """
@@ -173,7 +173,10 @@ class CallStack:
         return place._replace(ip=resolved.address + place.is_return_address)
 
     def _left(self, frames: FunctionFrames, place: _CallSite, address: int) -> _Left | None:
-        """Return the state after the return of the function at `address`, or None if it is unknown."""
+        """Return registers and stack after the return of the function at `address`; None if they are unknown.
+
+        `frames`: the function's stack frames. `place`: position in the function.
+        """
         frame = frames.at(address)
         bases = {} if frame is None else self._bases(frame, place.regs)
         if frame is None or CFA not in bases:
@@ -199,6 +202,7 @@ class CallStack:
     ) -> tuple[dict[str, int], int]:
         """Return the registers after the function's return, and the address of the return address's slot.
 
+        `bases`: name of a base of stack slots -> its address. `regs`: values of the registers that are known.
         A saved value on the stack has priority over the register, because code may have changed the slot. If
         several slots hold a register, the lowest slot has priority.
         """

@@ -39,7 +39,10 @@ class FrameTables:
         self._version = -1
         self._found: dict[Symbol, FunctionFrames | None] = {}
         self._dice = Random(1)
-        """Chooses the function to evict. Evicting the oldest one would be worst for repeated call chains."""
+        """Random numbers that choose a function to evict.
+
+        For repeated call chains, evicting the oldest function would be worst.
+        """
         self._solve_detour = lru_cache(_MAX_CACHED)(self._solve_detour_code)
 
     def of(self, symbol: Symbol) -> FunctionFrames | None:
@@ -123,7 +126,7 @@ class FrameTables:
         return find_frames(insns, entries, {}, arch.registers.sp, by_interrupt=False)
 
     def _wholes(self, symbol: Symbol) -> Sequence[Symbol]:
-        """Return functions whose code may jump to the symbol's code as to a part of themselves.
+        """Return the functions whose code may jump to the symbol's code, because it is a part of theirs.
 
         For a cold part, this is its function. For a label in assembly, it is the function before the label.
         """
@@ -137,7 +140,11 @@ class FrameTables:
 
     @cached_property
     def _ways(self) -> Mapping[int, Sequence[int]]:
-        """Instruction address -> targets that its code does not show, by jump labels and fixups."""
+        """Address of an instruction -> further addresses where execution may continue after it.
+
+        These are the targets of jump labels that may be patched in, and the fixups of instructions that
+        fault.
+        """
         ways: dict[int, list[int]] = {}
         for code, target, _ in self._image.jump_labels:
             ways.setdefault(code, []).append(target)

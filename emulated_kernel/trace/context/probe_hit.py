@@ -122,7 +122,7 @@ class ProbeHit:
         return self._tasks.comm()
 
     def read(self, address: int, size: int) -> bytes | None:
-        """Return `size` bytes of guest memory, or None if reading one of them faults."""
+        """Return `size` bytes of guest memory, or None if a byte cannot be read."""
         try:
             return self._memory.read(address, size)
         except MemoryFault:

@@ -50,7 +50,7 @@ class _Wanted:
 
 
 def _wanted(word: str, *, takes_module: bool) -> _Wanted:
-    """Parse `GROUP:EVENT` or a name, with `:mod:MODULE` after it if `takes_module`."""
+    """Parse a word of set_event: `GROUP:EVENT` or a name, and after it `:mod:MODULE` if `takes_module`."""
     names, has_module, module = word.partition(_MODULE) if takes_module else (word, "", "")
     group, colon, name = names.partition(":")
     if colon:

@@ -244,7 +244,7 @@ class TraceEvent(ABC):
                 recorder.record(self, payload, hit)
 
     def other_task(self, payload: bytes) -> int | None:  # noqa: ARG002
-        """Return the pid of a second task that the lists of pids apply to, or None if the event has none."""
+        """Return the pid of a second task to which the lists of pids apply, or None if there is none."""
         return None
 
     def passes_filter(self, recorder: Recorder, payload: bytes, hit: ProbeHit) -> bool:

@@ -130,7 +130,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 class _FmtParser:
-    """Recursive descent parser for the C expressions that print formats use."""
+    """Recursive descent parser for the C expressions that print formats contain."""
 
     def __init__(
         self, text: str, fields: Mapping[str, EventField], word_size: int, names: KernelNames
@@ -422,7 +422,7 @@ def _dynamic_length(field: EventField) -> Expression:
 
 
 def _dynamic_elements(field: EventField, size: Expression) -> Expression:
-    """Compile __print_dynamic_array(). `size`: bytes of an element."""
+    """Compile __print_dynamic_array(). `size` is the expression for an element's size in bytes."""
     value, length = _dynamic_array(field), _dynamic_length(field)
 
     def text(context: PrintContext) -> str:

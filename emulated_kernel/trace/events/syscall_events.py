@@ -42,8 +42,8 @@ class SyscallTracepoint:
         """Create the dispatcher for entries or exits.
 
         `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. `start` is the offset in bytes of the
-        system call's number in its records. `preempt_count` is the amount that the tracepoint adds to
-        common_preempt_count of the records.
+        system call's number in the tracepoint's records. `preempt_count` is the amount that the tracepoint
+        adds to common_preempt_count of the records.
         """
         self._raw = raw
         self._start = start
@@ -76,7 +76,7 @@ class SyscallTracepoint:
 
 
 class SyscallEvent(TraceEvent):
-    """Base class of entry and exit events, whose records are `int __syscall_nr`, followed by words."""
+    """Base class of entry and exit events. A record is `int __syscall_nr` and a word for each other field."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class SyscallEvent(TraceEvent):
 
 
 class SyscallEnter(SyscallEvent):
-    """Event sys_enter_NAME, which has a word for each argument, and since 7.2 memory of some arguments."""
+    """Event sys_enter_NAME: its records have a word for each argument, and since 7.2 some user memory."""
 
     def __init__(
         self,
@@ -144,7 +144,10 @@ class SyscallEnter(SyscallEvent):
         calls: SyscallTracepoint,
         user_data: UserDataSize | None = None,
     ) -> None:
-        """Create an event. `user_data` is the size of user memory in records; None if they have none."""
+        """Create an event.
+
+        `user_data` is the size of user memory in records; None if records contain no user memory.
+        """
         fields = [(kind, name, False) for kind, name in zip(syscall.types, syscall.args, strict=True)]
         name, _ = event_names(syscall.name)
         own = syscall.name.removeprefix("sys_")
@@ -218,7 +221,10 @@ class SyscallEnter(SyscallEvent):
         return f"{self.syscall.name}({', '.join(shown_args)})"
 
     def _memory(self, payload: bytes, at: int, values: Sequence[int]) -> str:
-        """Return the text of the memory of the argument at a position; "" if it is not recorded."""
+        """Return the text of the user memory of the argument at position `at`; "" if it is not recorded.
+
+        `values` are all arguments of the call.
+        """
         user = self._user
         if user is None or at not in user.positions:
             return ""

@@ -1,4 +1,4 @@
-"""User memory in records of system calls (Linux 7.2): the arguments that point to it, and its text.
+"""User memory in records of system calls (Linux 7.2): arguments that point to it, and its text in the trace.
 
 Mirrors: kernel/trace/trace_syscalls.c (v7.2).
 """
@@ -105,8 +105,9 @@ def _captured(arguments: UserArguments, args: Sequence[int], at: int, limit: int
 
 
 def shown(arguments: UserArguments, data: bytes, args: Sequence[int]) -> str:
-    """Return the text of an argument's memory, which follows its value.
+    """Return the text of an argument's memory, which `trace` shows after the argument's value.
 
+    `data` is the recorded memory, and `args` are the values of all arguments.
     Mirrors: kernel/trace/trace_syscalls.c:print_syscall_enter (v7.2).
     """
     if arguments.size is None or arguments.is_string:

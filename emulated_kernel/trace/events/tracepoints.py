@@ -43,7 +43,7 @@ class Tracepoints:
     ) -> None:
         """Create an empty table of tracepoints, which events() fills. Each record sets `hit.regs`."""
         self._user_data = user_data
-        """Size of user memory in records of system calls; None if they have none."""
+        """Size of user memory in records of system calls; None if records contain no user memory."""
         self._image = image
         self._memory = memory
         self._breakpoints = breakpoints

@@ -44,7 +44,7 @@ class Trigger(ABC):
         self.filter = filter_
         """The filter after `if` in the trigger's command, or None."""
         self.paused = False
-        """Whether the trigger does not run, as after `pause` of a hist trigger."""
+        """Whether the trigger is suspended, for example by the command `pause` of a hist trigger."""
 
     @property
     def needs_entry(self) -> bool:

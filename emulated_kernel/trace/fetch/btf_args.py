@@ -1,4 +1,4 @@
-"""Arguments by name: parameters and results of probed functions, and fields of structures, by BTF."""
+"""Arguments by name: parameters and results of functions, and fields of structures, found in the BTF."""
 
 from __future__ import annotations
 

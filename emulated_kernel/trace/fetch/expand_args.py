@@ -121,7 +121,10 @@ class _Names:
 
 
 def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
-    """Return the replacement of a word `$argN[:TYPE]`. Raises: KernelError EINVAL, ENOENT, E2BIG."""
+    """Return the replacement of a word `$argN[:TYPE]`, which is a parameter's name with the type.
+
+    Raises: KernelError EINVAL, ENOENT, E2BIG; all are logged.
+    """
     digits = re.match("[0-9]*", word[len(_META) :])
     assert digits is not None, "it may match nothing"
     number = int(digits[0] or "0")
@@ -136,7 +139,8 @@ def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
 def expand_dentry_args(words: Sequence[str], btf: Btf | None) -> Sequence[str]:
     """Replace `[NAME=]ARG:%pd` and `[NAME=]ARG:%pD` by the dereferences that lead to the file's name.
 
-    Raises: KernelError ENOMEM (too long), EOPNOTSUPP (the kernel has no BTF, which has the offsets).
+    Raises: KernelError ENOMEM (too long), EOPNOTSUPP (the kernel has no BTF, so the fields' offsets are
+    unknown).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_expand_dentry_args (v6.12).
     """
     room = MAX_DENTRY_ARGS_LEN

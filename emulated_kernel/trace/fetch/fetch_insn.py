@@ -24,7 +24,7 @@ class FetchOp(Enum):
     COMM = auto()
     """Load the address of the current task's name."""
     ARG = auto()
-    """The constant 0, for a function argument that is not in a register, on machines with a link register.
+    """Load 0, for a function argument that is not in a register, on machines with a link register.
 
     Linux: the argument is not read from the stack on those machines.
     """

@@ -1,6 +1,6 @@
 """Types of fetch arguments: their allowed sources, their fields in a record, fetching and printing.
 
-A new kind of type needs a class here. To let guest code fetch it, add it to _EMITTERS in compiled/fetch.py.
+A new kind of type needs a class here. If guest code is to fetch it, add it to _EMITTERS in compiled/fetch.py.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ MAX_PROBE_EVENT_SIZE = 3072
 FETCH_INSN_MAX = 16
 """Maximum number of operations of a fetch program, including its end."""
 PARAM_MAX_STACK = 2048
-"""Maximum N of $stackN and $argN: the number of words of a kernel stack."""
+"""Maximum N of $stackN and $argN, which is the number of words in a kernel stack."""
 
 COMM_NAMES = ("comm", "COMM")
 """Names of the variable with the current task's name."""
@@ -62,7 +62,7 @@ _NumberParser = Callable[[str, int, int], int]
 
 
 def no_types() -> None:
-    """Return None, as the BTF of a kernel without BTF."""
+    """Return None: the default of FetchContext.types, for a kernel without BTF."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ class FetchContext:
     of the tracepoint.
     """
     captured: list[int] = field(default_factory=list)
-    """Numbers of the function arguments that a return probe keeps at the function's entry, in their order."""
+    """Numbers of the function arguments that a return probe stores at the function's entry, in this order."""
 
     has_field: Callable[[str], bool] | None = None
-    """For event probes: returns whether the event has a field with a name."""
+    """For event probes: returns whether the event has a field with the given name."""
 
     @cached_property
     def btf(self) -> Btf | None:
@@ -412,7 +412,7 @@ class _ArgParser:
     def _parameter(self, number: int) -> FetchInsn:
         """Return the operation that loads function argument `number`, counted from 0.
 
-        At the function's return, the argument is among those that its entry has kept.
+        In a return probe, the operation loads the value that was stored at the function's entry.
         """
         if not self._context.on_return:
             return argument_insn(self._arch, number)
@@ -546,7 +546,10 @@ class _ArgParser:
         return FetchInsn(FetchOp.IMM, value=value & (1 << self._bits) - 1)
 
     def _logged(self, parse: _NumberParser, text: str, at: int, error: ProbeError) -> int:
-        """Parse a number with `parse`. If that fails, log `error`, and raise it with the errno of `parse`."""
+        """Parse a number with the function `parse`.
+
+        If that fails, log `error` at column `at`, and raise the exception with the errno of the failure.
+        """
         try:
             return parse(text, 0, self._bits)
         except KernelError as failure:

@@ -1,4 +1,4 @@
-"""NamedArgs: compiles `NAME->FIELD.FIELD` and typed `$retval` of a fetch argument by the kernel's BTF.
+"""NamedArgs: compiles `NAME->FIELD.FIELD` and `$retval` with a type, which it looks up in the kernel's BTF.
 
 fetchargs.py imports this file at the first such argument, because most kernels have none.
 """

@@ -1,4 +1,4 @@
-"""The fields that event filters can use: fields of the event, common fields, and name of task and CPU."""
+"""The fields that event filters can use: fields of the event, common fields, and the task's name and CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FilterType(Enum):
-    """Kind of comparison of a field by filters.
+    """The way in which filters compare a field.
 
     Mirrors: include/linux/trace_events.h:FILTER_OTHER and its likes (v6.1).
     """
@@ -36,7 +36,7 @@ class FilterType(Enum):
 
 @dataclass(frozen=True)
 class FilterField:
-    """A field of an event, and the kind of its comparison by filters."""
+    """A field of an event, and the way in which filters compare it."""
 
     type: FilterType
     declared: EventField
@@ -72,7 +72,7 @@ def _find(fields: Sequence[EventField], name: str) -> FilterField | None:
 
 
 def filter_type_of(declared: str) -> FilterType:
-    """Return the kind of comparison that filters use for a field of this declared type.
+    """Return the way in which filters compare a field of the C type `declared`.
 
     Linux: an array of numbers counts as one number of the array's size.
     Mirrors: kernel/trace/trace_events_filter.c:filter_assign_type (v6.1).

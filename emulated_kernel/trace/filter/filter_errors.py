@@ -1,4 +1,4 @@
-"""Errors of event filters: texts for error_log, and the exception."""
+"""Errors of event filters: their texts in error_log, and the exception for them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ _CPUS = "CPUS"
 def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWords = NO_WORDS) -> EventFilter:
     """Parse the filter of an event whose own fields are `fields`.
 
-    Raises: errors of parse_filter(), KernelError ENOMEM (definition_bytes or the user's part is reached).
+    Raises: errors of parse_filter(), KernelError ENOMEM (the limit definition_bytes, or the user's share of
+    it, is reached).
     """
     program = parse_filter(text, partial(find_event_field, fields), words)
     return EventFilter(text, program, words.memory.charge(text))
@@ -224,7 +225,7 @@ class _FilterParser:
         raise _error(FilterError.INVALID_VALUE, self._at)
 
     def _function(self, field: FilterField, op: FilterOp) -> Predicate:
-        """Parse the name of a function, or an address in it, up to the next blank.
+        """Parse the operand of `FIELD.function`: a function's name, or an address in it, up to a blank.
 
         Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.12).
         """

@@ -51,12 +51,12 @@ class StringPattern:
 
 
 def literal_pattern(text: bytes) -> StringPattern:
-    """Return the pattern that an operand of `==` and `!=` means: it matches only the whole string."""
+    """Return the pattern for an operand of `==` or `!=`, which matches only the whole string."""
     return StringPattern(MatchType.FULL, text)
 
 
 def parse_pattern(text: bytes) -> tuple[StringPattern, bool]:
-    """Return the pattern that an operand of `~` means, and whether a leading `!` negates it.
+    """Return the pattern for an operand of `~`, and whether a leading `!` negates it.
 
     Linux: a text that starts with a digit is no pattern: the whole string is compared with it.
     Mirrors: kernel/trace/trace_events_filter.c:filter_parse_regex (v6.1).
@@ -120,9 +120,10 @@ def _compiled(pattern: bytes) -> re.Pattern[bytes]:
 
 
 def _bracket(pattern: bytes, at: int) -> tuple[frozenset[int], int] | None:
-    """Return the bytes that the class after a `[` matches, and the offset after it; None if not closed.
+    """Parse a class such as `[a-z]`; `at` is the offset after the `[`.
 
-    A `]` that comes first is a member. A backslash has no special meaning in a class.
+    Return the bytes that the class matches, and the offset after its `]`. Return None if it is not closed. A
+    `]` that comes first is a member. A backslash has no special meaning in a class.
     """
     inverted = pattern[at : at + 1] == b"!"
     at += inverted

@@ -102,7 +102,7 @@ class StringPredicate:
         return found is not None and self.pattern.matches(*found) is not self.negated
 
     def _string(self, entry: RawEntry) -> tuple[bytes, int] | None:
-        """Return the string with the bytes after it, and the field's size; None if it cannot be read."""
+        """Return the bytes from the string's start on, and the field's size; None if they cannot be read."""
         match self.source:
             case FilterType.COMM:
                 return entry.comm.ljust(TASK_COMM_LEN, b"\0"), TASK_COMM_LEN
@@ -137,7 +137,7 @@ class FunctionPredicate:
 
 @dataclass(frozen=True)
 class CpusPredicate:
-    """Predicate that compares a set of CPUs, a field's number, or the event's CPU with the CPUs `cpus`.
+    """Predicate that compares `cpus` with a set of CPUs in the entry, a field's number, or the event's CPU.
 
     As in Linux, a single CPU never equals two or more.
     Mirrors: do_filter_cpumask, do_filter_scalar_cpumask, do_filter_cpumask_scalar (v6.12).
@@ -203,7 +203,7 @@ class FilterStep:
 
 @dataclass(frozen=True)
 class FilterProgram:
-    """A compiled filter: steps, of which the first one is executed first.
+    """A compiled filter: a sequence of steps. Execution begins at the first one.
 
     Mirrors: struct prog_entry (v6.1), in its behaviour.
     """

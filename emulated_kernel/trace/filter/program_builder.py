@@ -13,7 +13,10 @@ Exit = tuple[int, bool]
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of a filter: index of its first step, and the branches that leave it if it is true or false."""
+    """A part of a filter: the index of its first step, and the branches that leave it.
+
+    Some branches leave it if the part is true, and the others if the part is false.
+    """
 
     start: int
     on_true: tuple[Exit, ...]

@@ -15,7 +15,7 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 
 
 class Handler(Enum):
-    """Condition on which an action runs, by its name in a command."""
+    """The condition under which an action runs. The value is its name in a command."""
 
     ONMATCH = "onmatch"
     ONMAX = "onmax"
@@ -23,7 +23,7 @@ class Handler(Enum):
 
 
 class ActionKind(Enum):
-    """Kind of an action, by its name in a command."""
+    """The kind of an action. The value is its name in a command."""
 
     SAVE = "save"
     SNAPSHOT = "snapshot"
@@ -52,10 +52,10 @@ class Action:
     tracked: HistField | None = None
     """Reference to the variable of onmax() or onchange(); None for onmatch()."""
     track_index: int = -1
-    """Index, in the map, of the variable that keeps the maximal or latest value of `tracked`."""
+    """Index in Element.variables of the variable that keeps the maximal or latest value of `tracked`."""
     synthetic: SyntheticEvent | None = None
     arguments: list[int] = field(default_factory=list)
-    """Index in HistHit.references of each value for the synthetic event."""
+    """Indices in HistHit.references of the values that are passed to the synthetic event."""
 
     @property
     def target_name(self) -> str:

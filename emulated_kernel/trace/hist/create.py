@@ -1,4 +1,4 @@
-"""Preparation of a histogram's actions: look up names, and create variables for fields that they use.
+"""Preparation of a histogram's actions: look up their names, and create variables for the fields they use.
 
 Mirrors: kernel/trace/trace_events_hist.c:create_actions (v6.1).
 """
@@ -174,7 +174,7 @@ class ActionMaker:
     def _field_of_other(self, system: str, event_name: str, name: str) -> HistField:
         """Return a variable for the field `name` of another event.
 
-        To set the variable, a histogram with the keys of an existing one is created on that event.
+        To set the variable, a histogram is created on that event. It has the keys of an existing histogram.
         Mirrors: create_field_var_hist (v6.1).
         """
         data = self._data

@@ -146,7 +146,7 @@ class ExpressionParser:
     # Atoms
 
     def atom(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
-        """Parse a constant, `[GROUP.EVENT.]$VARIABLE` or a field, and return its field.
+        """Parse a constant, `[GROUP.EVENT.]$VARIABLE` or a field's name, and return the histogram's field.
 
         Raises: KernelError EINVAL, ENOMEM.
         """
@@ -177,10 +177,10 @@ class ExpressionParser:
         return alias
 
     def _field(self, text: str, flags: Flag) -> tuple[FilterField | None, Flag, int]:
-        """Parse a field with its modifier, and return the event's field, flags, and the size of buckets.
+        """Parse a field's name and modifier, and return the event's field, the flags, and the bucket size.
 
-        The event's field is None for common_timestamp, common_cpu, common_comm and common_stacktrace.
-
+        The event's field is None for common_timestamp, common_cpu, common_comm and common_stacktrace. The
+        bucket size is 0 without the modifier `buckets`.
         Mirrors: parse_field (v6.1).
         """
         name, dot, modifier = text.partition(".")
@@ -198,7 +198,7 @@ class ExpressionParser:
         return source, flags, buckets
 
     def _source(self, name: str, flags: Flag, *, has_chains: bool) -> tuple[FilterField | None, Flag]:
-        """Return the event's field of a name, or None for a value that each hit has; and the flags.
+        """Return the event's field `name`, or None for a value that each hit has; and the flags.
 
         `has_chains`: whether call chains can be values.
         """

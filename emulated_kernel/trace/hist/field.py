@@ -89,7 +89,7 @@ _ANY_MODIFIER = reduce(operator.or_, MODIFIERS)
 
 
 class Operator(Enum):
-    """An operator of an expression, as it is written between operands."""
+    """An operator of an expression. The value is the operator's text between the operands."""
 
     PLUS = "+"
     MINUS = "-"
@@ -290,7 +290,7 @@ class Histogram:
         return None
 
     def timestamp(self, time: int) -> int:
-        """Convert a time from the clock's unit to the unit of the histogram."""
+        """Convert a time from the clock's unit to the unit in which the histogram shows times."""
         in_usecs = self.attrs.in_usecs and self.triggers.array.clock.in_ns
         return ns_to_usecs(time) if in_usecs else time
 
@@ -328,7 +328,7 @@ def as_number(value: Value) -> int:
 
 
 def execname_value(hit: HistHit) -> Value:
-    """Return the name of the task that created the element of a hit."""
+    """Return the name of the task that created the element to which the hit is counted."""
     return hit.element.comm if hit.element is not None else b"(no comm)"
 
 

@@ -77,7 +77,7 @@ class HistData(Histogram):
         self.sort_keys: list[SortKey] = [SortKey()]
         self.actions: list[Action] = []
         self.made_hists: list[tuple[EventFile, str]] = []
-        """Event and command of each histogram that was created on another event, to get a field of it."""
+        """Event and command of each histogram that was created on another event to read one of its fields."""
         self.variables = Variables(self, system)
         if InterfaceRule.HIST_COMMON_STACKTRACE in system.interface:
             self.chain_name = "common_stacktrace"
@@ -218,7 +218,10 @@ class HistData(Histogram):
         return [each for each in self.fields if not each.flags & Flag.VAR]
 
     def elements(self) -> Generator[None, None, list[Element]]:
-        """Return all elements of the map in the order of the sort keys; yield as TracingMap.sorted() does."""
+        """Return all elements of the map in the order of the sort keys.
+
+        The generator yields after each step of the sort; see TracingMap.sorted().
+        """
         return self.map.sorted(*(self._ranking(key) for key in self.sort_keys))
 
     def _ranking(self, key: SortKey) -> Rank:
@@ -261,7 +264,7 @@ class HistData(Histogram):
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
         """Store in `values` the values of the variables that the histogram refers to, and return True.
 
-        If `own` is set, store only the histogram's own variables, and otherwise only those of other
+        If `own` is set, store only the histogram's own variables, and otherwise only variables of other
         histograms. `key` selects the element whose variables are read. If a variable is not set, return
         False.
         Mirrors: resolve_var_refs (v6.1).

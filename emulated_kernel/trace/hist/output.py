@@ -202,7 +202,7 @@ def _saved(value: Value, is_string: bool) -> str:
 
 
 def _padded(data: bytes, size: int) -> str:
-    """Return bytes as text, padded with spaces to `size` bytes as by `%-SIZEs`."""
+    """Return bytes as text, padded with spaces to `size` bytes; printk does this for `%-SIZEs`."""
     return bytes_to_text(data.ljust(size))
 
 

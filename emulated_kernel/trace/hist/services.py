@@ -1,4 +1,4 @@
-"""Look-ups that histograms share: triggers of an event, variables of other histograms, synthetic events."""
+"""Objects that histograms share: look-ups of an event's triggers, of variables, and of synthetic events."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class TracingMap:
         """Create an empty map for at most 2**bits elements.
 
         `key_size`: size of a key in bytes. `sums`: number of sums in each element. `memory`: the budget to
-        which the map and its elements are charged; None: a budget without other users.
+        which the map and its elements are charged. If it is None, the map gets a budget of its own.
         """
         self._memory = memory or MemoryBudget(Limits(), Limit.HIST_BYTES, Limit.USER_HIST_BYTES)
         self._user = self._memory.user()

@@ -84,8 +84,9 @@ class HistCommand(TriggerCommand):
     """Name -> trigger that owns the data with this name, for all trace arrays."""
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Add, change or remove a histogram, as a command in a trigger file says.
+        """Add, change or remove a histogram: execute a command that was written to a trigger file.
 
+        `rest`: the text after `hist:`. `removes`: whether the command begins with `!`.
         Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, any error of parse_filter().
         """
         if rest is None:
@@ -285,15 +286,15 @@ class HistCommand(TriggerCommand):
 
 
 def _has_data_of(other: HistTrigger, shared: HistTrigger | None) -> bool:
-    """Return True if a trigger uses the data that `shared` owns.
+    """Return True if the data of the trigger `other` belong to `shared`.
 
-    If `shared` is None, return True if the trigger has no name.
+    If `shared` is None, return True if `other` has no name.
     """
     return other.name is None if shared is None else shared in (other, other.shared)
 
 
 def _identity(trigger: HistTrigger) -> tuple[str, tuple[object, ...]]:
-    """Return the trigger's filter and contents. Triggers with equal results have equivalent histograms.
+    """Return the trigger's filter and contents. The results are equal for equivalent histograms.
 
     Mirrors: hist_trigger_match (v6.1).
     """

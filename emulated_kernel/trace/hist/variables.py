@@ -1,4 +1,4 @@
-"""Variables of histograms: look-up by name, in the histogram itself or in those of other events."""
+"""Variables of histograms: look-up by name, in the histogram itself or in histograms of other events."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Variables:
         return None
 
     def reference(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
-        """Return a reference to the variable `$name` of an event.
+        """Return a reference to the variable `name`, a text that begins with `$`, of an event.
 
         If there is no such variable, log an error and return None.
         Mirrors: parse_var_ref (v6.1).

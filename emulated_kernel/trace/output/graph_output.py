@@ -107,7 +107,7 @@ class GraphPrinter:
         """Return the lines of a record.
 
         Return "" for the return of a leaf function, because the line of its call shows it. `following` is the
-        next record of the same CPU, or None. `formatter` has the trace options, and prints comments.
+        data of the CPU's next record, or None. `formatter` has the trace options, and prints comments.
         """
         line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
@@ -149,7 +149,7 @@ class _GraphLine:
         return prologue + self._column(leaf) + " " * (depth * INDENT) + f"{self._name(func)}();\n"
 
     def _leaf_duration(self, func: int, following: bytes | None) -> int | None:
-        """Return the nanoseconds of a call if the following record is its return, else None."""
+        """Return the duration of a call in nanoseconds if the following record is its return, else None."""
         if following is None:
             return None
         kind, _, _, their_pid = TRACE_ENTRY.unpack_from(following)

@@ -294,9 +294,10 @@ class LineFormatter:
         context: Callable[[int, TimedRecord], str],
         end: str = "",
     ) -> Callable[[TimedRecord, int, int], str]:
-        """Return a function that prints records by `printers`, which are those of option bin, hex or raw.
+        """Return a function that prints records by `printers`, the printers of option bin, hex or raw.
 
-        `context` returns the text before a record, from its pid and the record. `end` follows the record.
+        `context` returns the text before a record; its arguments are a pid and the record. `end` is appended
+        to each record.
         Mirrors: kernel/trace/trace_output.c:trace_nop_print (v6.1).
         """
         has_context = TraceOption.CONTEXT_INFO in self.flags

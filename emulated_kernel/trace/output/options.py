@@ -16,7 +16,7 @@ _WRITE_LIMIT = 64
 class TraceOption(IntFlag):
     """Options of a trace array that do not depend on the tracer, in the order of trace_options.
 
-    In the file, most names are those of the members in lower case, with `-` for `_`.
+    In the file, most names are the members' names in lower case, with `-` for `_`.
     Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1, v6.12, v7.2), as configured for x86_64
     """
 
@@ -71,11 +71,11 @@ _RULES = {
     TraceOption.HASH_PTR: InterfaceRule.OPTION_HASH_PTR,
     TraceOption.BITMASK_LIST: InterfaceRule.OPTION_BITMASK_LIST,
 }
-"""Option that only some versions of Linux have -> interface rule of these versions."""
+"""Option that only some versions of Linux have -> interface rule that these versions have."""
 
 
 def option_names(interface: Interface) -> dict[str, TraceOption]:
-    """Return name in trace_options -> option, for the options of a version."""
+    """Return a map name in trace_options -> option, for the version of Linux that `interface` describes."""
     return {
         _OTHER_NAMES.get(option) or str(option.name).lower().replace("_", "-"): option
         for option in TraceOption
@@ -133,7 +133,10 @@ class TraceOptions:
         """Name -> option of the trace array itself."""
         self.flags = DEFAULT_OPTIONS
         self.printk_dest: list[TraceOptions] = []
-        """The options of the one trace array that gets trace_printk(); all trace arrays share the list."""
+        """The options of the top trace array, and of the instance that gets trace_printk(), if one does.
+
+        All trace arrays share the list.
+        """
         self.of_tracers = tracer_options
         self._changed = changed
         self._tracers = tracers
@@ -176,7 +179,7 @@ class TraceOptions:
             self._set_of_tracer(name, on=bool(value))
 
     def _move_printk(self, *, here: bool) -> None:
-        """Direct trace_printk() to this trace array if `here` is True, or else to the top trace array.
+        """Direct trace_printk() to this trace array if `here` is set, else to the top trace array.
 
         Raises: KernelError EINVAL (no instance gets trace_printk(), so the top array cannot give it up).
         Mirrors: kernel/trace/trace.c:set_tracer_flag (v6.12).
@@ -191,7 +194,7 @@ class TraceOptions:
         self.printk_dest[1:] = [] if new is top else [new]
 
     def leave_printk(self) -> None:
-        """Direct trace_printk() to the top array if it writes to this array, which is being removed."""
+        """Direct trace_printk() to the top array if this array, which is being removed, gets it now."""
         if self in self.printk_dest[1:]:
             self._move_printk(here=False)
 

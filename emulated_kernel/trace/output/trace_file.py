@@ -77,7 +77,7 @@ class TraceHeader:
 
 
 def header_text(facts: TraceHeader, flags: TraceOption) -> str:
-    """Return the header of a trace file, as the trace options `flags` select it.
+    """Return the header of a trace file. The trace options `flags` select its lines and columns.
 
     Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1)
     """
@@ -116,7 +116,7 @@ def _columns(tgid: bool, columns: FlagColumns, *, irqs: bool) -> str:
 def _latency_header(facts: TraceHeader) -> str:
     """Return the header lines that the option latency-format adds.
 
-    The text after M: is the name of the preemption model.
+    The text after `M:` is the name of the kernel's preemption model.
     """
     rule = "#    -----------------\n"
     return (
@@ -174,7 +174,7 @@ def trace_lines(
 
 
 def timed_records(cursors: Mapping[int, RingCursor]) -> Iterator[TimedRecord]:
-    """Yield the records of CPUs, sorted by time. `cursors`: CPU -> position in the CPU's buffer."""
+    """Yield the records of several CPUs, sorted by time. `cursors`: CPU -> position in the CPU's buffer."""
     streams = [_cpu_entries(cursor, cpu) for cpu, cursor in cursors.items()]
     return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=itemgetter(0))
 

@@ -95,7 +95,7 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
 
 @dataclass(frozen=True, eq=False)
 class ProbedSymbols:
-    """The kernel as the parser of definitions needs it: symbols, types, and entries of functions."""
+    """What the parser of definitions reads of the kernel: symbols, types, and entries of functions."""
 
     arch: Arch
     symbols: KernelSymbols
@@ -180,7 +180,7 @@ def parse_maxactive(head: str, log: TraceProbeLog) -> int:
 
 
 def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
-    """Parse the place of a command. A jprobe's place must have no offset: it is the entry of a function."""
+    """Parse the place of a command. A jprobe's place must be the entry of a function, without an offset."""
     is_return = letter == "r"
     is_jprobe = letter == "j"
     if word.removeprefix("+")[:1].isdecimal() and not is_jprobe:
@@ -201,7 +201,7 @@ def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
 
 
 def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None:
-    """Check that the symbol of a place exists and is unique, if the kernel does so before the registration.
+    """Check that the symbol of a place exists and is unique, if this version of Linux checks it here.
 
     A symbol of a module may be unknown, because the module may be loaded later.
     Raises: KernelError EINVAL, EADDRNOTAVAIL, ENOENT (logged).
@@ -255,7 +255,7 @@ def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg
 def parse_event_name(
     text: str, offset: int, log: TraceProbeLog, interface: Interface, group: str = KPROBE_EVENT_SYSTEM
 ) -> tuple[str, str]:
-    """Parse [GRP/][EVENT], and return group and event. Since 6.1, the separator may also be a dot.
+    """Parse [GRP/][EVENT], and return group and event. Since Linux 6.1, a dot may replace the slash.
 
     `group` is the default group, and `offset` the column of `text`. The event is "" if only a group is given.
     Raises: KernelError EINVAL (logged).

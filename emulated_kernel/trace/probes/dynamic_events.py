@@ -50,7 +50,7 @@ def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[
 
 
 class DynEvent(ABC):
-    """Interface of a dynamic event: an item of the list of dynamic events, shown as one line.
+    """Interface of a dynamic event: an item of the list of dynamic events, which is shown as one line.
 
     Mirrors: kernel/trace/trace_dynevent.h (v6.1).
     """
@@ -79,7 +79,10 @@ class DynEvent(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Unregister the event, and remove it from the list. Raises: KernelError EBUSY (it is in use)."""
+        """Unregister the event, and remove it from the list of dynamic events.
+
+        Raises: KernelError EBUSY (the event is in use).
+        """
 
 
 D = TypeVar("D", bound=DynEvent)
@@ -116,14 +119,14 @@ class DynEventList:
             self._named[name] = left
 
     def named(self, event: str) -> Iterable[DynEvent]:
-        """Return the events with a name, or all events if the name is empty.
+        """Return the events with the name `event`, or all events if it is empty.
 
         `event` is the name as written in a command, with one character per byte.
         """
         return self._events(to_text(event)) if event else self._all
 
     def _events(self, name: str) -> tuple[DynEvent, ...]:
-        """Return the events with a name."""
+        """Return the events with the name `name`."""
         found = self._named.get(name, ())
         return found if isinstance(found, tuple) else (found,)
 

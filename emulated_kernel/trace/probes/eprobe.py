@@ -100,7 +100,7 @@ class Eprobe(TraceProbe):
     def enable(self) -> None:
         """Add the trigger to the target event, in the first trace array that enables this event.
 
-        Deviates: in Linux, trace arrays that enable this event later get no hits. Here they get hits.
+        Deviates: in Linux, other trace arrays that enable this event later get no hits. Here they get them.
         Raises: KernelError, as TraceEvent.enable().
         """
         self.target.file(self.event.recorders[0]).add(self._trigger, last=True)
@@ -224,7 +224,7 @@ class EventProbes(ProbeKind[Eprobe]):
         return found if is_eligible and not isinstance(found, (KprobeTraceEvent, EprobeEvent)) else None
 
     def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: TraceProbeLog) -> EventFilter:
-        """Parse the filter after `if`, which tests fields of the target event.
+        """Parse a command's filter, which follows `if` and tests fields of the target event.
 
         Raises: KernelError EINVAL (logged). Mirrors: trace_eprobe_parse_filter (v6.1).
         """

@@ -38,7 +38,8 @@ _RETURN_VALUE = re.compile(rf"\$retval(?![_{ALNUM}])")
 class TraceFprobe(TraceKprobe):
     """A probe of an fprobe event.
 
-    Its fprobe is registered while the event is enabled, or in some versions as long as the event exists.
+    Its fprobe is registered while the event is enabled; in some versions of Linux, as long as the event
+    exists.
 
     Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.12).
     """
@@ -103,7 +104,10 @@ class TraceFprobe(TraceKprobe):
             self._is_hooked = False
 
     def enable(self) -> None:
-        """Register or enable the fprobe. Raises: KernelError ENOENT, errors of register_fprobe()."""
+        """Register the fprobe, or enable it if it is registered.
+
+        Raises: KernelError ENOENT, errors of register_fprobe().
+        """
         if self._stays and self._is_hooked:
             self.engine.fprobes.enable_fprobe(self._fprobe)
         elif self.address and not self._is_hooked:
@@ -143,14 +147,14 @@ class TraceFprobe(TraceKprobe):
         return word == self.symbol[:MAX_ARGSTR_LEN]
 
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """Emit guest code for the handler, as TraceKprobe.emit() does.
+        """Emit guest code for the handler, as described at TraceKprobe.emit().
 
         In addition, return False if the probe is on several functions, because the code has one address.
         """
         return len(self._fprobe.functions) == 1 and super().emit(builder, way)
 
     def _kept(self, _fp: Fprobe, _address: int, regs: Any, data: memoryview) -> None:
-        """Handle an entry of an fprobe on exits: store the function arguments that the event records."""
+        """Handle an entry in an fprobe on exits: store the function arguments that the event will record."""
         self.keep_arguments(data, regs)
 
     def _called(self, _fp: Fprobe, address: int, regs: Any, data: memoryview) -> None:
@@ -192,8 +196,7 @@ class TraceTprobe(TraceKprobe):
         """Attach the probe if its event is enabled.
 
         The tracepoint may be missing, because a module that is loaded later may have it.
-
-        Raises: KernelError ENOENT (no symbol of an argument), errors of register_kprobe().
+        Raises: KernelError ENOENT (an argument has an unknown symbol), errors of register_kprobe().
         """
         symbols = self.engine.symbols
         self.args = tuple(resolve_symbol(arg, symbols, self.engine.arch.bits) for arg in self.args)
@@ -242,7 +245,10 @@ class TraceTprobe(TraceKprobe):
         """Ignore a record of the tracepoint, which is switched on only so that the guest calls its stub."""
 
     def _called(self, preempt_count: int, _kprobe: Kprobe, regs: Regs) -> None:
-        """Handle a call of the stub. The record's context is that of a function call, not of a breakpoint."""
+        """Handle a call of the stub. The record's context is that of a function call, not of a breakpoint.
+
+        `preempt_count`: amount that the tracepoint adds to preempt_count in Linux, but not in the guest.
+        """
         hit = self.kind.called
         hit.regs = regs
         with within_another(hit, preempt_count=preempt_count):
@@ -351,7 +357,10 @@ class FprobeEvents(KprobeEvents):
         return failure
 
     def _maxactive(self, head: str, log: TraceProbeLog) -> int:
-        """Return maxactive, or 0 if the command has none. Raises: KernelError EINVAL (logged)."""
+        """Return the number after the letter `f` of a command, maxactive, or 0 if the command has none.
+
+        Raises: KernelError EINVAL (logged).
+        """
         if InterfaceRule.FPROBE_WITHOUT_MAXACTIVE in self.interface:
             if head[1:2] not in ("", ":"):
                 raise log.error(1, ProbeError.BAD_MAXACT, errno.EINVAL)
@@ -375,7 +384,11 @@ def _check_tracepoint(name: str, words: Sequence[str], log: TraceProbeLog) -> No
 
 
 def _default_event(symbol: str, *, is_point: bool, is_return: bool) -> str:
-    """Return the name of an event whose command has none."""
+    """Return the default name of an event, for a command without a name.
+
+    `is_point`: whether `symbol` is a tracepoint. `is_return`: whether the probe is at the exit of the
+    function.
+    """
     if is_point:
         return default_name(f"_{symbol}" if symbol[:1].isdecimal() else symbol)
     return default_name(f"{symbol}__{'exit' if is_return else 'entry'}")

@@ -129,7 +129,10 @@ class HandlerCosts:
         return end
 
     def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
-        """Return the median of the nanoseconds by which a turn of `loop` takes longer than one of `empty`."""
+        """Return the median of the nanoseconds by which a hit in `loop` takes longer than one in `empty`.
+
+        Both are addresses of guest loops of `hits` turns. `sample` has the registers at each hit.
+        """
         from statistics import median
 
         rounds = [self._taken(loop, sample, hits) - self._taken(empty, sample, hits) for _ in range(ROUNDS)]

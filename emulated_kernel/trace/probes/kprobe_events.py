@@ -75,7 +75,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return self.probe_class(self, definition, self._engine)
 
     def _refusal(self, failure: KernelError) -> KernelError:
-        """Return the error of a command whose probe cannot be registered."""
+        """Return the error for a command whose probe cannot be registered because of `failure`."""
         return failure
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:

@@ -77,7 +77,7 @@ class KretprobeRegistry(Protocol):
 
 @dataclass(frozen=True)
 class ProbeEngine:
-    """The registries with which events register their probes, and the context of the probes' hits."""
+    """The registries in which events register their probes, and the context of the probes' hits."""
 
     arch: Arch
     symbols: KernelSymbols
@@ -146,7 +146,7 @@ class KprobeTraceEvent(ProbeTraceEvent):
             probe.handler_changed()
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the text of a record.
+        """Return the text that `trace` shows for a record, without the event's name.
 
         Mirrors: kernel/trace/trace_kprobe.c:print_kprobe_event, print_kretprobe_event (v6.1).
         """
@@ -313,7 +313,7 @@ class TraceKprobe(TraceProbe):
 
     @property
     def symbol(self) -> str:
-        """The symbol of the place in messages and comparisons. As in Linux, a raw address has "unknown"."""
+        """The symbol of the place, for messages and comparisons. As in Linux, a raw address has "unknown"."""
         return self.place.symbol or "unknown"
 
     def is_in_module(self, module: str) -> bool:
@@ -460,8 +460,8 @@ class TraceKprobe(TraceProbe):
     ) -> bool:
         """Emit a copy of emit()'s code that uses `places` and `counter`, and writes all records to `target`.
 
-        HandlerCosts measures the copy. In addition, return False for return probes, because the handler is
-        the smaller part of their cost.
+        HandlerCosts measures the copy. Return False if emit() does, and for return probes, because the
+        handler is the smaller part of their cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)

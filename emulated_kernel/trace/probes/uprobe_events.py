@@ -32,7 +32,7 @@ _RETURN = "%return"
 PATIENCE = 0.3
 """Maximum time in seconds for which a command waits for the file system of the probed file.
 
-Other requests wait meanwhile. On a busy host, a healthy file system has needed more than 0.1 s.
+Other requests wait during this time. On a busy host, a healthy file system has needed more than 0.1 s.
 """
 
 

@@ -157,7 +157,7 @@ class RingBuffer(RingWriter):
 
     @property
     def oldest(self) -> int:
-        """Position of the oldest unread event in the sequence of events since the last reset."""
+        """Sequence number of the oldest unread event. The first event after a reset has number 0."""
         control = self._control
         return control.overrun + control.read
 
@@ -204,9 +204,9 @@ class RingBuffer(RingWriter):
     def _events(self, page: int, offset: int, stamp: int) -> Iterator[tuple[int, bytes, int]]:
         """Yield (time stamp, payload, end offset) of each event of a page, from `offset` on.
 
-        `stamp` is the time before the first event. Payloads are padded to a multiple of four bytes, because
-        the format stores lengths in units of four. An event that exceeds the page is damaged, and ends the
-        iteration.
+        `stamp` is the time to which the first event's time delta is added. Payloads are padded to a multiple
+        of four bytes, because the format stores lengths in units of four. An event that exceeds the page is
+        damaged, and ends the iteration.
         """
         words = self._words32
         memory = self._memory

@@ -33,10 +33,13 @@ class RingCursor:
         self._buffer = buffer
         self._generation = buffer.generation
         self._next = buffer.oldest
-        """Position of the next event in the sequence of events since the buffer's last reset."""
+        """Sequence number of the next event to yield. The buffer's first event after a reset has number 0."""
         self._end = buffer.written
         self._place: tuple[int, int] | None = None
-        """Index of the last copied sub-buffer, and the position of its first unread event; None: unknown."""
+        """Index of the last copied sub-buffer, and the sequence number of its first unread event.
+
+        The value is None if the index is unknown.
+        """
         self._state = buffer.reader_state
 
     @property

@@ -281,7 +281,7 @@ class _DamagedBuffer:
     def walk(self, page: int, offset: int, end: int, stamp: int) -> _IntactEvents:
         """Return the valid events in the range [offset, end) of a page's data.
 
-        `stamp` is the time before the first event.
+        `stamp` is the time to which the first event's time delta is added.
         """
         words = self.words32
         data = self.header(page) + PAGE_HEADER_SIZE

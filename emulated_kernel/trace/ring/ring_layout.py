@@ -140,7 +140,7 @@ class RingMemory:
 
     @property
     def control_block(self) -> memoryview:
-        """The memory of the control block, CONTROL_SIZE bytes."""
+        """The memory of the control block, which has CONTROL_SIZE bytes."""
         return (self.pages if self.control is None else self.control).cast("B")[:CONTROL_SIZE]
 
     def moved_to(self, pages: RingMemory) -> RingMemory:
@@ -166,7 +166,7 @@ class RingControls:
 
 @dataclass(frozen=True)
 class RecordTarget:
-    """The ring buffers of a trace array, one per CPU, as guest code writes to them."""
+    """The addresses that guest code needs to write records to a trace array's ring buffers."""
 
     control_at: int
     """Offset of the control blocks from the per-CPU bases, in bytes."""

@@ -25,7 +25,7 @@ class TraceClock:
     in_ns: bool
     """Whether the clock counts nanoseconds, which are shown as seconds with six decimals."""
     host_clock: int | None = None
-    """clockid_t of the clock with the same values in user space, such as CLOCK_MONOTONIC; None: no clock."""
+    """clockid_t of the clock with the same values in user space, such as CLOCK_MONOTONIC, or None."""
 
 
 LOCAL = TraceClock("local", True)
@@ -66,7 +66,7 @@ class ClockSource:
         return {COUNTER: self._count, UPTIME: _uptime}.get(clock)
 
     def _host_time(self, host_clock: int, ns: int) -> int:
-        """Return the time of a clock of the host at the guest's time `ns`, which has just been read.
+        """Return the time of the host's clock `host_clock` at the guest's time `ns`, which was just read.
 
         If the guest's clock is virtual, return `ns`, because no clock of the host runs with it.
         """

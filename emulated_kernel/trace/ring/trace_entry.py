@@ -54,7 +54,7 @@ class RawEntry:
     comm: bytes
     """The current task's name, without padding."""
     string_at: Callable[[int, bool], bytes | None]
-    """Returns the string at an address with its NUL, or None if reading faults.
+    """Returns the string at an address with its NUL, or None if the address cannot be read.
 
     The second argument is True for an address in user memory.
     """
@@ -118,7 +118,7 @@ class AddressStyle:
 
 
 def print_entry(text: bytes, ip: int, word_size: int = 8) -> bytes:
-    """Return the payload of a PRINT record for `text`, which the function at address `ip` writes.
+    """Return the payload of a PRINT record for `text`, which the function at the address `ip` has written.
 
     Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1), which reserves space for the text "<faulted>".
     """

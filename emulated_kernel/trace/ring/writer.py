@@ -104,7 +104,10 @@ class RingWriter:
         """
 
     def _format(self, place: RingMemory, nr_pages: int, flags: int) -> None:
-        """Format the control block, the first page and the reader page; _move_tail() clears the others."""
+        """Format the control block, the first page and the reader page.
+
+        _move_tail() formats each other page when the tail reaches it. `flags`: the RingFlag bits.
+        """
         if nr_pages < MIN_PAGES:
             raise ValueError(f"ring buffer: {nr_pages} pages; it needs at least {MIN_PAGES}")
         place.control_block[:] = bytes(CONTROL_SIZE)

@@ -15,7 +15,10 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 STRING_MAX = 256
-"""Maximum size of a string with its NUL in bytes, and size in an entry of a string of any declared size."""
+"""Maximum size in bytes of a string with its NUL.
+
+In an entry, a string of a declared size takes this many bytes, whatever the size is.
+"""
 _STACK_WORDS = 31
 """Maximum number of words of a call chain in an entry, with its length."""
 _DATA_LOC = "__data_loc "
@@ -91,7 +94,10 @@ class SyntheticField(ABC):
         return f"REC->{self.name}"
 
     def takes(self, given: ValueType) -> bool:
-        """Return True if a variable of a type can be the field's value. Mirrors: check_synth_field (v6.1)."""
+        """Return True if a variable of the type `given` can be the field's value.
+
+        Mirrors: check_synth_field (v6.1).
+        """
         return not given.is_call_chain and (given.name == self.type or given.size == self.size)
 
     @abstractmethod

@@ -41,7 +41,10 @@ class SyntheticEvent(TraceEvent):
         """Do nothing: trace() records nothing while the event is disabled."""
 
     def takes(self, position: int, given: ValueType) -> bool:
-        """Return True if a variable of a type can be the value of field `position`, counted from 0."""
+        """Return True if a variable of the type `given` can be the value of field `position`.
+
+        Positions are counted from 0.
+        """
         fields = self.synthetic_fields
         return position < len(fields) and fields[position].takes(given)
 

@@ -43,7 +43,7 @@ def bytes_to_text(data: bytes) -> str:
 
 
 def argv_split(command: str) -> list[str]:
-    """Return the words of a command, which white space separates."""
+    """Return the words of a command, which are separated by white space."""
     return _WORD.findall(command)
 
 

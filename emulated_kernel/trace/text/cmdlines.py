@@ -20,7 +20,7 @@ _PAGE = 4096
 """Size of a page in bytes."""
 _SAVED_CMDLINE = Struct("<i16s")
 SAVED_CMDLINES_SIZE = 1 << 20
-"""Size in bytes of memory that can hold all names, whatever the size of the cache."""
+"""Number of bytes that is enough to keep all names in memory, whatever the size of the cache."""
 UNKNOWN_COMM = "<...>"
 """Name shown for tasks that are not in the cache."""
 _NO_PID = -1
@@ -71,7 +71,7 @@ class SavedCmdlines(TaskNames):
     def resize(self, size: int) -> None:
         """Forget all names, and set the size of the cache to at least `size` tasks.
 
-        The size is the number of tasks that fit into the allocated pages.
+        The size becomes the number of tasks that fit into the pages that Linux would allocate.
 
         Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_saved_cmdlines_size_write (v6.1)
         """

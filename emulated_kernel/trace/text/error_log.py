@@ -14,7 +14,7 @@ from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.errors import KernelError
 
 TRACING_LOG_ERRS_MAX = 8
-"""Number of errors that error_log keeps."""
+"""Maximum number of errors that error_log keeps."""
 _PREFIX = "  Command: "
 _POSITION_MASK = 0xFFFF
 """Mask of a column, which has 16 bits as in Linux."""
@@ -42,12 +42,12 @@ ErrorTexts = Mapping[CommandError, str]
 
 
 class ErrorLog:
-    """The last 8 errors, the oldest first."""
+    """The last 8 errors of commands, the oldest first."""
 
     def __init__(
         self, clock: Callable[[], int], texts: ErrorTexts = MappingProxyType[CommandError, str]({})
     ) -> None:
-        """Create an empty log. `clock` returns nanoseconds."""
+        """Create an empty log. `clock` returns the time in nanoseconds. `texts`: see ErrorTexts."""
         self._clock = clock
         self._texts = texts
         self._entries: deque[str] = deque(maxlen=TRACING_LOG_ERRS_MAX)
@@ -57,8 +57,9 @@ class ErrorLog:
         return self._texts.get(error, error.texts[0])
 
     def add(self, location: str, command: str, error: CommandError, column: int) -> None:
-        """Add an error of a command, and the column in bytes of the caret in the command.
+        """Add an error of a command. The caret of the error points at byte `column` of the command.
 
+        `location` is the part of tracing that reports the error, such as `trace_kprobe`.
         Mirrors: kernel/trace/trace.c:tracing_log_err, tracing_err_log_seq_show (v6.1).
         """
         seconds, rest = divmod(self._clock(), 1_000_000_000)

@@ -1,4 +1,4 @@
-"""Parsers of numbers like those of lib/kstrtox.c: the strict kstrto*(), the lenient simple_strtoul()."""
+"""Parsers of numbers that mirror lib/kstrtox.c: the strict kstrto*(), and the lenient simple_strtoul()."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _radix(text: str, base: int) -> tuple[int, int]:
 
 
 def _digits(text: str, start: int, base: int) -> tuple[int, int]:
-    """Return the number at index `start`, without a limit, and the index of the first character after it."""
+    """Return the number at index `start`, of any size, and the index of the first character after it."""
     value = 0
     index = start
     while index < len(text) and _DIGITS.get(text[index], base) < base:

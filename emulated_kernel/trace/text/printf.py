@@ -46,12 +46,12 @@ _LONGEST_DUMP = 64
 
 @dataclass(frozen=True)
 class _Starred:
-    """A conversion with `*`: its width, its precision or both are arguments before its value."""
+    """A conversion with `*`. Its width, its precision or both are arguments that precede its value."""
 
     count: int
     """Number of the arguments for width and precision."""
     of: Callable[[Sequence[int]], Conversion]
-    """Function that returns the conversion for given width and precision."""
+    """Function that returns the conversion for the given width and precision."""
 
 
 def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], KernelSymbols], str]:
@@ -94,7 +94,7 @@ def _pieces(layout: str, word_size: int) -> Iterator[str | Conversion | _Starred
 
 
 def _with(found: re.Match[str], word_size: int, values: Sequence[int]) -> Conversion:
-    """Return the conversion `found` with its stars replaced by `values`.
+    """Return the conversion `found` with the width and the precision in `values` in place of its stars.
 
     Mirrors: lib/vsprintf.c:set_field_width, set_precision, hex_string (v6.1).
     """
@@ -155,7 +155,7 @@ def _ip4_string(address: bytes) -> str:
 
 
 def _ip6_compressed_string(address: bytes) -> str:
-    """Return the text of an IPv6 address, with its first longest run of zero words as `::`.
+    """Return the text of an IPv6 address, in which `::` replaces the first of the longest runs of zero words.
 
     The last 4 bytes of mapped and ISATAP addresses are printed as an IPv4 address.
     Mirrors: lib/vsprintf.c:ip6_compressed_string (v6.1).
@@ -223,7 +223,7 @@ def _uuid(data: bytes) -> str:
 
 
 def _dump(size: int, separator: str) -> Conversion:
-    """Return a conversion of `size` bytes to hexadecimal with a separator.
+    """Return a conversion that prints `size` bytes in hexadecimal, with a separator between them.
 
     Mirrors: lib/vsprintf.c:hex_string (v6.1).
     """

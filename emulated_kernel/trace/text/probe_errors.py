@@ -115,7 +115,7 @@ class TraceProbeLog:
         self.index = 0
 
     def replace_arguments(self, words: Sequence[str]) -> None:
-        """Replace the words of the command from the third word on, as error_log shows it."""
+        """Replace the words of the command from the third word on, so that error_log shows the new words."""
         self._argv = [*self._argv[:2], *words]
 
     def error(self, offset: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:

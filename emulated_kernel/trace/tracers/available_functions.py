@@ -38,7 +38,7 @@ class TraceableFunction:
 
 
 class FunctionWatcher(ABC):
-    """Base class of objects that keep a selection of functions and adapt it when modules change."""
+    """Base class of objects that keep a selection of functions, and adapt it when modules come or go."""
 
     def module_added(self, module: str, /) -> None:  # noqa: B027 - not all watchers need it
         """Add functions of a new module to the selection, if they are wanted. By default do nothing."""
@@ -68,7 +68,7 @@ class Functions(Collection[TraceableFunction]):
     def _functions(self) -> dict[int, TraceableFunction]:
         """Cached map: fentry site -> function.
 
-        The map is built at its first use, because finding a thousand names takes a tenth of a boot's time.
+        The map is built when it is first used, because finding the names takes a tenth of a boot's time.
         """
         return {function.site: function for function in self._at_boot} | self._of_modules
 
@@ -93,7 +93,7 @@ class Functions(Collection[TraceableFunction]):
         return frozenset(site for site, function in self._functions.items() if function.is_dropped)
 
     def at(self, site: int) -> TraceableFunction:
-        """Return the function with a fentry site."""
+        """Return the function that has the fentry site `site`."""
         return self._functions[site]
 
     def existing(self, sites: Iterable[int]) -> frozenset[int]:

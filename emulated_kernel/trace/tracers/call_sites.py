@@ -28,7 +28,7 @@ _INVALID_FUNCTION = "__ftrace_invalid_address__"
 
 
 class KernelFunctions:
-    """The traceable functions of a kernel, and the tracers that are called from their fentry sites."""
+    """The traceable functions of a kernel, and the calls from their fentry sites to tracers."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class KernelFunctions:
         self._hit = hit
         hit.has_several = True
         self._latest = 0
-        """Value of FtraceSites.calls at the call to which the call chain cached in `hit` belongs."""
+        """Value of FtraceSites.calls at the call whose call chain is cached in `hit`."""
         self._symbols = symbols
         self.functions = Functions(self._at(fentry), symbols.has_module)
 
@@ -96,7 +96,7 @@ class KernelFunctions:
         self.functions.remove(fentry)
 
     def user(self, handler: CallHandler, symbol: Callable[[], str]) -> FtraceOps:
-        """Return a user of fentry sites whose `handler` is called from the sites passed to attach().
+        """Create a user of fentry sites, whose `handler` is called from the sites passed to attach().
 
         `symbol` returns the name of Linux's handler, which enabled_functions shows; see FtraceOps.
         """
@@ -153,7 +153,7 @@ class KernelFunctions:
         return self._used(set() if self._sites is None else self._sites.touched)
 
     def _used(self, also: Collection[int]) -> Iterator[str]:
-        """Yield the lines of functions that are traced, and of the sites `also`.
+        """Yield a line for each traced function, and for each function whose fentry site is in `also`.
 
         Mirrors: kernel/trace/ftrace.c:t_show (v6.1, v6.12).
         """
@@ -176,9 +176,10 @@ class KernelFunctions:
             yield f"{function.shown} ({len(users)}){regs}{ip}  {past}{way}\n"
 
     def _way(self, target: int, users: Sequence[FtraceOps]) -> str:
-        """Return the end of a line of enabled_functions: the trampoline and the handler that a site calls.
+        """Return the end of a line of enabled_functions: a fentry site's trampoline and handler.
 
-        Return "" if the architecture has no trampolines per user.
+        `target`: address that the site calls. `users`: users of the site. Return "" if the architecture has
+        no trampolines per user.
         Deviates: handlers are shown without an address, because the guest does not contain Linux's handlers.
         Mirrors: kernel/trace/ftrace.c:add_trampoline_func (v6.1).
         """
@@ -196,7 +197,7 @@ class KernelFunctions:
 
 @dataclass(slots=True)
 class _Repeated:
-    """The last recorded call on a CPU, and the number of its repetitions, which are not recorded singly.
+    """The last recorded call on a CPU, and the number of its repetitions, which get one common record.
 
     Mirrors: struct trace_func_repeats (v6.1).
     """
@@ -221,7 +222,7 @@ class CallRecorder:
         self._word = system.arch.word_size
 
     def record(self, site: int, hit: ProbeHit) -> None:
-        """Record a call as the tracer's options say, unless the lists of pids exclude the task.
+        """Record a call in the way that the tracer's options select, unless the pid lists exclude the task.
 
         Mirrors: kernel/trace/trace_functions.c:function_trace_call and its variants (v6.1).
         """

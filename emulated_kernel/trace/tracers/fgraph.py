@@ -27,7 +27,7 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 
 
 class GraphUser(ABC):
-    """Interface of a user of the function graph, which handles entries and returns of functions.
+    """Interface of a user of the function graph: an object that handles entries and returns of functions.
 
     Mirrors: struct fgraph_ops (v6.1).
     """
@@ -69,7 +69,7 @@ class _Running:
     A change of settings changes the target of these few jumps instead of all sites.
     """
     is_settled: bool = False
-    """Whether guest code was compiled, or cannot be, for the current settings."""
+    """Whether the current settings need no further compilation: guest code exists, or is impossible."""
 
     @property
     def stack(self) -> RetStack:
@@ -151,7 +151,7 @@ class FunctionGraph:
         return self._running.stack.overruns(self._tasks.current())
 
     def filters_changed(self) -> None:
-        """Attach the hooks to the functions that the filters select now, and to no others."""
+        """Attach the hooks to the functions that the filters select now, and detach them from all others."""
         if self._running is not None:
             assert self._sites is not None
             self.user_changed()
@@ -258,7 +258,7 @@ class FunctionGraph:
                 compiler.lead_to(running.entries[kind], code.entry)
 
     def _entries(self, running: _Running, kinds: Mapping[CallKind, Collection[int]]) -> dict[int, int]:
-        """Return site -> address of the jump that the site calls; create missing jumps.
+        """Return a map site -> address of the jump that the site calls; create missing jumps.
 
         Sites of a kind whose jump has no room are left out, and call the trampoline.
         """
@@ -285,7 +285,7 @@ class FunctionGraph:
 
 
 def traceable_functions(image: ProbedTables, verdict: ProbeChecker[Any]) -> dict[str, int]:
-    """Return name -> fentry site of the traceable functions, in the order of their addresses."""
+    """Return a map name -> fentry site of the traceable functions, in the order of their addresses."""
     found: dict[str, int] = {}
     for site in sorted(image.mcount):
         where = image.kallsyms.lookup(site)

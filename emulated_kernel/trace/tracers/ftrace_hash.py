@@ -1,4 +1,4 @@
-"""FtraceHash: a set of functions whose order is that of Linux's hash table."""
+"""FtraceHash: a set of functions that is iterated in the order of Linux's hash table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FtraceHash:
 
     @classmethod
     def moved(cls, sites: Iterable[int]) -> FtraceHash:
-        """Return a table with `sites`, whose number of buckets depends on the number of sites.
+        """Return a table with `sites`, in which the number of buckets depends on the number of sites.
 
         Mirrors: ftrace.c:dup_hash (v6.1).
         """

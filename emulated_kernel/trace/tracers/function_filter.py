@@ -40,7 +40,7 @@ class WordEdit(ABC):
         """Replace the set by the copy."""
 
     def write(self, data: bytes, position: int) -> int:
-        """Execute the first word that `data` completes, and return the number of bytes taken.
+        """Execute the first word that ends in `data`, and return the number of bytes taken.
 
         `position`: file position of the write; 0 begins a new word. Raises: KernelError, as execute().
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_write, ftrace_graph_write (v6.1).
@@ -53,7 +53,7 @@ class WordEdit(ABC):
 
     @property
     def is_pending(self) -> bool:
-        """Whether close() would change something."""
+        """Whether close() would change the set, or execute a last word."""
         return self._is_truncated or bool(self._executed or self._parser.rest)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class WordEdit(ABC):
         self.put_into_force()
 
     def goes_on_from(self, other: WordEdit) -> None:
-        """Repeat the changes made through `other`, an open file of the kernel that this kernel replaced."""
+        """Repeat the changes made through `other`, which was an open file of a kernel before a reboot."""
         self._parser = other._parser
         if other._is_truncated:
             self.clear()
@@ -90,7 +90,7 @@ class EditedSet(ABC):
         """Return a copy of the set for a file that was opened for writing, with O_TRUNC if `truncate`."""
 
     def write(self, words: bytes) -> None:
-        """Open the file, write each word to it, and close it, as a client does.
+        """Open the file as a client does, write each word to it, and close it.
 
         Raises: KernelError, the error of the first word that is refused.
         """
@@ -102,7 +102,7 @@ class EditedSet(ABC):
             edit.close()
 
     def clear(self) -> None:
-        """Remove all functions from the set: open the file with O_TRUNC and close it, as a client does."""
+        """Remove all functions from the set: open the file with O_TRUNC as a client does, and close it."""
         self.edit(truncate=True).close()
 
 
@@ -160,9 +160,10 @@ class FunctionSet(EditedSet):
     def __init__(
         self, functions: Functions, title: str, changed: Callable[[], None], *, waiting_counts: bool = True
     ) -> None:
-        """Create an empty set. The file shows `title` while the set is empty.
+        """Create an empty set. `changed` is called after each change of the set.
 
-        If `waiting_counts` is set, a set with selections that wait for a module does not count as empty.
+        The file shows `title` while the set is empty. If `waiting_counts` is set, a set with selections that
+        wait for a module does not count as empty.
         """
         self._functions = functions
         self._title = title
@@ -205,7 +206,7 @@ class FunctionSet(EditedSet):
         """Execute FUNCTIONS:mod:MODULE: select functions of one module, now or when the module is loaded.
 
         If "!" precedes the pattern, remove the functions, or the selection that waits for the module.
-        Linux: selections that wait are changed in the set itself, at once.
+        Linux: selections that wait for a module are changed in the set itself, not in the copy.
         Raises: KernelError EINVAL. Mirrors: kernel/trace/ftrace.c:ftrace_mod_callback, cache_mod (v6.1).
         """
         if self._match(pattern, module, edit.sites):
@@ -325,7 +326,10 @@ class GraphSet(EditedSet):
     """
 
     def __init__(self, functions: Functions, title: str, changed: Callable[[], None]) -> None:
-        """Create an empty set. The file shows `title` while the set is empty."""
+        """Create an empty set. `changed` is called after each change of the set.
+
+        The file shows `title` while the set is empty.
+        """
         self._functions = functions
         self._title = title
         self._changed = changed
@@ -367,7 +371,7 @@ class GraphSet(EditedSet):
                 chosen.add(site)
 
     def replace(self, chosen: FtraceHash) -> None:
-        """Replace the set by the copy in an open file."""
+        """Replace the set by `chosen`, the copy in an open file."""
         self._set(chosen, self._functions.existing(chosen))
 
     def functions_removed(self, sites: frozenset[int]) -> None:

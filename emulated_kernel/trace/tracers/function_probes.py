@@ -15,11 +15,17 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Action = Callable[[ProbeHit], bool]
-"""Performs a command's action at a call. Returns True if the call counts against the command's limit."""
+"""Function that performs a command's action at a call.
+
+It returns True if the call counts against the command's limit.
+"""
 
 
 Kind = tuple[str, bool]
-"""A command's name and whether it has a limit. A function has at most one command of each kind."""
+"""A command's name, and whether the command has a limit.
+
+A function has at most one command of each kind.
+"""
 
 
 @dataclass(eq=False)
@@ -58,7 +64,7 @@ class _Probes(dict[int, FunctionProbe]):
         self._user = hooks.user(self._fire, lambda: "function_trace_probe_call")
 
     def changed(self) -> None:
-        """Attach to the sites that have a command now, and to no others."""
+        """Attach to the fentry sites that have a command now, and detach from all others."""
         if self:
             self._hooks.attach(self._user, self.keys())
         else:

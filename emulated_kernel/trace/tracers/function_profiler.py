@@ -1,4 +1,4 @@
-"""The function profiler: number and durations of the calls of each function on each CPU."""
+"""The function profiler: the number and the durations of the calls of each function on each CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _U64 = (1 << 64) - 1
 _CALL = Struct("<QQQ")
-"""Format of a call's data on the shadow stack: func, calltime (at offset CALLED), subtime; times in ns."""
+"""Format of a call's data on the shadow stack: func, calltime (at offset CALLED), subtime.
+
+Times are in nanoseconds. subtime is the time that calls made by this call have taken.
+"""
 _HEADER = """\
   Function                               Hit    Time            Avg             s^2
   --------                               ---    ----            ---             ---
@@ -84,7 +87,7 @@ class FunctionProfiler(GraphUser):
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes:
         """Count a call of `func` on the current CPU, and return the data that returned() needs.
 
-        The data is a _CALL: the function, the current time, and 0 as the time spent in the calls below it.
+        The data is a _CALL: the function, the current time, and 0 as the time spent in calls that it makes.
         Mirrors: profile_graph_entry, function_profile_call (v6.1).
         """
         del caller, regs

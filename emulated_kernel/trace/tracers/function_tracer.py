@@ -1,4 +1,4 @@
-"""FunctionTracer, the function tracer of a trace array, and the files that select functions and tasks."""
+"""FunctionTracer: the function tracer of a trace array, with the files that select functions and tasks."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
         return [site for site in chosen if site not in left_out]
 
     def _update(self) -> None:
-        """Attach to the selected functions if the tracer is current, and notify `on_selection`.
+        """Attach to the selected functions if the tracer is current. Call the functions of `on_selection`.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1).
         """
@@ -163,14 +163,17 @@ class FilterFile(FunctionSet):
 _NO_PIDS = "no pid\n"
 """Line that set_ftrace_pid shows for an empty list."""
 _LAST_PID = f"{1 << 22}\n"
-"""Line of PID_MAX_LIMIT, the greatest pid + 1. Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1)."""
+"""Line with the number PID_MAX_LIMIT, which is the greatest pid + 1.
+
+Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1).
+"""
 
 
 class FunctionPids(PidList):
     """The list of pids in set_ftrace_pid or set_ftrace_notrace_pid, which reads "no pid" if it is empty."""
 
     def records(self) -> list[str]:
-        """Return the lines of the file. As in Linux, the greatest pid + 1 is also printed as "no pid".
+        """Return the lines of the file. As in Linux, "no pid" also replaces the greatest pid + 1.
 
         Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1).
         """

@@ -1,4 +1,4 @@
-"""SleepTimes: times that tasks are off the CPU, which calls' durations exclude if sleep-time is off."""
+"""SleepTimes: measures how long tasks are off the CPU, so that calls' durations can exclude it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 
 Slept = Callable[[int, int], None]
-"""Handler of a task's return to a CPU; arguments: its task_struct's address, and nanoseconds off the CPU."""
+"""Handler that is called when a task returns to a CPU.
+
+Its arguments are the address of the task_struct, and the number of nanoseconds that it was off the CPU.
+"""
 
 
 class SleepTimes:
@@ -36,7 +39,10 @@ class SleepTimes:
         self._is_watching = False
         self._options.on_switch.append(self._follow)
         self._left: dict[tuple[int, int], tuple[int, int]] = {}
-        """(pid, 0), or (0, CPU) of an idle task -> task_struct's address, time in ns when it left the CPU."""
+        """Task that is off the CPU -> address of its task_struct, and time in ns when it left the CPU.
+
+        The key is (pid, 0), or (0, CPU) for an idle task.
+        """
 
     def start(self, slept: Slept) -> None:
         """Call `slept` for each task that comes back to a CPU, while option sleep-time is off.

@@ -1,4 +1,4 @@
-"""StackTracer: measures the stack's depth at calls of functions, and keeps the callers on the deepest one."""
+"""StackTracer: measures the depth of the stack at calls of functions, and keeps the deepest call chain."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class CountedTrigger(Trigger):
-    """A trigger whose number of actions may be limited. A hit that would change nothing does not count."""
+    """A trigger whose number of actions may be limited. A hit that changes nothing does not count."""
 
     def __init__(self, title: str, count: int, filter_: EventFilter | None) -> None:
         super().__init__(filter_)
@@ -142,8 +142,8 @@ class ControlCommand(TriggerCommand):
 class SwitchTrigger(CountedTrigger):
     """A trigger that switches the recording or the histograms of another event, its `target`.
 
-    `enable`: whether a hit switches them on or off. The `target` stays in soft mode (see EventFile), and its
-    event cannot be removed, until the trigger is released.
+    `enable`: whether a hit switches them on (True) or off (False). The `target` stays in soft mode (see
+    EventFile), and its event cannot be removed, until the trigger is released.
     """
 
     def __init__(

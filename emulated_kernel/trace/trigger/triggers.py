@@ -46,13 +46,17 @@ class TriggerCommand(ABC):
     def execute(
         self, triggers: EventTriggers, file: EventFile, rest: str | None, /, *, removes: bool
     ) -> None:
-        """Add a trigger to an event, or remove it. `rest` is the text after the name, or None.
+        """Add a trigger to an event, or remove it if `removes` is set.
 
+        `rest` is the text after the command's name and a colon, or None.
         Raises: KernelError.
         """
 
     def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most commands keep their triggers
-        """Remove the event's triggers that opening its trigger file with O_TRUNC removes: none by default."""
+        """Remove the triggers of this command that opening the trigger file with O_TRUNC removes.
+
+        By default, it removes none.
+        """
 
 
 class EventTriggers:
@@ -89,7 +93,7 @@ class EventTriggers:
         return None if event is None else self.file(event)
 
     def find_switchable(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event with this name; None if there is none or it cannot be enabled.
+        """Return the state of the event with this name; None if there is no event or it cannot be enabled.
 
         Mirrors: find_event_file (v6.1).
         """
@@ -148,7 +152,7 @@ class EventTriggers:
 
 
 def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str | None]:
-    """Split `[PARAM] [if FILTER]` into the parameter and `if FILTER`, either of which may be None.
+    """Split `[PARAM] [if FILTER]`, and return PARAM and `if FILTER`. A part that is missing is None.
 
     If the parameter is not `required`, it must be a number.
 

@@ -50,7 +50,10 @@ class Stat(NamedTuple):
     blocks: int = 0
     rdev: int = 0
     is_paged: bool = False
-    """Whether the file has pages that a front end may read for splice(2), each whole or with an errno."""
+    """Whether the file has pages that a front end may read for splice(2).
+
+    A read of a page returns the whole page or fails with an errno.
+    """
 
 
 class StatFs(NamedTuple):

@@ -1,4 +1,4 @@
-"""Parsers of numbers and switches written to control files, as Linux parses them."""
+"""Parsers of numbers and switches that are written to control files, with Linux's rules."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def kstrtoul(data: bytes) -> int:
 
 
 def switch(data: bytes) -> bool:
-    """Parse 0 or 1, as the `enable` file of an event does.
+    """Parse 0 or 1 by the rules of the `enable` file of an event.
 
     Raises: KernelError EINVAL, ERANGE.
     """
@@ -60,7 +60,7 @@ def switch(data: bytes) -> bool:
 
 
 def sysctl_switch(data: bytes) -> bool:
-    """Parse 0 or 1, as a sysctl with these bounds does. Blanks around the number are skipped.
+    """Parse 0 or 1 by the rules of a sysctl with these bounds. Blanks around the number are skipped.
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec_minmax (v6.1).
     """
@@ -71,7 +71,7 @@ def sysctl_switch(data: bytes) -> bool:
 
 
 def sysctl_int(data: bytes) -> int:
-    """Parse an int, as a sysctl does. Blanks around the number are skipped.
+    """Parse an int by the rules of a sysctl. Blanks around the number are skipped.
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec (v6.1).
     """

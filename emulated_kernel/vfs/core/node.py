@@ -15,14 +15,14 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 PERMISSION_BITS = 0o7777
 """Mask of the mode's bits that chmod(2) changes."""
 _MIN_LIMIT = 64
-"""Minimum number of members at which a DynamicDirectory searches for members of removed objects."""
+"""Minimum number of members from which on a DynamicDirectory looks for members of removed objects."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """User and group of the user who mounts, which all nodes have until chown(2) changes them."""
+    """User and group of the user who mounts. They own each node until chown(2) changes its owner."""
 
     uid: int = 0
     gid: int = 0
@@ -52,7 +52,7 @@ class Node:
         self.name = ""
         self.parent: Directory | None = None
         self.is_cached = False
-        """Whether the node is certainly in the tree, and clients remove no directory above it.
+        """Whether the node is certainly in the tree, and clients cannot remove a directory above it.
 
         NodeTree sets it for the nodes that it has cached by path.
         """
@@ -174,7 +174,7 @@ class Directory(Node):
         return 2 + self._subdirectories
 
     def get(self, name: str) -> Node | None:
-        """Return the child called `name`, or None, as fast for many children as for few."""
+        """Return the child called `name`, or None. The time does not depend on the number of children."""
         return self._children.get(name)
 
     def names(self) -> list[str]:
@@ -210,7 +210,7 @@ class UnlistedDirectory(Directory):
 
 @dataclass(frozen=True, slots=True)
 class Objects(Generic[T]):
-    """Named kernel objects that come and go, each of which is a subdirectory of a DynamicDirectory."""
+    """Named kernel objects that are created and removed; a DynamicDirectory has a subdirectory for each."""
 
     names: Callable[[], Collection[str]]
     """Returns the current names in the order of readdir. len() of the result must be fast, for nlink."""
@@ -320,7 +320,7 @@ class DynamicDirectory(Directory, Generic[T]):
         return entries
 
     def mkdir(self, name: str, mode: int) -> None:
-        """Create an object, which has the subdirectory `name`. Raises: KernelError EPERM (not supported)."""
+        """Create an object with the subdirectory `name`. Raises: KernelError EPERM (not supported)."""
         if self._mkdir is None:
             super().mkdir(name, mode)
         else:

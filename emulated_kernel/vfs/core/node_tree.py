@@ -114,7 +114,8 @@ class NodeTree:
     def open(self, path: str, flags: int, client: Client) -> OpenFile:
         """Open the file at `path` for a client.
 
-        No directory of the tree lets clients create files, so O_CREAT with a new name fails with EACCES.
+        Clients cannot create files in any directory of the tree, so O_CREAT with a new name fails with
+        EACCES.
         Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR, as lookup(), or the error of the file's open.
         """
         try:

@@ -25,9 +25,9 @@ def encode(text: str) -> bytes:
 
 
 class Moves(Enum):
-    """How far a write(2) moves the file position, at which the next read begins.
+    """Distance by which a write(2) moves the file position, at which the next read begins.
 
-    Linux: the write method of each file decides how far.
+    Linux: the write method of each file decides the distance.
     """
 
     NOT = auto()
@@ -71,7 +71,7 @@ class File(Node):
     def __init__(self, mode: int, moves: Moves = Moves.BY_BYTES) -> None:
         super().__init__(mode)
         self.moves = moves
-        """How far a write(2) moves the file position."""
+        """Distance by which a write(2) moves the file position."""
 
 
 class Cursor:
@@ -138,7 +138,7 @@ class OpenFile:
     """An open file. Subclasses override `_read` and `_write`, which raise EINVAL by default."""
 
     def __init__(self, node: File, flags: int, client: Client) -> None:
-        """Open the file for `client`. Later reads use the rights of this client, whoever reads."""
+        """Open the file for `client`, whose rights all later reads use."""
         del client
         self.node = node
         self.flags = flags
@@ -159,7 +159,7 @@ class OpenFile:
 
     @property
     def acts_on_close(self) -> bool:
-        """Whether release() has an effect that other files show. By default, an override of it has one."""
+        """Whether release() has an effect that other files show; by default, if a subclass overrides it."""
         return type(self).release is not OpenFile.release
 
     @property
@@ -182,7 +182,7 @@ class OpenFile:
                 return self.read_step(size, offset)
 
     def read_step(self, size: int, offset: int) -> bytes:
-        """Do one step of a read; the last step returns the bytes, as read() does.
+        """Do one step of a read; the last step returns the bytes that read() would return.
 
         Raises: YieldLock (call again to continue), and as read().
         """

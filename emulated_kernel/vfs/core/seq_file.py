@@ -18,14 +18,14 @@ from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Piece, Ste
 from emulated_kernel.vfs.core.shared_text import EMPTY, SharedText, shared
 
 PIECE_SIZE = 1 << 10
-"""Minimum size of a piece of definitions in bytes; the piece ends at the next newline.
+"""Minimum size in bytes of a piece of event definitions; the piece ends at the next newline.
 
 Executing a piece takes some milliseconds.
 """
 SPLIT_SIZE = (128 << 10) - 4096
 """Minimum size in bytes of a write that may be a part of a longer write(2).
 
-FUSE splits writes at 128 KiB, less an offset.
+FUSE splits writes at 128 KiB, or up to a page earlier if the data does not begin at a page boundary.
 """
 RECORDS_PER_STEP = 4096
 """Number of records that a read renders before it releases the control lock for a moment."""
@@ -421,7 +421,7 @@ class MarkerFile(CommandFile):
 
 
 class RawMarkerFile(MarkerFile):
-    """A MarkerFile for binary data: trace_marker_raw."""
+    """A MarkerFile whose writes are binary data: trace_marker_raw."""
 
     writer = HostfsWriter.TRACING_MARK_RAW
     __slots__ = ()

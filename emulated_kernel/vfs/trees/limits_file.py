@@ -20,7 +20,7 @@ class GuestLimit:
     """A limit that only some kernels have."""
 
     show: Callable[[], str]
-    """Returns the line of the limit after its name."""
+    """Returns the text that follows the limit's name in machine/limits."""
     set: Callable[[int | None], None]
     """Applies a new value; None means no limit."""
 
@@ -40,7 +40,7 @@ def limits_file(
 
 
 class _LimitsFile:
-    """The lines and commands of machine/limits."""
+    """Renders the lines of machine/limits, and executes its commands."""
 
     def __init__(self, kernel: KernelComponents, limits: Limits, further: Mapping[Limit, GuestLimit]) -> None:
         self._limits = limits

@@ -37,7 +37,7 @@ _LINES = {
     InterfaceRule.BTF_ARGS: "                   <argname>[->field[->field|.field...]],\n",
     InterfaceRule.ENTRY_ARGS: "     kernel return probes support: $retval, $arg<N>, $comm\n",
 }
-"""Rule -> lines that name it in the syntax of definitions."""
+"""Rule of the interface -> lines about it in the syntax of definitions."""
 
 
 def _types(interface: Interface) -> str:

@@ -89,9 +89,9 @@ class ProbeSwitches(NamedTuple):
     event: str
     """The event as GROUP/EVENT."""
     is_enabled: bool
-    """Content of the file `enabled`."""
+    """Whether the event's probes are registered and none of them is disabled."""
     asked: str
-    """Content of the file `asked`."""
+    """Last value that was written to `optimized` and has an effect, or ""; see _asked()."""
     can_change: bool
     """Whether the probes are registered and their code exists, so that the switches can be set."""
 
@@ -179,7 +179,10 @@ class _EventStats:
         return Directory(_DIRECTORY, files)
 
     def state(self) -> Mapping[str, str | int | bool]:
-        """Return a map: `event`, and names of files of the event's directory -> GROUP/EVENT, and contents."""
+        """Return the event's name and the contents of the event's files as a map for JSON.
+
+        The key `event` has GROUP/EVENT. All other keys are names of files in the event's directory.
+        """
         found = self._registered()
         return {
             "event": f"{self._event.group}/{self._event.name}",

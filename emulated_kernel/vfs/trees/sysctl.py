@@ -15,8 +15,8 @@ from emulated_kernel.vfs.core.seq_file import SysctlFile
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
     """Return sysctl/ with kernel/stack_tracer_enabled.
 
-    If the kernel has an optimizer, it has debug/kprobes-optimization too. If the kernel has fentry sites, it
-    has kernel/ftrace_enabled.
+    The directory also has debug/kprobes-optimization if the kernel has an optimizer, and
+    kernel/ftrace_enabled if the kernel has fentry sites.
     """
     debug: dict[str, Node] = {}
     if kprobes.optimizer is not None:

@@ -62,7 +62,7 @@ _ULONG_MAX = (1 << 64) - 1
 
 
 def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, Node]:
-    """Return name -> node of a trace array's files. If `instance` is set, leave out options of the top array.
+    """Return name -> node of a trace array's files. `instance`: leave out the top array's options.
 
     Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1).
     """
@@ -177,7 +177,7 @@ def number_file(
 ) -> File:
     """Return a file that shows the number that `value` returns. A write passes its number to `store`.
 
-    The number is parsed as by kstrtoul(). `moves`: how far a write moves the file position.
+    kstrtoul() parses the number. `moves`: distance by which a write moves the file position.
     `kind`: class of the file.
     """
     return kind(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)), moves)

@@ -8,7 +8,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 
 Counts = dict[str, list[list[int]]]
-"""group/name of an event -> numbers of hits and missed hits, for each of its probes."""
+"""Event as group/name -> for each of its probes, the numbers of hits and of missed hits."""
 
 
 def counts(kernel: Kernel) -> Counts:

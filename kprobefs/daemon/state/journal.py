@@ -1,4 +1,4 @@
-"""Reads and writes a journal: a file of entries with checksums, whose writer may be killed at any time."""
+"""Reads and writes journals: files of entries with checksums, whose writer may be killed at any time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read(path: Path) -> JournalText:
 
 
 def _entry(file: BinaryIO) -> Entry | None:
-    """Return the next entry, or None at the end or if the entry is damaged."""
+    """Return the next entry of a journal; return None at the end, or if the entry is damaged."""
     frame = file.read(_FRAME.size)
     if len(frame) != _FRAME.size:
         return None

@@ -34,7 +34,10 @@ def is_last(instance: str) -> bool:
 
 
 def last_names(instances: Iterable[str]) -> dict[str, str]:
-    """Return name of an instance -> name of the instance that shows its records, shortened if too long."""
+    """Return a map name of an instance -> name of the instance that shows its records.
+
+    A name that would be too long is shortened.
+    """
     found: dict[str, str] = {}
     # Long names come last, so that the short ones keep the form that they always have.
     for instance in sorted(instances, key=lambda name: len(os.fsencode(name))):
@@ -97,7 +100,7 @@ class LastRecords:
 def read_records(
     file: BinaryIO, kernel: Kernel, places: Sequence[ArrayPlace], names_at: int
 ) -> tuple[LastRecords, SavedCmdlines]:
-    """Return the intact records and saved command names in the file of an equal kernel.
+    """Return the intact records, and the saved command names, in the file of a kernel equal to `kernel`.
 
     Raises: OSError, ValueError (it is not a file of an equal kernel).
     """
@@ -177,7 +180,8 @@ def _empty() -> RingBuffer:
 def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:
     """Create the instances that show the records `last`.
 
-    Return name of an instance -> reason why it could not be created. Remove these from `last`.
+    Return a map name of an instance -> reason why it could not be created. Remove these instances from
+    `last`.
     """
     events = kernel.tracing.system.events
     # Entries of ftrace itself are printed without an event.
@@ -204,7 +208,10 @@ def _show(array: TraceArray, place: ArrayPlace, past: PreviousBootRecords) -> No
 
 
 def _instance(kernel: Kernel, name: str) -> Tracing:
-    """Return an instance; create it if it is missing, even beyond the limit. Raises: KernelError."""
+    """Return the instance `name`. If it is missing, create it, even beyond the limit on instances.
+
+    Raises: KernelError.
+    """
     return kernel.trace_arrays.find(name) or kernel.trace_arrays.make(name, is_limited=False)
 
 
@@ -214,6 +221,6 @@ def show_empty(kernel: Kernel) -> None:
 
 
 def make_again(kernel: Kernel, former: Kernel) -> None:
-    """Create the `last` instances that the kernel `former` has, for its records. Raises: KernelError."""
+    """Create those `last` instances that the kernel `former` has, for its records. Raises: KernelError."""
     for name in filter(is_last, former.trace_arrays.names()):
         _instance(kernel, name)

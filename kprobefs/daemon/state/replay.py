@@ -17,7 +17,7 @@ from kprobefs.definitions.tracefs_files import TreeFiles
 
 MODULES = "machine/modules"
 PLACE = "what was defined"
-"""Name of the source of the journal's lines in error messages."""
+"""Name for the journal as the source of lines, in error messages."""
 
 
 class Replay:
@@ -28,10 +28,13 @@ class Replay:
         self._tree = tree
         self._client = client
         self._opened: dict[int, OpenFile] = {}
-        """Handle in the journal -> open file. Other entries may come between the parts of a long write(2)."""
+        """Handle in the journal -> open file.
+
+        A long write(2) has several entries, and entries of other files may come between them.
+        """
 
     def run(self, entries: Iterable[Entry]) -> Iterator[str]:
-        """Apply all entries; yield a message for each entry that succeeded formerly and fails now.
+        """Apply all entries; yield a message for each entry that succeeded earlier and fails now.
 
         Raises: KeyError, TypeError, ValueError (the entries are not those of a journal of kprobefs).
         """

@@ -1,7 +1,7 @@
 """SavedState: saves trace records and a journal of all definitions in the directory of --state.
 
-The directory has `journal`, the file `records.N` that the journal names, and `aside.*`, the latest unusable
-files.
+The directory contains `journal`, and the file `records.N` that the journal names. `aside.*` are the latest
+files that could not be used.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ log = logging.getLogger("kprobefs")
 
 VERSION = 1
 COUNTS_AGE = 1.0
-"""Maximum seconds until changed hit counts are in the journal."""
+"""Maximum seconds from a change of hit counts until the journal contains them."""
 RETRY_PAUSE = 1.0
-"""Minimum seconds between two failing attempts to write a new journal."""
+"""Minimum seconds from a failed attempt to write a new journal to the next attempt."""
 COMPACT_SIZE = 256 << 10
 """Size of a journal in bytes after which a new journal is written from the current definitions."""
 _UNSAVED_FILES = re.compile(
@@ -76,7 +76,7 @@ class _NewIds(EventWatcher):
         del event
 
     def take(self) -> dict[str, list[str]]:
-        """Return id -> group and name of the new events, and forget these events."""
+        """Return a map id -> group and name, for the new events, and forget these events."""
         events = self.events
         self.events = []
         return {str(event.id): [event.group, event.name] for event in events}
@@ -86,12 +86,16 @@ class SavedState(ChangeWatcher, TaskObserver):
     """The state that a daemon restores and saves. A daemon with a damaged state still serves.
 
     Callers of all methods except the constructor and settle() hold the control lock, or are the kernel's only
-    users. A change is put in a queue under the lock. The thread that made the change writes the queue to the
-    journal after it has released the lock, and waits until its change is written.
+    users. A change is appended to a queue under the lock. The thread that made the change writes the queue to
+    the journal after it has released the lock, and waits until its change is written.
     """
 
     def __init__(self, directory: StateDirectory, root: str) -> None:
-        """Use the state in `directory`. `root`: prefix of the mount's paths in the full layout."""
+        """Use the state in `directory`.
+
+        `root`: prefix of the mount's paths in a mount with `--layout full`. It is "tracing/" if the mount has
+        `--layout tracefs`, else "".
+        """
         self._directory = directory
         self._root = root
         self._journal: Journal | None = None
@@ -107,14 +111,14 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._counts: Counts = {}
         self._timer: threading.Timer | None = None
         self._size = 0
-        """Size of the journal in bytes when the whole queue is written."""
+        """Size that the journal will have in bytes after the whole queue was written."""
         self._base_size = 0
         self._queue: deque[Callable[[], None]] = deque()
         """Functions that write the changes, oldest first; they raise OSError."""
         self._queued = 0
-        """Number of changes that were put in the queue so far."""
+        """Number of changes that were appended to the queue so far."""
         self._settled = 0
-        """Number of changes that were taken from the queue so far, and are written or have failed."""
+        """Number of changes that were removed from the queue so far, and that are written or have failed."""
         self._writing = threading.Lock()
         """Held by the thread that writes the queue. A thread that holds it does not take the control lock."""
         self._own = threading.local()
@@ -124,7 +128,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         """Monotonic time of the next attempt to save."""
         self._found = "nothing"
         self._troubles: list[str] = []
-        """Messages about parts of an earlier daemon's state that could not be restored."""
+        """Messages about the parts of an earlier daemon's state that could not be restored."""
 
     def text(self) -> Iterator[str]:
         """Yield the lines of machine/state."""
@@ -321,7 +325,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         yield {"counts": self._counts}
 
     def _append(self, entry: Entry, *, is_awaited: bool = True) -> None:
-        """Put a change in the queue, with the event ids and buffers that the change has created.
+        """Append a change to the queue, with the ids of events and the buffers that the change has created.
 
         If `is_awaited` is set, settle() of this thread waits for it.
         """
@@ -365,7 +369,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._write_if_nobody_does()
 
     def _write_if_nobody_does(self) -> None:
-        """Write the changes for which no request waits. Return at once if another thread is writing."""
+        """Write the changes for which no request waits. If another thread is writing, return at once."""
         while self._queue and self._writing.acquire(blocking=False):
             try:
                 self._write_queue()
@@ -382,7 +386,7 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._settled += 1
 
     def _keep_nothing(self, error: Exception) -> None:
-        """Stop saving. The journal stays as it is, since it names the records of another kernel."""
+        """Stop saving because of `error`. The journal stays: it names the records of another kernel."""
         with self._writing:
             if self._journal is not None:
                 self._journal.close()
@@ -444,7 +448,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         return "" if _UNSAVED_FILES.match(name) else name
 
     def call_ended(self) -> None:
-        """Save the hit counts soon, since the call may have changed them."""
+        """Save the hit counts within COUNTS_AGE, because the ended call may have changed them."""
         if self._timer is None and self._journal is not None:
             self._timer = threading.Timer(COUNTS_AGE, self._save_later)
             self._timer.daemon = True
@@ -467,7 +471,7 @@ class SavedState(ChangeWatcher, TaskObserver):
 
 
 def fingerprint(kernel: Kernel) -> str:
-    """Return text that is equal for two kernels if one can read the other's records."""
+    """Return a text that is equal for two kernels if one can read the trace records of the other."""
     config = kernel.config
     profile = kernel.kprobes.profile.name
     return f"{config.arch} {config.cpus} {profile} {__version__} {kernel.image.checksum:08x}"

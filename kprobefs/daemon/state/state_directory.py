@@ -1,4 +1,4 @@
-"""StateDirectory: the files of a saved state, locked for one daemon, and unusable files set aside."""
+"""StateDirectory: the files of a saved state, locked for one daemon, and the files that cannot be used."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ LOCK_ATTEMPTS = 10
 LOCK_PAUSE = 0.05
 """Seconds between two attempts to lock. A killed daemon holds the lock until its memory is freed."""
 DIGITS = 9
-"""Maximum size in bytes of the file that counts restore attempts."""
+"""Maximum size in bytes of the file with the number of attempts to restore the state."""
 ATTEMPTS = 3
 """Maximum number of starts that are killed while they restore a state. The next start does not restore it."""
 TROUBLE = "trouble "
-"""Start of a line of machine/state about a part that could not be restored; the mount command prints it."""
+"""Start of a line of machine/state about a part of the state that could not be restored.
+
+The mount command prints these lines.
+"""
 UNKEPT = "kept no"
-"""Start of the line of machine/state that says why nothing is saved; the mount command prints it."""
+"""Start of the line of machine/state with the reason why nothing is saved.
+
+The mount command prints the line.
+"""
 MAX_ASIDE = 10
-"""Maximum number of names that are tried for a file that is set aside."""
+"""Maximum number of names that are tried to rename a file that cannot be used."""
 _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 
 
@@ -42,7 +48,7 @@ def pending_warnings(directory: str) -> list[str]:
 
 
 class RestoreAttempts:
-    """Counts the attempts to restore a state since the last successful attempt, in a file."""
+    """Counts, in a file, the attempts to restore a state since the last successful attempt."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +64,7 @@ class RestoreAttempts:
         return True
 
     def _count(self) -> int:
-        """Return the number in the file; set the file aside if it does not contain a number."""
+        """Return the number in the file. If it contains no number, rename it, so that it is not used."""
         try:
             text = read_regular(self._path, DIGITS, os.O_NOFOLLOW) or b"0"
             if text.isdigit():
@@ -143,7 +149,7 @@ class StateDirectory:
 
 
 def _set_aside(path: Path) -> str:
-    """Rename a file to set it aside. Return its new name, or "" if it cannot be renamed."""
+    """Rename a file that cannot be used. Return its new name, or "" if it cannot be renamed."""
     name = f"aside.{path.name.partition('.')[0]}"
     # rename(2) does not replace a directory by a file.
     for each in (name, *(f"{name}.{number}" for number in range(1, MAX_ASIDE))):

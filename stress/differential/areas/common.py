@@ -12,12 +12,12 @@ EVENTS: Case = (
     append("kprobe_events", "r:k/other vfs_write n=$retval:s32 s=$retval:u8 c=$comm:string"),
     append("synthetic_events", "syn u64 n; pid_t p; char[16] c"),
 )
-"""Definitions of events with fields of most types; both kernels record the same values in the fields."""
+"""Steps that define events with fields of most types; both kernels record the same values in the fields."""
 NO_EVENTS: Case = (truncate("set_event"), truncate("dynamic_events"), truncate("error_log"))
 QUIET: Case = (truncate("trace"), truncate("error_log"), write("tracing_on", "1"))
 PROBED: Case = (append("kprobe_events", "p:keep/probed vfs_mkdir"), write("events/keep/enable", "1"))
 """Steps that arm a probe; without one, the built-in guest does not execute the client's system calls."""
 SLEPT: Case = (write("snapshot", "1"), write("snapshot", "0"))
-"""Steps after a record that make Linux save the task's name and tgid: it saves them at a task switch."""
+"""Steps that make Linux save a task's name and tgid after a record: it saves them at a task switch."""
 KNOWN: Case = (*PROBED, Step("mkdir", "/scratch/known"), Step("rmdir", "/scratch/known"), *SLEPT)
 """Steps that make both kernels save the client's name; the built-in kernel saves it with a record."""

@@ -27,9 +27,10 @@ _FIELDS = {
     "syscalls.sys_exit_write": ("$ret", "$ret:<number>", "$__syscall_nr"),
     "raw_syscalls.sys_exit": ("$id:<number>", "$id"),
 }
-"""Event -> arguments of probes on it.
+"""Event -> fetch arguments for event probes on it.
 
-Each argument can be read at a hit. If one cannot, Linux leaves old data of the buffer in the entry.
+Each argument can be read at a hit. If an argument cannot be read, Linux leaves old data of the buffer in the
+entry.
 """
 _FILTERS = {
     "synthetic.syn": ("n > 5", 'd ~ "h*"', "n & 1", "common_pid == 4001", 'n != 5 && d != "x"'),

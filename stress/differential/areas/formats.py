@@ -1,4 +1,4 @@
-"""Area of format files: common static events of both kernels, and dynamic events with random arguments."""
+"""Area of format files: static events that both kernels have, and dynamic events with random arguments."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _OPTIONS = {
     "funcgraph-duration": True, "funcgraph-abstime": False, "funcgraph-irqs": True,
     "funcgraph-tail": False, "sleep-time": True,
 }  # fmt: skip
-"""Options of the tracers and of the output of records -> initial value."""
+"""Options of the tracers and of the output of records -> initial value (whether the option is on)."""
 _FUNCTIONS = (
     "vfs_write", "vfs_read", "vfs_open", "vfs_mkdir", "vfs_rmdir", "vfs_unlink", "vfs_rename", "ksys_write",
     "ksys_read", "do_sys_openat2", "do_mkdirat", "do_rmdir", "do_unlinkat",
@@ -28,12 +28,12 @@ _READING = ("vfs_read", "ksys_read")
 _ANY = ("stacktrace", "traceoff", "traceoff:2")
 """Commands for any function."""
 _UNREAD = ("snapshot", "snapshot:1", "stacktrace:3")
-"""Commands for functions outside of _READING; the kernels call those different numbers of times."""
+"""Commands for functions outside of _READING, which the two kernels call different numbers of times."""
 
 _EVENTS = ("enable_event:keep:probed", "disable_event:keep:probed")
-"""Commands for the same functions as those in _UNREAD."""
+"""Commands that enable or disable events, for the same functions as the commands in _UNREAD."""
 _UNSEEN = ("traceon", "traceon:1")
-"""Commands for functions outside of file accesses: an access must not switch tracing on again."""
+"""Commands for functions outside of _IN_ACCESSES: an access to a file must not switch tracing on again."""
 _CHOICES = ("set_ftrace_notrace", "set_graph_function", "set_graph_notrace")
 _PIDS = ("set_ftrace_pid", "set_ftrace_notrace_pid")
 _RESET: Case = (

@@ -1,4 +1,4 @@
-"""Area of workloads: a client's file accesses, as probes and system call events record them."""
+"""Area of workloads: a client's accesses to its own files, recorded by probes and system call events."""
 
 from __future__ import annotations
 

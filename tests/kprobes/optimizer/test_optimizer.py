@@ -297,10 +297,10 @@ class TestWhoIsOptimized:
         text = probed.kernel.machine.text
         alloc = text.alloc_text
 
-        def scarce(size: int) -> int:
+        def scarce(size: int, starts: range | None = None) -> int:
             if size == probed.kernel.arch.max_detour:
                 raise HardwareError("none left")
-            return alloc(size)
+            return alloc(size, starts)
 
         monkeypatch.setattr(text, "alloc_text", scarce)
         probe = probed.probe("gcd", GCD_HEAD)
@@ -310,7 +310,7 @@ class TestWhoIsOptimized:
     def test_no_memory_for_a_slot(self, probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
         from emulated_kernel.machine.traps.trap import HardwareError
 
-        def none(_size: int) -> int:
+        def none(_size: int, _starts: range | None = None) -> int:
             raise HardwareError("none left")
 
         monkeypatch.setattr(probed.kernel.machine.text, "alloc_text", none)

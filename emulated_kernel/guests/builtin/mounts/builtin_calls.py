@@ -1,9 +1,9 @@
-"""BuiltinCalls: lets clients' tasks repeat the calls on control files in kprobefs's own kernel.
+"""BuiltinCalls: repeats clients' calls on control files in kprobefs's own kernel.
 
 The guest opens, reads and writes a control file by its own system calls. The file operations of these calls
 return to the host, which has the file's content. A call is made only if it can execute patched text, since a
-probe could notice it then. If the guest is dead, no call is made: clients must still be able to read why it
-died.
+probe could notice it then. If the guest is dead, no call is made, but clients can still read the control
+files that say why it died.
 """
 
 from __future__ import annotations
@@ -226,7 +226,10 @@ class BuiltinCalls(GuestCalls):
         return self._stand_in if file.fd is None else file.fd
 
     def _open_unnoticed(self, task: GuestTask, file: ControlFile) -> None:
-        """Open a file in the guest, after the host has, by a task's call in which no probe can be hit."""
+        """Open a file in the guest by a call of `task`, in which no probe can be hit: see _fd_to_read().
+
+        The host has opened the file already.
+        """
         writer = file.inner.node.writer
         flags = file.flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
         file.fd = self._guest.syscalls.open(
@@ -313,7 +316,7 @@ class BuiltinCalls(GuestCalls):
 
     @staticmethod
     def _in_guest(inner: OpenFile, consume: Callable[[], int]) -> Callable[[], int]:
-        """Return the function that serves the guest's vfs_write.
+        """Return the function that serves the guest's vfs_write by calling `consume`.
 
         If a write to the file runs guest code, the function defers the write, because the code can't run
         inside the call.
@@ -325,7 +328,7 @@ class BuiltinCalls(GuestCalls):
         return elsewhere if inner.node.runs_guest else consume
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """Implement GuestCalls.give_up: let the call in which the client's task waits fail with `error`."""
+        """Implement GuestCalls.give_up: the call in which the client's task waits fails with `error`."""
         if file.fd is not None or self._stand_in is not None:
             with suppress(KernelError):
                 self._guest.give_up(self._guest.processes.known(client.pid), error)
@@ -343,7 +346,7 @@ class BuiltinCalls(GuestCalls):
     ) -> None:
         """Create or remove a directory by `act`; see GuestCalls.
 
-        The guest's system call returns to the host, which calls `act` then.
+        During its system call, the guest asks the host, which then calls `act`.
         """
         if not self.sees_lookups:
             act()

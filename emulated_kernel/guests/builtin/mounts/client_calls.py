@@ -1,4 +1,4 @@
-"""ClientCalls: lets clients' tasks repeat the system calls of the clients in the guest."""
+"""ClientCalls: makes clients' tasks in the guest repeat the system calls of the clients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unless_deadlock(error: KernelError) -> None:
 
 
 class ClientCalls:
-    """Finds clients' tasks in the guest and lets them repeat the clients' system calls."""
+    """Finds clients' tasks in the guest, and makes them repeat the clients' system calls."""
 
     def __init__(self, guest: Guest, lock: ControlLock) -> None:
         self._guest = guest
@@ -87,7 +87,7 @@ class ClientCalls:
         *,
         exists: bool = True,
     ) -> int:
-        """Let the client's task repeat the client's own system call, and return the result.
+        """Make the client's task repeat the client's own system call, and return the result.
 
         `walks`: the paths of the call, from the mount's root. `exists`: whether the last name exists on the
         host. `hostfs` serves the control file that the call works on.
@@ -99,7 +99,7 @@ class ClientCalls:
         return self._syscalls.of_client(task, call, walks, lookup, hostfs)
 
     def on_descriptor(self, client: Client, call: ClientCall, fd: int) -> None:
-        """Let the client's task repeat the client's `call` on a descriptor.
+        """Make the client's task repeat the client's `call` on a descriptor.
 
         `fd`: the guest's descriptor of the same file.
         Raises: KernelError, as as_called().

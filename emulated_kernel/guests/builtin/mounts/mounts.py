@@ -1,4 +1,7 @@
-"""Mounts: the mounts of one kernel. Before more calls are watched, the guest opens their open files."""
+"""Mounts: all mounts of one kernel.
+
+If more kinds of system calls become watched, the guest first opens the open files of the mounts.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class Mounts:
         return mount
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
-        """Take over a mount of the previous kernel: let the mount show `files`, the tree of this kernel."""
+        """Take over a mount of the previous kernel, and show in it `files`, the tree of this kernel."""
         self._lock.assert_held()
         mount.replace(mount_table(files, self._guest, self._lock))
         self._mounts[mount] = None

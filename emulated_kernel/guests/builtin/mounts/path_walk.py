@@ -90,10 +90,11 @@ def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
 
 
 def _beside(text: str, walk: str, other: str) -> str:
-    """Return another path of the call from the mount's root. Both paths should start in one directory.
+    """Return another path of the call, relative to the mount's root.
 
-    `text`: the path that was looked up, as the client passed it. `walk`: the same path from the mount's
-    root. `other`: the other path of the call.
+    Both paths should start in one directory. `text`: the path that was looked up, as the client passed it.
+    `walk`: the same path, relative to the mount's root. `other`: the other path of the call, as the client
+    passed it.
     """
     if text.startswith("/") and other.startswith("/") and text.endswith(walk):
         root = text[: -len(walk)]

@@ -90,7 +90,7 @@ class ScratchFile(FileDescription):
             return self.fs.write(client, self, data, offset)
 
     def fsync(self, client: Client) -> None:
-        """Let the client's task repeat its call of fsync or fdatasync; see FileDescription.
+        """Repeat the client's call of fsync or fdatasync in the guest; see FileDescription.
 
         The file lives in the guest's memory, so there is nothing to write back.
         """
@@ -125,7 +125,7 @@ class ScratchDirectory(OpenDirectory):
         """The guest's open file of the directory; None if no probe could notice the open, or it failed."""
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """Return the attributes of the open file; see FileDescription."""
+        """Return the attributes of the open directory; see FileDescription."""
         fs = self.fs
         with fs.lock:
             if client is not None and fs.guest.is_watched(Calls.NAMES):
@@ -134,7 +134,7 @@ class ScratchDirectory(OpenDirectory):
             return fs.look(require_path(self.path))
 
     def listed(self, client: Client) -> None:
-        """Let the guest repeat the client's getdents64(2); see OpenDirectory."""
+        """Repeat the client's getdents64(2) in the guest; see OpenDirectory."""
         with self.fs.lock:
             self.fs.calls.listed(client, self.file.fd if self.file is not None else None)
 
@@ -284,7 +284,7 @@ class ScratchFs(FileSystem):
             return directory
 
     def _open(self, client: Client, path: str, flags: int, mode: int = 0) -> ScratchFile:
-        """Let the client's task open a file, or a directory if the flags contain O_DIRECTORY."""
+        """Open a file by the client's task, or a directory if the flags contain O_DIRECTORY."""
         call = facts_of(client).call
         task = self._task(client)
         if call is None or not call.opens_as(path, flags):
@@ -394,9 +394,9 @@ class ScratchFs(FileSystem):
         return next((found for found in same if found.number == number), same[0] if same else None)
 
     def _as_called(self, client: Client, names: Collection[str], *walks: str) -> bool:
-        """Repeat the client's system call in the guest if it is one of `names`; return True if it was made.
+        """Repeat the client's system call in the guest if it is one of `names`; return True if so.
 
-        `walks`: the paths of the call, from the mount's root.
+        `walks`: the paths of the call, relative to the mount's root.
         """
         call = facts_of(client).call
         if call is None or call.name not in names or not call.names(len(walks)):

@@ -65,7 +65,7 @@ class ProcessTracker(TaskObserver):
         return iter(self._by_pid.values())
 
     def died(self, pid: int) -> None:
-        """Forget the task `pid`, which has ended."""
+        """Remove the task with the pid `pid` from the tracker, because it has ended."""
         task = self._by_pid.pop(pid, None)
         if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
@@ -242,7 +242,7 @@ class ProcessTracker(TaskObserver):
         self._follow_name(child, fork.comm)
 
     def clone(self, parent: GuestTask, pid: int) -> GuestTask | None:
-        """Let a task fork a child with the given pid; return the child's task, or None if the fork failed.
+        """Make a task fork a child with the pid `pid`; return the child's task, or None if the fork failed.
 
         Raises: KernelError EIO.
         """

@@ -72,7 +72,7 @@ class ModuleReader:
 
         `module`: address of its struct module.
 
-        Raises: MemoryFault (the guest has damaged them, or the address is not that of a module).
+        Raises: MemoryFault (the guest has damaged the data, or the address is not that of a module).
         """
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
         symbols = tuple(self._symbols(module, parts))
@@ -92,7 +92,7 @@ class ModuleReader:
         )
 
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
-        """Return address -> content for the given parts of a module; absent parts are left out."""
+        """Return address -> content for the parts `parts` of a module; parts without memory are left out."""
         present = [part for part in parts if part.start]
         return {part.start: self._reader.read(part.start, part.end - part.start) for part in present}
 
@@ -120,7 +120,7 @@ class ModuleReader:
         return Range(base, base + size)
 
     def _symbols(self, module: int, parts: list[Range]) -> Iterator[Symbol]:
-        """Yield the symbols in a module's parts; each ends at the next symbol or at the end of its part."""
+        """Yield the symbols in a module's parts. A symbol ends at the next one or at the end of its part."""
         table = self._word(module + self._abi["module.kallsyms"])
         count = self._u32(table, "mod_kallsyms.num_symtab")
         letters = self._reader.table(self._word(table + self._abi["mod_kallsyms.typetab"]), count, 1)

@@ -1,4 +1,4 @@
-"""StackScanner: finds text that a CPU executes or a task will return to, which must not be patched yet."""
+"""StackScanner: finds text that a CPU executes or to which a task will return; it must not be patched yet."""
 
 from __future__ import annotations
 

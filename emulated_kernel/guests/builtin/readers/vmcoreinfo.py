@@ -1,4 +1,4 @@
-"""VMCOREINFO of kprobefs's own kernel: what a debugger needs to translate addresses."""
+"""VMCOREINFO of kprobefs's own kernel: the data that a debugger needs to translate addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _SYMBOLS = ("_stext", "init_task")
 def vmcoreinfo(machine: Machine, image: KernelImage) -> bytes:
     """Return the text of the VMCOREINFO note.
 
-    Linux: the kernel itself writes it. Here the host does, because only the host knows its page tables.
+    Linux: the kernel itself writes it. Deviates: the host writes it, because only the host knows the page
+    tables.
     Mirrors: kernel/crash_core.c:crash_save_vmcoreinfo_init, arch/x86/kernel/machine_kexec_64.c,
     arch/riscv/kernel/crash_core.c (v6.1).
     """

@@ -18,7 +18,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock, YieldLock
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
 HostfsHandler = Callable[[int, int, int], int]
-"""Function that serves a control file: (operation, address of the user buffer, count) -> result.
+"""Function that serves a guest's request to the host: (operation, address of a user buffer, count) -> result.
 
 Raises: KernelError (an errno), WouldBlock (the task must sleep and repeat its request).
 """
@@ -26,7 +26,7 @@ Raises: KernelError (an errno), WouldBlock (the task must sleep and repeat its r
 _KEEPING_NAMES = ("read", "write", "pread64", "pwrite64")
 """Frequent system calls that neither rename nor create a task."""
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
-"""Hypercalls that `GuestRunner._serve` answers: they ask the host for a service within a system call."""
+"""Hypercalls that `GuestRunner._serve` answers: with them, a system call asks the host for a service."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 OVERDUE = 0.005
 """Seconds until the next attempt to interrupt an overlong run, if an interrupt can't be delivered yet."""
@@ -47,7 +47,7 @@ MAX_SLEEP_JIFFIES = 10 * HZ
 
 
 class DeferToGuest(Exception):
-    """Exception by which a control file's handler asks to run guest code, since a handler cannot run it.
+    """Exception that a control file's handler raises to run guest code, because a handler cannot run it.
 
     `action` runs while the requesting task sleeps. Its result becomes the result of the file operation. If it
     raises KernelError, the operation fails with that errno.
@@ -84,7 +84,7 @@ class Request:
     args: tuple[int, ...]
     hostfs: HostfsHandler | None
     wanted: object = None
-    """The control file that the process reads, if the descriptor is that of another one; else None."""
+    """The control file that the process reads, if the descriptor belongs to another file; otherwise None."""
     started: bool = False
     waits_for_host: type[WouldBlock] | None = None
     """Class of the exception that made the task sleep until `GuestRunner.resume` is called, or None."""
@@ -100,7 +100,7 @@ class Request:
     """Unexpected exception of `hostfs`; it is raised again when the guest's call has ended."""
 
     def kill(self) -> None:
-        """Record that the task died in this call; unless there is a result, the result is -EIO."""
+        """Record that the task died in this call. If the call has no result yet, its result becomes -EIO."""
         if self.result is None:
             self.killed = True
             self.result = -errno.EIO
@@ -116,7 +116,7 @@ class CpuPosition(Enum):
     DEAD = auto()
     """Stopped for ever: the guest has panicked or was declared dead."""
     UNDERWAY = auto()
-    """Anywhere in the kernel: the CPU waits for another CPU or for its turn."""
+    """Elsewhere in the kernel: the CPU runs on in its next turn."""
     ANSWERED = auto()
     """At a hypercall whose result is in the register; the CPU has not resumed and takes no interrupt."""
     OFFLINE = auto()
@@ -171,7 +171,7 @@ class GuestRunner:
         self._step()
 
     def add(self, task: GuestTask) -> None:
-        """Add a task that the guest has created."""
+        """Register a task that the guest has created, so that it can make system calls."""
         self._tasks[task.addr] = task
 
     def is_alive(self, task: GuestTask) -> bool:
@@ -319,7 +319,7 @@ class GuestRunner:
         return used - handlers.kept > MAX_CALL
 
     def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:
-        """Run a deferred action, and let the request's file answer with the action's result."""
+        """Run a deferred action, whose result becomes the result of the request's file operation."""
         request.elsewhere = None
         try:
             result = action()
@@ -373,7 +373,7 @@ class GuestRunner:
         return False
 
     def _start_call(self) -> None:
-        """Give the task in user mode its system call; if it has no new call, let the task sleep."""
+        """Pass its new system call to the task in user mode, or put the task to sleep if it has none."""
         task = self._user
         request = None if task is None else task.request
         if request is None or request.started:
@@ -495,7 +495,7 @@ class GuestRunner:
             return -errno.EIO
 
     def _await_time(self, request: Request, slept: int) -> None:
-        """Let a jiffy pass, because the task sleeps and no other task runs.
+        """Advance the time by a jiffy, because the task sleeps and no other task runs.
 
         Raises: WouldBlock or YieldLock (the task waits for the host), KernelError EIO (it has slept
         MAX_SLEEP_JIFFIES).

@@ -86,7 +86,7 @@ class SmpGuestRunner(GuestRunner):
         self._at, self._user = self._seats[number]
 
     def _seat(self, number: int) -> tuple[CpuPosition, GuestTask | None]:
-        """Return the position of CPU `number` and its task in user mode, or None if it has none."""
+        """Return the position of CPU `number`, and its task in user mode or None."""
         return (self._at, self._user) if number == self._machine.cpu else self._seats[number]
 
     def _step(self) -> None:
@@ -168,7 +168,7 @@ class SmpGuestRunner(GuestRunner):
         return number != self._server and number not in self._unserved and self._can_go_on(number)
 
     def _run_for_sync(self, number: int) -> None:
-        """Run the current CPU, `number`, up to its next stop; a hypercall stays unanswered until its turn."""
+        """Run the current CPU, `number`, up to its next stop; a hypercall waits for that CPU's turn."""
         trap = self._run_cpu(None)
         if trap is None:
             return
@@ -204,7 +204,7 @@ class SmpGuestRunner(GuestRunner):
         return at in (CpuPosition.IDLE, CpuPosition.USER) and self._kernel.sent_to(number) != 0
 
     def _interrupt_current(self) -> None:
-        """Deliver the lowest pending interrupt of the current CPU, if any, if the CPU can take it."""
+        """Deliver the lowest pending interrupt of the current CPU, if there is one and the CPU takes it."""
         cpu = self._machine.cpu
         if self._at is CpuPosition.ANSWERED or not self._kernel.sent_to(cpu):
             return
@@ -305,7 +305,7 @@ class SmpGuestRunner(GuestRunner):
                 self._kernel.send(number, Vector.TIMER)
 
     def _await_time(self, request: Request, slept: int) -> None:
-        """Let a jiffy pass, as GuestRunner._await_time does.
+        """Advance the time by a jiffy; see GuestRunner._await_time.
 
         The jiffy's timer interrupts also make an inactive task in user mode yield its CPU to tasks that wait
         for that CPU.

@@ -38,9 +38,9 @@ _ENTRY_SIZE = 16
 _OUTPUT = 64 << 10
 """Offset in a user buffer of the data that a system call returns, in bytes. The paths precede the data."""
 _REPLY = 8192
-"""Size in bytes of the guest's buffer to which host_look_* functions write their results."""
+"""Size in bytes of the guest's buffer to which the functions host_look_* write their results."""
 _SLOT = 2 * PATH_MAX
-"""Size in bytes of a path in a user buffer: the path that the process passed, then the one that is walked."""
+"""Size in bytes of the space for a path in a user buffer: as the process passed it, then as it is walked."""
 _MAX_PATHS = 2
 """Maximum number of paths among the arguments of a system call."""
 _WALKS_ONLY = 2
@@ -148,7 +148,7 @@ class Syscalls:
         self._look_entries = address_of(image.kallsyms, "host_look_entries")
 
     def number(self, name: str) -> int:
-        """Return the guest's number of a system call."""
+        """Return the number that the system call `name` has in the guest."""
         return self._nr[name]
 
     def has(self, name: str) -> bool:
@@ -156,7 +156,7 @@ class Syscalls:
         return name in self._nr
 
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
-        """Let a task make a system call, and return the result; `hostfs` serves the call's control file.
+        """Make a system call by a task, and return the result; `hostfs` serves the call's control file.
 
         Raises: KernelError, WouldBlock (see GuestRunner.syscall).
         """
@@ -166,7 +166,7 @@ class Syscalls:
     def with_path(
         self, task: GuestTask, name: str, path: str, *args: int, hostfs: HostfsHandler | None = None
     ) -> int:
-        """Let a task make a system call whose first argument is a path; return the result.
+        """Make a system call whose first argument is a path, by a task; return the result.
 
         `args`: the arguments after the path. `hostfs`: as for call().
         """
@@ -188,7 +188,7 @@ class Syscalls:
         return self.call(task, instead, AT_FDCWD, path, *args, *flags, hostfs=hostfs)
 
     def with_paths(self, task: GuestTask, name: str, first: str, second: str) -> int:
-        """Let a task make a system call whose arguments are two paths; return the result."""
+        """Make a system call whose arguments are two paths, by a task; return the result."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, first)
             self._put_path(buffer + PATH_MAX, second)
@@ -208,7 +208,7 @@ class Syscalls:
         lookup: HostLookup = HostLookup.DEFAULT,
         hostfs: HostfsHandler | None = None,
     ) -> int:
-        """Let a task make `call`, in which its host process waits; return the result in the guest.
+        """Make `call`, in which a host process waits, by the process's task; return the result in the guest.
 
         The arguments are those of the process. `walks` are the paths from the guest's root that the guest
         walks instead of the call's paths. `lookup` is the outcome of the host's lookup of the name. `hostfs`
@@ -277,7 +277,7 @@ class Syscalls:
     def _by_any_name(
         self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None
     ) -> int:
-        """Make a system call of a host process, by the name and arguments that it has in the guest."""
+        """Make a host process's system call `name`, with the name and arguments that it has in the guest."""
         bits = 8 * self._memory.word_size
         if name in ("truncate", "ftruncate") and bits == 32:
             name = f"{name}64"
@@ -374,16 +374,16 @@ class Syscalls:
         self._by_any_name(task, "lseek", [fd, offset, os.SEEK_SET])
 
     def _offset(self, value: int) -> tuple[int, ...]:
-        """Return a file offset as arguments: one on a 64-bit machine, low and high half on 32 bits."""
+        """Return a file offset as system call arguments: one word, or the low and high half on 32 bits."""
         return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
 
     def fstat(self, task: GuestTask, fd: int) -> None:
-        """Let the task call newfstat on a descriptor, and discard the attributes."""
+        """Make the task call newfstat on a descriptor, and discard the attributes."""
         with self._buffers.borrowed() as buffer:
             self.call(task, "newfstat", fd, buffer)
 
     def look(self, path: str) -> GuestStat:
-        """Return the attributes of a file, as lstat(2) does, by the guest's function host_look_path.
+        """Return the attributes of a file or symbolic link, by the guest's function host_look_path.
 
         No task makes a system call, so probes and tracers see nothing. Raises: KernelError.
         """
@@ -391,17 +391,17 @@ class Syscalls:
         return self._stat()
 
     def look_fd(self, fd: int) -> GuestStat:
-        """Return the attributes of an open file, without a system call, as look() does."""
+        """Return the attributes of an open file, without a system call; see look()."""
         self._ask(self._look_fd, "", fd)
         return self._stat()
 
     def look_link(self, path: str) -> str:
-        """Return the target of a symbolic link, without a system call, as look() does."""
+        """Return the target of a symbolic link, without a system call; see look()."""
         size = checked_count(self._ask(self._look_link, path), _REPLY)
         return os.fsdecode(self._memory.read(self._reply, size))
 
     def look_entries(self, path: str) -> Iterator[GuestEntry]:
-        """Yield a directory's entries, except "." and "..", without a system call, as look() does.
+        """Yield a directory's entries, except "." and "..", without a system call; see look().
 
         The positions of entries ascend. Entries from the first one whose position does not ascend are
         damaged, and left out.

@@ -92,7 +92,7 @@ def machine_tree(
 
 
 def _guest_limits(kernel: BuiltinKernelComponents) -> dict[Limit, GuestLimit]:
-    """Return the limits that only kprobefs's own kernel has: of scratch/ and of a run."""
+    """Return the limits that only kprobefs's own kernel has: the size of scratch/, and the time of a run."""
     limits = kernel.config.limits
     machine = kernel.machine
     reader = kernel.guest.kernel

@@ -18,7 +18,7 @@ class RootLayout(Enum):
     FULL = "full"
     """kprobes/, tracing/, machine/, sysctl/, the guest's scratch/ and dev/, and two files of tracefs."""
     TRACEFS = "tracefs"
-    """tracefs itself, for mounts at the path where tools look for tracefs, and the directory CONTROL."""
+    """tracefs itself and the directory CONTROL, for mounts at the path where tools look for tracefs."""
 
 
 def build_filesystem(

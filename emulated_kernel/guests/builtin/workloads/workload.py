@@ -37,7 +37,7 @@ SYSTEM_CALLS: dict[WorkloadKind, tuple[str, ...]] = {
 
 
 def kinds_of(guest: Guest) -> Collection[WorkloadKind]:
-    """Return the kinds of workloads whose system calls this guest has."""
+    """Return the kinds of workloads for which this guest has all system calls."""
     has = guest.syscalls.has
     return [kind for kind, names in SYSTEM_CALLS.items() if all(has(name) for name in names)]
 

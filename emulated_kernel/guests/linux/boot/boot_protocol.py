@@ -37,7 +37,10 @@ _PARAMETERS = 0x10000
 _COMMAND_LINE = 0x20000
 _SETUP_DATA = 0x30000
 _SETUP_RNG_SEED = 9
-"""Type of setup data. Mirrors: arch/x86/include/uapi/asm/bootparam.h:SETUP_RNG_SEED (v6.1)."""
+"""Type of the setup data that contains random bytes.
+
+Mirrors: arch/x86/include/uapi/asm/bootparam.h:SETUP_RNG_SEED (v6.1).
+"""
 _TABLES = 0x70000
 _GDT = 0x73000
 _LARGE_PAGE = 2 << 20
@@ -57,7 +60,7 @@ def load(
     """Load the kernel, the initramfs and the boot parameters, and point the CPU to the kernel's entry.
 
     `parameters`: further parameters for the command line. `random_seed`: bytes with which the kernel begins
-    its random numbers; it needs 32 to trust them.
+    its random numbers; it trusts a seed only if it has 32 bytes.
     Raises: KernelError ENOEXEC (a segment does not fit into RAM).
     """
     ram = machine.memory.ram

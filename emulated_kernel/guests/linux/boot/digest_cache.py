@@ -43,8 +43,8 @@ class Reading(NamedTuple):
 def about_to_read(directory: Path, file: int, form: str) -> Reading:
     """Look up the remembered result for a file.
 
-    `directory`: contains the notes. `file`: descriptor of the file. `form`: a regular expression that a
-    result must match. Raises: OSError (of the file).
+    `directory`: contains the notes. `file`: descriptor of the file. `form`: a regular expression; a result
+    that does not match it is ignored. Raises: OSError (of the file).
     """
     note = _note(directory, file)
     stored = None

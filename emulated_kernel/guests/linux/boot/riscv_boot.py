@@ -51,7 +51,7 @@ class _DeviceTree:
         self._names = bytearray()
 
     def begin(self, name: str, properties: Mapping[str, Value]) -> None:
-        """Begin a node with properties."""
+        """Begin a node of the tree with the name `name` and `properties`: name -> value."""
         text = name.encode() + b"\0"
         self._structure += struct.pack(">I", _BEGIN_NODE) + _padded(text)
         for key, value in properties.items():
@@ -66,11 +66,11 @@ class _DeviceTree:
         self._names += name.encode() + b"\0"
 
     def end(self) -> None:
-        """End the node."""
+        """End the node that was begun last."""
         self._structure += struct.pack(">I", _END_NODE)
 
     def blob(self) -> bytes:
-        """Return the finished tree."""
+        """Return the finished tree as the bytes of a device tree blob."""
         structure = bytes(self._structure) + struct.pack(">I", _END)
         # An empty list of reserved memory precedes the structure.
         start = _HEADER + 16
@@ -89,7 +89,7 @@ def _word(value: int) -> bytes:
 
 
 def device_tree(ram_size: int, initrd: range) -> bytes:
-    """Return the device tree of the machine. `ram_size`: bytes of RAM. `initrd`: physical addresses."""
+    """Return the machine's device tree. `ram_size`: in bytes. `initrd`: physical addresses of the initrd."""
     tree = _DeviceTree()
     tree.begin(
         "",

@@ -60,7 +60,7 @@ _SUFFIX = ".booted"
 _TABLES = ".tables"
 """Suffix of a snapshot without a machine, which has only the tables of a kernel's file."""
 _WHOLE = "whole"
-"""Text in the digest cache for a snapshot whose checksums were right."""
+"""Text that the digest cache remembers for a snapshot whose checksums were right."""
 _HASH = "[0-9a-f]{64}"
 """Regular expression of the digest of a kernel's file."""
 _MAKING = ".booting-"
@@ -169,7 +169,7 @@ def save(
 ) -> None:
     """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
-    `facts`: offsets of the kernel. `cells`: offsets that find_cells() returned.
+    `facts`: offsets in the kernel's structures. `cells`: offsets that find_cells() returned.
     `source`: the kernel's file. `parts`: name -> further data to keep. `shown`: None if
     the guest sees the emulated CPU.
     """

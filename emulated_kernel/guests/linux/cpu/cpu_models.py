@@ -153,16 +153,16 @@ MODELS = {
         f"{_AMD_HIDDEN} autoibrs btc_no ibpb_brtype sbpb srso_no amd_ibpb_ret",
     ),
 }
-"""Name for option --cpu -> the CPU."""
+"""Name for option --cpu -> the CPU model."""
 
 
 def model_named(name: str) -> ProductionCpu | None:
-    """Return the CPU of the table with a name; None if the table does not have it."""
+    """Return the CPU with the name `name` in the table MODELS; None if the table does not have it."""
     return MODELS.get(name.lower())
 
 
 def capabilities_of(family: int, model: int, stepping: int) -> int:
-    """Return IA32_ARCH_CAPABILITIES of a CPU of the table; 0 if the table does not have it."""
+    """Return IA32_ARCH_CAPABILITIES of a CPU in the table MODELS; 0 if the table does not have the CPU."""
     for cpu in MODELS.values():
         if cpu.vendor == INTEL and (cpu.family, cpu.model, cpu.stepping) == (family, model, stepping):
             return cpu.capabilities

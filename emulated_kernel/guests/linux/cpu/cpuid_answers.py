@@ -42,7 +42,7 @@ _WITH_SUBLEAVES = (7, 0xD)
 
 
 class CpuidAnswers:
-    """Answers of cpuid and rdmsr for one CPU."""
+    """Results of the instructions cpuid and rdmsr on one production CPU."""
 
     def __init__(self, cpu: ProductionCpu) -> None:
         self._cpu = cpu

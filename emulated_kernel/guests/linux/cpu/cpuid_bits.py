@@ -24,8 +24,8 @@ class CpuidBit(NamedTuple):
 def _word(leaf: int, subleaf: int, register: int, names: str) -> Iterator[tuple[str, CpuidBit]]:
     """Yield the name and position of each named bit of a register that CPUID fills.
 
-    `names` lists the names in ascending order of their bits. A number before a name is the position of its
-    bit; other bits follow the bit before.
+    `names` lists the names in ascending order of their bits. A number before a name is the position of the
+    name's bit. A name without a number belongs to the next bit.
     """
     bit = 0
     for name in names.split():
@@ -95,6 +95,6 @@ kernel's code for AVX asks for the state of XSAVE as well.
 KEPT_OUT = frozenset({"rdrand", "monitor", "xsave", "xsaveopt", "xsavec", "xgetbv1", "xsaves"})
 """Features that the emulator has and the guest does not see.
 
-With `rdrand` two boots would differ. With `monitor` the guest would wait otherwise than by `hlt`. The
-emulator's XSAVE lacks the state of most extensions.
+With `rdrand` two boots would differ. With `monitor` the guest would not wait by `hlt`. The emulator's XSAVE
+lacks the state of most extensions.
 """

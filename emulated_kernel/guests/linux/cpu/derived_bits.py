@@ -58,10 +58,11 @@ class Derived(NamedTuple):
 def derived_bits(
     vendor: str, family: int, model: int, flags: Collection[str], vulnerabilities: Mapping[str, str]
 ) -> Derived:
-    """Derive a CPU's hidden features and capability bits from the texts of its kernel.
+    """Return the features that /proc/cpuinfo does not name, and the bits of IA32_ARCH_CAPABILITIES.
 
-    `vulnerabilities`: file of /sys/devices/system/cpu/vulnerabilities -> its text. Nothing follows from a
-    file that the kernel does not have.
+    Both are derived from the reports of the CPU's kernel. `flags`: the flags in /proc/cpuinfo.
+    `vulnerabilities`: file of /sys/devices/system/cpu/vulnerabilities -> its content. A file may be missing;
+    then it adds no feature and no bit.
     """
     if vendor == INTEL:
         hidden = _intel_features(flags, vulnerabilities)
@@ -95,7 +96,7 @@ def _capabilities(flags: Collection[str], said: Mapping[str, str]) -> int:
 
 
 def decided_bits(said: Mapping[str, str]) -> int:
-    """Return the bits of IA32_ARCH_CAPABILITIES whose values follow from a kernel's vulnerability files."""
+    """Return the bits of IA32_ARCH_CAPABILITIES whose values follow from the vulnerability files `said`."""
     spectre = said.get("spectre_v2", "")
     found = _IBRS_ALL
     for file in said:

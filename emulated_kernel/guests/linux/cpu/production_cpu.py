@@ -26,7 +26,7 @@ class ProductionCpu:
     title: str
     """Name of the CPU in the output of commands."""
     vendor: str
-    """Vendor string of CPUID, as vendor_id of /proc/cpuinfo."""
+    """Vendor string of CPUID, which /proc/cpuinfo shows as vendor_id."""
     family: int
     model: int
     stepping: int
@@ -64,7 +64,7 @@ class ProductionCpu:
 
     @property
     def signature(self) -> int:
-        """Family, model and stepping as CPUID leaf 1 has them in eax.
+        """Value of eax after CPUID leaf 1: the CPU's family, model and stepping.
 
         Mirrors: arch/x86/lib/cpu.c:x86_family, x86_model (v6.1)
         """
@@ -75,7 +75,7 @@ class ProductionCpu:
         )
 
     def as_text(self) -> str:
-        """Return the CPU as JSON, which from_text() reads. CPUs are equal if their texts are."""
+        """Return the CPU as JSON, which from_text() reads. Equal CPUs have equal texts."""
         return json.dumps({**asdict(self), "vulnerabilities": dict(sorted(self.vulnerabilities.items()))})
 
 

@@ -1,6 +1,6 @@
 """Guest code that delivers breakpoints of the kernel's own kprobes to the kernel, without Python.
 
-The host's routine for traps stores four registers in words of the host's data page, and lets the guest
+The host's routine for traps stores four registers in words of the host's data page, and makes the guest
 continue in the stub. The stub pushes the frame of the exception and enters the gate. No instruction before
 the push of the flags changes them. No interrupt arrives in the stub, because the host ends no run there.
 """
@@ -26,10 +26,10 @@ _CELLS = ("ss", "sp", "cs", "ip", "gate")
 
 
 def install(machine: PcMachine, thunk: WakeupThunk) -> None:
-    """Let guest code deliver breakpoints in kernel mode, if their gate in the IDT keeps the stack.
+    """Make guest code deliver breakpoints in kernel mode, if their gate in the IDT keeps the stack.
 
-    On a host without the routine, Python delivers the exceptions. Python also delivers them if kprobefs
-    probes the guest, because it must then handle each breakpoint first.
+    On a host without the routine for traps, Python delivers the breakpoints. Python also delivers them if
+    kprobefs probes the guest, because it must then handle each breakpoint first.
     """
     hooks = machine.hooks
     if hooks.breakpoints or hooks.fault_hooks or not hooks.is_native:

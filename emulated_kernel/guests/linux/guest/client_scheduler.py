@@ -122,11 +122,11 @@ class ClientScheduler:
         on_arrival: Callable[[], None] | None = None,
         on_idle: Callable[[], bool] | None = None,
     ) -> bool:
-        """Run the guest until `is_done()` is true; return False if `on_idle()` does, or after _ROUNDS runs.
+        """Run the guest until `is_done()` is true; return False if it does not become true.
 
         `on_arrival` is called if a task arrives at its stub while `is_done()` is false; by default the task
-        is put to sleep. `on_idle` is called when the CPU is idle; by default time passes to the next timer
-        interrupt.
+        is put to sleep. `on_idle` is called when the CPU is idle; if it returns False, the run ends. By
+        default, time passes to the next timer interrupt. The run also ends after _ROUNDS runs of the guest.
         """
         return self._go_on_until(self.run(), is_done, on_arrival, on_idle)
 
@@ -180,7 +180,7 @@ class ClientScheduler:
         patience: int = 0,
         service: Service | None = None,
     ) -> int:
-        """Let a task make the system call `number`, and return the result. Raises: as wait_for_result().
+        """Make the system call `number` by a task, and return the result. Raises: as wait_for_result().
 
         `patience`: as for wait_for_result(). `service`: the host's work in the call, or None.
         """
@@ -191,7 +191,7 @@ class ClientScheduler:
     def call_after_close(
         self, task: LinuxTask, closed: int, number: int, *arguments: int, patience: int = 0
     ) -> int:
-        """Let a task close the descriptor `closed` and make the system call `number`, both in one run.
+        """Make a task close the descriptor `closed` and make the system call `number`, both in one run.
 
         Errors of the close are ignored. Return the result of the system call, as wait_for_result().
         `patience`: as for wait_for_result().
@@ -211,8 +211,8 @@ class ClientScheduler:
     ) -> None:
         """Make the task continue at `ip` in the next run, with the given values of the registers.
 
-        `number`: of the system call. `count`: for the stub. `kept`: values of two registers that calls
-        preserve.
+        `number`: number of the system call. `count` and `kept`: values of the registers GuestAbi.counter and
+        GuestAbi.kept.
         """
         machine = self._machine
         if machine.death:
@@ -239,8 +239,8 @@ class ClientScheduler:
     def wait_for_result(self, task: LinuxTask, patience: int = 0) -> int:
         """Run until the task's call has returned, and return its result.
 
-        `patience`: microseconds of the guest's time that the call may sleep. With 0, it may sleep for as long
-        as anything will interrupt the guest.
+        `patience`: microseconds of the guest's time that the call may sleep. With 0, it may sleep until no
+        further interrupt of the guest is expected.
 
         Raises: Blocked (the call has slept for longer), WouldBlock (by its service), KernelError (its errno).
         """
@@ -293,7 +293,7 @@ class ClientScheduler:
         return True
 
     def woken(self) -> bool:
-        """Give the running task the result for which it slept in its call, or let it sleep on.
+        """Give the running task the result for which it slept in its call, or put it to sleep again.
 
         Return False if the task waits for no result.
         """
@@ -369,7 +369,7 @@ class ClientScheduler:
         self._go_on_until(arrived, is_done, on_idle=partial(self._timer_until, end))
 
     def schedule_in(self, task: LinuxTask) -> None:
-        """Run the guest until the task is at its stub. If it sleeps in a call or has ended, do nothing."""
+        """Run the guest until the task is at its stub; do nothing if it sleeps in a call or has ended."""
         if task is self.current or task.pending or not task.alive:
             return
         self._machine.check_alive()

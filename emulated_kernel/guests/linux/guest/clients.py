@@ -18,7 +18,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 
 _MAX_TASKS = 500
-"""Maximum number of processes with a task of their own; further processes share one task.
+"""Maximum number of processes that have a task each; further processes share one task.
 
 A task takes 64 KiB of guest memory.
 """
@@ -149,7 +149,7 @@ class LinuxClients:
             self._tasks.set_comm(task, comm)
 
     def execute(self, task: LinuxTask, program: str, comm: str) -> None:
-        """Execute a program in a task of no client. Raises: KernelError ESRCH (the task has died)."""
+        """Execute a program in a task that has no client. Raises: KernelError ESRCH (the task has died)."""
         self._executions.execute(task, program, comm)
 
     def is_shared(self, task: LinuxTask) -> bool:
@@ -181,7 +181,7 @@ class LinuxClients:
         return task
 
     def _look(self, client: int) -> None:
-        """Take new forks and exits from the watch and queue them. `client`: pid that makes the request."""
+        """Take new forks and exits from the watch and queue them. `client`: pid of the requesting process."""
         if self._watch.has_events():
             self._forked += self._watch.forks()
             self._ended += self._watch.exited()

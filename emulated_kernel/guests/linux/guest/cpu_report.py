@@ -55,7 +55,7 @@ class CpuReport:
 
     @property
     def cpu_description(self) -> str:
-        """Description, for the output, of the CPU for which answers about this kernel hold."""
+        """Description of the CPU for which the kernel has patched its text, for the output of commands."""
         cpu = self.cpu
         if not cpu.vulnerabilities:
             return cpu.title
@@ -64,7 +64,7 @@ class CpuReport:
 
     @property
     def remarks(self) -> Sequence[str]:
-        """Sentences for the output: differences from production, and derived facts."""
+        """Sentences for the output of commands: differences from production, and derived facts."""
         cpu = self.cpu
         found = []
         if cpu.release and cpu.release != self.release:
@@ -95,7 +95,7 @@ def cpu_text(tasks: LinuxTasks) -> str:
 
 
 def rdmsr_sites(kernel: LinuxKernel) -> Sequence[int]:
-    """Return the addresses of the kernel's rdmsr instructions, also of those in code that boot frees."""
+    """Return the addresses of the kernel's rdmsr instructions, including those in code that boot frees."""
     found = []
     seen = set()
     start = kernel.text.start

@@ -30,7 +30,10 @@ class DcacheReader:
     """Finds files by path or descriptor. The guest must be stopped at the stub or idle."""
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, task: int) -> None:
-        """Find the dentry hash table. `task`: address of a task that uses the common table of open files."""
+        """Find the dentry hash table.
+
+        `task`: address of a task that uses the table of open files which all client tasks share.
+        """
         self._memory = machine.memory
         self._ram = machine.memory.ram
         self._words = machine.memory.words
@@ -161,7 +164,7 @@ class DcacheReader:
 
     @cached_property
     def _roots(self) -> dict[bytes, tuple[int, int]]:
-        """Mount point -> root dentry and inode of the file system."""
+        """Mount point -> addresses of the root dentry and of the root inode of the file system."""
         dentries = {
             os.fsencode(root[1:]): self._follow(self._file(fd), self._offset["file.f_path.dentry"])
             for root, fd in ROOTS.items()

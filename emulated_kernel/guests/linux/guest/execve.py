@@ -20,7 +20,7 @@ _OPENS = "do_open_execat"
 _UNSHARES = "unshare_files"
 _COUNTS = "set_cred_ucounts"
 _NAME = 128
-"""Offset in bytes of the string from the struct filename that the host writes."""
+"""Offset in bytes of the path from the start of the struct filename that the host writes."""
 
 
 class ExecObserver:
@@ -38,7 +38,7 @@ class ExecObserver:
         self._others: tuple[int, int] | None = None
         """Address of the file table's user count, and the number by which the count is lowered at present."""
         self._uid: tuple[int, bytes] | None = None
-        """Address and real value of the uid that is replaced with root's at present; None if none is."""
+        """Address and real bytes of the uid that root's replaces at present; None if no uid is replaced."""
         self._returns: set[int] = set()
         """Return addresses of unshare_files() and set_cred_ucounts() at which a hook exists."""
         symbols = tasks.facts.symbols
@@ -63,7 +63,7 @@ class ExecObserver:
         self._tasks.set_comm(task, comm)
 
     def _execve(self, task: LinuxTask, path: str) -> None:
-        """Let the task call execve(2) with `path`. Raises: KernelError (with the call's errno)."""
+        """Make the task call execve(2) with `path`. Raises: KernelError (with the call's errno)."""
         tasks = self._tasks
         tasks.copy_to_user(task, BUFFER, os.fsencode(path) + b"\0")
         tasks.copy_to_user(task, _ARGUMENTS, struct.pack("<2Q", BUFFER, 0))

@@ -108,5 +108,5 @@ class FileTimes:
         return time_ns if self._walls is None else self._walls.to_wall(time_ns)
 
     def kept(self, time_ns: int) -> int:
-        """Return the guest time to store for a time that a process sets."""
+        """Return the guest time to store for a time that a process sets; both are in nanoseconds."""
         return time_ns if self._walls is None else self._walls.to_guest(time_ns)

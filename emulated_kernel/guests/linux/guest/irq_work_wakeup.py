@@ -33,16 +33,19 @@ _TEXT = RISCV64.host_code
 _DATA = _TEXT + PAGE
 """Virtual addresses of the code and data pages, in the part of module space that Linux does not reach."""
 _WORK = 0x40
-"""Offset of the irq_work in the data page; the page's first word is the address of the task to wake."""
+"""Offset in bytes of the irq_work in the data page, whose first word is the address of the task to wake."""
 _ROOM = 0x100
-"""Offset of the free part of the data page, and of the free part of the code page."""
+"""Offset in bytes of the free part of the data page, and of the free part of the code page."""
 _EXECUTABLE = 0xEB
-"""Bits of the entry of a global page that can be read and executed."""
+"""Bits of a page table entry that maps a global page which can be read and executed."""
 _WRITABLE = 0xE7
-"""Bits of the entry of a global page that can be read and written."""
+"""Bits of a page table entry that maps a global page which can be read and written."""
 _VALID = 1
 _FLAGS = 8
-"""Offset of the flags in an irq_work's node. Mirrors: include/linux/smp_types.h:__call_single_node (v6.12)"""
+"""Offset in bytes of the flags in an irq_work's node.
+
+Mirrors: include/linux/smp_types.h:__call_single_node (v6.12)
+"""
 _CLAIMED = 3
 """Flags of a queued work. Mirrors: include/linux/irq_work.h:IRQ_WORK_CLAIMED (v6.12)"""
 _MASK = (1 << 64) - 1

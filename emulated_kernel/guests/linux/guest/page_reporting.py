@@ -39,7 +39,7 @@ class PageReporting:
         self._root = root
         self._offsets = facts.offsets
         self._frames: dict[int, int] = {}
-        """Virtual -> physical address of pages that contain the allocator's structures, which never move."""
+        """Virtual address -> physical address of pages with the allocator's structures, which never move."""
         self.words = memory.words
         self.counter = 0
         """Index in `words` of the counter of free pages in the largest zone."""

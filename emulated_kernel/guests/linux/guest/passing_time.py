@@ -1,4 +1,4 @@
-"""PassingTime: lets guest time pass between clients' requests, in which the guest does its own work.
+"""PassingTime: advances guest time at clients' requests, and runs the guest's own work.
 
 On a machine, timers, delayed work and RCU callbacks run while no process makes a system call. Here the guest
 runs only during requests. So each request counts as one tick, and some requests give the guest a turn.
@@ -40,7 +40,7 @@ _WORD = (1 << 64) - 1
 
 
 class PassingTime:
-    """Lets one tick pass at each request, and gives the guest turns for its delayed work.
+    """Advances the guest's time by a tick at each request, and gives the guest turns for its delayed work.
 
     The timer's interrupt waits until the guest's next turn, because it would cost more than a request.
     The kernel's count of ticks advances without it, so that timers which are armed meanwhile expire in time.
@@ -96,7 +96,7 @@ class PassingTime:
         return tick
 
     def request_begins(self) -> None:
-        """Let one tick pass. If a timer has expired, or after many requests, give the guest a turn.
+        """Advance the time by a tick. If a timer has expired, or after many requests, give the guest a turn.
 
         Lock: needs. Raises: GuestFault.
         Mirrors: kernel/time/tick-sched.c:tick_do_update_jiffies64 (v6.1).
@@ -144,7 +144,7 @@ class PassingTime:
 
 
 class RealTime:
-    """Lets the real time between two requests pass in the guest, whose clock follows the host's."""
+    """Makes the guest's clock follow the host's: the real time between two requests passes in the guest."""
 
     def __init__(self, tasks: LinuxTasks, wall: Callable[[], int] = monotonic_ns) -> None:
         """Tie the guest's current time to the present. `wall` returns the real time in nanoseconds."""
@@ -153,7 +153,7 @@ class RealTime:
         self._pc.follow_wall(wall)
 
     def request_begins(self) -> None:
-        """Advance the guest's time to the real time. If it passes more than a tick, the guest does its work.
+        """Advance the guest's time to the real time. If more than a tick passes, run the guest's own work.
 
         Lock: needs. Raises: GuestFault.
         """

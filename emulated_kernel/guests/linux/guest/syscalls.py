@@ -20,7 +20,7 @@ DATA_SIZE = 512 << 10
 PATIENCE = 10_000
 """Maximum microseconds of guest time that a read sleeps before its client waits outside the guest."""
 _LONG = 60_000_000
-"""Maximum microseconds of guest time that calls may sleep for locks and grace periods."""
+"""Maximum microseconds of guest time that a call may sleep while it waits for a lock or a grace period."""
 _SECOND_PATH = BUFFER + 4096
 _DATA = BUFFER + 8192
 _F_SETFL = 4
@@ -257,7 +257,7 @@ class LinuxSyscalls:
         return int(_POLLFD.unpack(self._tasks.copy_from_user(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
 
     def lstat(self, path: str) -> Stat:
-        """Return the attributes of a file from its dentry, or by newfstatat(2) of init if none is cached."""
+        """Return the attributes of a file from its dentry; if it is not cached, init calls newfstatat(2)."""
         if self._tasks.machine.death:
             self._tasks.machine.check_alive()
         found = self._files.lstat(path)

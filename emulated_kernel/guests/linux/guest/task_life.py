@@ -118,7 +118,7 @@ class TaskLife:
     # Events in the guest's kernel
 
     def _numbering(self) -> None:
-        """Let the child of the awaited fork get its pid, before the kernel chooses a pid for a new task.
+        """Set the kernel's next pid to that of the awaited fork's child, before the kernel chooses a pid.
 
         Kernel threads that are created meanwhile get the same pids as without this fork.
         """
@@ -128,7 +128,7 @@ class TaskLife:
             self._forking = None
 
     def _number_others(self) -> None:
-        """Continue the pids of other tasks after a child has its pid, or its clone has failed."""
+        """Restore the kernel's next pid, after the awaited child has its pid or its clone has failed."""
         if self._others_next is not None:
             self._structs.store("<i", self._next_pid, self._others_next)
             self._others_next = None

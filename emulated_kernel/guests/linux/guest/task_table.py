@@ -27,7 +27,7 @@ class TaskTable:
         self.by_address: dict[int, LinuxTask] = {}
         top = machine.regs_end(facts)
         self._regs_end = top - structs.word(self.running() + structs.offsets["task_struct.stack"])
-        """Offset in a kernel stack of the end of struct pt_regs.
+        """Offset in bytes, in a kernel stack, of the end of struct pt_regs.
 
         The offset is less than the stack's size in a kernel that was built for FRED.
         Mirrors: arch/x86/include/asm/thread_info.h:TOP_OF_KERNEL_STACK_PADDING (v7.2).

@@ -102,7 +102,7 @@ class LinuxTasks(RunningLinux):
         self.call(self.init, calls["madvise"], BUFFER, BUFFER_SIZE, _WIPE_ON_FORK)
 
     def deliver_breakpoints(self) -> None:
-        """Let the guest take its breakpoints itself where it can."""
+        """Make guest code deliver breakpoints of the kernel's own kprobes, if the machine supports this."""
         if isinstance(self.machine, PcMachine) and isinstance(self._thunk, WakeupThunk):
             breakpoint_stub.install(self.machine, self._thunk)
 

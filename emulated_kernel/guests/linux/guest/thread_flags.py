@@ -22,8 +22,8 @@ def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffs
     """Return the offsets of a kernel that has just booted, with the bits of the thread flags.
 
     The kernel itself sets the bits, which shows their positions. Init must be at its stub. An interrupt makes
-    the kernel set init's flags. The return to user mode clears the flag of a task to reschedule. The wakeup
-    thunk stays installed.
+    the kernel set init's flags. The return to user mode clears TIF_NEED_RESCHED. The wakeup thunk stays
+    installed.
     Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2), kernel/tracepoint.c:syscall_regfunc (v5.10).
     Raises: GuestFault (the kernel set no flag).
     """

@@ -1,4 +1,4 @@
-"""Wakeup: the host's code in the kernel that wakes a task; x86: a callback of the platform interrupt.
+"""Wakeup: the host's code in the kernel that wakes a task; on x86, a callback of the platform interrupt.
 
 The host writes the address of a task_struct into a word, and interrupts the CPU. The kernel's own entry code
 calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
@@ -19,7 +19,10 @@ from emulated_kernel.guests.linux.pc.ram import PAGE, PRESENT, WRITABLE
 from emulated_kernel.util.code_listing import machine_code
 
 THUNK_SIZE = 64 << 10
-"""Size in bytes of the host's memory for its code in the kernel and the page tables of this code."""
+"""Size in bytes of the first part of the host's memory, which is reserved for wakeup code.
+
+This part holds pages of code and data, and the page tables that map them in the kernel.
+"""
 WAKEUP = """
     48 8b 3d rel32:task     | mov rdi, [rip + task]
     48 85 ff                | test rdi, rdi
@@ -39,11 +42,11 @@ _DATA = _TEXT + PAGE
 Linux leaves them unused, and a relative jump from the kernel's text reaches them.
 """
 _CELLS = 0x20
-"""Offset in the data page of the words for breakpoints."""
+"""Offset in bytes of the words for breakpoint_stub.py in the data page."""
 _STUB = 0x100
-"""Offset in the code page of the code for breakpoints."""
+"""Offset in bytes of the code of breakpoint_stub.py in the code page."""
 _ROOM = 0x100
-"""Offset of the free part of the data page; the page's first word is the address of the task to wake."""
+"""Offset in bytes of the free part of the data page, whose first word is the address of the task to wake."""
 _ACCESSED_DIRTY = 0x60
 _GLOBAL = 0x100
 _NO_EXECUTE = 1 << 63

@@ -55,16 +55,16 @@ def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:
 
 
 class FlagCode(NamedTuple):
-    """Code that lets the kernel set a flag of the running task."""
+    """Code in which the kernel sets a flag of the running task."""
 
     made: Callable[[int, Mapping[str, int]], bytes]
-    """Function that returns the code for its address and the addresses of symbols."""
+    """Function that returns the code; it takes the code's address and a map: symbol -> address."""
     tail: int
     """Size in bytes of the code's last instruction."""
 
 
 def flag_codes(machine: LinuxMachine) -> tuple[FlagCode, FlagCode | None]:
-    """Return the codes that set the flags of a task to reschedule and of a task whose calls are traced.
+    """Return two codes: one sets TIF_NEED_RESCHED, the other sets the flag of traced system calls.
 
     The second code is None if no kernel for this processor needs it.
     """

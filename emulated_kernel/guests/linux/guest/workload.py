@@ -45,7 +45,11 @@ class LinuxWorkload:
         kind: WorkloadKind,
         pid: int,
     ) -> None:
-        """Prepare a workload. `execute`: lets a task execute a program under a name."""
+        """Prepare a workload.
+
+        `execute`: makes a task execute a program; it takes the task, the program's path and the task's new
+        name.
+        """
         self._tasks = tasks
         self._sys = syscalls
         self._execute = execute

@@ -1,4 +1,4 @@
-"""LinuxControlCalls: lets clients' tasks repeat the calls on control files in a distribution's kernel.
+"""LinuxControlCalls: repeats clients' calls on control files in a distribution's kernel.
 
 The host puts directories and files of its own into the guest's root and replaces their operations by code
 stubs. A lookup in one of these directories follows kprobefs's tree, and finds one of the host's directories
@@ -376,7 +376,7 @@ class LinuxControlCalls(GuestCalls):
             self._machine.regs.set(name, value)
 
     def _go_to(self, place: int) -> None:
-        """Let the task continue at an offset in the code of the stubs."""
+        """Make the task continue at an offset in the code of the stubs."""
         self._machine.regs.ip = self._code + place
 
     def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:

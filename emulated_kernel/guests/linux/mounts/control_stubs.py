@@ -1,4 +1,4 @@
-"""ControlStubs: where the parts of the code are by which the host serves calls on control files.
+"""ControlStubs: offsets in the code by which the host serves calls on control files.
 
 RISC-V: the code of an operation saves the return address on the stack before it breaks into the host.
 """
@@ -35,23 +35,23 @@ _FMODE_STREAM = 1 << 21
 
 @dataclass(frozen=True)
 class ControlStubs:
-    """Offsets in the code. `looked_up`, `woken` and those in `traps` are breakpoints."""
+    """Offsets in bytes in the code. At `looked_up`, `woken` and those in `traps` are breakpoints."""
 
     made: Callable[[int, Mapping[str, int]], bytes]
-    """Function that returns the code for its address and the addresses of symbols."""
+    """Function that returns the code; it takes the code's address and a map: symbol -> address."""
     size: int
     looked_up: int
     instantiate: int
-    """Place where the lookup gives the dentry an inode."""
+    """Offset at which a lookup continues to give the dentry an inode."""
     lookup_ends: int
     operations: Mapping[str, int]
-    """Name of a file operation -> its first instruction."""
+    """Name of a file operation -> offset of its first instruction."""
     traps: tuple[int, ...]
-    """Breakpoints of the file operations."""
+    """Offsets of the breakpoints in the file operations."""
     is_stream: int
-    """Place where an open continues, for a file without a position."""
+    """Offset at which an open continues, for a file without a position."""
     opened: int
-    """Place where an open continues, for other files."""
+    """Offset at which an open continues, for other files."""
     copy: int
     sleep: int
     woken: int
@@ -63,7 +63,7 @@ _PARTS = (
     "lookup", "open", "read", "write", "is_stream", "opened", "copy", "sleep", "woken", "returns",
 )  # fmt: skip
 _ROOM = 0x40
-"""Size in bytes of the longest part, rounded up."""
+"""Size in bytes of the space for each part of the code."""
 _AT = {name: number * _ROOM for number, name in enumerate(_PARTS)}
 _LOOKS_UP = move_stack_pointer(-_FRAME) + store(SP, _WORD, RA, _WORD) + store(SP, 0, S1, _WORD) + move(S1, A1)
 _CALL_SIZE = 8

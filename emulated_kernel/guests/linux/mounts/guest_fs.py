@@ -170,7 +170,7 @@ class GuestFile(FileDescription):
     def release(self) -> None:
         """Release the description after its last descriptor was closed; see FileDescription.
 
-        The guest closes the file before its next request. Lock: leaves.
+        The guest closes the file at the beginning of the next request to the mount. Lock: leaves.
         """
         try:
             # One operation: the end of the mount clears the dictionary in another thread.

@@ -72,7 +72,7 @@ class DeferredCloses(Generic[File]):
     def __init__(self, close: Callable[[LinuxTask | None, int], None]) -> None:
         """Create an empty queue.
 
-        `close`: lets a task, or any task if it is None, call close(2) on a descriptor. `close` must not
+        `close`: makes a task, or any task if it is None, call close(2) on a descriptor. `close` must not
         raise.
         """
         self._close = close
@@ -88,7 +88,10 @@ class DeferredCloses(Generic[File]):
         self.taken = self.deferred.popleft()
 
     def flush(self) -> None:
-        """Close the taken file and all deferred files. Lock: needs."""
+        """Make the guest close all files that clients have released. Lock: needs.
+
+        These files are the taken file and the deferred files; see DeferredCloses.
+        """
         taken = self.taken
         self.taken = None
         if taken is not None:
@@ -137,8 +140,8 @@ class Request:
         """Prepare a request.
 
         `opens`: the client's call is an open. In that case, begin() may set LinuxGuest.closes.taken to a file
-        that the client has released. The code in the context must then set `taken` to None, and let the guest
-        close this file in the run that makes the open.
+        that the client has released. The code in the context must then set `taken` to None, and make the
+        guest close this file in the run that makes the open.
         """
         self._guest = guest
         self._client = client
@@ -358,7 +361,7 @@ class LinuxGuest:
             self.clients.end(client.pid)
 
     def unasked(self, client: Client) -> KernelError:
-        """Kill the client's task, whose call sleeps and can't be continued; return the error EINTR."""
+        """Kill the client's task, whose call sleeps and can't be continued; return KernelError EINTR."""
         self.clients.end(client.pid)
         return KernelError(errno.EINTR)
 

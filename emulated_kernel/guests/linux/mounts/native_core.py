@@ -25,11 +25,11 @@ class NativeCore:
 
     @property
     def memory(self) -> NativeCore:
-        """The memory of the machine, which this object describes, too."""
+        """The memory from which a core's content is written, which is this object itself."""
         return self
 
     def data_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield start and size of RAM."""
+        """Yield the start address and the size in bytes of RAM."""
         yield 0, len(self.ram)
 
     def mapped_ranges(self) -> Iterator[MappedRange]:
@@ -38,7 +38,7 @@ class NativeCore:
         return kernel_ranges(self._memory, self._memory.tables(self.ram, no_pages, self._root))
 
     def all_registers(self) -> list[dict[str, int]]:
-        """Return the registers of the CPU, by name."""
+        """Return a list with one map for the CPU: name of a register -> value."""
         return [{name: self._engine.reg_read(number) for name, number in self.model.all_registers.items()}]
 
     def vmcoreinfo(self) -> bytes:

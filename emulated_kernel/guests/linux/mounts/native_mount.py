@@ -59,7 +59,10 @@ class _ModulesFile(FileDescription):
         return True
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Load or unload modules as the command says; read the module files first, without the lock."""
+        """Execute the command in `data`, which loads or unloads modules.
+
+        The module files are first read, without the lock.
+        """
         del offset
         change = self.fs.guest.prepared_modules(client, data)
         with self.fs.request(client):
@@ -118,7 +121,7 @@ class _LoadFile(FileDescription):
     fs: MachineFs
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Start or stop workloads as the lines of `data` say, after all lines were parsed."""
+        """Execute the lines of `data`, which start or stop workloads, after all lines were parsed."""
         del client, offset
         guest = self.fs.guest
         try:
@@ -180,7 +183,7 @@ class MachineFs(FileSystem):
         """Path of a file -> function that returns its text."""
         self._core = NativeCore(guest.tasks)
         self.open_cores = 0
-        """Number of open files of VMCORE."""
+        """Number of open files of machine/vmcore."""
 
     def _log(self) -> bytes:
         with self.guest.running:
@@ -206,7 +209,7 @@ class MachineFs(FileSystem):
 
     @property
     def _names(self) -> list[str]:
-        """Paths of all files."""
+        """Paths of all files that this file system shows."""
         return [*self._texts, VMCORE]
 
     def is_always_open(self, path: str) -> bool:
@@ -269,7 +272,7 @@ def native_mount(
 
     `modules`: module files of this kernel. `lock`: the control lock.
     `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
-    `is_clock_real`: the time between requests passes in the guest, too.
+    `is_clock_real`: the real time between requests passes in the guest, too.
     """
     tasks.deliver_breakpoints()
     time = RealTime(tasks) if is_clock_real else PassingTime(tasks)

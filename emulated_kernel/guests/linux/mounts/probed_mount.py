@@ -65,8 +65,8 @@ def probed_mount(
     `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
     `keeps_tracefs`: the guest's own tracefs stays mounted in the guest, for other users. Then the guest makes
     no calls on control files, so probes can't see them.
-    `time`: lets the real time between requests pass in the guest; created before `engine`. None: its time is
-    virtual.
+    `time`: makes the guest's time follow the real time; it is created before `engine`. None: the guest's time
+    is virtual.
     """
 
     def request_begins() -> None:

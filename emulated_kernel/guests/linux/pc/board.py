@@ -42,14 +42,14 @@ class TimeFollower(Protocol):
 
 
 class CountedTime:
-    """A TimeFollower for a guest whose instructions are counted, and which is shown no other time."""
+    """A TimeFollower for a guest whose instructions are counted, and that sees no time except the TSC."""
 
     def __init__(self, khz: int) -> None:
         """Count nanoseconds for a counter of `khz` cycles in a millisecond."""
         self._khz = khz
         self._ns = c_uint64()
         self._part = 0
-        """Part of a cycle that has passed, in units of a millionth."""
+        """Remainder of the last conversion to cycles, in millionths of a cycle."""
 
     @property
     def host_address(self) -> int:
@@ -71,7 +71,7 @@ class Board(ABC):
     """
 
     khz: ClassVar[int]
-    """Cycles of the counter in a millisecond."""
+    """Number of cycles of the time counter in a millisecond."""
     STATE: ClassVar[tuple[str, ...]] = "tsc", "random", "due", "period"
     """Names of the attributes that a snapshot keeps."""
     _NONE: ClassVar[tuple[str, ...]] = ("due",)
@@ -167,7 +167,10 @@ class Board(ABC):
         self.words.followed = 1
 
     def behind(self) -> int:
-        """Return the host's time minus this time, in nanoseconds; it is negative if this time is ahead."""
+        """Return the host's time minus the board's time, in nanoseconds; the result can be negative.
+
+        The board's time must follow the host's; see `is_real`.
+        """
         assert self._wall is not None
         return self._wall() - self._wall_base - self.tsc * _MILLION // self.khz
 

@@ -1,4 +1,4 @@
-"""Answers of the emulator's own CPU models to cpuid."""
+"""Results of the instruction cpuid on the emulator's own CPU models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.unicorn_engine import Engine
 
 _EXTENDED = 0x80000000
-"""First extended leaf of cpuid. In eax, leaf 0 has the last basic leaf, and this one the last extended."""
+"""First extended leaf of cpuid.
+
+In eax, it returns the number of the last extended leaf, and leaf 0 returns that of the last basic leaf.
+"""
 _CODE = 0x1000
 _CPUID_AND_HALT = b"\x0f\xa2\xf4"
 _MOST = 1 << 10

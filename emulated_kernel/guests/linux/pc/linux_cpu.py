@@ -151,7 +151,7 @@ class LinuxCpu(ABC):
     @property
     @abstractmethod
     def privilege(self) -> int:
-        """Current privilege level: 0 in the kernel."""
+        """Current privilege level: 0 in the kernel, 3 in user mode."""
 
     @property
     @abstractmethod
@@ -233,7 +233,7 @@ class PcCpu(LinuxCpu):
         """Physical address of the kernel's page tables, with the user memory of the running task.
 
         With page table isolation, user mode uses other tables, in the page after the kernel's. The tables of
-        user mode lack most of the kernel's memory, so the host never reads by them.
+        user mode lack most of the kernel's memory, so the host never reads memory through them.
         Mirrors: arch/x86/entry/calling.h:PTI_USER_PGTABLE_MASK (v6.1).
         """
         root = int(self._state.cr[3]) & FRAME
@@ -252,8 +252,9 @@ class PcCpu(LinuxCpu):
     def as_kernel(self) -> Iterator[None]:
         """Give the CPU the kernel's memory and rights during the block, in which it must not run.
 
-        With page table isolation, the tables of user mode lack the host's pages. A look at these would leave
-        a page fault pending in the library, which turns the next exception into a double fault.
+        With page table isolation, the tables of user mode lack the host's pages. An access through these
+        tables would leave a page fault pending in the library, which turns the next exception into a double
+        fault.
         """
         state = self._state
         kept = state.hflags

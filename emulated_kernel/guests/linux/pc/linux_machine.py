@@ -64,7 +64,7 @@ class LinuxMachine(ABC):
         Raises: HardwareError (the library's CPU state cannot be found).
         """
         self.abi = abi
-        """The processor, as its kernels see it."""
+        """Tables of the processor's system calls, registers and structures."""
         self.memory = memory
         self.damage = DamageReports()
         """Object that logs which data of the guest are damaged."""
@@ -79,7 +79,8 @@ class LinuxMachine(ABC):
         self.is_running = False
         """Whether the guest runs.
 
-        Requests that come meanwhile are from a callback, in which nothing else can run.
+        A request that comes while the guest runs is from a callback of the emulator, in which no other guest
+        code can run.
         """
         self._is_text_stale = False
         self._counted: dict[range, HookRange] = {}
@@ -97,7 +98,7 @@ class LinuxMachine(ABC):
         """Reason why the guest cannot run any more, or "" while it can."""
 
     def count_instructions(self) -> None:
-        """Let time pass with the guest's instructions, traps and handlers of the host from now on.
+        """Advance the time with the guest's instructions, traps and handlers of the host from now on.
 
         Raises: KernelError EOPNOTSUPP (only x86_64 kernels on some hosts can do this).
         """
@@ -130,7 +131,7 @@ class LinuxMachine(ABC):
 
     @contextmanager
     def wanted_by(self, client: int) -> Iterator[None]:
-        """During the block, end a run if its client, a thread of the host, is killed.
+        """During the block, end a run if the host's thread with the id `client` is killed.
 
         The machine is dead after that, so use this only if the run can be rolled back.
         """
@@ -291,7 +292,7 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def return_address(self) -> int:
-        """Return the address to which the function returns whose first instruction the CPU has reached."""
+        """Return the return address of the function whose first instruction the CPU has reached."""
 
     def argument(self, number: int) -> int:
         """Return an argument of the function whose first instruction the CPU has reached."""
@@ -307,7 +308,7 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def _is_idle(self) -> bool:
-        """Return True if the CPU has halted until an interrupt comes; False if none can come."""
+        """Return True if an interrupt can end the halt of the CPU, which has halted."""
 
     @abstractmethod
     def timer(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes the machine for a processor."""
+"""Functions that make the machine for a processor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 
 
 def find_cells(abi: GuestAbi) -> tuple[int, ...]:
-    """Return the offsets in Unicorn's CPU state of the words that its API does not provide.
+    """Return the offsets, in Unicorn's CPU state, of the words that Unicorn's API does not provide.
 
     Raises: HardwareError (not found).
     """
@@ -27,8 +27,8 @@ def new_machine(
 ) -> LinuxMachine:
     """Return a machine that has not been started.
 
-    `cells`: from find_cells(). `budget`: seconds that one run may take. `is_production`: a ProductionCpu will
-    be shown. Raises: HardwareError (the emulator has another layout).
+    `cells`: result of find_cells(). `budget`: seconds that one run may take. `is_production`: a ProductionCpu
+    will be shown. Raises: HardwareError (the emulator has another layout).
     """
     if abi is not X86_64:
         assert not is_production, "the command refuses --cpu"

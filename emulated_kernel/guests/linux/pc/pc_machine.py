@@ -69,7 +69,7 @@ class PcMachine(LinuxMachine):
         budget: float,
         cpu_model: int = CPU_MODEL,
     ) -> None:
-        """Create the machine, which has not been started. `cells`: from find_exception_cells()."""
+        """Create the machine without starting it. `cells`: result of find_exception_cells()."""
         engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
         super().__init__(X86_64, X86_64Cpu(), engine, LinuxMemory(ram), budget)
         self.pc = Pc(seed)
@@ -139,7 +139,7 @@ class PcMachine(LinuxMachine):
         )
 
     def count_instructions(self) -> None:
-        """Let time pass with the guest's instructions; see LinuxMachine."""
+        """Advance the time with the guest's instructions; see LinuxMachine."""
         pc = self.pc
         follower = CountedTime(pc.khz) if pc.follower is None else pc.follower
         InstructionTime(self.engine, self.hooks, follower.host_address).start()
@@ -196,7 +196,7 @@ class PcMachine(LinuxMachine):
     def follow_text(self, symbols: Mapping[str, int]) -> None:
         """Drop translated code whenever the guest runs do_sync_core(), as it does after patching its text.
 
-        Unicorn: does not notice that text is written through another mapping.
+        Unicorn: it does not notice that text is written through another mapping.
         """
 
         def sync(*_arguments: int) -> None:

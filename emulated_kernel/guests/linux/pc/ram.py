@@ -22,7 +22,7 @@ _CANONICAL = _WORD - _HALF
 _KERNEL_DATA = slice(273, 508)
 """Indexes of the root table's entries for the kernel's data: direct map, vmalloc's memory, struct pages.
 
-Of these entries, page tables of user mode have only that of the direct map, for the per-CPU TSS.
+Page tables of user mode have only one of these entries: that of the direct map, for the per-CPU TSS.
 """
 
 
@@ -35,11 +35,11 @@ class LinuxMemory:
     """
 
     tables: type[PageTables] = X86PageTables
-    """Form of the page tables."""
+    """Class that describes the form of the page tables."""
     owned = PRESENT | WRITABLE
     """Bits of the page table entry of a user page that its task does not share with other tasks."""
     frame_shift = 0
-    """Number of bits by which an entry is shifted left to get the address of its page, then masked."""
+    """Number of bits by which a page table entry is shifted left before it is masked to an address."""
 
     def __init__(self, ram: mmap.mmap) -> None:
         self.ram = ram

@@ -1,7 +1,7 @@
 """Finds hidden words of a RISC-V CPU in Unicorn: trap registers, privilege level, address of a page fault.
 
 Unicorn ignores writes of supervisor registers by its API in user mode, and returns wrong values for them. So
-the host accesses the words themselves. A separate engine shows where they are.
+the host accesses the words themselves. Their places are found in a separate engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SV39 = 8 << 60
 _GIGAPAGE = 0xCF
 _STATE_SIZE = 8192
 _EXCEPTION = 21
-"""Unicorn's error number of an unhandled exception, which an ebreak leaves."""
+"""Unicorn's error number of an unhandled exception, such as that of an ebreak."""
 _VALUES = {
     riscv.SATP: (_SV39 | 0x12345, _SV39 | 0x54321),
     riscv.STVEC: (0x81234568, 0x87654320),
@@ -67,7 +67,10 @@ class RiscvCells(NamedTuple):
 
 
 def find_riscv_cells() -> RiscvCells:
-    """Return the offsets. Raises: HardwareError (not exactly one word has the known values)."""
+    """Return the offsets of the hidden words.
+
+    Raises: HardwareError (not exactly one word has the known values).
+    """
     ram = mmap.mmap(-1, _RAM)
     engine = Engine(*Riscv64Cpu.engine_mode, CPU_MODEL)
     try:
@@ -92,7 +95,7 @@ def _only(found: set[int], what: str) -> int:
 
 
 def _register(engine: Engine, state: int, number: int) -> int:
-    """Return the offset of a register, to which machine mode writes by the API."""
+    """Return the offset of the word with the register `number`, which is found by writes in machine mode."""
     engine.reg_write(riscv.PRIV, MACHINE_MODE)
     kept = engine.reg_read(number)
     left = set(range(0, _STATE_SIZE, 8))
@@ -115,7 +118,7 @@ def _privilege(engine: Engine, state: int) -> int:
 
 
 def _bad_address(engine: Engine, ram: mmap.mmap, state: int) -> int:
-    """Return the offset of the address of the last page fault."""
+    """Return the offset of the word with the faulting address of the last page fault."""
     model = Riscv64Cpu()
     ram[: len(_LOAD)] = _LOAD
     struct.pack_into("<Q", ram, _ROOT + 8, _GIGAPAGE)
@@ -141,7 +144,7 @@ def _bad_address(engine: Engine, ram: mmap.mmap, state: int) -> int:
 
 
 def _error(engine: Engine, ram: mmap.mmap) -> int:
-    """Return the offset in Unicorn's handle of the error that an ebreak leaves."""
+    """Return the offset, in Unicorn's handle, of the error number that an ebreak leaves."""
 
     def handle() -> tuple[int, ...]:
         return struct.unpack(f"<{HANDLE_SIZE // 4}I", own_memory(engine.address, HANDLE_SIZE))

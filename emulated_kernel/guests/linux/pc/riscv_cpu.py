@@ -27,7 +27,7 @@ _SUPERVISOR = 1
 _MIDELEG = 119
 _MIP = 131
 _DELEGATED = 0x222
-"""Interrupts that go to supervisor mode: software, timer and external."""
+"""Mask of the interrupts that go to supervisor mode: software, timer and external."""
 _ENTRY_CLEARS = riscv.SR_SPP | riscv.SR_SPIE | riscv.SR_SIE
 _PAGE_NUMBER = (1 << 44) - 1
 
@@ -43,7 +43,7 @@ class RiscvLinuxCpu(LinuxCpu):
             return memoryview(ctypes.c_uint64.from_address(state + offset)).cast("B").cast("Q")
 
         self.mode = word(cells.privilege)
-        """View of one word: 0 in user mode, 1 in the kernel."""
+        """View of the word with the privilege mode: 0 in user mode, 1 in the kernel."""
         self.scratch = word(cells.sscratch)
         """View of sscratch, in which Linux keeps the running task while it is in user mode."""
         self._satp = word(cells.satp)

@@ -21,7 +21,7 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 _THREAD_SIZE = 16 << 10
 _SIZE = 4
-"""Size in bytes of an instruction without compression."""
+"""Size in bytes of an uncompressed instruction."""
 _RDTIME = 0xC0102073
 """Instruction `rdtime` without its destination register."""
 _DESTINATION = 0xF80
@@ -39,7 +39,7 @@ class RiscvMachine(LinuxMachine):
     cpu: RiscvLinuxCpu
 
     def __init__(self, ram: mmap.mmap, seed: int, cells: Sequence[int], budget: float) -> None:
-        """Create the machine, which has not been started. `cells`: from find_riscv_cells()."""
+        """Create the machine without starting it. `cells`: result of find_riscv_cells()."""
         engine = Engine(*Riscv64Cpu.engine_mode, CPU_MODEL)
         super().__init__(RISCV64, Riscv64Cpu(), engine, Sv39Memory(ram), budget)
         found = RiscvCells(*cells)

@@ -9,7 +9,7 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 _WRITE = 4
 _EXECUTE = 8
 _RIGHTS = 0xE
-"""Bits of an entry that maps a page: read, write, execute."""
+"""Mask of the rights in a page table entry that maps a page: read, write, execute."""
 _SHIFTS = (30, 21, 12)
 _HALF = 1 << 38
 _WORD = 1 << 64

@@ -21,8 +21,8 @@ _LONGEST = 256
 def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
     """Return the profile for a kernel: the kernel's own interface, and the probe rules of its version.
 
-    On RISC-V, its jumps are those of the series for RISC-V, because no release of Linux has any.
-    `riscv`: name of the profile with that series.
+    On RISC-V, jumps follow an out-of-tree series of patches, because no release of Linux has jumps.
+    `riscv`: name of the profile of that series.
     """
     series = series_of(kernel.release)
     wanted = ProbeRule.of(series)
@@ -34,7 +34,10 @@ def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
 
 
 def detect_interface(kernel: LinuxKernel) -> Interface:
-    """Return a kernel's interface, by its own texts. Rules without a sign in them follow from its version."""
+    """Return a kernel's interface, by the texts of its error table and README, and by its functions.
+
+    Rules for which no such text or function exists follow from the kernel's version.
+    """
     texts = _error_table(kernel)
     series = series_of(kernel.release)
     readme = _text(kernel, _README)
@@ -49,7 +52,7 @@ def detect_interface(kernel: LinuxKernel) -> Interface:
 
 
 def _functions(kernel: LinuxKernel) -> list[str]:
-    """Return the signs of rules that are functions of a kernel, such as `fprobe_return()`."""
+    """Return the functions of a kernel that show that it follows a rule, such as `fprobe_return()`."""
     signs = {rule.sign for rule in InterfaceRule if rule.sign.endswith("()")}
     return [sign for sign in signs if kernel.kallsyms.lookup_name(sign.removesuffix("()")) is not None]
 

@@ -22,28 +22,28 @@ from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
 
 _TEXT = 0x10000
-"""Offset of the page with this module's code, in the host's code in the kernel."""
+"""Offset in bytes of the page with this module's code, in the host's code in the kernel."""
 _MAKER = 0x100
 """Offset in bytes of the work function, which creates the thread, in the page with this module's code."""
 _THREAD = 0x200
-"""Offset of the thread function in the page with the code."""
+"""Offset in bytes of the thread function in the page with this module's code."""
 _MAIL = 0x300
-"""Offset in the page with the code of the address of the work_struct to queue."""
+"""Offset in bytes of the address of the work_struct to queue, in the page with this module's code."""
 _NAME = 0x310
-"""Offset of the thread's name in the page with the code."""
+"""Offset in bytes of the thread's name in the page with this module's code."""
 _COMM = b"machine/call\0"
 _LONGEST = 60_000_000
 """Maximum microseconds of guest time that a call may sleep."""
 _RESULT = 56
-"""Offset of the result in a mailbox; the function and its arguments precede it."""
+"""Offset in bytes of the result in a mailbox; the function and its arguments precede it."""
 _STATE = 64
-"""Offset of a call's state in its mailbox. The state is 0 until the call has returned or failed."""
+"""Offset in bytes of a call's state in its mailbox. The state is 0 until the call has returned or failed."""
 _TASK = 72
-"""Offset of the thread's task_struct address in a mailbox."""
+"""Offset in bytes, in a mailbox, of the address of the thread's task_struct."""
 _WORK = 128
-"""Offset of the work_struct in a mailbox."""
+"""Offset in bytes of the work_struct in a mailbox."""
 _STRINGS = 256
-"""Offset of the call's string arguments in a mailbox."""
+"""Offset in bytes of the call's string arguments in a mailbox."""
 _HEAD = struct.Struct("<10Q")
 _RETURNED = 1
 _NO_THREAD = 2
@@ -52,7 +52,10 @@ _CONSTANTS = ("WORK_CPU_UNBOUND", "WORK_OFFQ_POOL_BITS", "WORK_OFFQ_POOL_SHIFT")
 _PARTS = ("data", "entry", "func")
 _SYMBOLS = ("queue_work_on", "kthread_create_on_node", "wake_up_process")
 _WORKQUEUES = "system_dfl_wq", "system_unbound_wq"
-"""Symbols of the workqueue for any CPU since v6.17, and before; the kernel warns of users of the old one."""
+"""Symbols of the workqueue whose work may run on any CPU: since v6.17, and before.
+
+Newer kernels warn of users of the old workqueue.
+"""
 INTERRUPT = """
     48 bf imm64:any_cpu             | movabs rdi, any_cpu
     48 b8 imm64:workqueue           | movabs rax, workqueue

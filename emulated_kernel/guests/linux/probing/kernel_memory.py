@@ -162,8 +162,9 @@ class KernelMemory(GuestMemory):
             return None
 
     def _contiguous(self, va: int, size: int, fits: Callable[[int], bool]) -> int | None:
-        """Return the physical address of a range, or None if it is not contiguous or an entry does not fit.
+        """Return the physical address of a virtual range; None if the range is not contiguous.
 
+        Also return None if `fits` is false for the page table entry of one of the pages.
         Raises: MemoryFault.
         """
         start = None

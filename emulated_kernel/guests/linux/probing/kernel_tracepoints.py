@@ -67,7 +67,7 @@ _DEPTH = 4
 """Maximum number of records under construction; making a record may hit another tracepoint."""
 Switch = Callable[[bool], None]
 SwitchStub = Callable[["EventBatch", int, bool], None]
-"""Function that makes a tracepoint call its stub or stop to call it.
+"""Function that makes a tracepoint start or stop calling its stub.
 
 Its arguments are a batch, the index of the tracepoint in the batch, and whether to call the stub.
 """
@@ -273,7 +273,7 @@ class KernelTracepoints:
 
     @cached_property
     def _hands_over(self) -> bool:
-        """Whether the kernel has REPLACED_FUNCTIONS, by which it reserves and commits records."""
+        """Whether the kernel has all REPLACED_FUNCTIONS, with which it reserves and commits records."""
         lookup = self._kernel.kallsyms.lookup_name
         return lookup(_RESERVE) is not None and lookup(_COMMIT) is not None
 

@@ -49,7 +49,7 @@ def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
     """Return the kernel's struct offsets, per-CPU offsets, sizes and masks, for the probe engine.
 
     Their names are those of the ABI table of kprobefs's own kernel. If the running task and the preempt count
-    are no per-CPU variables, their offsets in task_struct take the place of those.
+    are no per-CPU variables, the values are their offsets in task_struct.
 
     Raises: KernelError ENOEXEC, ENOENT, ENODATA.
     """

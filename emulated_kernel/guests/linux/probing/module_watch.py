@@ -1,4 +1,4 @@
-"""ModuleWatch: reads the modules that a distribution's kernel loads, and lets their text be probed."""
+"""ModuleWatch: reads the modules that a distribution's kernel loads, so that their text can be probed."""
 
 from __future__ import annotations
 

@@ -117,11 +117,11 @@ class KernelEngine:
         return build_probe_engine(kernel)
 
     def _run_tasks(self) -> None:
-        """Let each runnable task run once."""
+        """Run each runnable task once."""
         self.guest.idle(_TURN)
 
     def _run_all_tasks(self) -> nullcontext[bool]:
-        """Let each runnable task run once, in place of freezing all tasks.
+        """Run each runnable task once, in place of freezing all tasks.
 
         Deviates: no task is frozen. If a task's stack still refers to the text afterwards, the caller waits.
         """
@@ -191,7 +191,7 @@ class LinuxEngine(KernelEngine):
         lock: ControlLock | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Build the engine, and let the guest's module loader notify it."""
+        """Build the engine, and register it as a notifier of the guest's module loader."""
         super().__init__(tasks, kernel, profile, lock, limits)
         self.tasks = tasks
         self._notify = self._build_module_notifier()

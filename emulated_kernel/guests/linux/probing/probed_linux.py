@@ -32,17 +32,17 @@ _CELLS_SIZE = 64 << 10
 _OTHER_TEXT = 0xFFFFFFFF81000000
 """Alternative virtual address of host code, if the kernel occupies the usual one."""
 _RISCV_TEXT = 0xFFFFFFFF64000000
-"""Virtual address of host code: module space that Linux does not reach.
+"""Virtual address of host code for RISC-V, in module space that Linux does not reach.
 
 Linux allocates the tables of this part at boot, and uses it from its start on.
 """
 _RISCV_CELLS = 0xFFFFFFFFA0000000
-"""Virtual address of the cells: after the kernel, where `lui` reaches them from all code."""
+"""Virtual address of the cells on RISC-V: after the kernel, where all code can reach them by `lui`."""
 _RISCV_RECORDS = 0xFFFFFFFFA0200000
 
 
 class LinuxX86Model(X86_64Cpu):
-    """CPU and memory layout of an x86-64 Linux: where the host maps its own code and its pages of records.
+    """CPU model of an x86-64 Linux, with addresses for the host's own code and its pages of records.
 
     Linux leaves these addresses unused. The host's code is between the kernel and its modules. From there,
     32-bit displacements reach the kernel's text and per-CPU variables, whatever the variables' offsets are.
@@ -56,7 +56,7 @@ class LinuxX86Model(X86_64Cpu):
 
 
 class LinuxRiscvModel(Riscv64Cpu):
-    """CPU and memory layout of a riscv64 Linux; see LinuxX86Model."""
+    """CPU model of a riscv64 Linux, with addresses for the host's own pages; see LinuxX86Model."""
 
     layout = replace(
         Riscv64Cpu.layout,
@@ -92,7 +92,7 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
     """Return the CPU model, with the address of host code and of the direct map.
 
     With KASLR, an x86 kernel may be at the usual address of host code, and its direct map moves.
-    Raises: KernelError ENOEXEC (the kernel is too large, or in the core of a mount of a core).
+    Raises: KernelError ENOEXEC (the kernel is too large, or the dump is of a mount of another dump).
     """
     memory = tasks.machine.memory
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end

@@ -19,7 +19,7 @@ class ReplacedCalls:
         self.argument_names = registers.arguments
         """Names of the registers with the first arguments."""
         self.arguments = attrgetter(*registers.arguments[:3])
-        """Function that returns the first three arguments. Its argument is the registers."""
+        """Function that takes the registers, and returns the first three arguments in them."""
         self.result = registers.return_value
         """Name of the register with the result."""
         self._link = registers.link

@@ -1,4 +1,4 @@
-"""SyscallWork: the task flag that lets system calls of a distribution's kernel reach the tracepoints."""
+"""SyscallWork: the task flag with which system calls of a distribution's kernel reach the tracepoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BIT = "SYSCALL_WORK_BIT_SYSCALL_TRACEPOINT"
 
 
 class SyscallWork:
-    """Sets the flag in all tasks while a tracepoint of system calls is enabled.
+    """Sets the flag for traced system calls in all tasks while a tracepoint of system calls is enabled.
 
     Mirrors: kernel/tracepoint.c:syscall_regfunc, syscall_unregfunc (v6.1).
     """
@@ -39,7 +39,7 @@ class SyscallWork:
         return self._kernel.kallsyms.lookup_name(_COUNT) is not None and bool(has_flag)
 
     def _place(self) -> tuple[int, int]:
-        """Return the offset of the word in task_struct, and the flag in it."""
+        """Return the offset in bytes of the word with the flag in task_struct, and the flag as a mask."""
         btf = self._kernel.btf
         if not btf.has(SYSCALL_WORK):
             return btf.offset(THREAD_FLAGS), self._old_flag

@@ -58,7 +58,7 @@ _ENDS = {
     "panic": (EFAULT, "it panicked"),
     "do_exit": (EFAULT, "it ends its task, and that is nobody's"),
 }
-"""Functions at which a call cannot continue -> errno and message."""
+"""Name of a function at which a call cannot continue -> errno and message."""
 
 
 class VmcoreCalls:
@@ -87,7 +87,7 @@ class VmcoreCalls:
         self._callers = callers
         self._abandoned = abandoned
         self._reached = ""
-        """Function at which the last run was stopped because the call cannot continue."""
+        """Name of the function at which the last run was stopped because the call cannot continue."""
         self._deadline = inf
         self._undo = MemoryRollback(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)
@@ -208,7 +208,10 @@ class VmcoreCalls:
         regs.sp += 8
 
     def _where(self) -> str:
-        """Return the end of an error message: where a call failed (exception, panic message or callers)."""
+        """Return the end of an error message: the place where a call failed.
+
+        The text names the exception, the panic message or the callers.
+        """
         regs = self._guest.machine.regs
         trap = self._guest.machine.last_exception
         if self._reached == "oops_begin" and trap is not None:
@@ -236,7 +239,8 @@ class VmcoreCalls:
     def _take_back(self, written: Sequence[tuple[int, bytes]]) -> None:
         """Undo all changes of memory by the call.
 
-        `written`: text that probes have patched during the call, which is written again.
+        `written`: address and bytes of each piece of text that probes patched during the call. It is written
+        again.
         """
         machine = self._guest.machine
         with suppress(MemoryFault):

@@ -47,7 +47,7 @@ _FILL = """
     49 8d 7a 10                     | lea rdi, [r10 + 16]
     f3 a4                           | rep movsb
 """
-"""Code that appends a directory entry (inode number, type, length, name) to the free space if it fits."""
+"""Code that appends a directory entry (inode number, type, length, name) to the buffer if there is room."""
 ACTOR = f"""{_FILL}
     b8 01 00 00 00                  | mov eax, 1
     c3                              | ret
@@ -67,7 +67,7 @@ ACTOR_BEFORE_6_1 = f"""{_FILL}
 """Code of a filldir_t that returns 0 to request more entries. `full` has the same offset as in ACTOR."""
 _KIND_MASK = 0xF
 _KIND_SHIFT = 12
-"""Shift of a directory entry's type to S_IFMT bits, after _KIND_MASK has removed the kernel's flags.
+"""Number of bits by which a directory entry's type, masked by _KIND_MASK, is shifted to S_IFMT bits.
 
 Source: include/linux/fs_types.h.
 """
@@ -79,7 +79,8 @@ _TRUE_GOES_ON = 6, 1
 class VmcoreFiles:
     """Reads files by path, from the root directory of the dump's first process. Lock: needs.
 
-    All methods raise KernelError with the kernel's errno, or as VmcoreCalls does.
+    All methods raise KernelError: with the errno of the dump's kernel, or with those that VmcoreCalls
+    documents.
     """
 
     def __init__(self, calls: VmcoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:

@@ -33,15 +33,15 @@ from emulated_kernel.util.fast_dataclass import asdict, dataclass
 _KERNEL_MAP = 0xFFFFFFFF80000000
 _IMAGE_LIMIT = 128 << 20
 _UNIT = 1 << 20
-"""Number of bytes of which the size of RAM is a multiple."""
+"""Granularity of the size of RAM in bytes; the size is rounded up to a multiple."""
 _SYMBOLS = ("__per_cpu_offset", "_stext", "idt_table", "init_task")
 _PER_CPU = (
     "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", CURRENT_TASK, RUN_QUEUES,
 )  # fmt: skip
 SAVED_CR4 = "cpu_tlbstate.cr4"
-"""Key of the offset in the per-CPU area of the saved value of CR4."""
+"""Key, in VmcoreOffsets.per_cpu, of the offset of the saved value of CR4."""
 CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
-"""Members of struct tk_read_base: clock source, its count at the last tick, and the time of that tick."""
+"""Members of struct tk_read_base: clock source, counter value at the last tick, and the time of that tick."""
 ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
 """Symbols of the sets of online and active CPUs, and of the number of online CPUs."""
 
@@ -57,11 +57,11 @@ class VmcoreOffsets:
     per_cpu: dict[str, int]
     """Name of a per-CPU variable -> its offset in the per-CPU area, which can be negative."""
     stack: int
-    """Offset of the stack's address in task_struct."""
+    """Offset in bytes of the stack's address in task_struct."""
     thread_flags: int
-    """Offset of thread_info.flags in task_struct."""
+    """Offset in bytes of thread_info.flags in task_struct."""
     current: int
-    """Offset of the running task's address in a run queue."""
+    """Offset in bytes of the running task's address in a run queue."""
     cpumask: int
     """Size of a cpumask in bytes."""
 
@@ -180,7 +180,7 @@ def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
 
 
 def _optional(kernel: RunningKernel) -> dict[str, int]:
-    """Return addresses of symbols that some kernels lack, and of counters that the TSC must have passed."""
+    """Return name -> address for symbols that some kernels lack, and for members with readings of the TSC."""
     names = *ONLINE, "do_sync_core", "clocksource_tsc", RESCHEDULE
     found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
     keeper = timekeeper_address(kernel)
