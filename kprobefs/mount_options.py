@@ -92,6 +92,20 @@ class MountOptions:
         return self.vmcore or str(self.machine.image or "built-in")
 
     @property
+    def kernel_words(self) -> list[str]:
+        """Words of a command line that select the same kernel, way of probing and clock."""
+        machine = self.machine
+        words = ["--arch", machine.arch]
+        if machine.image is not None:
+            image = str(machine.image)
+            words = ["--image", image if image == HOST else os.path.abspath(image), "--kprobes", self.kprobes]
+        if self.cpu is not None:
+            words += ["--cpu", self.cpu]
+        if not self.follows_version:
+            words += ["--profile", machine.profile]
+        return [*words, "--clock", machine.clock]
+
+    @property
     def profile_name(self) -> str:
         """Name of the profile, for the output of `status`; `kernel` if the kernel's own kprobes are used."""
         if self.kprobes == KERNEL_KPROBES:

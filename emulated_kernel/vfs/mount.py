@@ -60,6 +60,8 @@ class Mount:
         """
         self.has_native_traps = False
         """Whether hits whose handlers are guest code run without Python; the builder sets it, for reports."""
+        self.architecture = ""
+        """Architecture of a kernel from a file, or ""; the builder sets it, for reports."""
         self._table = dict(table)
         self._root = self._table["/"]
         self._file_systems = list(dict.fromkeys((self._root, *self._table.values())))

@@ -54,6 +54,8 @@ def run(
 ) -> int:
     """Mount on a temporary directory, run `command` with its path in $KPROBEFS, and clean up.
 
+    $KPROBEFS_OPTIONS has the options that select the same kernel again.
+
     `as_system`: show the mount at the system's own paths, too, and run the command in namespaces of its own.
     `real_root`: use no user namespace for the command.
     `tracing`: trace the command, which runs in the directory that the session chooses.
@@ -64,6 +66,7 @@ def run(
 
         as_system_places.enter_namespace(real_root=real_root)
     runner = _runner(command, tracing)
+    runner.kernel_words = options.kernel_words
     try:
         with mounted(options, build) as base:
             directory = f"{base}/mnt"
@@ -167,6 +170,8 @@ class _Runner:
         self._passed: signal.Signals | None = None
         """The latest signal that was forwarded to the command."""
         self._stdout = stdout
+        self.kernel_words: Sequence[str] | None = None
+        """Options that select the mounted kernel; None if the mount existed before."""
         self.system: System | None = None
         """The mount at the system's own paths, for --as-system; None without this option."""
 
@@ -184,6 +189,9 @@ class _Runner:
         try:
             added = self.system.environment if self.system else {}
             environment = {**os.environ, **added, "KPROBEFS": directory}
+            environment.pop("KPROBEFS_OPTIONS", None)
+            if self.kernel_words is not None:
+                environment["KPROBEFS_OPTIONS"] = shlex.join(self.kernel_words)
             self._process = subprocess.Popen(
                 self._command,
                 env=environment,

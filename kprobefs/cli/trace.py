@@ -89,11 +89,17 @@ class TraceSession:
     def entries(self) -> dict[str, AskedProbe]:
         """Return the hidden probes that the output needs: name of an event -> probe.
 
-        There are two for each probed return: at the function's entry and at its return.
+        There are two for each probed return: at the function's entry and at its return. The one at the entry
+        fetches the arguments of the first probe there that the user has given.
         """
         if not self.kind.needs_entries:
             return {}
         found: dict[str, AskedProbe] = {}
+        given = {
+            probe.place: (probe.typed, " ".join(probe.definition.split()[2:]))
+            for probe in reversed(self.probes)
+            if probe.definition and not probe.is_return
+        }
         taken = set(self.events)
         for place in dict.fromkeys(probe.place for probe in self.probes if probe.is_return):
             function = place.removesuffix("%return")
@@ -101,8 +107,9 @@ class TraceSession:
                 name = free_name(f"{kind}_{function.rpartition(':')[2]}", self.name, taken)
                 event = f"{self.name}/{name}"
                 taken.add(event)
-                line = f"{kind}:{event} {function}"
-                found[name] = AskedProbe(f"{kind}:{function}", event, line, function, kind == "r")
+                typed, arguments = given.get(function, ("", "")) if kind == "p" else ("", "")
+                line = f"{kind}:{event} {function} {arguments}".rstrip()
+                found[name] = AskedProbe(typed or f"{kind}:{function}", event, line, function, kind == "r")
         return found
 
     def attached(self, directory: str, command: Sequence[str]) -> AttachedProbes:
@@ -197,6 +204,7 @@ class AttachedProbes:
             self._kallsyms,
             formats,
             returns,
+            {place: probe.place.rpartition(":")[2] for place, probe in self._hidden.items()},
             set(self._hidden),
         )
         output = session.kind(session.output, files)
@@ -296,7 +304,8 @@ class AttachedProbes:
 
         loader = Loader(self._files)
         if failed := loader.apply([Line(place, 0, text, typed) for place, text, typed in lines]):
-            for message in failed:
+            # A hidden probe has the arguments of a probe that the user has given, and fails as that one does.
+            for message in dict.fromkeys(failed):
                 print(message, file=sys.stderr)
                 for typed, probe in (probes or {}).items():
                     if message.split("\n")[1:2] == [f"    {escape_for_terminal(typed)}"]:

@@ -33,6 +33,8 @@ class TraceFiles:
     """Group/name of each recorded event -> text of its `format` file."""
     returns: dict[str, str] = field(default_factory=dict)
     """Name of an event at the return of a function -> name of the event at its entry that belongs to it."""
+    functions: dict[str, str] = field(default_factory=dict)
+    """Name of a hidden event at a function's entry -> name of the function."""
     hidden: set[str] = field(default_factory=set)
     """Names of events that only the output needs; the user has not requested records of them."""
 
@@ -285,9 +287,9 @@ class ChromeOutput(RawOutput):
 def _trace_events(
     found: Iterator[RawRecord], symbols: SymbolNames, files: TraceFiles
 ) -> Iterator[dict[str, object]]:
-    entries: dict[tuple[int, str], list[int]] = defaultdict(list)
+    entries: dict[tuple[int, str], list[RawRecord]] = defaultdict(list)
     graph: dict[int, list[_OpenCall]] = defaultdict(list)
-    closed: dict[tuple[int, str], int] = {}
+    closed: dict[tuple[int, str], RawRecord] = {}
     last: dict[int, dict[str, object]] = {}
     for record in found:
         name = record.event.name
@@ -308,10 +310,14 @@ def _trace_events(
                 call = graph[record.pid].pop()
                 yield _slice(record, call.name, call.start, {})
         elif name not in files.hidden:
-            start = closed.pop(place, None) if name in files.returns else None
-            last[record.cpu] = _mark(record) if start is None else _slice(record, name, start, record.values)
+            entry = closed.pop(place, None) if name in files.returns else None
+            if entry is None:
+                last[record.cpu] = _mark(record)
+            else:
+                values = {**entry.values, **record.values}
+                last[record.cpu] = _slice(record, files.functions[entry.event.name], entry.time, values)
         elif name not in files.returns:
-            entries[place].append(record.time)
+            entries[place].append(record)
         elif entries[place]:
             # This return is recorded without a filter, so that each entry has one.
             closed[place] = entries[place].pop()

@@ -128,6 +128,7 @@ def _native_mount(options: MountOptions) -> Mount:
         is_clock_real=options.machine.clock == REAL_CLOCK,
     )
     served.has_native_traps = tasks.machine.delivers_breakpoints
+    served.architecture = tasks.machine.abi.name
     return served
 
 
@@ -153,6 +154,7 @@ def _probed_mount(options: MountOptions) -> Mount:
         engine, HostProcesses(), _owner(), modules, is_tracefs=options.layout == "tracefs", time=time
     )
     served.has_native_traps = engine.machine.hooks.is_native
+    served.architecture = kernel.architecture
     # Most pages of the kernel's file are read only at the start.
     kernel.release_pages()
     return served
@@ -219,6 +221,7 @@ def _vmcore_mount(options: MountOptions, vmcore: str) -> Mount:
             engine = KernelEngine(guest, kernel, _linux_profile(options, kernel))
             served = vmcore_mount(guest, engine, _owner(), is_tracefs=options.layout == "tracefs")
             served.has_native_traps = engine.machine.hooks.is_native
+            served.architecture = kernel.architecture
             return served
     except MemoryFault as fault:
         why = unmapped(fault.address)

@@ -203,9 +203,10 @@ class Service:
         gc.disable()
         served = self._build(self._options)
         traps = "native" if served.has_native_traps else "python"
+        arch = served.architecture or registration.daemon.arch
         # Without room for the longer record, `status` goes on to show the first one.
         with suppress(CliError):
-            registration.write(replace(registration.daemon, traps=traps))
+            registration.write(replace(registration.daemon, traps=traps, arch=arch))
         log.info("hits of handlers in guest code: traps are %s", traps)
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from tests.fuse.harness import (
     kprobefs,
     needs_fuse,
 )
+from tests.image.linux.debian import package
 
 
 def one_line(result: subprocess.CompletedProcess[str]) -> str:
@@ -243,6 +245,16 @@ class TestMount:
         for value, shown in (("1", "python traps"), ("", "native traps")):
             result = kprobefs("run", "--", *PROGRAM, "status", KPROBEFS_PYTHON_TRAPS=value)
             assert shown in result.stdout
+
+    def test_a_kernel_from_a_file(self) -> None:
+        """Status has the kernel's own architecture, and the command the options for the same kernel."""
+        image = str(package("linux-image-riscv64", "trixie", "riscv64"))
+        script = f'{shlex.join(REAL_PROGRAM)} status --json "$KPROBEFS"; echo "$KPROBEFS_OPTIONS"'
+        words = ("--image", image, "--kprobes", "kernel")
+        result = kprobefs("run", *words, "--", "sh", "-c", script, program=REAL_PROGRAM)
+        status, options = result.stdout.strip().rsplit("\n", 1)
+        assert json.loads(status)[0]["daemon"]["arch"] == "riscv64"
+        assert shlex.split(options) == [*words, "--clock", "virtual"]
 
     def test_layout_tracefs(self, directory: Path) -> None:
         with daemon(directory, "--layout", "tracefs") as mounted:
