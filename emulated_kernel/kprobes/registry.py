@@ -446,7 +446,7 @@ class Kprobes:
 
     def reason(self, kprobe: Kprobe) -> str:
         """Return the address and the rule that keep the probe from a better mode; empty in the best mode."""
-        return report.reason(self.table, self.optimizer, kprobe)
+        return report.reason(self.table, self.optimizer, kprobe, self.probe_checker.place_text)
 
     def set_optimization(self, allowed: bool) -> None:
         """Allow or forbid jump optimization. Raises: KernelError EOPNOTSUPP (no optimizer).
