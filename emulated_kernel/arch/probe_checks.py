@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
-from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler, unnamed
+from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler, address_names, unnamed
 from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayout
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.analysis.tactic import Tactics
@@ -151,8 +151,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         self._image = image
         self._symbols = image.kallsyms
         self._ftrace = ftrace
-        # Bound once, because the rejections of thousands of probes keep them.
-        self._texts = {RejectSubject.INSN: self.insn_text, RejectSubject.REGISTER: self.register_text}
+        self.name = address_names(self._symbols.lookup)
+        """Function that names an address by its symbol and offset."""
+        # Bound once, because the rejections of thousands of probes keep it.
+        self._describe = self.rejection_text
         self.mcount: Set[int] = frozenset()
         """Addresses of all fentry sites."""
         self.fentry: Set[int] = frozenset()
@@ -305,12 +307,12 @@ class ProbeChecker(ABC, Generic[Analysis]):
         Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1).
         """
         if _span(self._text_ranges, addr) is None:
-            return Rejection(RejectReason.NOT_TEXT, addr)
+            return self._named(Rejection(RejectReason.NOT_TEXT, addr))
         forbidden = self._forbidden(where.symbol, addr)
         if forbidden is not None:
-            return forbidden
+            return self._named(forbidden)
         reason = self._function(where.symbol).reserved.get(addr)
-        return None if reason is None else Rejection(reason, addr)
+        return None if reason is None else self._named(Rejection(reason, addr))
 
     def check_prepare(self, addr: int) -> Rejection | None:
         """Return the reason why the instruction at `addr` can't be probed, or None if it can.
@@ -330,7 +332,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         where = self._symbols.lookup(addr)
         if where is None or self.is_traced(where.symbol):
             return None
-        return Rejection(RejectReason.NOTRACE, where.symbol.address)
+        return self._named(Rejection(RejectReason.NOTRACE, where.symbol.address))
 
     def is_traced(self, symbol: Symbol) -> bool:
         """Return True if ftrace can trace the function, or the function that it was split off from."""
@@ -446,7 +448,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def check_each_insn(self, symbol: Symbol) -> Iterator[tuple[int, Rejection | None, Region | Rejection]]:
         """Iterate over a function's instructions: address, and results of may_probe() and optimized_region().
 
-        The rejections have no function `blamed`.
+        The rejections have no function `describe`.
         """
         known = self._function(symbol)
         forbidden = self._has_forbidden(symbol)
@@ -557,8 +559,20 @@ class ProbeChecker(ABC, Generic[Analysis]):
         )
 
     def _named(self, finding: Rejection) -> Rejection:
-        about = finding.reason.about
-        return finding if about is None else replace(finding, blamed=self._texts[about])
+        return replace(finding, describe=self._describe)
+
+    def place_text(self, addr: int) -> str:
+        """Return an address as symbol and offset, or as a number if no symbol contains it."""
+        return self.name(addr) or f"{addr:#x}"
+
+    def rejection_text(self, finding: Rejection) -> str:
+        """Return the place, the rule, and the instruction or register to which the rule applies."""
+        told = f"{self.place_text(finding.addr)}: {finding.reason.value}"
+        if finding.reason.about is RejectSubject.INSN:
+            return f"{told}: {self.insn_text(finding.addr, self.name)}"
+        if finding.reason.about is RejectSubject.REGISTER:
+            return f"{told}: {self.register_text(finding.addr)}"
+        return told
 
     def register_text(self, addr: int) -> str:
         """Return a text that names the register that isn't free at `addr`, and the reason.

@@ -49,21 +49,28 @@ class ProbeText:
     def replaced_text(self, kprobe: Kprobe) -> str:
         """Return two lines, the original and the current bytes that a probe may replace, with instructions.
 
-        Bytes after a breakpoint are not executed, so they have no instruction.
+        Bytes after a breakpoint or a jump are not executed, so they have no instruction.
         """
         if kprobe.is_gone:
             return GONE
         original, current = self.replaced(kprobe)
-        is_whole = original == current or self._kprobes.table.is_patched(kprobe)
-        name = self._names(self._kprobes.table.valid(kprobe))
-        lines = (
-            ("original", original, self._insns(original, kprobe.address, name)),
-            ("current ", current, self._insns(current, kprobe.address, name)),
-        )
-        return "\n".join(
-            f"{kind} {code.hex(' ')}  {'; '.join(insns if code == original or is_whole else insns[:1])}"
-            for kind, code, insns in lines
-        )
+        head = self._kprobes.table.valid(kprobe)
+        name = self._names(head)
+        insns = self._insns(original, kprobe.address, name)
+        if original == current:
+            shown = insns
+        elif head is not None and head.detour is not None and head.is_patched:
+            shown = self._jump_insns(kprobe.address, current, len(head.detour.jump), name)
+        else:
+            shown = self._insns(current, kprobe.address, name)[:1]
+        lines = (("original", original, insns), ("current ", current, shown))
+        return "\n".join(f"{kind} {code.hex(' ')}  {'; '.join(texts)}" for kind, code, texts in lines)
+
+    def _jump_insns(self, addr: int, current: bytes, size: int, name: AddressName) -> list[str]:
+        """Return the instructions of a jump of `size` bytes, and the bytes of its region that follow it."""
+        insns = self._insns(self._text.current(addr, size), addr, name)
+        rest = ", ".join(f"{byte:#04x}" for byte in current[size:])
+        return [*insns, f".byte {rest}"] if rest else insns
 
     def _insns(self, code: bytes, addr: int, name: AddressName) -> list[str]:
         return [text for _, _, text in self._arch.disassembler.insns(code, addr, name)]

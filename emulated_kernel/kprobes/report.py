@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag
@@ -35,10 +35,13 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
     return "boosted" if head.insn is not None and head.insn.boosted else "int3"
 
 
-def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
+def reason(
+    table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe, place: Callable[[int], str]
+) -> str:
     """Return the first rule that keeps the probe from a better mode; empty if there is no better mode.
 
-    For a jump that Linux's rule refuses, return the tactics that allow it, and Linux's rule.
+    For a jump that Linux's rule refuses, return the tactics that allow it, and Linux's rule. `place`: returns
+    the text of an address.
     """
     if kprobe.is_gone:
         rule = "the probed code is gone"
@@ -49,24 +52,24 @@ def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> st
     elif (head := table.valid(kprobe)) is None or head.is_disabled:
         rule = "enabled while all probes were disarmed: disable and enable it again"
     elif kprobe.is_ftrace:
-        return Rejection(RejectReason.FTRACE, kprobe.address).text
+        rule = RejectReason.FTRACE.value
     elif head.is_patched:
-        return _tactics(head)
+        return _tactics(head, place)
     else:
-        return str(head.rejection) or f"0x{kprobe.address:x}: {_passing_rule(optimizer, head)}"
-    return f"0x{kprobe.address:x}: {rule}"
+        return str(head.rejection) or f"{place(kprobe.address)}: {_passing_rule(optimizer, head, place)}"
+    return f"{place(kprobe.address)}: {rule}"
 
 
-def _tactics(head: AggrKprobe) -> str:
+def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
     """Return the tactics that a probe's jump needs, and Linux's rule against the jump; "" without tactics."""
     detour = head.detour
     if detour is None or detour.region.linux is None:
         return ""
     tactics = "; ".join(tactic.value for tactic in detour.region.tactics)
-    return f"0x{head.address:x}: optimized: {tactics} (Linux: {detour.region.linux.text})"
+    return f"{place(head.address)}: optimized: {tactics} (Linux: {detour.region.linux.text})"
 
 
-def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe) -> str:
+def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable[[int], str]) -> str:
     """Return the rule that prevents the jump now, but may cease to apply while the probe is armed."""
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
@@ -85,7 +88,7 @@ def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe) -> str:
         return "held unoptimized by a write to its `optimized`"
     other = optimizer.blocked_by(head)
     if other is not None:
-        return f"the jump would cover the probe at 0x{other.address:x}"
+        return f"the jump would cover the probe at {place(other.address)}"
     if head.is_optimized:
         return optimizer.queued
     return "unoptimized for a probe that its jump covered"

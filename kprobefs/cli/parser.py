@@ -162,6 +162,7 @@ def program_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("tour", help="walk through probing, step by step, on a temporary mount")
     command.add_argument(
         "chapter",
+        metavar="CHAPTER",
         nargs="?",
         choices=("probes", "optimized"),
         default="probes",

@@ -193,6 +193,8 @@ OPTIMIZING_PROFILE = "riscv-optprobes-2023"
 """Profile with an optimizer for the architectures on which Linux has none."""
 
 END = "That was the tour. kprobefs mount DIR creates a mount that stays; man kprobefs has the details."
+_COLUMNS = 80
+"""Maximum number of columns of a tour's text, and of all output in a pipe."""
 PROMPT = "Enter continues, q ends the tour "
 
 
@@ -223,10 +225,12 @@ def tour(directory: str, walk: Sequence[Step]) -> None:
                 for line in typed(command, console.width if interactive else None):
                     console.print(line, style="bold")
                 for line in shell.run(command):
-                    console.print(terminal.wrap(escape_for_terminal(line), sys.stdout, "        ", "    "))
+                    text = escape_for_terminal(line)
+                    console.print(terminal.wrap(text, sys.stdout, "        ", "    ", _COLUMNS))
             if interactive and number < len(walk) and not _goes_on(console):
                 return
-    console.print(f"\n{END}")
+    console.print()
+    console.print(terminal.wrap(END, sys.stdout, columns=_COLUMNS))
 
 
 def typed(command: str, width: int | None) -> Iterator[str]:
@@ -244,7 +248,7 @@ def _show_head(console: Console, place: str, step: Step) -> None:
     from textwrap import wrap
 
     console.print(f"\n{place}  {step.title}", style="bold cyan")
-    for line in wrap(step.text, min(console.width, 80)):
+    for line in wrap(step.text, min(console.width, _COLUMNS)):
         console.print(line)
     console.print()
 

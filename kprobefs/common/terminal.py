@@ -54,24 +54,26 @@ def has_colours(stream: TextIO) -> bool:
     return is_interactive(stream) and not os.environ.get("NO_COLOR")
 
 
-def wrap(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
+def wrap(text: str, stream: TextIO, indent: str = "", first: str = "", columns: int | None = None) -> str:
     """Return a line of text, broken between words if it is too long for the terminal.
 
-    `indent`: start of each further line. `first`: text before the line. A text of several lines stays
+    `indent`: start of each further line. `first`: text before the line. `columns`: maximum number of columns
+    if the stream is not a terminal; lines may be longer without it. A text of several lines stays
     unchanged, because it may have a caret below a column. The terminal breaks the line with the caret at the
     same column as the line above it.
     """
-    if "\n" in text or not is_interactive(stream):
+    if is_interactive(stream):
+        # A terminal without a size reports 0.
+        columns = os.get_terminal_size(stream.fileno()).columns or 80
+    if "\n" in text or columns is None:
         return first + text
     from textwrap import fill
 
-    # A terminal without a size reports 0.
-    width = os.get_terminal_size(stream.fileno()).columns or 80
-    if len(first + text) <= width:
+    if len(first + text) <= columns:
         return first + text
     return fill(
         text.lstrip(),
-        width,
+        columns,
         initial_indent=first,
         subsequent_indent=indent,
         break_long_words=False,

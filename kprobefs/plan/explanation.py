@@ -10,7 +10,7 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.disassembly import address_names
-from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
+from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.entry_values import EntryValues
 from emulated_kernel.image.kallsyms import Location, Symbol
@@ -200,8 +200,8 @@ class Explanation:
 
     @property
     def size(self) -> int:
-        """Size of the function in bytes, without filler at its end."""
-        return self.insns[-1].end - self.symbol.address if self.insns else 0
+        """Size of the function in bytes, as kallsyms has it: filler at the end counts."""
+        return self.symbol.size
 
     @property
     def section(self) -> str:
@@ -350,15 +350,7 @@ class Explanation:
         reason = rejection.reason
         if reason in (RejectReason.NOTRACE, RejectReason.BLACKLISTED, RejectReason.NOT_BUILT):
             return str(reason.value)
-        where = self._name(rejection.addr) or f"{rejection.addr:#x}"
-        return f"{where}: {reason.value}{self._blamed(judge, rejection)}"
-
-    def _blamed(self, judge: Judge, rejection: Rejection) -> str:
-        if rejection.reason.about is RejectSubject.REGISTER:
-            return f": {judge.checker.register_text(rejection.addr)}"
-        if rejection.reason.about is None:
-            return ""
-        return f": {judge.checker.insn_text(rejection.addr, self._name)}"
+        return judge.checker.rejection_text(rejection)
 
 
 def _insns_of(arch: Arch, region: Region) -> frozenset[bytes]:

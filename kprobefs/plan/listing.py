@@ -35,7 +35,7 @@ class Listing:
 
     rows: tuple[Row, ...]
     notes: tuple[tuple[str, str], ...]
-    """Letter of each note, and its text."""
+    """Letter of each note, or "" for a line that continues the note before, and the text."""
     hidden_before: int
     """Number of instructions of the function before the first row."""
     hidden_after: int
@@ -85,10 +85,16 @@ def _reason(insn: ListedInsn) -> RejectReason | None:
     return None if rejection is None else rejection.reason
 
 
+def _blamed(insn: ListedInsn) -> int:
+    """Return the address that breaks the rule because of which a probe on the instruction is refused."""
+    assert insn.verdict.rejection is not None
+    return insn.verdict.rejection.addr
+
+
 def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, str]]:
     """Return the notes, each as a tuple of reason, letter and text.
 
-    If all instructions with a reason violate the rule at the same address, the text names the address.
+    Each note names the places that break its rule. If there are several, they follow as notes without letter.
     """
     by_reason: dict[RejectReason, list[ListedInsn]] = {}
     for insn in insns:
@@ -97,8 +103,16 @@ def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, 
             by_reason.setdefault(reason, []).append(insn)
     found: list[tuple[RejectReason | None, str, str]] = []
     for (reason, each), letter in zip(by_reason.items(), ascii_lowercase, strict=False):
-        texts = {insn.reason for insn in each}
-        found.append((reason, letter, texts.pop() if len(texts) == 1 else str(reason.value)))
+        first, *others = dict.fromkeys(insn.reason for insn in sorted(each, key=_blamed))
+        if not others:
+            found.append((reason, letter, first))
+            continue
+        rule = str(reason.value)
+        found.append((reason, letter, rule))
+        # Each text is PLACE: RULE, and an instruction or register if the rule is about one.
+        found += [
+            (None, "", text.replace(f" {rule}:", "").replace(f": {rule}", "")) for text in (first, *others)
+        ]
     return found
 
 

@@ -87,7 +87,7 @@ class _Drawing:
         for arrow in self._arrows:
             yield self._arrow(arrow)
         for number, (letter, text) in enumerate(self._shown.notes, len(self._shown.rows)):
-            yield _text(_MARGIN, self._y(number) + _ROW // 2, f"{letter}  {text}", "dim")
+            yield _text(_MARGIN, self._y(number) + _ROW // 2, f"{letter:1}  {text}", "dim")
 
     def _y(self, row: int) -> int:
         """Return the vertical position of a row's base line in pixels."""

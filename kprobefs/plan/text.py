@@ -49,15 +49,20 @@ def _head(explained: Explanation) -> Iterator[str]:
 def _listing(shown: Listing) -> Iterator[str]:
     lines = gutter(arrows(shown.jumps, _LANES), len(shown.rows))
     if shown.hidden_before:
-        yield f"  {shown.hidden_before} instructions before (--function shows them)"
+        yield _hidden(shown.hidden_before, "before")
     for row, arrow in zip(shown.rows, lines, strict=True):
         yield from _insn(row, arrow)
     if shown.hidden_after:
-        yield f"  {shown.hidden_after} instructions after (--function shows them)"
+        yield _hidden(shown.hidden_after, "after")
     if shown.notes:
         yield ""
     for letter, text in shown.notes:
-        yield from _wrapped(f"{letter}  {text}", "  ", "     ")
+        yield from _wrapped(f"{letter:1}  {text}", "  ", "     ")
+
+
+def _hidden(count: int, where: str) -> str:
+    shows = "shows it" if count == 1 else "shows them"
+    return f"  {count} instruction{'s' * (count != 1)} {where} (--function {shows})"
 
 
 def _insn(row: Row, arrow: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.analysis.disassembly import address_names
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.kallsyms import Symbol
@@ -187,12 +188,14 @@ NO_INSTRUCTION = {RejectReason.BEYOND_FUNCTION, RejectReason.POINTER_INTO_RANGE}
 def names(kernel: Kernel, found: Rejection) -> None:
     """Check the end of a finding's text against a disassembly of that place."""
     if found.reason.about is RejectSubject.INSN:
-        assert found.text == f"{found.addr:#x}: {found.reason.value}: {disassembled(kernel, found.addr)}"
+        place = sprint(kernel, found.addr)
+        assert found.text == f"{place}: {found.reason.value}: {disassembled(kernel, found.addr)}"
     if found.reason.about is not RejectSubject.REGISTER:
         return
-    matched = re.search(r": (\w+) may be needed by (0x[0-9a-f]+): (.*)", found.text)
+    matched = re.search(r": (\w+) may be needed by (\w+)(?:\+(0x[0-9a-f]+))?: (.*)", found.text)
     assert matched is not None, found.text
-    register, at, text = matched[1], int(matched[2], 16), matched[3]
+    register, text = matched[1], matched[4]
+    at = kernel.image.kallsyms.lookup_name(matched[2]) + int(matched[3] or "0", 16)
     assert register in kernel.kprobes.probe_checker.live_at(found.addr).registers
     assert register in kernel.kprobes.probe_checker.live_at(at).registers
     assert text == disassembled(kernel, at)
@@ -200,7 +203,15 @@ def names(kernel: Kernel, found: Rejection) -> None:
     assert re.search(rf"\b{register}\b|^(c\.)?(ret|j|jr|jal|jalr|tail)\b", text), text
 
 
+def sprint(kernel: Kernel, addr: int) -> str:
+    where = kernel.image.kallsyms.lookup(addr)
+    assert where is not None
+    return f"{where.name}+{where.offset:#x}" if where.offset else where.name
+
+
 def disassembled(kernel: Kernel, addr: int) -> str:
     """In the words of another disassembler's object than the verdict's."""
-    line = kernel.arch.disassemble(kernel.live.read(addr, 15), addr)[0]
+    names = address_names(kernel.image.kallsyms.lookup)
+    size = kernel.kprobes.probe_checker.max_insn_size
+    line = kernel.arch.disassemble(kernel.live.read(addr, size), addr, names)[0]
     return re.sub(r"^\S+ (?:[0-9a-f]{2} )+ *", "", line)

@@ -153,7 +153,9 @@ def test_a_probe_that_takes_a_jump_takes_it_on_a_mount_too() -> None:
                 kernel.write_file(f"/tracing/events/kprobes/{name}/enable", "1")
             kernel.wait_for_kprobe_optimizer()
             assert kernel.read_file("/kprobes/stats/kprobes/one/mode") in ("int3\n", "boosted\n")
-            assert f"{inside[0].address:#x}" in kernel.read_file("/kprobes/stats/kprobes/one/reason")
+            assert f"the probe at {symbol.name}+{inside[0].offset:#x}" in kernel.read_file(
+                "/kprobes/stats/kprobes/one/reason"
+            )
             for name in ("one", "two"):
                 kernel.write_file(f"/tracing/events/kprobes/{name}/enable", "0")
                 kernel.write_file("/tracing/kprobe_events", f"-:{name}\n")

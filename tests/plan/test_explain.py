@@ -37,6 +37,7 @@ from kprobefs.plan.arrows import arrows, gutter
 from kprobefs.plan.check import check_lines
 from kprobefs.plan.explain import as_dict
 from kprobefs.plan.explanation import Explanation
+from kprobefs.plan.listing import listing
 from kprobefs.plan.place import find_place
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from kprobefs.plan.text import WIDTH, as_text
@@ -280,6 +281,29 @@ def test_text_has_at_most_80_columns(kernel: PlannedKernel) -> None:
             assert found.title in text.splitlines()[0]
             for word in found.reason.split():
                 assert word in text
+
+
+def test_notes_name_each_place_that_breaks_a_rule(kernel: PlannedKernel) -> None:
+    for found in explanations(kernel, 40):
+        shown = listing(found, whole=True)
+        told = "\n".join(text for _, text in shown.notes)
+        for row in shown.rows:
+            place = row.insn.reason.partition(": ")[0]
+            if row.note and "+" in place:
+                assert re.search(rf"^{re.escape(place)}(: |$)", told, re.MULTILINE)
+                assert row.insn.reason.rpartition(": ")[2] in told
+
+
+def test_the_size_is_that_of_kallsyms(kernel: PlannedKernel) -> None:
+    for found in explanations(kernel, 40):
+        assert as_dict(found)["size"] == found.symbol.size >= found.insns[-1].end - found.symbol.address
+
+
+def test_one_hidden_instruction_is_singular(kernel: PlannedKernel) -> None:
+    found = next(each for each in explanations(kernel, 40) if len(each.insns) > 18)
+    place = found.insns[9].address
+    one = Explanation(kernel, find_place(f"{place:#x}", kernel.tables))
+    assert "  1 instruction before (--function shows it)\n" in as_text(one, whole=False)
 
 
 def test_a_whole_listing_has_each_instruction_and_each_byte(kernel: PlannedKernel) -> None:

@@ -120,6 +120,30 @@ def test_bytes_have_the_instructions_of_the_listing(kernel: Kernel, planned: Pla
         kernel.wait_for_kprobe_optimizer()
 
 
+def test_no_instruction_is_shown_after_a_jump(kernel: Kernel, planned: PlannedKernel) -> None:
+    """A region ends with its last whole instruction, so bytes of it may follow the jump.
+
+    On RISC-V, the jump is written with nops up to the end of the region.
+    """
+    has_rest = kernel.config.arch != "riscv64"
+    seen = set()
+    for insn in Explanation(planned, find_place("vsnprintf", planned.tables)).insns:
+        region = insn.verdict.region
+        left = region.length - 5 if region is not None and has_rest else 0
+        if region is None or left in seen:
+            continue
+        seen.add(left)
+        define(kernel, f"vsnprintf+{insn.offset:#x}")
+        kernel.wait_for_kprobe_optimizer()
+        current = kernel.read_file(f"{STATS}/bytes").splitlines()[1]
+        code = kernel.read_text(region.end - left, left) if left else b""
+        assert current.partition(".byte ")[2] == ", ".join(f"{byte:#04x}" for byte in code)
+        assert not has_rest or current.count("; ") == bool(left)
+        kernel.write_file("/tracing/events/kprobes/ev/enable", "0")
+        kernel.write_file("/tracing/kprobe_events", "-:ev\n")
+    assert len(seen) > has_rest
+
+
 def test_numbers_are_symbols_or_hexadecimal(kernel: Kernel, planned: PlannedKernel) -> None:
     explained = optimized_place(planned, "int_sqrt")
     define(kernel, explained.title, "a=@jiffies:u64")

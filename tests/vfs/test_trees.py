@@ -339,7 +339,6 @@ def test_addresses_are_for_the_privileged(kernel: Kernel) -> None:
         "/machine/kallsyms",
         "/machine/modules",
         f"{BASE}/address",
-        f"{BASE}/reason",
         f"{BASE}/detour",
     ):
         shown = {uid: read(tree, path, Client(5, uid, uid)) for uid in (0, 1000, 1001)}

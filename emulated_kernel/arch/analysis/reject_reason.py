@@ -120,8 +120,8 @@ class Rejection:
 
     reason: RejectReason
     addr: int = field(metadata=ADDRESS)
-    blamed: Callable[[int], str] | None = field(default=None, compare=False, repr=False)
-    """Function that returns the text of the instruction or register at the rejection's address."""
+    describe: Callable[[Rejection], str] | None = field(default=None, compare=False, repr=False)
+    """Function that returns the text with symbols; None if only the address is known."""
 
     @property
     def errno(self) -> int:
@@ -131,8 +131,7 @@ class Rejection:
     @property
     def text(self) -> str:
         """The rejection in one line, as in the `reason` file."""
-        told = f"{self.addr:#x}: {self.reason.value}"
-        return told if self.blamed is None else f"{told}: {self.blamed(self.addr)}"
+        return f"{self.addr:#x}: {self.reason.value}" if self.describe is None else self.describe(self)
 
     def __str__(self) -> str:
         return self.text

@@ -243,7 +243,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         analysis = self._analysis(addr)
         register = REGISTER_PREFERENCE[0]
         at = analysis.first_need(addr, register)
-        by = "" if at is None else f" by {at:#x}: {self.insn_text(at)}"
+        by = "" if at is None else f" by {self.place_text(at)}: {self.insn_text(at, self.name)}"
         return f"{REGISTER_NAMES[register]} may be needed{by}"
 
     def has_jump_table(self, symbol: Symbol) -> bool:

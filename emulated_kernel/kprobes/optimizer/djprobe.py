@@ -56,7 +56,8 @@ class Djprobes(Optimizer):
         if inner is None:
             return ""
         kprobe.length = 0
-        return f"0x{kprobe.address:x}: a probe at 0x{inner:x} was in its region before"
+        place = self._verdict.place_text
+        return f"{place(kprobe.address)}: a probe at {place(inner)} was in its region before"
 
     def resolve_region(self, kprobe: Kprobe) -> Region | None:
         """Return the region that a probe's jump would replace; None if the user gave no `length` for it.

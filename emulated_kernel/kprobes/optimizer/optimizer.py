@@ -90,19 +90,19 @@ class Optimizer:
             head.rejection = region
             return
         if self._text.is_foreign(addr, region.length):
-            head.rejection = f"0x{addr:x}: another debugger has patched the bytes to be replaced"
+            self._reject(head, addr, "another debugger has patched the bytes to be replaced")
             return
         try:
             buffer = self._text.alloc_text(self._arch.max_detour, self._arch.detour_starts(region))
         except HardwareError:
-            head.rejection = f"0x{addr:x}: no executable memory left for a detour buffer{_where(region)}"
+            self._reject(head, addr, f"no executable memory left for a detour buffer{_where(region)}")
             return
         try:
             detour = self._arch.detour(region, buffer)
             jump = self._arch.detour_jump(region, buffer)
         except KernelError as error:
             self._text.free_text(buffer)
-            head.rejection = f"0x{addr:x}: {error.strerror}"
+            self._reject(head, addr, str(error.strerror))
             return
         self._text.poke(buffer, detour.code)
         head.has_used_detour = False
@@ -114,6 +114,9 @@ class Optimizer:
             size=len(detour.code),
             jump=jump,
         )
+
+    def _reject(self, head: AggrKprobe, addr: int, text: str) -> None:
+        head.rejection = f"{self._verdict.place_text(addr)}: {text}"
 
     def _discard(self, head: AggrKprobe) -> None:
         """Free the probe's detour, once no CPU is in it.
@@ -466,7 +469,9 @@ class Optimizer:
         region = detour.region
         kept = detour.jump[len(detour.jump) - region.kept :]
         is_same = self._text.current(region.end, region.kept) == kept
-        head.rejection = "" if is_same else f"0x{region.end:x}: another debugger has patched the bytes"
+        head.rejection = ""
+        if not is_same:
+            self._reject(head, region.end, "another debugger has patched the bytes")
         return is_same
 
     def _expose_breakpoint(self, head: AggrKprobe) -> None:

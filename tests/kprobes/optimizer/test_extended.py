@@ -124,7 +124,7 @@ def test_the_files_name_the_tactics(extended: Probed) -> None:
     assert f"vfs_read+{offset:#x}    [OPTIMIZED]" in files.read("/kprobes/list")
     reason = files.read("/kprobes/stats/kprobes/far/reason")
     assert Tactic.RELOCATED_BRANCH.value in reason
-    assert "(Linux: 0x" in reason
+    assert "(Linux: vfs_read+0x" in reason
     detour = files.read("/kprobes/stats/kprobes/far/detour")
     assert "copied instructions:" in detour
     copied = detour.split("copied instructions:")[1].split("jump back:")[0]
@@ -238,7 +238,10 @@ def test_no_jump_where_somebody_else_has_changed_the_kept_bytes(punned: Probed) 
     text.substitute(end, b"\xcc")
     punned.settle()
     assert text.current(address, 1) == b"\xcc"
-    assert kernel.kprobes.reason(probe) == f"{end:#x}: another debugger has patched the bytes"
+    where = kernel.image.kallsyms.lookup(end)
+    assert where is not None
+    patched = f"{where.name}+{where.offset:#x}: another debugger has patched the bytes"
+    assert kernel.kprobes.reason(probe) == patched
     text.substitute(end, before)
     kernel.disable_kprobe(probe)
     kernel.enable_kprobe(probe)

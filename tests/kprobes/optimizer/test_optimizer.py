@@ -210,7 +210,7 @@ class TestWhoIsOptimized:
         inner = probed.probe("gcd", GCD_TAIL)
         assert probed.text("gcd", GCD_HEAD, 1) == probed.text("gcd", GCD_TAIL, 1) == b"\xcc"
         assert probed.gcd() == [HIT, INNER]
-        assert f"0x{inner.address:x}" in probed.kernel.kprobes.reason(outer)
+        assert f"gcd+{inner.offset:#x}" in probed.kernel.kprobes.reason(outer)
         probed.settle()
         assert [probed.kernel.kprobes.mode(probe) for probe in (outer, inner)] == ["int3", "optimized"]
         assert probed.gcd() == [HIT, INNER]
