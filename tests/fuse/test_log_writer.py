@@ -92,6 +92,10 @@ def test_a_flush_ends(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) ->
     handler.flush()
     assert handler._is_writing
     os.close(pipe[0])
+    # The thread must not write to a later test's file with the same descriptor.
+    monkeypatch.undo()
+    handler.flush()
+    assert not handler._is_writing
 
 
 def test_a_reader_that_has_gone(pipe: tuple[int, int]) -> None:
