@@ -120,9 +120,10 @@ class ReturnDispatch:
     trap: int
     """Offset of the breakpoint where Python handles the return; sp points at a struct pt_regs there."""
     finish: int | None
-    """Offset at which handlers that use the trampoline's register frame continue.
+    """Offset of the code that restores the registers from the trampoline's register frame, and returns.
 
-    None if each handler saves the registers that it needs and returns by itself.
+    Each handler ends in a jump to this code. The value is None if handlers do not use the frame. Then each
+    handler saves the registers that it needs, and returns by itself.
     """
 
 
@@ -327,8 +328,8 @@ class Arch(ABC):
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
         """Iterate over a function's instructions: address, and effect on the function's stack frame.
 
-        `switches_stack`: the function loads the stack pointer of another stack, which the same code left
-        earlier.
+        `switches_stack`: the function loads the stack pointer from memory. It returns on another stack, which
+        this same function left earlier; see `stack_switches`.
         """
 
     @abstractmethod

@@ -239,8 +239,10 @@ class Kprobes:
         self._try_to_optimize(head, kprobe)
 
     def _try_to_optimize(self, head: AggrKprobe, kprobe: Kprobe) -> None:
-        """Optimize the address of a single probe if possible, even if the probe is disabled.
+        """Create a detour for the only probe at an address, and queue the probe for optimization.
 
+        If the address cannot have a detour, store the reason. A disabled probe gets a detour, but is not
+        queued.
         Mirrors: kernel/kprobes.c:try_to_optimize_kprobe (v6.1).
         """
         if self.optimizer is None or head.is_ftrace or not self.optimizer.wants(kprobe):

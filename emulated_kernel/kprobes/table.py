@@ -63,7 +63,10 @@ class ProbeTable:
         return head if head is not None and kprobe in head.members else None
 
     def is_armed(self, kprobe: Kprobe) -> bool:
-        """Return True if the text at the probe's address is patched for its hits."""
+        """Return True if the probe's address is armed.
+
+        The probe itself may be disabled, if another probe of the address is enabled.
+        """
         head = self.valid(kprobe)
         return head is not None and not head.is_disabled and not self.all_disarmed
 

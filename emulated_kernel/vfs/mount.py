@@ -121,10 +121,11 @@ class Mount:
         return True
 
     def at_names_end(self, action: Callable[[Collection[str | None]], object]) -> None:
-        """Call `action` whenever names for which name_lasts() was True no longer last.
+        """Call `action` whenever a front end must look up names again for which name_lasts() was True.
 
-        The argument of `action` is a list with the argument of each call of FileSystem.on_names_end. The
-        thread that ends the names calls `action` before its request ends, after it has released the lock.
+        The file systems call FileSystem.on_names_end with the lock. The thread that holds the lock calls
+        `action` once it has released the lock, before its request ends. The argument of `action` is a list
+        with the argument of each of these calls.
         """
         lock = self.lock
         ends: list[str | None] = []

@@ -170,7 +170,10 @@ Run = Callable[[list[int]], Iterable[tuple[int, Any]]]
 
 
 class FunctionCounter:
-    """Counts the instructions of functions in several kernels that have the same functions."""
+    """Counts, for each kernel of a group, the instructions of each function by their verdict.
+
+    All kernels of the group have the same functions.
+    """
 
     def __init__(self, judges: Sequence[Judge], *, is_local: bool) -> None:
         """Store the judges, one for each kernel.

@@ -52,7 +52,10 @@ class ResultsFile:
         return dict(self._results.get(key, {}))
 
     def add(self, key: str, number: int, result: object) -> None:
-        """Append the result of a part. Raises: CliError (for example, the disk is full)."""
+        """Append the result of part `number` of the analysis `key` to the file.
+
+        Raises: CliError (for example, the disk is full).
+        """
         try:
             self._file.write(json.dumps([key, number, result], separators=(",", ":")) + "\n")
             self._file.flush()

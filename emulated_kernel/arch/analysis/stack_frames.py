@@ -82,7 +82,10 @@ class Frame:
             self.regs.pop(register, None)
 
     def add(self, register: str, source: str, offset: int) -> None:
-        """Set `register` to `source` plus `offset`; with offset 0 this is a copy of any known value."""
+        """Set `register` to `source` plus `offset`.
+
+        If the offset is not 0 and `source` holds no stack address, the result is unknown.
+        """
         self.set(register, self.at(source, offset) if offset else self.regs.get(source))
 
     def load(self, register: str, place: Value | None) -> None:
@@ -144,7 +147,7 @@ def copy_low_half(to: str, source: str) -> Effect:
 
 
 def take_address(to: str, base: str, offset: int) -> Effect:
-    """Return the effect of `to = base + offset`, whose result is known only if it is a stack address."""
+    """Return the effect of `to = base + offset`. The sum is known only if `base` holds a stack address."""
     return lambda frame: frame.set(to, frame.at(base, offset))
 
 

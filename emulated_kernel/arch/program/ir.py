@@ -295,8 +295,8 @@ class BranchPerCpu(Op):
 class CallHost(Op):
     """Call the host through a breakpoint; `number` is the index of the action in ProgramBuilder.actions.
 
-    The host may read and write memory. Its result selects whether control continues after the op or at the
-    label. Virtual registers keep their values.
+    The action may read and write guest memory. If the action returns True, control continues after the op,
+    else at `label`. Virtual registers keep their values.
     """
 
     number: int

@@ -104,7 +104,11 @@ def _token_tables(data: bytes) -> Iterator[_Tokens]:
 
 
 def _tokens_at(data: bytes, start: int, digits: int) -> _Tokens | None:
-    """Return the token table at `start` if 48 tokens precede the digits and the index matches, else None."""
+    """Return the kallsyms token table at the offset `start`, or None if there is no such table.
+
+    `digits`: offset of the token for "0". This must be token 48 of the table, because 48 is the code of "0".
+    After the table, there must be the index of its tokens (kallsyms_token_index).
+    """
     if data.count(b"\0", start, digits) != _FIRST_DIGIT:
         return None
     texts = tuple(data[start : start + _TOKEN_TABLE_LIMIT].split(b"\0", _TOKENS)[:_TOKENS])

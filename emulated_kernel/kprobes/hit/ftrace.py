@@ -53,7 +53,7 @@ class FtraceOps:
 
 
 class FtraceSites:
-    """Arms fentry sites and routes their calls to users.
+    """Arms fentry sites, and routes the call from a site to its users: kprobes, fprobes and tracers.
 
     Mirrors: kernel/kprobes.c:arm_kprobe_ftrace, disarm_kprobe_ftrace (v6.1).
     """

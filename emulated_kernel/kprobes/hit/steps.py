@@ -1,4 +1,4 @@
-"""Steps: maps an address in a copied instruction to its copy and probe."""
+"""Steps: maps an address in an insn slot to the copied instruction in the slot, and to its probe."""
 
 from __future__ import annotations
 

@@ -9,9 +9,10 @@ LONGEST_COPY = 1 << 20
 
 
 class CopyRange(ctypes.Structure):
-    """A range [first, past) of guest addresses in the memory map of the routine for repeated copies.
+    """A range [first, past) of guest addresses in a memory map.
 
-    The last entry of the map is all zeros.
+    The host's routine that executes the guest's `rep movs` reads this map. The last entry of the map is
+    all zeros.
     """
 
     _fields_ = (
@@ -25,7 +26,10 @@ class CopyRange(ctypes.Structure):
 
 
 class CopyWords(ctypes.Structure):
-    """Host memory that the routine for repeated copies uses. Unicorn passes its address to the routine."""
+    """Data of one `rep movs` instruction of the guest, for the host's routine that executes it.
+
+    Unicorn passes the address of this structure to the routine.
+    """
 
     _fields_ = (
         # While it is not 0, the guest copies by itself.

@@ -1,4 +1,4 @@
-"""Deviations of Unicorn from an x86 CPU: one function finds or checks each of them at start."""
+"""Deviations of Unicorn from an x86 CPU. For each deviation, a function finds or checks it at start."""
 
 from __future__ import annotations
 

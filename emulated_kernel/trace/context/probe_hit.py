@@ -101,7 +101,7 @@ class ProbeHit:
         self.regs = regs
         """The registers at the hit; their names are those in Arch.registers."""
         self.chain: Sequence[int] | None = None
-        """Cached call chain of the hit; None if it was not computed or `has_several` is False."""
+        """Cached call chain of the hit; None if it was not computed, or is not cached (see `has_several`)."""
         self.has_several = False
         """Whether several events or trace arrays may handle the hit, so that its call chain is cached."""
         self.handler_preempt_count = 0

@@ -141,7 +141,10 @@ class TraceEvent(ABC):
 
     @property
     def needs_entry(self) -> bool:
-        """Whether a trigger or soft mode exists, so that guest code cannot handle a hit."""
+        """Whether the event has a trigger or is in soft mode in a trace array.
+
+        Guest code cannot handle the hits of such an event.
+        """
         for file in self.files.values():  # noqa: SIM110 - a generator would cost more calls
             if file.is_special:
                 return True

@@ -206,7 +206,8 @@ class FunctionSet(EditedSet):
         """Execute FUNCTIONS:mod:MODULE: select functions of one module, now or when the module is loaded.
 
         If "!" precedes the pattern, remove the functions, or the selection that waits for the module.
-        Linux: selections that wait for a module are changed in the set itself, not in the copy.
+        Functions are selected in `edit`, the open file's copy of the set, which replaces the set at close().
+        Linux: selections that wait for a module are changed in the set itself, so at once.
         Raises: KernelError EINVAL. Mirrors: kernel/trace/ftrace.c:ftrace_mod_callback, cache_mod (v6.1).
         """
         if self._match(pattern, module, edit.sites):

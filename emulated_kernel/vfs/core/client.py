@@ -25,7 +25,10 @@ class Client(NamedTuple):
     uid: int
     gid: int
     umask: int = 0
-    """The process's umask if the front end knows it, else 0. Modes in requests have it applied already."""
+    """The process's umask, or 0 if the front end does not know it.
+
+    The modes in requests are those after the umask was applied.
+    """
     facts: object = None
     """Data about the process for the guest, which FileSystem.informed() has read; None before that."""
     is_calling: bool = True

@@ -1,4 +1,4 @@
-"""StateDirectory: the files of a saved state, locked for one daemon, and the files that cannot be used."""
+"""StateDirectory: locks the directory of a saved state for one daemon, and renames unusable files in it."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ HYPERVISOR = "hypervisor"
 
 @dataclass(frozen=True)
 class ProductionCpu:
-    """A CPU, the command line with which it boots, and its kernel's report about it.
+    """A CPU, the report of a production kernel about the CPU, and the kernel's boot parameters.
 
-    `flags` are the names of the features that /proc/cpuinfo shows. `hidden` are the names of further
-    features.
+    `flags` are the names of the features that /proc/cpuinfo shows. `hidden` are the names of features that
+    /proc/cpuinfo does not show.
     """
 
     title: str

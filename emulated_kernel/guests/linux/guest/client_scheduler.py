@@ -239,10 +239,11 @@ class ClientScheduler:
     def wait_for_result(self, task: LinuxTask, patience: int = 0) -> int:
         """Run until the task's call has returned, and return its result.
 
-        `patience`: microseconds of the guest's time that the call may sleep. With 0, it may sleep until no
-        further interrupt of the guest is expected.
+        `patience`: microseconds of the guest's time that the call may sleep. 0 means no limit.
 
-        Raises: Blocked (the call has slept for longer), WouldBlock (by its service), KernelError (its errno).
+        Raises: Blocked (the call has slept for longer), WouldBlock (the host's service for the call must
+        wait), KernelError (the call failed), GuestFault (the call sleeps while the guest's timer is off, or
+        does not return).
         """
         if task.waits:
             self._serve(task)

@@ -112,7 +112,7 @@ _TOPS = {
     "/kprobe_events": False,
     "/kprobe_profile": False,
 }
-"""Path in the guest at which control files begin -> True if it is a directory."""
+"""Path in the guest of a control file or a directory of control files -> True if it is a directory."""
 _MASK = (1 << 64) - 1
 
 
