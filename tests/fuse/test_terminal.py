@@ -927,6 +927,12 @@ def test_on_a_terminal(directory: Path) -> None:
             status.until("serving")
             assert status.end() == 0
             assert ("\033[32m" in status.said) == coloured
+        file = directory.parent / "written"
+        trace = Terminal(
+            60, 24, "trace", "-m", str(directory), "-o", str(file), "p:vfs_read", "--", "cat", "f"
+        )
+        trace.until(f"kprobefs: wrote {file}\r\n")
+        assert trace.end() == 0
         dumb = Terminal(60, 24, "top", str(directory), TERM="dumb")
         dumb.until("kprobes/reads")
         assert dumb.end() == 0
