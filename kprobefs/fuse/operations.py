@@ -103,7 +103,8 @@ class Server:
         """Whether the host's kernel checks the modes of files."""
         self._lock = mount.lock
         self._stopping = threading.Event()
-        self._operations = _Operations(mount, self._stopping)
+        validity = 0 if options.is_ordered else ATTRIBUTES_VALIDITY
+        self._operations = _Operations(mount, self._stopping, validity)
 
     def serve(self, directory: str, ready: Callable[[], None]) -> None:
         """Mount on `directory` and answer requests until it is unmounted.
@@ -121,7 +122,7 @@ class Server:
         options: dict[str, Any] = {
             "direct_io": True,
             "entry_timeout": 0,
-            "attr_timeout": 0 if self._options.is_ordered else ATTRIBUTES_VALIDITY,
+            "attr_timeout": self._operations.validity,
             "atomic_o_trunc": True,
             "max_background": MAX_BACKGROUND,
             "max_read": libfuse.REQUEST_SIZE,
@@ -219,9 +220,13 @@ class _Operations:
     flag_nopath = 1
     flag_utime_omit_ok = 1
 
-    def __init__(self, mount: Mount, stopping: threading.Event) -> None:
+    def __init__(
+        self, mount: Mount, stopping: threading.Event, validity: float = ATTRIBUTES_VALIDITY
+    ) -> None:
+        """Serve `mount`. `validity`: seconds for which the host's kernel may keep attributes."""
         self._mount = mount
         self._stopping = stopping
+        self.validity = validity
         self._pollers = libfuse.PollHandles()
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
@@ -335,7 +340,7 @@ class _Operations:
             open=partial(guarded, self.open_at_once),
             write=partial(guarded, self.write_at_once),
             skip_client=self.attributes.skip_client,
-            validity=int(ATTRIBUTES_VALIDITY * 1e9),
+            validity=int(self.validity * 1e9),
         )
 
     def getattr_at_once(self, uid: int, gid: int, pid: int, path: str) -> Stat:
