@@ -29,8 +29,6 @@ _TYPEDEF, _CONST, _VOLATILE, _RESTRICT, _PROTO, _PARAMETER, _VARIADIC, _FUNCTION
 )  # fmt: skip
 _BOOLEAN, _FLOAT, _SIGNED, _SIGNED_CHAR, _UNSIGNED, _UNSIGNED_CHAR = 0x02, 0x04, 0x05, 0x06, 0x07, 0x08
 _OP_ADDR = 3
-_BOOL = 4
-"""Bit of the encoding of a BTF integer that marks a bool. Mirrors: include/uapi/linux/btf.h:BTF_INT_BOOL."""
 _TAG_OF = {
     Kind.PTR: _POINTER, Kind.TYPEDEF: _TYPEDEF, Kind.CONST: _CONST, Kind.VOLATILE: _VOLATILE,
     Kind.RESTRICT: _RESTRICT,
