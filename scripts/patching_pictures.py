@@ -72,7 +72,7 @@ class Pictured:
     def row(self, title: str, note: str, trap: bytes = b"", jump: bytes = b"") -> Row:
         """Return a row for the present text, which consists of `trap`, then `jump`, then original bytes.
 
-        `title` and `note` are texts beside it.
+        `title` is the text to the left of the bytes, and `note` the text to the right.
         """
         text = self.kernel.machine.text
         code = text.current(self.start, self.size)

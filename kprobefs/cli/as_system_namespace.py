@@ -53,7 +53,7 @@ class CommandNamespace:
         self._helper = _forked(lambda: _Helper(theirs, answerer).run(), keep=theirs.fileno())
         theirs.close()
         self.unanswered = ""
-        """Reason why nobody answers the filtered calls, or "" if they are answered."""
+        """Reason why kprobefs does not answer the filtered system calls, or "" if it answers them."""
         self._try()
 
     def enter(self) -> None:

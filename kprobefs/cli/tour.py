@@ -131,7 +131,8 @@ _LOOK = ("echo 'gcd 12 18' > machine/call", "cat kprobes/stats/kprobes/inside/{h
 _STAGES = (
     Step(
         "Stops between the stages",
-        "The optimizer replaces a probe's breakpoint by a jump in three stages. Usually nobody sees them. "
+        "The optimizer replaces a probe's breakpoint by a jump in three stages. "
+        "They are usually too short to be seen. "
         "The file kprobes/stages stops each change of a jump after each stage, and the kernel goes on "
         "meanwhile. The optimizer is off at first.",
         ("cd $KPROBEFS; echo 0 > kprobes/optimization", "echo 1 > kprobes/stages; cat kprobes/stages"),

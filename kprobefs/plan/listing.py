@@ -21,7 +21,7 @@ class Row:
     insn: ListedInsn
     is_place: bool
     bracket: str
-    """Part of the bracket around the instructions that a jump replaces, beside this instruction.
+    """Part, on this line, of the bracket around the instructions that a jump replaces.
 
     The value is "only", "first", "inner" or "last"; it is "" for instructions outside of the bracket.
     """

@@ -112,7 +112,7 @@ class PlannedKernel:
                 ExitStatus.USAGE,
             )
         with explained(self.image):
-            # Opening the package anew would unpack it anew.
+            # If the package were opened again, it would be unpacked again.
             self._files = self._files or ModuleFiles(kernel_file(self.image), core.release)
             files = self._files.read(name)
             found = PlannedKernel(self.title, self.arch, core, self.profile, self.cpu_description)

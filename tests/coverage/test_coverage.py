@@ -27,7 +27,7 @@ MOVES = bytes.fromhex("4889e5") * 8
 
 
 def counted(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Counted]:
-    """What --json says."""
+    """Return what the command prints with --json."""
     assert main(["coverage", *arguments, "--json"]) == 0
     found: list[Counted] = json.loads(capsys.readouterr().out)
     return found

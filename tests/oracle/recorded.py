@@ -23,7 +23,7 @@ CALL_SIZE = 5
 
 
 def oracle_directory() -> Path:
-    """Return the directory of the recordings: $KPROBEFS_ORACLE, or a directory beside the project."""
+    """Return the directory of the recordings: $KPROBEFS_ORACLE, or `shared/oracle` next to the project."""
     return Path(os.environ.get("KPROBEFS_ORACLE") or ROOT.parent / "shared" / "oracle")
 
 

@@ -77,7 +77,7 @@ def explanations(kernel: PlannedKernel, count: int, seed: int = 3) -> list[Expla
 
 
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Answer]:
-    """What --json says."""
+    """Return what the command prints with --json."""
     assert main(["explain", *arguments, "--json"]) == 0
     found: list[Answer] = json.loads(capsys.readouterr().out)
     return found

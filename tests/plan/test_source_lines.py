@@ -80,7 +80,7 @@ def linux(folder: Path, *, has_id: bool = True) -> str:
 
 
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    """What --json says."""
+    """Return what the command prints with --json."""
     assert main(["explain", *arguments, "--json"]) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return found

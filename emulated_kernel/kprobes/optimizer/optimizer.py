@@ -462,7 +462,7 @@ class Optimizer:
             self._kick()
 
     def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
-        """Return True unless somebody else has changed the bytes that the probe's jump keeps.
+        """Return True unless other code has changed the bytes that the probe's jump keeps.
 
         These bytes decide where the jump leads. If they have changed, note that in the probe's rejection.
         """

@@ -95,7 +95,7 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
 
 @dataclass(frozen=True, eq=False)
 class ProbedSymbols:
-    """What the parser of definitions reads of the kernel: symbols, types, and entries of functions."""
+    """Facts about the kernel for the parser of definitions: symbols, types, and entries of functions."""
 
     arch: Arch
     symbols: KernelSymbols

@@ -66,7 +66,7 @@ def memory(read: Callable[[int, int], bytes], va: int, size: int) -> bytes:
 def test_a_mount_shows_the_kernel_of_a_core(
     guest: LinuxEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its segments overlap. The mappings of the mount that wrote it stay beside those of the new one."""
+    """Its segments overlap, and it has the mappings of the mount that wrote it as well as its own."""
     path = tmp_path / "core"
     with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as file:
         copy = ("cp", "--sparse=always", f"/proc/self/fd/{file.fileno()}", str(path))

@@ -265,7 +265,7 @@ class TestBrokenCompilers(TestBrokenProtocols):
         assert self.finds(proof, "replaced code isn't waited for", "region or slot isn't waited for")
 
     def test_something_live_not_saved(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where much is live it is found soon."""
+        """The fault is found soon at places where many registers are live."""
         nothing = LiveRegisters(frozenset({"sp"}), flags=False)
         verdict = proof.probed.kernel.kprobes.compiler._verdict
         places = list(longer(proof, 15 * self.sample))
