@@ -136,7 +136,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         print(
             f"{mode}: {len(armed.places)} places of {len(starts)} functions, "
-            f"{armed.breakpoints} of them breakpoints, {len(armed.hits)} of them hit {sum(armed.hits.values())} times",
+            f"{armed.breakpoints} of them breakpoints, "
+            f"{len(armed.hits)} of them hit {sum(armed.hits.values())} times",
             flush=True,
         )
     return 0
