@@ -59,7 +59,8 @@ def _starting(prefix: str, kallsyms: Kallsyms) -> list[str]:
 
 def _ending(suffix: str, kallsyms: Kallsyms) -> list[str]:
     table = kallsyms.table
-    return _distinct(table.name(index) for index in table.ending(re.escape(suffix)))
+    known = suffix.encode("utf-8", "replace").decode()
+    return _distinct(table.name(index) for index in table.ending(re.escape(known)))
 
 
 def _distinct(names: Iterable[bytes]) -> list[str]:
