@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli.scratch_copies import copies_of_arguments, why_nothing
+from kprobefs.cli.nothing_hint import EndedCommand, counted, why_no_hit
+from kprobefs.cli.scratch_copies import copies_of_arguments
 from kprobefs.cli.trace_output import TextOutput, TraceFiles, TraceOutput, output_of
 from kprobefs.cli.trace_syntax import AskedProbe, free_name, parse_probes
 from kprobefs.common.daemon_registry import start_time
@@ -346,13 +347,12 @@ class AttachedProbes:
         """Return a text with the reason why there are no records. `reader`: pid of the reader of records."""
         session = self._session
         if session.request.filter and (hits := self._unfiltered({os.getpid(), reader})):
-            return f"the filter accepted none of {hits} hit{'s' * (hits > 1)}"
-        if session.status:
-            return f"the command ended with status {session.status} before a probe was hit"
+            return f"the filter accepted none of {counted(hits)}"
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
         if session.request.graph is not None:
             places.append(session.request.graph)
-        return why_nothing(self._command, self._scratch, places)
+        ended = EndedCommand(self._command, session.status or 0, self._directory, str(self._scratch))
+        return why_no_hit(ended, places)
 
     def _unfiltered(self, own: set[int]) -> int:
         """Return the number of hits in all processes except `own`, including hits that the filter drops."""
