@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from difflib import get_close_matches
-from errno import EINVAL
+from errno import EINVAL, ENOENT
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -253,6 +253,8 @@ class AttachedProbes:
             if error.errno == EINVAL:
                 remedy = self._nearest(graph) or "see available_filter_functions"
                 why = f"no such function can be traced; {remedy}"
+            elif error.errno == ENOENT:
+                why = "the kernel has no function graph; use a kernel or a --profile with ftrace"
             raise CliError(f"--graph {escape_for_terminal(graph)}: {why}") from None
 
     def _nearest(self, name: str) -> str:
