@@ -29,6 +29,7 @@ class ElfMachine(IntEnum):
 
     I386 = 3
     X86_64 = 62
+    AARCH64 = 183
     RISCV = 243
 
 

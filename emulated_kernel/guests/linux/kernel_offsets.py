@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from errno import ENOENT
 from typing import Any
 
@@ -48,6 +48,8 @@ _OF_FREE_PAGES = (
     "zone.present_pages", "zone.vm_stat",
 )  # fmt: skip
 _SIZES = "page", "zone", "free_area"
+PT_REGS = "pt_regs"
+"""Key of the size of struct pt_regs in KernelOffsets.offsets."""
 STATE = "task_struct.__state", "task_struct.state"
 """Paths of the member with a task's state: an unsigned int since v5.14, and a long before."""
 TIMEKEEPER = "tk_core"
@@ -124,6 +126,8 @@ class KernelOffsets:
     """Flags in d_flags of dentries that only the kernel can look up."""
     need_resched: int = 0
     """Bit of TIF_NEED_RESCHED in thread_info.flags, found in the booted kernel; 0 before the boot."""
+    executed: tuple[tuple[int, int], ...] = ()
+    """Address and code of the kernel's instructions that the host executes in place of the CPU."""
     syscall_trace: int = 0
     """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
 
@@ -149,6 +153,7 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
         offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf) | _of_timers(kernel.btf)
         offsets |= {path: kernel.btf.offset(path) for path in abi.members}
         offsets |= {name: kernel.btf.constant(name) for name in abi.constants}
+        offsets[PT_REGS] = kernel.btf.size(PT_REGS)
         per_cpu = _per_cpu_offsets(kernel, abi.per_cpu)
         if not kernel.btf.has(SYSCALL_WORK):
             found = {name: kernel.kallsyms.lookup_name(name) for name in TRACE_SYSCALLS}
@@ -158,8 +163,29 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
             raise
         raise unusable(error.strerror or "") from None
     return KernelOffsets(
-        kernel.release, kernel.architecture, symbols, offsets, per_cpu, dentry_slow_path_flags(kernel.btf)
+        kernel.release,
+        kernel.architecture,
+        symbols,
+        offsets,
+        per_cpu,
+        dentry_slow_path_flags(kernel.btf),
+        executed=tuple(_instructions_ending(kernel, abi.executed)),
     )
+
+
+def _instructions_ending(kernel: LinuxKernel, ends: tuple[bytes, ...]) -> Iterator[tuple[int, int]]:
+    """Yield address and code of the words in a kernel that end with one of `ends`, each of three bytes.
+
+    A word that is not an instruction is never executed.
+    """
+    for segment in kernel.vmlinux.segments:
+        data = bytes(segment.data)
+        for end in ends:
+            at = data.find(end)
+            while at >= 0:
+                if at % 4 == 1:
+                    yield segment.va + at - 1, int.from_bytes(data[at - 1 : at + 3], "little")
+                at = data.find(end, at + 1)
 
 
 def timekeeper_address(kernel: LinuxKernel) -> int | None:
@@ -217,9 +243,11 @@ def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("facts: the release is no text")
     # Offsets of variables that are linked at addresses of the kernel are negative.
     distances = [abs(offset) for offset in kept["per_cpu"].values()]
-    others = [value for name, value in kept.items() if name not in ("release", "architecture", "per_cpu")]
+    texts = "release", "architecture", "per_cpu", "executed"
+    others = [value for name, value in kept.items() if name not in texts]
+    executed = [word for site in kept["executed"] for word in site]
     words = (word for each in others for word in (each.values() if isinstance(each, dict) else (each,)))
-    if not all(map(is_word, (*distances, *words))):
+    if not all(map(is_word, (*distances, *executed, *words))):
         raise ValueError("facts: not numbers of 64 bits")
     return kept
 

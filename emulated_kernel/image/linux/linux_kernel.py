@@ -14,6 +14,7 @@ from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.elf import gnu_build_id
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.flat_image import FlatImage
 from emulated_kernel.image.linux.kallsyms_tables import find_symbols
 from emulated_kernel.image.linux.kernel_events import (
     KernelEvent,
@@ -23,7 +24,6 @@ from emulated_kernel.image.linux.kernel_events import (
     syscall_numbers,
 )
 from emulated_kernel.image.linux.open_image import open_vmlinux
-from emulated_kernel.image.linux.riscv_image import RiscvImage
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, Vmlinux
 from emulated_kernel.image.text_tables import (
@@ -400,6 +400,6 @@ def open_kernel(source: str) -> LinuxKernel:
     """
     vmlinux = open_vmlinux(source)
     kernel = LinuxKernel(vmlinux)
-    if isinstance(vmlinux, RiscvImage):
+    if isinstance(vmlinux, FlatImage):
         vmlinux.check_complete(kernel.required("_edata"))
     return kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 
@@ -328,6 +328,9 @@ class LinuxMachine(ABC):
     @abstractmethod
     def follow_text(self, symbols: Mapping[str, int]) -> None:
         """Drop translated code whenever the guest has changed its text. `symbols`: addresses by name."""
+
+    def execute(self, sites: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - only arm64 has such instructions
+        """Execute instructions of the kernel in place of the CPU. `sites`: address and code of each."""
 
     def run_to_stub(self) -> None:
         """Run until a process waits at the stub; while the guest is idle, advance the time.
