@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import FrameType
@@ -241,7 +241,7 @@ class Engine(CodeCache):
         function = self._held.uc_mmio_map
         where = ctypes.c_uint64(address), ctypes.c_size_t(size)
         error = function(self.handle, *where, callbacks[0], None, callbacks[1], None)
-        self._check(error, "uc_mmio_map")
+        self._check(int(error), "uc_mmio_map")
 
     def add_hook(
         self,

@@ -41,6 +41,9 @@ ARCHITECTURES: Mapping[str, ElfMachine] = {
 }
 """Name of a supported architecture -> e_machine of its images; the default architecture comes first."""
 
+ELF_MACHINES: Mapping[str, ElfMachine] = {**ARCHITECTURES, "arm64": ElfMachine.AARCH64}
+"""Name of an architecture -> e_machine, also of architectures that only distributions' kernels have."""
+
 
 @immutable
 @dataclass(frozen=True)

@@ -215,7 +215,8 @@ def _booted(
 def _load(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu | None) -> tuple[int, ...]:
     """Load a kernel into the machine; return the addresses of the rdmsr instructions that the host emulates.
 
-    `cpu`: the production machine's CPU that an x86 guest is shown. Without it, and for other processors, return ().
+    `cpu`: the production machine's CPU that an x86 guest is shown. Without it, or if the guest is not an x86
+    guest, return ().
     """
     if isinstance(machine, RiscvMachine):
         riscv_boot.load(machine, kernel)

@@ -85,7 +85,16 @@ _GENERIC_SYSCALLS = {
 # Mirrors: include/uapi/asm-generic/stat.h:struct stat (v6.12).
 _GENERIC_STAT = struct.Struct("<QQIIIIQQqiiq6Q8x")
 _GENERIC_STAT_ORDER = (
-    "mode", "nlink", "uid", "gid", "rdev", "pad1", "size", "blksize", "pad2", "blocks",
+    "mode",
+    "nlink",
+    "uid",
+    "gid",
+    "rdev",
+    "pad1",
+    "size",
+    "blksize",
+    "pad2",
+    "blocks",
 )
 X86_64 = GuestAbi(
     name="x86_64",

@@ -12,7 +12,7 @@ from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.safe_read import is_word
 
 RESCHEDULE = "resched_curr"
@@ -126,8 +126,8 @@ class KernelOffsets:
     """Flags in d_flags of dentries that only the kernel can look up."""
     need_resched: int = 0
     """Bit of TIF_NEED_RESCHED in thread_info.flags, found in the booted kernel; 0 before the boot."""
-    executed: tuple[tuple[int, int], ...] = ()
-    """Address and code of the kernel's instructions that the host executes in place of the CPU."""
+    executed: dict[str, int] = field(default_factory=dict)
+    """Address, in hexadecimal, of an instruction that the host executes in place of the CPU -> its code."""
     syscall_trace: int = 0
     """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
 
@@ -169,7 +169,7 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
         offsets,
         per_cpu,
         dentry_slow_path_flags(kernel.btf),
-        executed=tuple(_instructions_ending(kernel, abi.executed)),
+        executed={f"{at:x}": code for at, code in _instructions_ending(kernel, abi.executed)},
     )
 
 
@@ -243,11 +243,9 @@ def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("facts: the release is no text")
     # Offsets of variables that are linked at addresses of the kernel are negative.
     distances = [abs(offset) for offset in kept["per_cpu"].values()]
-    texts = "release", "architecture", "per_cpu", "executed"
-    others = [value for name, value in kept.items() if name not in texts]
-    executed = [word for site in kept["executed"] for word in site]
+    others = [value for name, value in kept.items() if name not in ("release", "architecture", "per_cpu")]
     words = (word for each in others for word in (each.values() if isinstance(each, dict) else (each,)))
-    if not all(map(is_word, (*distances, *executed, *words))):
+    if not all(map(is_word, (*distances, *words))):
         raise ValueError("facts: not numbers of 64 bits")
     return kept
 

@@ -80,7 +80,7 @@ def relocated(segments: Sequence[LoadSegment]) -> tuple[LoadSegment, ...]:
     table = max((_relocations(segment.data) for segment in segments), key=len)
     changed = [bytearray(segment.data) for segment in segments]
     for segment, data in zip(segments, changed, strict=True):
-        data += bytes(-len(data) % 8)
+        data.extend(bytes(-len(data) % 8))
         words = memoryview(data).cast("Q")
         start = segment.va
         end = start + len(segment.data)
@@ -91,9 +91,7 @@ def relocated(segments: Sequence[LoadSegment]) -> tuple[LoadSegment, ...]:
                 words[place - start >> 3] = value
         words.release()
         del data[len(segment.data) :]
-    return tuple(
-        replace(segment, data=bytes(data)) for segment, data in zip(segments, changed, strict=True)
-    )
+    return tuple(replace(segment, data=bytes(data)) for segment, data in zip(segments, changed, strict=True))
 
 
 def _relocations(data: bytes | memoryview) -> memoryview:

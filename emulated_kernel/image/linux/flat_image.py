@@ -24,7 +24,7 @@ class FlatImage(LinkedMemory):
     magic: ClassVar[bytes]
 
     def __init__(self, data: bytes, size: int, linked: int) -> None:
-        """Take the file's data. `size`: size in memory, by its header. `linked`: address of the first byte."""
+        """Take the file's data. `size`: size in memory by the header. `linked`: address of the first byte."""
         if not len(data) <= size <= _MEMORY_LIMIT:
             raise unusable(f"its header says that it takes {size:#x} bytes; the file has {len(data):#x}")
         super().__init__(linked, (LoadSegment(linked, 0, data, size, _ALL_RIGHTS),), {})

@@ -178,5 +178,6 @@ def _foreign(start: bytes) -> str:
     if start[:2] == b"MZ":
         return "an EFI program, but no Linux for x86_64, arm64 or riscv64"
     return (
-        "neither a vmlinuz, vmlinux or Image for x86_64, arm64 or riscv64, nor a package (.deb, .rpm, .pkg.tar.zst)"
+        "neither a vmlinuz, vmlinux or Image for x86_64, arm64 or riscv64, nor a package (.deb, .rpm, "
+        ".pkg.tar.zst)"
     )

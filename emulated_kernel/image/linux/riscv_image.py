@@ -22,6 +22,7 @@ _ZBOOT_HEADER = struct.Struct("<4x4sII")
 _LINKED = 0xFFFFFFFF80000000
 """Virtual address of the image. Mirrors: arch/riscv/include/asm/pgtable.h:KERNEL_LINK_ADDR (v6.12)."""
 
+
 def is_zboot(start: bytes) -> bool:
     """Return True if a file that begins with `start` is an EFI zboot file of any machine."""
     return start[_ZBOOT_AT : _ZBOOT_AT + len(_ZBOOT)] == _ZBOOT

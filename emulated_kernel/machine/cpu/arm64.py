@@ -133,7 +133,7 @@ class Arm64Cpu(CpuModel):
     fetch_unit = 4
     filler = breakpoints[0]
 
-    def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:
+    def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:  # noqa: ARG002 - it refuses
         """Refuse, because kprobefs's own kernel has no image for arm64. Raises: HardwareError."""
         raise HardwareError("kprobefs's own kernel does not run on arm64")
 

@@ -57,7 +57,11 @@ def device_tree(ram_size: int, initrd: range) -> bytes:
     tree.end()
     tree.end()
     places = word(DISTRIBUTOR) + word(0x1000) + word(CPU_INTERFACE) + word(0x2000)
-    controller: dict[str, Value] = {"compatible": "arm,gic-400", "#interrupt-cells": 3, "phandle": _CONTROLLER}
+    controller: dict[str, Value] = {
+        "compatible": "arm,gic-400",
+        "#interrupt-cells": 3,
+        "phandle": _CONTROLLER,
+    }
     tree.begin(
         f"interrupt-controller@{DISTRIBUTOR:x}", controller | {"interrupt-controller": b"", "reg": places}
     )

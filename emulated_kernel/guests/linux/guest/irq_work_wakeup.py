@@ -34,15 +34,15 @@ from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.util.abi import Prot
 from emulated_kernel.util.code_listing import machine_code
 
-_ARM64_WAKEUP = """
-    d0 00 00 58   | ldr x16, =task
+ARM64_WAKEUP = """
+    d0 00 00 58   | ldr x16, task_at
     00 02 40 f9   | ldr x0, [x16]
     40 00 00 b5   | cbnz x0, wake
     c0 03 5f d6   | ret
-    90 00 00 58   | wake: ldr x16, =wake_up_process
+    90 00 00 58   | wake: ldr x16, function_at
     00 02 1f d6   | br x16
-    imm64:task
-    imm64:wake_up_process
+    imm64:task            | task_at: .quad task
+    imm64:wake_up_process | function_at: .quad wake_up_process
 """
 _WORK = 0x40
 """Offset in bytes of the irq_work in the data page, whose first word is the address of the task to wake."""
@@ -175,7 +175,7 @@ class Arm64Wakeup(IrqWorkWakeup):
         tables.map(self._data, self._task, PAGE, Prot.READ | Prot.WRITE)
 
     def _code(self) -> bytes:
-        return machine_code(_ARM64_WAKEUP, self._text, {**self._symbols, "task": self._data})
+        return machine_code(ARM64_WAKEUP, self._text, {**self._symbols, "task": self._data})
 
     def _raise(self) -> None:
         self._board.pending |= 1 << self._interrupt

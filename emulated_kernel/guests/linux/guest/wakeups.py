@@ -44,25 +44,25 @@ _JMP_SIZE = 5
 
 
 _RISCV_RET_SIZE = 4
-_ARM64_RESCHEDULE = """
+ARM64_RESCHEDULE = """
     fd 7b bf a9   | stp x29, x30, [sp, #-16]!
-    a0 00 00 58   | ldr x0, =run_queue
-    d0 00 00 58   | ldr x16, =resched_curr
+    a0 00 00 58   | ldr x0, queue_at
+    d0 00 00 58   | ldr x16, function_at
     00 02 3f d6   | blr x16
     fd 7b c1 a8   | ldp x29, x30, [sp], #16
     c0 03 5f d6   | ret
-    imm64:run_queue
-    imm64:resched_curr
+    imm64:run_queue    | queue_at: .quad run_queue
+    imm64:resched_curr | function_at: .quad resched_curr
 """
-_ARM64_TRACE = """
+ARM64_TRACE = """
     fd 7b bf a9   | stp x29, x30, [sp, #-16]!
-    b0 00 00 58   | ldr x16, =syscall_regfunc
+    b0 00 00 58   | ldr x16, first_at
     00 02 3f d6   | blr x16
     fd 7b c1 a8   | ldp x29, x30, [sp], #16
-    90 00 00 58   | ldr x16, =syscall_unregfunc
+    90 00 00 58   | ldr x16, second_at
     00 02 1f d6   | br x16
-    imm64:syscall_regfunc
-    imm64:syscall_unregfunc
+    imm64:syscall_regfunc   | first_at: .quad syscall_regfunc
+    imm64:syscall_unregfunc | second_at: .quad syscall_unregfunc
 """
 _ARM64_TAIL = 20
 """Size in bytes of the last instruction and of two words of data."""
@@ -94,8 +94,8 @@ def flag_codes(machine: LinuxMachine) -> tuple[FlagCode, FlagCode | None]:
     if isinstance(machine, RiscvMachine):
         return FlagCode(_riscv_reschedule, _RISCV_RET_SIZE), None
     if isinstance(machine, Arm64Machine):
-        return FlagCode(partial(machine_code, _ARM64_RESCHEDULE), _ARM64_TAIL), FlagCode(
-            partial(machine_code, _ARM64_TRACE), _ARM64_TAIL
+        return FlagCode(partial(machine_code, ARM64_RESCHEDULE), _ARM64_TAIL), FlagCode(
+            partial(machine_code, ARM64_TRACE), _ARM64_TAIL
         )
     return FlagCode(partial(machine_code, RESCHEDULE), _RET_SIZE), FlagCode(
         partial(machine_code, TRACE), _JMP_SIZE

@@ -93,7 +93,7 @@ def _find(engine: Engine, ram: mmap.mmap) -> Arm64Cells:
     ip = Arm64Cpu.ip_slot * 8
     found = _spsr(engine, state), _daif(engine, state), ip + _PSTATE_AFTER_IP, ip + _HFLAGS_AFTER_IP
     _check_level(engine, ram, state, ip)
-    return Arm64Cells(*registers, *found, *_exception(engine, ram, state))
+    return Arm64Cells._make((*registers, *found, *_exception(engine, ram, state)))
 
 
 def _words(state: int, code: str) -> tuple[int, ...]:

@@ -108,12 +108,13 @@ class Arm64Machine(LinuxMachine):
 
     # Instructions that the host executes
 
-    def execute(self, sites: Sequence[tuple[int, int]]) -> None:
+    def execute(self, sites: Mapping[str, int]) -> None:
         """Execute the instructions for the counter and the timer in place of the CPU; see LinuxMachine.
 
         Unicorn: the CPU's own counter is the host's clock, and its timer raises no interrupt.
         """
-        for address, code in sites:
+        for place, code in sites.items():
+            address = int(place, 16)
             kind = code & _ENCODING
             if kind in _READS:
                 callback = SYSTEM_REGISTER_CALLBACK(self._read_of(code))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 
@@ -329,8 +329,8 @@ class LinuxMachine(ABC):
     def follow_text(self, symbols: Mapping[str, int]) -> None:
         """Drop translated code whenever the guest has changed its text. `symbols`: addresses by name."""
 
-    def execute(self, sites: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - only arm64 has such instructions
-        """Execute instructions of the kernel in place of the CPU. `sites`: address and code of each."""
+    def execute(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only arm64 has such instructions
+        """Execute instructions of the kernel in place of the CPU. `sites`: KernelOffsets.executed."""
 
     def run_to_stub(self) -> None:
         """Run until a process waits at the stub; while the guest is idle, advance the time.
