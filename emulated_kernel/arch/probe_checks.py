@@ -18,7 +18,7 @@ from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler,
 from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayout
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.analysis.tactic import Tactics
-from emulated_kernel.arch.analysis.xrefs import CodeXrefs
+from emulated_kernel.arch.analysis.xrefs import CodeXrefs, Reference
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.text_tables import ProbedTables
@@ -130,6 +130,11 @@ class ProbeChecker(ABC, Generic[Analysis]):
     """Size in bytes of a static call site."""
     max_insn_size: int
     """Size in bytes of the longest instruction."""
+    windows = 0
+    """Number of windows into which references are searched before all are indexed.
+
+    It is 0 if a search takes as long as the index does.
+    """
     landing_pad: bytes = b""
     """Instruction before a function's body that indirect branches must reach; empty if there is none."""
 
@@ -163,7 +168,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Addresses of the instructions that have a fixup in __ex_table."""
         self.layout = self.text_layout(image)
         self._known: OrderedDict[int, AnalyzedFunction[Analysis]] = OrderedDict()
-        self._entrances = CodeXrefs(image, self.bits, self.possible_branches, self.possible_addresses)
+        self._entrances = CodeXrefs(
+            image, self.bits, self.possible_branches, self.possible_addresses, windows=self.windows
+        )
         self.tables_changed()
 
     # Hooks of the architectures
@@ -192,15 +199,19 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return True if an indirect jump of a function may lead to another place in the function."""
 
     @abstractmethod
-    def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+    def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
         """Iterate over (target, source) of all bit patterns in `code` that look like direct branches.
 
-        Patterns may start in the middle of an instruction.
+        Patterns may start in the middle of an instruction. Unless `window` is None, branches whose target is
+        not in it may be left out.
         """
 
     @abstractmethod
-    def possible_addresses(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
-        """Iterate over (target, source) of all bit patterns in `code` that may take an address of text."""
+    def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
+        """Iterate over (target, source) of all bit patterns in `code` that may take an address of text.
+
+        Unless `window` is None, addresses that are not in it may be left out.
+        """
 
     @abstractmethod
     def label_size(self, code: bytes) -> int:

@@ -15,6 +15,7 @@ from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region, S
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, reserved_range
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.xrefs import Reference
 from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.riscv import extended
 from emulated_kernel.arch.riscv.analysis import ALL_LIVE, RiscvFunctionAnalysis
@@ -249,7 +250,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def has_jump_table(self, symbol: Symbol) -> bool:
         return self._function(symbol).analysis.has_jump_table
 
-    def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+    def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:  # noqa: ARG002
         step = RVC_SIZE if self._compressed else RVI_SIZE
         for match in _BRANCH.finditer(code):
             at = match.start()
@@ -260,7 +261,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
             if target is not None:
                 yield addr + at + target, addr + at
 
-    def possible_addresses(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+    def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:  # noqa: ARG002
         """Implement ProbeChecker.possible_addresses: an auipc, and an addi or jalr soon after it."""
         step = RVC_SIZE if self._compressed else RVI_SIZE
         for match in _AUIPC.finditer(code):
