@@ -261,6 +261,12 @@ class InterfaceRule(LinuxRule):
         "a raw marker is recorded as long as it is; earlier versions record at least 16 bytes",
         "kernel/trace/trace.c:tracing_mark_raw_write",
     )
+    SUBBUF_SIZE = (
+        "6.8",
+        "`buffer_subbuf_size_kb` is the size of the pages that records are written to",
+        "kernel/trace/ring_buffer.c:ring_buffer_subbuf_order_set",
+        "ring_buffer_subbuf_order_set()",
+    )
     TRACEPOINT_EVENTS = (
         "6.12",
         "dynamic_events takes `t` lines: events at tracepoints, with the arguments of the tracepoint",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from emulated_kernel.trace.ring.buffer_page import (
     MAX_TYPE_LEN,
     PADDING,
-    PAGE_DATA_SIZE,
     PAGE_HEADER_SIZE,
     TIME_EXTEND,
     TIME_STAMP,
+    capacity,
 )
 
 _STAMP_SIZE = 8
@@ -19,8 +19,8 @@ def _field(declaration: str, offset: int, size: int, signed: int) -> str:
     return f"\tfield: {declaration};\toffset:{offset};\tsize:{size};\tsigned:{signed};\n"
 
 
-def header_page_text() -> str:
-    """Return the text of header_page.
+def header_page_text(order: int = 0) -> str:
+    """Return the text of header_page for sub-buffers of 4096 << order bytes.
 
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_print_page_header (v6.1).
     """
@@ -28,7 +28,7 @@ def header_page_text() -> str:
         _field("u64 timestamp", 0, _STAMP_SIZE, 0)
         + _field("local_t commit", _STAMP_SIZE, _COMMIT_SIZE, 1)
         + _field("int overwrite", _STAMP_SIZE, 1, 1)
-        + _field("char data", PAGE_HEADER_SIZE, PAGE_DATA_SIZE, 1)
+        + _field("char data", PAGE_HEADER_SIZE, capacity(order), 1)
     )
 
 

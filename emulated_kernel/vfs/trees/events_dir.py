@@ -40,7 +40,7 @@ def events_directory(tracing: Tracing) -> Directory:
         {
             "enable": _enable(events, events.switchable),
             "header_event": AttributeFile(READ_ONLY, header_event_text),
-            "header_page": AttributeFile(READ_ONLY, header_page_text),
+            "header_page": AttributeFile(READ_ONLY, lambda: header_page_text(tracing.array.order)),
         },
     )
 

@@ -199,6 +199,7 @@ def _buffer_files(array: TraceArray) -> dict[str, Node]:
         "buffer_percent": number_file(lambda: array.buffer_percent, array.set_buffer_percent, Moves.BY_ONE),
         "buffer_size_kb": _buffer_size(array, None),
         "buffer_total_size_kb": AttributeFile(READ_ONLY, array.buffer_total_size_text),
+        **_subbuf_file(array),
         "free_buffer": LastCloseFile(OWNER_WRITE_ONLY, array.free_buffer),
         "snapshot": _snapshot(array, None),
         "trace": _TraceFile(array, None),
@@ -206,6 +207,17 @@ def _buffer_files(array: TraceArray) -> dict[str, Node]:
         "trace_marker_raw": RawMarkerFile(WRITE_ONLY, None, execute=array.write_raw_marker),
         "trace_pipe": PipeFile(READ_ONLY, lambda: TracePipe(array)),
     }
+
+
+def _subbuf_file(array: TraceArray) -> dict[str, Node]:
+    """Return the file with the size of sub-buffers, if the kernel has it.
+
+    Mirrors: kernel/trace/trace.c:buffer_subbuf_size_read, buffer_subbuf_size_write (v6.12).
+    """
+    if InterfaceRule.SUBBUF_SIZE not in array.system.interface:
+        return {}
+    size = number_file(lambda: PAGE_SIZE << array.order >> 10, array.set_subbuf_size, Moves.BY_ONE)
+    return {"buffer_subbuf_size_kb": size}
 
 
 def _control_files(array: TraceArray) -> dict[str, Node]:
