@@ -261,6 +261,35 @@ def test_each_array_and_its_snapshot_have_one_size_of_pages(kernel: Kernel) -> N
     kernel.trace_arrays.remove("one")
 
 
+@pytest.mark.parametrize(
+    ("profile", "fields", "size", "sizes"),
+    [
+        ("linux-6.1", ("int overwrite 1", "char data 1"), 32, ["1410", "1410", "1410"]),
+        ("linux-6.12", ("int overwrite 1", "char data 0"), 32, ["7 (expanded: 1408)", "1410", "1410"]),
+        ("linux-7.2", ("char overwrite 0", "char data 0"), 28, ["7 (expanded: 1408)", "1410", "1410"]),
+    ],
+)
+def test_buffers_by_version(profile: str, fields: tuple[str, ...], size: int, sizes: list[str]) -> None:
+    """As Debian's kernels answer: the header of a page, a marker's size, and when buffers get their size.
+
+    The sizes are those of the top array after an event was enabled in an instance, of the instance, and of
+    the top array after a refused write to `snapshot`.
+    """
+    with Kernel(profile=profile_named(profile)) as kernel:
+        shown = re.findall(
+            r"field: ((?:int|char) \w+);.*signed:(.);", kernel.read_file("tracing/events/header_page")
+        )
+        assert tuple(" ".join(each) for each in shown) == fields
+        kernel.write_file("tracing/trace_marker", "hello")
+        assert f"bytes: {size}\n" in kernel.read_file("tracing/per_cpu/cpu0/stats")
+        kernel.trace_arrays.make("one")
+        kernel.write_file("tracing/instances/one/events/sched/sched_switch/enable", "1")
+        read = [kernel.read_file(f"tracing/{where}buffer_size_kb") for where in ("", "instances/one/")]
+        assert refused(kernel, "tracing/snapshot", "x") == errno.EINVAL
+        read.append(kernel.read_file("tracing/buffer_size_kb"))
+        assert [text.rstrip("\n") for text in read] == sizes
+
+
 def test_options_belong_to_their_versions() -> None:
     later = {"fields": "6.12", "trace_printk_dest": "6.12", "copy_trace_marker": "7.2", "bitmask-list": "7.2"}
     for version in ("5.10", "6.1", "6.12", "7.2"):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from emulated_kernel.trace.array.services import TracingServices
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import (
     RingControls,
@@ -50,6 +51,8 @@ class ArrayRings(ABC):
         self.listeners: list[Callable[[], None]] = []
         self.cpumask = (1 << system.cpus) - 1
         """CPUs whose events are recorded; bit N is set for CPU N."""
+        self._expands_alone = expanded and InterfaceRule.ARRAYS_EXPANDED_ALONE in system.interface
+        """Whether the array has its full size independently of the others."""
         self._overwrite = True
         self._tracing_on = True
         self._stopped = 0
@@ -217,12 +220,20 @@ class ArrayRings(ABC):
 
     # -- sizes
 
+    @property
+    def is_expanded(self) -> bool:
+        """Whether the buffers have got their full size or a size that was written to buffer_size_kb.
+
+        Mirrors: kernel/trace/trace.h:struct trace_array.ring_buffer_expanded (v6.12)
+        """
+        return self._expands_alone or self.system.is_expanded
+
     def expand(self) -> None:
         """Give the buffers their full size, unless they have it. Callers do this before an event is enabled.
 
         Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
         """
-        if not self.system.is_expanded:
+        if not self.is_expanded:
             self._resize(DEFAULT_BUFFER_SIZE, None, errno.EBUSY)
 
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
@@ -243,7 +254,8 @@ class ArrayRings(ABC):
         self.system.lock.assert_held()
         order = self.order
         pages = pages_for(size, order)
-        self.system.is_expanded = True
+        if not self._expands_alone:
+            self.system.is_expanded = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
         # Linux: a resize of all CPUs fails if a file reads any CPU's buffer, even if its size is unchanged.
         check_resizable(self.buffers if cpu is None else changed, while_read)
@@ -289,13 +301,13 @@ class ArrayRings(ABC):
         if len(sizes) > 1:
             return "X\n"
         note = f" (expanded: {DEFAULT_BUFFER_SIZE >> 10})"
-        return f"{sizes.pop()}{'' if self.system.is_expanded or cpu is not None else note}\n"
+        return f"{sizes.pop()}{'' if self.is_expanded or cpu is not None else note}\n"
 
     def buffer_total_size_text(self) -> str:
         """Return the text of buffer_total_size_kb."""
         total = sum(size >> 10 for size in self._sizes)
         full = (DEFAULT_BUFFER_SIZE >> 10) * self.system.cpus
-        return f"{total}\n" if self.system.is_expanded else f"{total} (expanded: {full})\n"
+        return f"{total}\n" if self.is_expanded else f"{total} (expanded: {full})\n"
 
     def _cpus(self, cpu: int | None) -> range:
         return range(self.system.cpus) if cpu is None else range(cpu, cpu + 1)

@@ -385,7 +385,8 @@ class TraceArray(ArrayRings, Recorder):
     def _marker(self, text: bytes) -> bytes:
         """Return the payload of a PRINT entry with the marker's text."""
         system = self.system
-        return print_entry(text, system.markers.marker_ip, system.arch.word_size)
+        is_exact = InterfaceRule.MARKERS_EXACT in system.interface
+        return print_entry(text, system.markers.marker_ip, system.arch.word_size, is_exact=is_exact)
 
     def write_raw_marker(self, data: bytes) -> int:
         """Execute one write(2) to trace_marker_raw: record a RAW_DATA entry of the current task.
@@ -400,10 +401,10 @@ class TraceArray(ArrayRings, Recorder):
 
     def _write_raw(self, data: bytes) -> int:
         interface = self.system.interface
-        is_exact = InterfaceRule.RAW_MARKER_SIZE in interface
+        is_exact = InterfaceRule.MARKERS_EXACT in interface
         limit = RAW_MARKER_LIMIT
         if InterfaceRule.LONG_MARKERS in interface:
-            # Linux: until 7.2, the size counts the u32 twice.
+            # Linux: before 6.17, the size counts the u32 twice.
             limit = MAX_DATA_SIZE - COMMON_SIZE - (0 if is_exact else _ID_SIZE)
         if not _ID_SIZE <= len(data) <= limit:
             raise KernelError(errno.EINVAL, f"raw marker: {len(data)} bytes; write {_ID_SIZE} to {limit}")
