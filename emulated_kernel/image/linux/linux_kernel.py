@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 from emulated_kernel.image import text_tables
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.elf import gnu_build_id
-from emulated_kernel.image.kallsyms import Kallsyms, Symbol
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol, SymbolTable
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kallsyms_tables import find_symbols
 from emulated_kernel.image.linux.kernel_events import (
@@ -102,12 +102,17 @@ class LinuxKernel:
     def __init__(self, vmlinux: LinkedMemory) -> None:
         self.vmlinux = vmlinux
         symtab = vmlinux.symtab if isinstance(vmlinux, Vmlinux) else ()
-        symbols = find_symbols(vmlinux) or [Symbol(name, address, letter) for address, letter, name in symtab]
-        if not symbols:
+        found = find_symbols(vmlinux)
+        if found:
+            # In the kernel's own order.
+            symbols = Kallsyms.of_table(SymbolTable.of(found), 0, 1 << 64)
+        elif symtab:
+            symbols = Kallsyms(Symbol(name, address, letter) for address, letter, name in symtab)
+        else:
             raise unusable(
                 "it has no symbols (neither kallsyms nor a symbol table); a kernel needs CONFIG_KALLSYMS"
             )
-        self._set_symbols(Kallsyms(symbols))
+        self._set_symbols(symbols)
 
     def _set_symbols(self, symbols: Kallsyms) -> None:
         self.kallsyms = symbols
