@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 from emulated_kernel.image import text_tables
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.elf import gnu_build_id
-from emulated_kernel.image.kallsyms import Kallsyms, Symbol
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol, SymbolTable, is_mapping_symbol
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kallsyms_tables import find_symbols
 from emulated_kernel.image.linux.kernel_events import (
@@ -102,12 +102,21 @@ class LinuxKernel:
     def __init__(self, vmlinux: LinkedMemory) -> None:
         self.vmlinux = vmlinux
         symtab = vmlinux.symtab if isinstance(vmlinux, Vmlinux) else ()
-        symbols = find_symbols(vmlinux) or [Symbol(name, address, letter) for address, letter, name in symtab]
-        if not symbols:
+        found = find_symbols(vmlinux)
+        if found:
+            # In the kernel's own order.
+            symbols = Kallsyms.of_table(SymbolTable.of(found), 0, 1 << 64)
+        elif symtab:
+            symbols = Kallsyms(
+                Symbol(name, address, letter)
+                for address, letter, name in symtab
+                if not is_mapping_symbol(name)
+            )
+        else:
             raise unusable(
                 "it has no symbols (neither kallsyms nor a symbol table); a kernel needs CONFIG_KALLSYMS"
             )
-        self._set_symbols(Kallsyms(symbols))
+        self._set_symbols(symbols)
 
     def _set_symbols(self, symbols: Kallsyms) -> None:
         self.kallsyms = symbols
@@ -124,15 +133,6 @@ class LinuxKernel:
     def architecture(self) -> str:
         """Name of the kernel's processor, as in MachineConfig.arch."""
         return self.vmlinux.architecture
-
-    def check_architecture(self, name: str, what: str, remedy: str = "") -> None:
-        """Check that the kernel is for the processor `name`. Raises: KernelError ENOEXEC (it is not).
-
-        `what`: the things that need such a kernel, as a plural for the error message. `remedy`: end of the
-        message.
-        """
-        if self.architecture != name:
-            raise unusable(f"a kernel for {self.architecture}, but {what} need one for {name}{remedy}")
 
     # Tables that decide which addresses can be probed
 
