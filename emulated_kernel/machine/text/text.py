@@ -196,7 +196,10 @@ class Text:
         write_in_word = self.ledger.write_in_word
         ram = self._ram
         start, end, offset = _NO_PAGE
-        with self._batch() as (done, pages):
+        done: list[tuple[int, int]] = []
+        pages = set[int]()
+        before = len(words)
+        try:
             for va, data in pokes:
                 size = len(data)
                 if not words:
@@ -216,6 +219,8 @@ class Text:
                     self._write(va, data)
                 if len(done) < _FLUSH_FROM:
                     done.append((va, size))
+        finally:
+            self._end_batch(done, pages, before)
 
     def restore_batch(self, places: Sequence[int], size: int) -> None:
         """Write the original bytes of the instructions at `places`, which have `size` bytes, as poke_batch().
@@ -231,7 +236,10 @@ class Text:
         # Bits of an instruction in the ledger's entry of its word, for each position in the word.
         bits = (1 << 8 * size) - 1
         spans = [(bits << 64 | bits) << 8 * at if at + size <= 8 else 0 for at in range(8)]
-        with self._batch() as (done, pages):
+        done: list[tuple[int, int]] = []
+        pages = set[int]()
+        before = len(words)
+        try:
             for va in places:
                 if not start <= va <= end - size:
                     start, end, offset = self._adopted_page(va)
@@ -254,31 +262,26 @@ class Text:
                 pa = va + offset
                 now = int.from_bytes(ram[pa : pa + size], "little")
                 ram[pa : pa + size] = (now & ~(mine >> 64) | mine & bits).to_bytes(size, "little")
-
-    @contextmanager
-    def _batch(self) -> Iterator[tuple[list[tuple[int, int]], set[int]]]:
-        """Perform pokes in the block, then drop translated code and give back memory.
-
-        Yield a list for the address and size of the first _FLUSH_FROM pokes, and a set for the pages of all
-        pokes.
-        """
-        done: list[tuple[int, int]] = []
-        pages = set[int]()
-        words = self.ledger.words
-        before = len(words)
-        try:
-            yield done, pages
         finally:
-            self.ledger.changes += 1
-            if len(done) >= _FLUSH_FROM:
-                self._engine.flush_code()
-                if shrink_dict(words, before):
-                    # Another thread may have read the dict while it was empty.
-                    self.ledger.changes += 1
-                    self._memory.give_back(pages - {word * 8 & -PAGE_SIZE for word in words})
-            else:
-                for va, size in done:
-                    self._invalidate(va, size)
+            self._end_batch(done, pages, before)
+
+    def _end_batch(self, done: list[tuple[int, int]], pages: set[int], before: int) -> None:
+        """Drop translated code after pokes, and give back memory.
+
+        `done`: address and size of the first _FLUSH_FROM pokes. `pages`: pages of all pokes. `before`: number
+        of the ledger's words before the pokes.
+        """
+        words = self.ledger.words
+        self.ledger.changes += 1
+        if len(done) >= _FLUSH_FROM:
+            self._engine.flush_code()
+            if shrink_dict(words, before):
+                # Another thread may have read the dict while it was empty.
+                self.ledger.changes += 1
+                self._memory.give_back(pages - {word * 8 & -PAGE_SIZE for word in words})
+        else:
+            for va, size in done:
+                self._invalidate(va, size)
 
     @property
     def _is_recorded(self) -> bool:
