@@ -86,7 +86,8 @@ class TraceArrays(TaskObserver):
         functions = FunctionTracer(
             self._functions, probes, pids, CallRecorder(array, pids).record, system.tracer_options.is_on
         )
-        array.register_tracer(FUNCTION_TRACER, functions)
+        if self._functions.has_sites:
+            array.register_tracer(FUNCTION_TRACER, functions)
         commands = (*PLAIN_COMMANDS, self._hists)
         return Tracing(
             array,

@@ -35,7 +35,7 @@ class NativeCore:
         self.regs = machine.regs
         self.at_close: Callable[[Callable[[], object]], None] = machine.before_close.append
         self._machine = machine
-        self._root = tasks.root
+        self._root = machine.memory.kernel_root(tasks.root)
 
     @property
     def memory(self) -> NativeCore:
@@ -63,7 +63,7 @@ class NativeCore:
         """Return a function for a debugger's step over a breakpoint: whether an address belongs to its hit.
 
         A hit consists of the exceptions, in which the stack is deeper, and of the insn slot. Branches do not
-        use a slot, because Linux emulates them. In a RISC-V kernel a step enters the exception.
+        use a slot, because Linux emulates them. On other processors a step enters the exception.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
         if self.model.name != X86_64Cpu.name:
