@@ -18,7 +18,7 @@ from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler,
 from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayout
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.analysis.tactic import Tactics
-from emulated_kernel.arch.analysis.xrefs import CodeXrefs
+from emulated_kernel.arch.analysis.xrefs import CodeXrefs, Reference
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.text_tables import ProbedTables
@@ -192,15 +192,19 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return True if an indirect jump of a function may lead to another place in the function."""
 
     @abstractmethod
-    def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+    def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
         """Iterate over (target, source) of all bit patterns in `code` that look like direct branches.
 
-        Patterns may start in the middle of an instruction.
+        Patterns may start in the middle of an instruction. Unless `window` is None, branches whose target is
+        not in it may be left out.
         """
 
     @abstractmethod
-    def possible_addresses(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
-        """Iterate over (target, source) of all bit patterns in `code` that may take an address of text."""
+    def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
+        """Iterate over (target, source) of all bit patterns in `code` that may take an address of text.
+
+        Unless `window` is None, addresses that are not in it may be left out.
+        """
 
     @abstractmethod
     def label_size(self, code: bytes) -> int:

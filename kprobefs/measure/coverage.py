@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +18,7 @@ from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kprobes.profile import with_strategy
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.garbage_collection import garbage_collection_stopped
 from kprobefs.common.errors import CliError, ExitStatus, explained
 from kprobefs.common.progress import Progress
 from kprobefs.common.similar_symbols import nearest_symbols
@@ -227,7 +226,7 @@ class FunctionCounter:
         Raises: CliError (a process has ended, the cluster fails, the file has wrong counts).
         """
         found: dict[int, list[list[Counting]]] = {}
-        with _without_garbage_collection():
+        with garbage_collection_stopped():
             for number, counted in finish(len(self._pieces), run, self.digest if file else "", file):
                 try:
                     found[number] = _decoded(counted, len(self._pieces[number]), len(self.judges))
@@ -335,7 +334,7 @@ def count_on_worker(names: _Names, digest: str, number: int) -> Any:
         if counter.digest != digest:
             title = counter.judges[0].subject.title
             raise CliError(f"the worker has read another kernel, {title}; copy the file there")
-        with _without_garbage_collection():
+        with garbage_collection_stopped():
             return counter.count_piece(number)
 
 
@@ -396,24 +395,6 @@ def _pieces(symbols: Sequence[Symbol]) -> Iterator[Sequence[Symbol]]:
             yield symbols[start:number]
             start = number
             size = 0
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Stop Python's garbage collection during a `with` block.
-
-    The collection would take a quarter of the time, and find nothing.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        # Count all new objects as old ones. Otherwise the next collection would examine all of them.
-        gc.freeze()
-        gc.unfreeze()
-        if was_on:
-            gc.enable()
 
 
 # JSON

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, TextLayout, reserved_range
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.xrefs import Reference
 from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPolicy, ProbeChecker
-from emulated_kernel.arch.x86 import djprobe, extended
+from emulated_kernel.arch.x86 import djprobe, extended, references
 from emulated_kernel.arch.x86.analysis import NOP5, X86FunctionAnalysis
 from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
@@ -166,19 +166,6 @@ _RETURN_THUNKS = (
 Mirrors: arch/x86/kernel/cpu/bugs.c:x86_return_thunk (v6.12).
 """
 _LONGEST_REGION = JMP32_SIZE - 1 + MAX_INSN_SIZE
-_BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
-_LEA = re.compile(rb"(?s)(?=(\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d]....))")
-
-
-@cache
-def _immediates(start: int, stop: int) -> re.Pattern[bytes]:
-    """Return a regular expression that finds four bytes which may be an address from `start` to `stop`."""
-    uppers = bytes(range(start >> 24 & 0xFF, (stop >> 24 & 0xFF) + 1))
-    return re.compile(b"(?s)(?=(...[%s]))" % b"".join(re.escape(bytes((upper,))) for upper in uppers))
-
-
-_SHORT_BRANCH = 2
-"""Size in bytes of a branch instruction with a displacement of one byte."""
 _SHORT_LABELS = (b"\xeb", b"\x66\x90")
 _SHORT_LABEL_SIZE = 2
 
@@ -303,28 +290,20 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         first = symbol.address + len(self.landing_pad) + self.fentry_size
         return self._entrances.pointer(range(first, symbol.address + symbol.size)) is not None
 
-    def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
-        """Implement ProbeChecker.possible_branches by a regular expression.
+    def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
+        if window is None:
+            return references.branches(addr, code)
+        return references.branches_into(window, addr, code)
 
-        Decoding the whole kernel would take ten times as long, and few of the branches matter.
-        """
-        from_bytes = int.from_bytes
-        for match in _BRANCH.finditer(code):
-            insn = match[1]
-            source = addr + match.start()
-            displacement = insn[1:] if len(insn) == _SHORT_BRANCH else insn[-4:]
-            yield source + len(insn) + from_bytes(displacement, "little", signed=True), source
-
-    def possible_addresses(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+    def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
         """Implement ProbeChecker.possible_addresses: immediates of 32 bits, and RIP-relative lea."""
-        text = self.layout.text
-        from_bytes = int.from_bytes
         sign = self._address_sign
-        for match in _immediates(text.start, text.stop).finditer(code):
-            yield sign | from_bytes(match[1], "little"), addr + match.start()
-        for match in _LEA.finditer(code) if self.bits == 64 else ():
-            source = addr + match.start()
-            yield source + len(match[1]) + from_bytes(match[1][-4:], "little", signed=True), source
+        if window is None:
+            yield from references.immediates(sign, self._text_ranges, addr, code)
+            yield from references.rip_relative(addr, code) if self.bits == 64 else ()
+        else:
+            yield from references.immediates_into(sign, window, addr, code)
+            yield from references.rip_relative_into(window, addr, code) if self.bits == 64 else ()
 
     @property
     def _address_sign(self) -> int:

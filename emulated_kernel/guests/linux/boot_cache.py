@@ -7,10 +7,10 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from copy import copy
-from errno import EIO, ENOEXEC
+from errno import EIO, ENOEXEC, EOPNOTSUPP
 from pathlib import Path
 
-from emulated_kernel.guests.linux.boot import riscv_boot, snapshot
+from emulated_kernel.guests.linux.boot import arm64_boot, riscv_boot, snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
 from emulated_kernel.guests.linux.boot.snapshot import ShownCpu
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
@@ -27,17 +27,20 @@ from emulated_kernel.guests.linux.guest.thread_flags import with_thread_flags
 from emulated_kernel.guests.linux.guest_abi import X86_64, abi_named
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, kernel_offsets
+from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.machines import find_cells, new_machine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 from emulated_kernel.guests.linux.table_cache import kernel_from_file
-from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts
+from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts, decode_tables
 from emulated_kernel.image.linux.cpu_features import with_features
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.garbage_collection import garbage_collection_stopped
+from emulated_kernel.util.threads import start_thread
 
 _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc", PROC))
 log = logging.getLogger("kprobefs.linux")
@@ -144,6 +147,7 @@ def _unseen(_done: int, _total: int) -> None:
     """Do nothing: progress function of a boot whose progress is not shown."""
 
 
+@garbage_collection_stopped()
 def _boot_and_save(
     path: Path,
     place: Path,
@@ -184,8 +188,11 @@ def _booted(
     progress: Callable[[int, int], None],
     cpu: ProductionCpu | None,
 ) -> tuple[LinuxMachine, KernelOffsets, ShownCpu | None]:
-    if cpu is not None:
-        kernel.check_architecture(X86_64.name, "production CPUs", "; omit --cpu")
+    if cpu is not None and kernel.architecture != X86_64.name:
+        why = (
+            f"a kernel for {kernel.architecture}, but only kernels for x86_64 see production CPUs; omit --cpu"
+        )
+        raise KernelError(EOPNOTSUPP, why)
     facts = kernel_offsets(kernel)
     ram = mmap.mmap(-1, RAM_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     abi = abi_named(kernel.architecture)
@@ -193,8 +200,12 @@ def _booted(
     shown = None
     try:
         machine.follow_text(facts.symbols)
+        machine.execute(facts.executed)
         sites = _load(machine, kernel, cpu)
+        # The guest runs without Python's global lock.
+        decoding = start_thread("tables", decode_tables, kernel)
         boot(machine, kernel, progress)
+        decoding.join()
         facts = with_thread_flags(machine, facts)
         tasks = LinuxTasks(machine, facts)
         if cpu is not None and isinstance(machine, PcMachine):
@@ -213,10 +224,14 @@ def _booted(
 def _load(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu | None) -> tuple[int, ...]:
     """Load a kernel into the machine; return the addresses of the rdmsr instructions that the host emulates.
 
-    `cpu`: the production machine's CPU that an x86 guest is shown. Without it, and for RISC-V, return ().
+    `cpu`: the production machine's CPU that an x86 guest is shown. Without it, or if the guest is not an x86
+    guest, return ().
     """
     if isinstance(machine, RiscvMachine):
         riscv_boot.load(machine, kernel)
+        return ()
+    if isinstance(machine, Arm64Machine):
+        arm64_boot.load(machine, kernel)
         return ()
     assert isinstance(machine, PcMachine)
     if cpu is None:

@@ -62,6 +62,14 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     return {"about": json.dumps(about, default=_values).encode(), **parts}
 
 
+def decode_tables(kernel: LinuxKernel) -> None:
+    """Decode the tables that cached_parts() needs, so that `kernel` and later copies of it have them."""
+    for name in (*_ADDRESSES, *_ENTRIES, *_DEFINITIONS, "bugs"):
+        # A table that cannot be read is reported to whoever uses it.
+        with suppress(KernelError):
+            getattr(kernel, name)
+
+
 def _values(entry: Any) -> list[Any]:
     """Return the values of the fields of a dataclass, for JSON.
 

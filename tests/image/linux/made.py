@@ -230,7 +230,9 @@ class Kernel:
         if ends:
             self.mark("_etext")
             self.mark("_end", END, "B")
-        self.rodata.data = bytearray(kallsyms(sorted(self.symbols, key=lambda symbol: symbol[0]), self.form))
+        # At one address, a kernel's build puts the symbols of the linker script last.
+        ordered = sorted(self.symbols, key=lambda symbol: (symbol[0], symbol[2].startswith("__")))
+        self.rodata.data = bytearray(kallsyms(ordered, self.form))
         return elf(
             [(area.address, bytes(area.data)) for area in (self.text, self.rodata, self.area)],
             sections=sections,
