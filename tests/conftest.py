@@ -13,7 +13,6 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
-from emulated_kernel.arch.analysis.xrefs import CodeXrefs, XrefIndex
 from emulated_kernel.image import builtin_image, trace_events
 from emulated_kernel.machine.native.host_code import PYTHON_TRAPS
 from emulated_kernel.util.abi import PAGE_SIZE
@@ -100,25 +99,6 @@ def _once(
 builtin_image.load_image = load_image
 for _table in ("event_definitions", "syscall_definitions"):
     setattr(trace_events, _table, _once(getattr(trace_events, _table)))
-
-
-_find_branches = vars(CodeXrefs)["_own_branches"].func
-_BRANCHES: dict[object, XrefIndex] = {}
-"""Text of a kernel -> the branches in it; finding them takes 15 ms, and more than a second in Linux."""
-
-
-def _own_branches(xrefs: CodeXrefs) -> XrefIndex:
-    """Return the branches in a kernel's own text, from a cache: hundreds of tests optimize the same text."""
-    core, *_ = xrefs._image.text_ranges
-    checker = xrefs._possible_branches.__self__  # type: ignore[attr-defined]
-    how = type(checker), checker.bits, vars(checker).get("_compressed")
-    key = how, core, hash(xrefs._image.read(core[0], core[1] - core[0]))
-    if key not in _BRANCHES:
-        _BRANCHES[key] = _find_branches(xrefs)
-    return _BRANCHES[key]
-
-
-vars(CodeXrefs)["_own_branches"].func = _own_branches
 
 
 @pytest.fixture
