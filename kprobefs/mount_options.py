@@ -35,7 +35,10 @@ CLOCKS = ("virtual", REAL_CLOCK, MODEL_CLOCK)
 """Values of --clock. The first one is the default."""
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
-"""Values of --profile for a distribution's kernel on any processor. Without --profile, its version selects the profile."""
+"""Values of --profile for a distribution's kernel on any processor.
+
+Without --profile, the kernel's version selects the profile.
+"""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
 STRATEGIES = tuple(profile.STRATEGIES)
 SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)

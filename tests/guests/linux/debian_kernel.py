@@ -56,7 +56,8 @@ def lasting_cache(name: str) -> Path:
 def image(meta: str = META, suite: str = SUITE) -> Path:
     """Return the kernel's package, after the kernel was booted into the cache."""
     # A meta package of another architecture ends with its name.
-    path = package(meta, suite, "riscv64" if meta.endswith("-riscv64") else "")
+    architecture = meta.rpartition("-")[2]
+    path = package(meta, suite, architecture if architecture in ("arm64", "riscv64") else "")
     with own_cache(meta, suite):
         return _ensure(path)
 

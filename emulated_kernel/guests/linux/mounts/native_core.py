@@ -21,7 +21,7 @@ class NativeCore:
         self.ram = machine.memory.ram
         self._memory = machine.memory
         self._engine = machine.engine
-        self._root = tasks.root
+        self._root = machine.memory.kernel_root(tasks.root)
 
     @property
     def memory(self) -> NativeCore:
