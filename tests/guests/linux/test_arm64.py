@@ -36,6 +36,7 @@ from kprobefs.cli.main import main
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.image.linux import made
 from tests.image.linux.debian import package
+from tests.kernel.gdb_client import GdbClient, Request
 
 META = "linux-image-cloud-arm64"
 SUITE = "trixie"
@@ -198,6 +199,23 @@ def test_its_function_tracer(mount: Mount) -> None:
     write(mount, client, "/tracing/set_ftrace_filter", b"\n")
 
 
+def test_the_same_requests_give_the_same_trace(image: Path) -> None:
+    """Time passes with readings of the counter alone, which the seed determines."""
+    shown = []
+    for _ in range(2):
+        served = native_mount(started(str(image), SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+        write(served, Client(5005, 0, 0), "/kprobe_events", b"p:opens do_sys_openat2 name=+0(%x1):ustring\n")
+        write(served, Client(5005, 0, 0), "/tracing/events/kprobes/opens/enable", b"1\n")
+        write(served, Client(5005, 0, 0), "/tracing/events/sched/sched_switch/enable", b"1\n")
+        for pid in (5006, 5007):
+            served.release(served.create(Client(pid, 0, 0), "/scratch/made", 0o644, os.O_WRONLY))
+        write(served, Client(5005, 0, 0), "/tracing/tracing_on", b"0\n")
+        shown.append(read(served, Client(5005, 0, 0), "/tracing/trace"))
+        served.close()
+    assert shown[0].count(b"opens: ") == 4
+    assert shown[0] == shown[1]
+
+
 def test_a_core_of_the_machine(mount: Mount) -> None:
     """The core is of an arm64 machine, and the kernel's text is in it at its address."""
     client = Client(5004, 0, 0)
@@ -343,3 +361,22 @@ def test_the_console() -> None:
         board.write_console_register(0, character)
     assert bytes(board.console) == b"ready"
     assert board.read_console(0x18) & 0x20 == 0
+
+
+def test_a_debugger_breaks_and_steps(mount: Mount, kernel: LinuxKernel) -> None:
+    reader = Client(5009, 0, 0)
+    handle = mount.create(reader, "/scratch/debugged", 0o644, os.O_RDWR)
+    mount.write(reader, handle, b"hello", 0)
+    place = kernel.required("vfs_read")
+    client = GdbClient(read(mount, reader, "/machine/gdb").decode().strip(), "arm64")
+    assert client.ask(f"Z0,{place:x},4") == "OK"
+    client.send("c")
+    request = Request(lambda: mount.read(reader, handle, 16, 0))
+    assert client.answer() == "T05thread:1;"
+    assert client.ip == place
+    client.send("s")
+    assert client.answer() == "T05thread:1;"
+    assert client.ip == place + 4
+    client.close()
+    assert request.done() == b"hello"
+    mount.release(handle)
