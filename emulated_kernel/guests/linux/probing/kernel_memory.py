@@ -49,7 +49,7 @@ def _leaves(
         return
     first = 0
     if level == 0:
-        first = _ENTRIES // 2
+        first = tables.kernel_entries
         va = -_ENTRIES << shift
     entries = memory.words[table >> 3 : (table >> 3) + _ENTRIES].tolist()
     for number in range(first, len(entries)):
