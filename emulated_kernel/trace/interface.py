@@ -74,6 +74,12 @@ class InterfaceRule(LinuxRule):
         f"{_PROBE}:parse_btf_arg",
         "<argname>[->field",
     )
+    EVENT_TYPECASTS = (
+        "7.2",
+        "arguments of event probes can be `(STRUCT)FIELD->FIELD`: a field of the event as a pointer",
+        f"{_PROBE}:handle_typecast",
+        "Typecasts are only for eprobe fields",
+    )
     ENTRY_ARGS = (
         "6.12",
         "events at a function's return can have its arguments, which its entry keeps",
