@@ -175,6 +175,12 @@ class InterfaceRule(LinuxRule):
         "`common_comm` in histograms is the task's name; `comm` means the same if no field has that name",
         f"{_HIST}:parse_field",
     )
+    HIST_POLL = (
+        "6.14",
+        "poll(2) on `hist` waits for hits; earlier it always returns at once",
+        f"{_HIST}:event_hist_poll",
+        "event_hist_poll()",
+    )
     FPROBE_EVENTS = (
         "6.12",
         "dynamic_events takes `f` lines: events at entries and returns of functions",

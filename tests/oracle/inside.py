@@ -146,7 +146,7 @@ EVENT_ARGUMENTS = (
     "(no_struct)ptr->pid", "(task_struct", "(task_struct)nothing->pid", "(task_struct)ptr->sched_task_group",
     "+8((task_struct)ptr->mm)", "(task_struct)ptr->se.run_node", "(file)filename->f_path.dentry:%pd",
     "(task_struct)ptr-pid", "(task_struct)ptr->pid:char", "(pid_t)ptr->x", "(sk_buff)ptr->cloned", "($ptr)",
-    "(inode)prev_comm->i_ino", "(qstr)filename->name:string", "(qstr)filename->len:string", 
+    "(inode)prev_comm->i_ino", "(qstr)filename->name:string", "(qstr)filename->len:string",
     "(task_struct)$ptr->pid", "(task_struct)ptr->comm",
 )  # fmt: skip
 """Fetch arguments of event probes."""
