@@ -186,7 +186,7 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
             ExitStatus.USAGE,
         )
     if machine.arch != "x86_64" or machine.cpus != 1:
-        why = "a distribution's kernel runs on one CPU, of x86_64; leave these out"
+        why = "a distribution's kernel has one CPU, of the architecture in its file; leave these out"
         raise CliError(f"--arch, --cpus: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES:
         return

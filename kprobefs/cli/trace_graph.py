@@ -38,8 +38,11 @@ class GraphTracer:
         """Select the function whose calls are recorded, and set options of the tracer.
 
         `nearest` returns advice about the name of a function, or "".
-        Raises: CliError (the tracer is in use, or the function cannot be traced).
+        Raises: CliError (there is no tracer, it is in use, or the function cannot be traced).
         """
+        if TRACER not in self._read("available_tracers").split():
+            why = "the kernel has no function graph; use a kernel or a --profile with ftrace"
+            raise CliError(f"--graph {escape_for_terminal(function)}: {why}")
         self._check_free()
         for name in ("tracing_on", *(f"options/{name}" for name in options)):
             self._undo.callback(self._set, name, self._read(name))

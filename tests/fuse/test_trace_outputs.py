@@ -369,3 +369,13 @@ def test_a_call_graph_of_no_function(function: str, remedy: str) -> None:
     done = kprobefs("trace", "--graph", function, "--", "true", program=REAL_PROGRAM)
     assert done.returncode == 1
     assert done.stderr == f"kprobefs: --graph {function}: no such function can be traced; {remedy}\n"
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_call_graph_of_a_kernel_without_ftrace() -> None:
+    done = kprobefs(
+        "trace", "--profile", "kprobes-2010", "--graph", "vfs_read", "--", "true", program=REAL_PROGRAM
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("kprobefs: --graph vfs_read: the kernel has no function graph; use ")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import ClassVar
 
 from emulated_kernel.trace.array.raw_pipe import RawPipe
+from emulated_kernel.trace.array.services import FUNCTION_TRACER
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.trace.events.array_events import EventPidsFile
@@ -18,6 +19,7 @@ from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output.options import TraceOptions
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
+from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.trigger.triggers import trigger_line
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
@@ -67,7 +69,6 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
     Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1).
     """
     array = tracing.array
-    functions = tracing.functions
     return {
         **_buffer_files(tracing),
         **_control_files(array),
@@ -88,6 +89,12 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         **_user_data_file(array.system.user_data),
         "set_event_notrace_pid": list_file(EventPidsFile(tracing.events, array.pids.untraced)),
         "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
+        **(_function_files(tracing.functions) if FUNCTION_TRACER in array.tracers() else {}),
+    }
+
+
+def _function_files(functions: FunctionTracer) -> dict[str, Node]:
+    return {
         "set_ftrace_filter": EditedFile(READ_WRITE, functions.filter),
         "set_ftrace_notrace": EditedFile(READ_WRITE, functions.notrace),
         "set_ftrace_notrace_pid": list_file(functions.pids.untraced),

@@ -28,6 +28,7 @@ from emulated_kernel.kprobes.profile import (
 from tests.guests.linux import debian_kernel
 
 GUEST_RAM = 128 << 20
+IS_RISCV = debian_kernel.META.endswith("-riscv64")
 _X87 = 0xD8
 """First of the eight opcodes of x87 instructions."""
 PLAIN = replace(PROFILES[DEFAULT], ftrace=False, optimizer=False)
@@ -44,8 +45,10 @@ RISCV_MODES = {
     "extended": replace(PROFILES[RISCV_PROFILE], strategies=STRATEGIES),
     "ftrace": PROFILES[RISCV_FTRACE_PROFILE],
 }
-if debian_kernel.META.endswith("-riscv64"):
-    MODES = RISCV_MODES
+DEFAULT_MODE = "ftrace"
+"""Name of the mode that a mount has without --profile."""
+if IS_RISCV:
+    MODES, DEFAULT_MODE, PLAIN = RISCV_MODES, "optimized", RISCV_MODES["stepped"]
 
 
 @cache
@@ -55,10 +58,11 @@ def kernel() -> LinuxKernel:
 
 def engine(profile: Profile) -> LinuxEngine:
     made = LinuxEngine(*debian_kernel.with_kernel(), profile)
-    if profile.optimizer:
+    pun_space = made.machine.model.layout.pun_space
+    if profile.optimizer and pun_space:
         # The guest's page tables lead to the pages of punned jumps from now on, also after a rewind.
         text = made.machine.text
-        text.free_text(text.alloc_text(16, made.machine.model.layout.pun_space[0]))
+        text.free_text(text.alloc_text(16, pun_space[0]))
     return made
 
 
