@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.memory.guest_memory import MappedRange
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
-from emulated_kernel.util.config import ARCHITECTURES
+from emulated_kernel.util.config import ELF_MACHINES
 
 RAM_OFFSET = 1 << 20
 """File offset of physical address 0. Headers and notes are before it, whatever is mapped."""
@@ -23,11 +23,13 @@ _X86_64 = (
 )
 _I386 = "bx cx dx si di bp ax ds es fs gs orig_ax ip cs flags sp ss"
 _RISCV = "ip ra sp gp tp t0 t1 t2 s0 s1 a0 a1 a2 a3 a4 a5 a6 a7 s2 s3 s4 s5 s6 s7 s8 s9 s10 s11 t3 t4 t5 t6"
-_REGISTERS = {"x86_64": _X86_64, "i386": _I386, "riscv64": _RISCV, "riscv64i": _RISCV}
+_ARM64 = " ".join((*(f"x{number}" for number in range(31)), "sp", "ip", "flags"))
+_REGISTERS = {"x86_64": _X86_64, "i386": _I386, "riscv64": _RISCV, "riscv64i": _RISCV, "arm64": _ARM64}
 """Architecture -> names of the registers in a NT_PRSTATUS, with the names that Regs uses.
 
 Mirrors: arch/x86/include/asm/user_64.h:user_regs_struct,
-arch/riscv/include/uapi/asm/ptrace.h:user_regs_struct (v6.1).
+arch/riscv/include/uapi/asm/ptrace.h:user_regs_struct,
+arch/arm64/include/uapi/asm/ptrace.h:user_pt_regs (v6.1).
 """
 
 
@@ -65,7 +67,7 @@ def core_headers(
         at = RAM_OFFSET + each.pa
         programs.append(_program(is_64, _PT_LOAD, flags, at, each.start, each.pa, size, PAGE_SIZE))
     sizes = header_size, program_size, len(programs), 0, 0, 0
-    fields = _ET_CORE, ARCHITECTURES[model.name], 1, 0, header_size, 0, 0, *sizes
+    fields = _ET_CORE, ELF_MACHINES[model.name], 1, 0, header_size, 0, 0, *sizes
     ident = _IDENT % (2 if is_64 else 1)
     header = ident + struct.pack("<HHIQQQIHHHHHH" if is_64 else "<HHIIIIIHHHHHH", *fields)
     return b"".join([header, *programs, notes])

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import FrameType
@@ -23,8 +23,10 @@ from emulated_kernel.machine import pending_sigint
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.errors import KernelError
 
+ARCH_ARM64 = 2
 ARCH_X86 = 4
 ARCH_RISCV = 8
+MODE_ARM = 0
 MODE_32 = 1 << 2
 MODE_64 = 1 << 3
 MODE_RISCV64 = 1 << 3
@@ -59,6 +61,16 @@ IN_CALLBACK = ctypes.CFUNCTYPE(
 )
 OUT_CALLBACK = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p
+)
+SYSTEM_REGISTER_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p
+)
+"""Type of callbacks for mrs and msr, which return 1 if they emulated the instruction."""
+_READ_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p
+)
+_WRITE_CALLBACK = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p
 )
 
 _Raw = TypeVar("_Raw", bound=ctypes.Structure)
@@ -209,6 +221,27 @@ class Engine(CodeCache):
         )
         self._check(function(self.handle, address, len(ram), PROT_ALL, where), "uc_mem_map_ptr")
         return where
+
+    def map_device(
+        self, address: int, size: int, read: Callable[[int], int], write: Callable[[int, int], None]
+    ) -> None:
+        """Map registers of a device at a physical address; accesses call `read` and `write`.
+
+        `read` takes the offset of the register and returns its value. `write` takes both.
+        """
+
+        def reading(_engine: int, offset: int, _size: int, _data: int) -> int:
+            return read(offset)
+
+        def writing(_engine: int, offset: int, _size: int, value: int, _data: int) -> None:
+            write(offset, value)
+
+        callbacks = _READ_CALLBACK(reading), _WRITE_CALLBACK(writing)
+        self._keep.append(callbacks)
+        function = self._held.uc_mmio_map
+        where = ctypes.c_uint64(address), ctypes.c_size_t(size)
+        error = function(self.handle, *where, callbacks[0], None, callbacks[1], None)
+        self._check(int(error), "uc_mmio_map")
 
     def add_hook(
         self,

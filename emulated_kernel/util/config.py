@@ -29,6 +29,7 @@ class ElfMachine(IntEnum):
 
     I386 = 3
     X86_64 = 62
+    AARCH64 = 183
     RISCV = 243
 
 
@@ -39,6 +40,9 @@ ARCHITECTURES: Mapping[str, ElfMachine] = {
     "riscv64i": ElfMachine.RISCV,
 }
 """Name of a supported architecture -> e_machine of its images; the default architecture comes first."""
+
+ELF_MACHINES: Mapping[str, ElfMachine] = {**ARCHITECTURES, "arm64": ElfMachine.AARCH64}
+"""Name of an architecture -> e_machine, also of architectures that only distributions' kernels have."""
 
 
 @immutable

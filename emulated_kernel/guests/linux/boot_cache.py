@@ -10,7 +10,7 @@ from copy import copy
 from errno import EIO, ENOEXEC, EOPNOTSUPP
 from pathlib import Path
 
-from emulated_kernel.guests.linux.boot import riscv_boot, snapshot
+from emulated_kernel.guests.linux.boot import arm64_boot, riscv_boot, snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
 from emulated_kernel.guests.linux.boot.snapshot import ShownCpu
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
@@ -27,6 +27,7 @@ from emulated_kernel.guests.linux.guest.thread_flags import with_thread_flags
 from emulated_kernel.guests.linux.guest_abi import X86_64, abi_named
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, kernel_offsets
+from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.machines import find_cells, new_machine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
@@ -199,6 +200,7 @@ def _booted(
     shown = None
     try:
         machine.follow_text(facts.symbols)
+        machine.execute(facts.executed)
         sites = _load(machine, kernel, cpu)
         # The guest runs without Python's global lock.
         decoding = start_thread("tables", decode_tables, kernel)
@@ -222,10 +224,14 @@ def _booted(
 def _load(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu | None) -> tuple[int, ...]:
     """Load a kernel into the machine; return the addresses of the rdmsr instructions that the host emulates.
 
-    `cpu`: the production machine's CPU that an x86 guest is shown. Without it, and for RISC-V, return ().
+    `cpu`: the production machine's CPU that an x86 guest is shown. Without it, or if the guest is not an x86
+    guest, return ().
     """
     if isinstance(machine, RiscvMachine):
         riscv_boot.load(machine, kernel)
+        return ()
+    if isinstance(machine, Arm64Machine):
+        arm64_boot.load(machine, kernel)
         return ()
     assert isinstance(machine, PcMachine)
     if cpu is None:

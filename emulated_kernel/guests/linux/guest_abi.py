@@ -6,13 +6,16 @@ import struct
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from emulated_kernel.guests.linux.initramfs import RISCV_STUB, X86_STUB, UserStub
+from emulated_kernel.guests.linux.initramfs import ARM_STUB, RISCV_STUB, X86_STUB, UserStub
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CURRENT_TASK = "current_task"
 """Symbol of the word with the address of the running task's task_struct."""
 STACK_TOP = "cpu_current_top_of_stack"
 """Key in KernelOffsets.per_cpu of the word with the end of the running task's struct pt_regs."""
+
+ENTRY_TASK = "__entry_task"
+"""Per-CPU variable with the running task, from which an arm64 kernel takes it at an entry."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,6 @@ class GuestAbi:
     stub: UserStub
     pt_regs: tuple[str, ...]
     """Names of the first members of struct pt_regs, in order; each is one word."""
-    pt_regs_size: int
-    """Size of struct pt_regs in bytes."""
     call: tuple[str, ...]
     """Names of the registers with the arguments of a system call, followed by that with its number."""
     result: str
@@ -48,6 +49,8 @@ class GuestAbi:
     If a processor lacks a call, its name stands for a newer call. The newer call does the same if its
     further arguments are 0.
     """
+    o_directory: int
+    """Value of the flag O_DIRECTORY of open(2)."""
     stat: struct.Struct
     """Layout of struct stat: device, inode, and then the members in `stat_order`."""
     stat_order: tuple[str, ...]
@@ -63,8 +66,36 @@ class GuestAbi:
     """Address at which the host maps its own code and data; Linux leaves the 2 MiB from there on unused."""
     is_word_hashed: bool
     """Whether names of files are hashed by words (CONFIG_DCACHE_WORD_ACCESS), or by bytes."""
+    executed: tuple[bytes, ...] = ()
+    """Last bytes of instructions of the kernel that the host executes in place of the CPU."""
 
 
+_O_DIRECTORY = 0o200000
+# Mirrors: include/uapi/asm-generic/unistd.h (v6.12).
+_GENERIC_SYSCALLS = {
+    "dup2": 24, "fcntl": 25, "ioctl": 29, "mknodat": 33, "mkdirat": 34, "unlinkat": 35, "symlinkat": 36,
+    "linkat": 37, "umount2": 39, "mount": 40, "statfs": 43, "truncate": 45, "ftruncate": 46,
+    "fchmodat": 53, "fchownat": 54, "openat": 56, "close": 57, "pipe2": 59, "getdents64": 61, "read": 63,
+    "write": 64, "pread64": 67, "pwrite64": 68, "ppoll": 73, "readlinkat": 78, "newfstatat": 79,
+    "utimensat": 88, "exit_group": 94, "nanosleep": 101, "delete_module": 106,
+    "syslog": 116, "kill": 129,
+    "rt_sigaction": 134, "umask": 166, "socket": 198, "bind": 200, "listen": 201, "connect": 203,
+    "clone": 220, "execve": 221, "madvise": 233, "accept4": 242, "finit_module": 273, "renameat": 276,
+}  # fmt: skip
+# Mirrors: include/uapi/asm-generic/stat.h:struct stat (v6.12).
+_GENERIC_STAT = struct.Struct("<QQIIIIQQqiiq6Q8x")
+_GENERIC_STAT_ORDER = (
+    "mode",
+    "nlink",
+    "uid",
+    "gid",
+    "rdev",
+    "pad1",
+    "size",
+    "blksize",
+    "pad2",
+    "blocks",
+)
 X86_64 = GuestAbi(
     name="x86_64",
     symbols=("do_sync_core", "level3_kernel_pgt", "page_offset_base", "x86_platform_ipi_callback"),
@@ -76,7 +107,6 @@ X86_64 = GuestAbi(
         "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
         "orig_ax", "ip",
     ),
-    pt_regs_size=21 * 8,
     call=("di", "si", "dx", "r10", "r8", "r9", "ax"),
     result="ax",
     counter="cx",
@@ -91,6 +121,7 @@ X86_64 = GuestAbi(
         "symlinkat": 266, "readlinkat": 267, "fchmodat": 268, "utimensat": 280, "accept4": 288, "pipe2": 293,
         "finit_module": 313,
     }),
+    o_directory=_O_DIRECTORY,
     # Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1).
     stat=struct.Struct("<QQQIIIxxxxQqqq6Q24x"),
     stat_order=("nlink", "mode", "uid", "gid", "rdev", "size", "blksize", "blocks"),
@@ -113,25 +144,14 @@ RISCV64 = GuestAbi(
         "ip", "ra", "sp", "gp", "tp", "t0", "t1", "t2", "s0", "s1", "a0", "a1", "a2", "a3", "a4", "a5", "a6",
         "a7",
     ),
-    pt_regs_size=36 * 8,
     call=("a0", "a1", "a2", "a3", "a4", "a5", "a7"),
     result="a0",
     counter="a6",
     kept=("s1", "s0"),
-    # Mirrors: include/uapi/asm-generic/unistd.h (v6.12).
-    syscalls=MappingProxyType({
-        "dup2": 24, "fcntl": 25, "ioctl": 29, "mknodat": 33, "mkdirat": 34, "unlinkat": 35, "symlinkat": 36,
-        "linkat": 37, "umount2": 39, "mount": 40, "statfs": 43, "truncate": 45, "ftruncate": 46,
-        "fchmodat": 53, "fchownat": 54, "openat": 56, "close": 57, "pipe2": 59, "getdents64": 61, "read": 63,
-        "write": 64, "pread64": 67, "pwrite64": 68, "ppoll": 73, "readlinkat": 78, "newfstatat": 79,
-        "utimensat": 88, "exit_group": 94, "nanosleep": 101, "delete_module": 106,
-        "syslog": 116, "kill": 129,
-        "rt_sigaction": 134, "umask": 166, "socket": 198, "bind": 200, "listen": 201, "connect": 203,
-        "clone": 220, "execve": 221, "madvise": 233, "accept4": 242, "finit_module": 273, "renameat": 276,
-    }),
-    # Mirrors: include/uapi/asm-generic/stat.h:struct stat (v6.12).
-    stat=struct.Struct("<QQIIIIQQqiiq6Q8x"),
-    stat_order=("mode", "nlink", "uid", "gid", "rdev", "pad1", "size", "blksize", "pad2", "blocks"),
+    syscalls=MappingProxyType(_GENERIC_SYSCALLS),
+    o_directory=_O_DIRECTORY,
+    stat=_GENERIC_STAT,
+    stat_order=_GENERIC_STAT_ORDER,
     # Mirrors: arch/riscv/include/asm/pgtable.h:MODULES_VADDR, MODULES_END (v6.12).
     modules=range(0xFFFFFFFF00000000, 0xFFFFFFFF80000000),
     time_read="riscv_clocksource_rdtime",
@@ -140,7 +160,35 @@ RISCV64 = GuestAbi(
     host_code=0xFFFFFFFF60000000,
     is_word_hashed=False,
 )  # fmt: skip
-ABIS = (X86_64, RISCV64)
+ARM64 = GuestAbi(
+    name="arm64",
+    symbols=(),
+    members=("irq_work.node", "irq_work.func"),
+    constants=("IPI_IRQ_WORK",),
+    per_cpu=("raised_list", ENTRY_TASK),
+    stub=ARM_STUB,
+    pt_regs=(*(f"x{number}" for number in range(31)), "sp", "ip"),
+    call=("x0", "x1", "x2", "x3", "x4", "x5", "x8"),
+    result="x0",
+    counter="x7",
+    kept=("x19", "x20"),
+    syscalls=MappingProxyType({**_GENERIC_SYSCALLS, "renameat": 38}),
+    # Mirrors: arch/arm64/include/uapi/asm/fcntl.h (v6.12).
+    o_directory=0o40000,
+    stat=_GENERIC_STAT,
+    stat_order=_GENERIC_STAT_ORDER,
+    # Mirrors: arch/arm64/include/asm/memory.h:MODULES_VADDR, MODULES_END (v6.12).
+    modules=range(0xFFFF800000000000, 0xFFFF800080000000),
+    time_read="arch_counter_read",
+    irq_stack="irq_stack_ptr",
+    irq_stack_size=16 << 10,
+    # In the part of the direct map after all RAM that a machine can have.
+    host_code=0xFFFF400000000000,
+    is_word_hashed=True,
+    # Of mrs cntfrq_el0, cntpct_el0, cntvct_el0; mrs cntv_*_el0; msr cntv_*_el0.
+    executed=(b"\xe0\x3b\xd5", b"\xe3\x3b\xd5", b"\xe3\x1b\xd5"),
+)
+ABIS = (X86_64, ARM64, RISCV64)
 
 
 def abi_named(name: str) -> GuestAbi:

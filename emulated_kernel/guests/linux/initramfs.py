@@ -74,6 +74,23 @@ RISCV_LISTING = """
 RISCV_STUB = UserStub(
     ElfMachine.RISCV, machine_code(RISCV_LISTING), _START + 4, touch=_START + 12, two_calls=_START + 36
 )
+ARM_LISTING = """
+    00 00 20 d4 | stub: brk #0
+    01 00 00 d4 | call: svc #0
+    fe ff ff 17 | b stub
+    08 00 00 39 | touch: strb w8, [x0]
+    00 04 40 91 | add x0, x0, #1, lsl #12
+    e7 04 00 71 | subs w7, w7, #1
+    a1 ff ff 54 | b.ne touch
+    f9 ff ff 17 | b stub
+    01 00 00 d4 | two_calls: svc #0
+    e0 03 13 aa | mov x0, x19
+    e8 03 14 aa | mov x8, x20
+    f6 ff ff 17 | b call
+"""
+ARM_STUB = UserStub(
+    ElfMachine.AARCH64, machine_code(ARM_LISTING), _START + 4, touch=_START + 12, two_calls=_START + 32
+)
 BUFFER = 0x600000
 """Virtual address of each task's own buffer for paths and for data that is read and written."""
 BUFFER_SIZE = 1 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from errno import ENOENT
 from typing import Any
 
@@ -12,7 +12,7 @@ from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.safe_read import is_word
 
 RESCHEDULE = "resched_curr"
@@ -48,6 +48,8 @@ _OF_FREE_PAGES = (
     "zone.present_pages", "zone.vm_stat",
 )  # fmt: skip
 _SIZES = "page", "zone", "free_area"
+PT_REGS = "pt_regs"
+"""Key of the size of struct pt_regs in KernelOffsets.offsets."""
 STATE = "task_struct.__state", "task_struct.state"
 """Paths of the member with a task's state: an unsigned int since v5.14, and a long before."""
 TIMEKEEPER = "tk_core"
@@ -124,6 +126,8 @@ class KernelOffsets:
     """Flags in d_flags of dentries that only the kernel can look up."""
     need_resched: int = 0
     """Bit of TIF_NEED_RESCHED in thread_info.flags, found in the booted kernel; 0 before the boot."""
+    executed: dict[str, int] = field(default_factory=dict)
+    """Address, in hexadecimal, of an instruction that the host executes in place of the CPU -> its code."""
     syscall_trace: int = 0
     """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
 
@@ -149,6 +153,7 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
         offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf) | _of_timers(kernel.btf)
         offsets |= {path: kernel.btf.offset(path) for path in abi.members}
         offsets |= {name: kernel.btf.constant(name) for name in abi.constants}
+        offsets[PT_REGS] = kernel.btf.size(PT_REGS)
         per_cpu = _per_cpu_offsets(kernel, abi.per_cpu)
         if not kernel.btf.has(SYSCALL_WORK):
             found = {name: kernel.kallsyms.lookup_name(name) for name in TRACE_SYSCALLS}
@@ -158,8 +163,29 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
             raise
         raise unusable(error.strerror or "") from None
     return KernelOffsets(
-        kernel.release, kernel.architecture, symbols, offsets, per_cpu, dentry_slow_path_flags(kernel.btf)
+        kernel.release,
+        kernel.architecture,
+        symbols,
+        offsets,
+        per_cpu,
+        dentry_slow_path_flags(kernel.btf),
+        executed={f"{at:x}": code for at, code in _instructions_ending(kernel, abi.executed)},
     )
+
+
+def _instructions_ending(kernel: LinuxKernel, ends: tuple[bytes, ...]) -> Iterator[tuple[int, int]]:
+    """Yield address and code of the words in a kernel that end with one of `ends`, each of three bytes.
+
+    A word that is not an instruction is never executed.
+    """
+    for segment in kernel.vmlinux.segments:
+        data = bytes(segment.data)
+        for end in ends:
+            at = data.find(end)
+            while at >= 0:
+                if at % 4 == 1:
+                    yield segment.va + at - 1, int.from_bytes(data[at - 1 : at + 3], "little")
+                at = data.find(end, at + 1)
 
 
 def timekeeper_address(kernel: LinuxKernel) -> int | None:

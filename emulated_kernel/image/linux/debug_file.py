@@ -17,7 +17,7 @@ from emulated_kernel.image.linux.btf_dwarf import debug_sections
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.types_file import load_types
 from emulated_kernel.util.abi import Prot
-from emulated_kernel.util.config import ARCHITECTURES
+from emulated_kernel.util.config import ELF_MACHINES
 from emulated_kernel.util.errors import KernelError
 
 VARIABLES = MappingProxyType({
@@ -69,7 +69,7 @@ def builtin_debug_file(image: KernelImage) -> bytes:
         )
         for number, segment in enumerate(image.segments)
     )
-    machine = ARCHITECTURES[image.arch]
+    machine = ELF_MACHINES[image.arch]
     symbols = _named(image.kallsyms.symbols)
     return debug_elf(machine, image.bits, memory, symbols, debug, build_id(image))
 
@@ -81,7 +81,7 @@ def linux_debug_file(kernel: LinuxKernel) -> bytes:
     """
     symbols = kernel.kallsyms.symbols
     debug = _debug(kernel.btf, 8, symbols)
-    return debug_elf(ARCHITECTURES["x86_64"], 64, _linux_memory(kernel), _named(symbols), debug)
+    return debug_elf(ELF_MACHINES[kernel.architecture], 64, _linux_memory(kernel), _named(symbols), debug)
 
 
 def _linux_memory(kernel: LinuxKernel) -> Iterator[MemorySection]:

@@ -16,7 +16,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 _MAX_FIELDS = 256
 _ARRAY = re.compile(r"\[(\d+)\]$")
 _TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
-_SYSCALL_PREFIXES = ("__x64_sys_", "__riscv_sys_", "__do_sys_", "__se_sys_", "sys_")
+_SYSCALL_PREFIXES = ("__x64_sys_", "__arm64_sys_", "__riscv_sys_", "__do_sys_", "__se_sys_", "sys_")
 _MAX_SYSCALLS = 4096
 _MAX_TEXT = 64 << 20
 """Maximum total length of all strings: in a damaged kernel, many pointers can lead to one long string."""

@@ -13,7 +13,9 @@ from emulated_kernel.image import text_tables
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.elf import gnu_build_id
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol, SymbolTable, is_mapping_symbol
+from emulated_kernel.image.linux.arm64_image import ARM64
 from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.flat_image import FlatImage
 from emulated_kernel.image.linux.kallsyms_tables import find_symbols
 from emulated_kernel.image.linux.kernel_events import (
     KernelEvent,
@@ -23,7 +25,6 @@ from emulated_kernel.image.linux.kernel_events import (
     syscall_numbers,
 )
 from emulated_kernel.image.linux.open_image import open_vmlinux
-from emulated_kernel.image.linux.riscv_image import RiscvImage
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, Vmlinux
 from emulated_kernel.image.text_tables import (
@@ -87,8 +88,8 @@ _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata",
 
 _OPTIONS = {"__per_cpu_offset": "CONFIG_SMP", "page_offset_base": "CONFIG_RANDOMIZE_MEMORY"}
 """Symbol -> build option without which a kernel does not have the symbol."""
-_DATA_TYPES = frozenset("bBdD")
-"""Letters that nm prints for symbols of variables."""
+_LAST = "_end"
+"""Symbol of the end of a kernel; only CONFIG_KALLSYMS_ALL keeps it, as it keeps those of variables."""
 
 
 class LinuxKernel:
@@ -123,7 +124,7 @@ class LinuxKernel:
         """Symbols of the kernel."""
         start = self.required("_stext")
         end = self.required("_etext")
-        last = self.required("_end")
+        last = self.required(_LAST)
         if not self.vmlinux.has(start) or not 0 < end - start <= 1 << 30:
             raise unusable("its text isn't where its symbols say")
         self.text = Range(start, end)
@@ -133,6 +134,16 @@ class LinuxKernel:
     def architecture(self) -> str:
         """Name of the kernel's processor, as in MachineConfig.arch."""
         return self.vmlinux.architecture
+
+    def check_analysed(self, what: str, remedy: str = "") -> None:
+        """Check that kprobefs can analyse the kernel's text. Raises: KernelError ENOEXEC (it cannot).
+
+        `what`: the things that need such a kernel, as a plural for the error message. `remedy`: end of the
+        message.
+        """
+        if self.architecture == ARM64:
+            known = "x86_64 or riscv64"
+            raise unusable(f"a kernel for {self.architecture}, but {what} need one for {known}{remedy}")
 
     # Tables that decide which addresses can be probed
 
@@ -251,7 +262,7 @@ class LinuxKernel:
 
     def _missing_option(self, name: str) -> str | None:
         """Return the build option without which a kernel's symbols lack `name`; None if it is unknown."""
-        if _DATA_TYPES.isdisjoint(map(chr, self.kallsyms.table.types)):
+        if self.kallsyms.lookup_name(_LAST) is None:
             return "CONFIG_KALLSYMS_ALL"
         return _OPTIONS.get(name)
 
@@ -400,6 +411,6 @@ def open_kernel(source: str) -> LinuxKernel:
     """
     vmlinux = open_vmlinux(source)
     kernel = LinuxKernel(vmlinux)
-    if isinstance(vmlinux, RiscvImage):
+    if isinstance(vmlinux, FlatImage):
         vmlinux.check_complete(kernel.required("_edata"))
     return kernel

@@ -9,10 +9,11 @@ from errno import EINVAL, ENOENT
 from pathlib import Path
 from typing import BinaryIO
 
+from emulated_kernel.image.linux.arm64_image import ARM64, Arm64Image, relocated
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC, is_bzimage, unpack_bzimage
 from emulated_kernel.image.linux.compression import MAGICS, unpack
 from emulated_kernel.image.linux.packages import is_package, read_kernel
-from emulated_kernel.image.linux.riscv_image import RiscvImage, is_image, is_zboot, unpack_zboot
+from emulated_kernel.image.linux.riscv_image import RiscvImage, is_zboot, unpack_zboot
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import FILE_LIMIT, ElfReader, LinkedMemory, Vmlinux
 from emulated_kernel.util.config import HOST
@@ -21,8 +22,10 @@ from emulated_kernel.util.safe_read import open_regular
 
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
-_FOREIGN = ((0x38, b"ARMd", "arm64"), (0x30, b"RISCV", "another RISC-V"))
+_FOREIGN = ((0x30, b"RISCV", "another RISC-V"),)
 """Offset and bytes in the header of a kernel that is no ELF file, and the machine that it is for."""
+_IMAGES = (RiscvImage, Arm64Image)
+"""Classes of the flat forms of kernels."""
 _OWN_SYMBOL = "__guest_abi"
 """Name of the symbol of the ABI table, which only images built from image/src have."""
 
@@ -48,7 +51,7 @@ def kernel_file(source: str) -> Path:
 def open_vmlinux(source: str) -> LinkedMemory:
     """Unpack and open a kernel; `source` is a path, or `host` for the running kernel.
 
-    Return a Vmlinux for an ELF file, or a RiscvImage for an Image.
+    Return a Vmlinux for an ELF file, or a FlatImage for an Image.
 
     Raises: KernelError ENOEXEC (the file isn't a kernel; the message says why), OSError (the file can't be
     read).
@@ -56,9 +59,19 @@ def open_vmlinux(source: str) -> LinkedMemory:
     with _opened(kernel_file(source)) as file:
         start = file.read(_START)
         if start.startswith(ELF_MAGIC):
-            return Vmlinux(file)
+            return _elf(file)
         data = _contents(file, start)
-        return RiscvImage(data) if is_image(data) else Vmlinux(_unpacked(data))
+    for image in _IMAGES:
+        if image.begins(data[:_START]):
+            return image(data)
+    return _elf(_unpacked(data))
+
+
+def _elf(file: BinaryIO) -> Vmlinux:
+    vmlinux = Vmlinux(file)
+    if vmlinux.architecture == ARM64:
+        vmlinux.segments = relocated(vmlinux.segments)
+    return vmlinux
 
 
 def is_linux(path: Path) -> bool:
@@ -88,6 +101,11 @@ def open_elf(path: Path) -> Iterator[BinaryIO]:
         start = file.read(_START)
         file.seek(0)
         yield file if start.startswith(ELF_MAGIC) else _unpacked(_contents(file, start))
+
+
+def is_image(start: bytes) -> bool:
+    """Return True if a file that begins with `start` is an Image for arm64 or riscv64."""
+    return any(image.begins(start) for image in _IMAGES)
 
 
 def _contents(file: BinaryIO, start: bytes) -> bytes:
@@ -156,9 +174,10 @@ def _foreign(start: bytes) -> str:
         return "an empty file"
     machine = _foreign_machine(start)
     if machine is not None:
-        return f"a kernel for {machine}; use one for x86_64 or riscv64"
+        return f"a kernel for {machine}; use one for x86_64, arm64 or riscv64"
     if start[:2] == b"MZ":
-        return "an EFI program, but no Linux for x86_64 or riscv64"
+        return "an EFI program, but no Linux for x86_64, arm64 or riscv64"
     return (
-        "neither a vmlinuz, vmlinux or Image for x86_64 or riscv64, nor a package (.deb, .rpm, .pkg.tar.zst)"
+        "neither a vmlinuz, vmlinux or Image for x86_64, arm64 or riscv64, nor a package (.deb, .rpm, "
+        ".pkg.tar.zst)"
     )

@@ -9,12 +9,10 @@ import io
 import struct
 
 from emulated_kernel.image.linux.compression import unpack
+from emulated_kernel.image.linux.flat_image import HEADER_SIZE, FlatImage
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.image.linux.vmlinux import FILE_LIMIT, LinkedMemory, LoadSegment
+from emulated_kernel.image.linux.vmlinux import FILE_LIMIT
 
-_MAGIC_AT = 0x30
-_MAGIC = b"RISCV\0\0\0RSC\x05"
-_HEADER_SIZE = 64
 _OFFSET_AT = 8
 _TEXT_OFFSET = 0x200000
 """Offset in bytes of the image in RAM. A kernel for riscv32 or without an MMU has another one."""
@@ -23,13 +21,6 @@ _ZBOOT = b"zimg"
 _ZBOOT_HEADER = struct.Struct("<4x4sII")
 _LINKED = 0xFFFFFFFF80000000
 """Virtual address of the image. Mirrors: arch/riscv/include/asm/pgtable.h:KERNEL_LINK_ADDR (v6.12)."""
-_MEMORY_LIMIT = 1 << 30
-_ALL_RIGHTS = 7
-
-
-def is_image(start: bytes) -> bool:
-    """Return True if a file that begins with `start` is an Image for riscv64."""
-    return start[_MAGIC_AT : _MAGIC_AT + len(_MAGIC)] == _MAGIC
 
 
 def is_zboot(start: bytes) -> bool:
@@ -47,24 +38,18 @@ def unpack_zboot(data: bytes) -> bytes:
     return b"".join(unpack(io.BytesIO(data[offset : offset + size]), FILE_LIMIT))
 
 
-class RiscvImage(LinkedMemory):
+class RiscvImage(FlatImage):
     """The memory of a riscv64 kernel that is given as an Image.
 
     Raises: KernelError ENOEXEC (no sensible size).
     """
 
     architecture = "riscv64"
+    magic_at = 0x30
+    magic = b"RISCV\0\0\0RSC\x05"
 
     def __init__(self, data: bytes) -> None:
-        offset, size = struct.unpack_from("<QQ", data, _OFFSET_AT) if len(data) >= _HEADER_SIZE else (0, 0)
+        offset, size = struct.unpack_from("<QQ", data, _OFFSET_AT) if len(data) >= HEADER_SIZE else (0, 0)
         if offset != _TEXT_OFFSET:
             raise unusable(f"its text offset is {offset:#x}; use a kernel for riscv64 with an MMU")
-        if not len(data) <= size <= _MEMORY_LIMIT:
-            raise unusable(f"its header says that it takes {size:#x} bytes; the file has {len(data):#x}")
-        super().__init__(_LINKED, (LoadSegment(_LINKED, 0, data, size, _ALL_RIGHTS),), {})
-
-    def check_complete(self, end: int) -> None:
-        """Check that the file reaches to `end`, the address of _edata. Raises: KernelError ENOEXEC."""
-        size = len(self.segments[0].data)
-        if size < end - _LINKED:
-            raise unusable(f"truncated: its data end at {end - _LINKED:#x}, the file at {size:#x}")
+        super().__init__(data, size, _LINKED)

@@ -35,12 +35,11 @@ _MACHINES = {
     21: "ppc64",
     22: "s390x",
     40: "arm",
-    183: "arm64",
     243: "32-bit riscv",
     258: "loongarch64",
 }
 """Number of a machine in an ELF file -> name."""
-_ARCHITECTURES = {ElfMachine.X86_64: "x86_64", ElfMachine.RISCV: "riscv64"}
+_ARCHITECTURES = {ElfMachine.X86_64: "x86_64", ElfMachine.AARCH64: "arm64", ElfMachine.RISCV: "riscv64"}
 _ET_EXEC = 2
 _ET_DYN = 3
 FILE_LIMIT = 256 << 20
@@ -177,7 +176,7 @@ class ElfReader:
             raise unusable("no ELF file")
         if (elf_class, order) != (2, 1) or machine not in _ARCHITECTURES:
             name = _MACHINES.get(machine, f"another machine (number {machine})")
-            raise unusable(f"an ELF file for {name}; use a kernel for x86_64 or riscv64")
+            raise unusable(f"an ELF file for {name}; use a kernel for x86_64, arm64 or riscv64")
         self.architecture = _ARCHITECTURES[machine]
         if kind not in (_ET_EXEC, _ET_DYN):
             raise unusable("an ELF file that isn't linked (a module?), or a dump")
@@ -237,7 +236,7 @@ def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, 
 
 
 class Vmlinux(LinkedMemory):
-    """The memory, sections and symbols of a vmlinux, which is a linked ELF file for x86_64 or riscv64.
+    """The memory, sections and symbols of a vmlinux, which is a linked ELF file for x86_64, arm64 or riscv64.
 
     The file can be closed after the object was made.
 

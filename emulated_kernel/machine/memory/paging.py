@@ -23,6 +23,8 @@ class PageTables(ABC):
 
     shifts: tuple[int, ...]
     """Bit positions of the index fields, from the root down."""
+    kernel_entries: int = 256
+    """Index of the root table's first entry for the kernel."""
     page_step: int = PAGE_SIZE
     """Difference between the values of the entries for adjacent 4 KiB pages."""
 
@@ -229,3 +231,46 @@ class Sv39PageTables(PageTables):
     def shrink(self, entry: int) -> int:
         """Return the entry itself: in Sv39 an entry has the same form on each level."""
         return entry
+
+
+class Arm64PageTables(PageTables):
+    """4-level paging with pages of 4 KiB. The tables for the kernel have a root of their own.
+
+    Memory has the attribute number 0, which Linux gives to normal memory. Bit AF (accessed) is set in
+    advance, so that the CPU raises no fault for it.
+    Mirrors: arch/arm64/include/asm/pgtable-hwdef.h, arch/arm64/include/asm/memory.h:MT_NORMAL (v6.1)
+    """
+
+    shifts = (39, 30, 21, 12)
+    kernel_entries = 0
+    _VALID = 1
+    _TABLE = 2
+    """Bit of an entry that points to a table; also set in the entry of a 4 KiB page."""
+    _USER = 1 << 6
+    _READ_ONLY = 1 << 7
+    _INNER_SHAREABLE = 3 << 8
+    _ACCESSED = 1 << 10
+    _NO_KERNEL_EXEC = 1 << 53
+    _NO_USER_EXEC = 1 << 54
+    _TARGET = 0x0000FFFFFFFFF000
+
+    def leaf(self, pa: int, prot: Prot, large: bool) -> int:
+        bits = self._VALID | self._ACCESSED | self._INNER_SHAREABLE | (0 if large else self._TABLE)
+        bits |= 0 if prot & Prot.WRITE else self._READ_ONLY
+        bits |= self._USER if prot & Prot.USER else 0
+        bits |= 0 if prot & Prot.EXEC and not prot & Prot.USER else self._NO_KERNEL_EXEC
+        bits |= 0 if prot & Prot.EXEC and prot & Prot.USER else self._NO_USER_EXEC
+        return pa | bits
+
+    def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - all levels are alike
+        """Return the entry that points to the next table; only the entries of pages restrict rights."""
+        return pa | self._VALID | self._TABLE
+
+    def target(self, entry: int) -> int:
+        return entry & self._TARGET
+
+    def is_leaf(self, entry: int, shift: int) -> bool:
+        return shift == 12 or not entry & self._TABLE
+
+    def shrink(self, entry: int) -> int:
+        return entry | self._TABLE

@@ -57,7 +57,7 @@ BAD = {
     "an encrypted vmlinuz": SECRET,
     "a vmlinuz with an encrypted payload": made.around(SECRET),
     "an encrypted payload in a package": made.deb({"./boot/vmlinuz-6.1.0-made": SECRET}),
-    "a kernel for arm64": b"MZ" + bytes(0x36) + b"ARMd" + bytes(600),
+    "an incomplete Image": b"MZ" + bytes(0x36) + b"ARMd" + bytes(600),
     "a program": made.elf([(made.TEXT, RETURN)], kind=3),
     "a kernel without symbols": made.elf([(made.TEXT, RETURN)]),
     "a kernel without types": VMLINUX,

@@ -9,7 +9,7 @@ import keystone
 import pytest
 
 from emulated_kernel.guests.linux import initramfs
-from emulated_kernel.guests.linux.guest import breakpoint_stub, wakeup_thunk
+from emulated_kernel.guests.linux.guest import breakpoint_stub, irq_work_wakeup, wakeup_thunk, wakeups
 from emulated_kernel.guests.linux.mounts import control_calls
 from emulated_kernel.guests.linux.probing import kernel_calls
 from emulated_kernel.guests.linux.vmcore import vmcore_files
@@ -26,6 +26,14 @@ LISTINGS = {
     "actor": vmcore_files.ACTOR,
     "actor before 6.1": vmcore_files.ACTOR_BEFORE_6_1,
 }
+ARM64_LISTINGS = {
+    "wakeup": irq_work_wakeup.ARM64_WAKEUP,
+    "reschedule": wakeups.ARM64_RESCHEDULE,
+    "trace": wakeups.ARM64_TRACE,
+    "stub": initramfs.ARM_LISTING,
+}
+X86 = keystone.KS_ARCH_X86, keystone.KS_MODE_64
+ARM64 = keystone.KS_ARCH_ARM64, keystone.KS_MODE_LITTLE_ENDIAN
 AT = 0xFFFFFFFF70000000
 FIELD = re.compile(r"(rel32|imm32|imm64):(\w+)")
 SIZES = {"rel32": 4, "imm32": 4, "imm64": 8}
@@ -40,9 +48,9 @@ def symbols_of(listing: str) -> dict[str, int]:
     }
 
 
-def assembled(listing: str, symbols: dict[str, int]) -> bytes:
+def assembled(listing: str, symbols: dict[str, int], processor: tuple[int, int] = X86) -> bytes:
     """Return what keystone makes of the instructions, with INT3 in the gaps."""
-    assembler = cast("Any", keystone).Ks(keystone.KS_ARCH_X86, keystone.KS_MODE_64)
+    assembler = cast("Any", keystone).Ks(*processor)
     code = b""
     for origin, lines in blocks(listing):
         code = code.ljust(origin, b"\xcc")
@@ -80,6 +88,13 @@ def blocks(listing: str) -> list[tuple[int, list[tuple[str, int]]]]:
 def test_bytes_are_those_of_the_instructions(listing: str) -> None:
     symbols = symbols_of(listing)
     assert machine_code(listing, AT, symbols).hex(" ") == assembled(listing, symbols).hex(" ")
+
+
+@pytest.mark.parametrize("listing", ARM64_LISTINGS.values(), ids=ARM64_LISTINGS)
+def test_bytes_for_arm64(listing: str) -> None:
+    symbols = symbols_of(listing)
+    code = machine_code(listing, AT, symbols)
+    assert code.hex(" ", 4) == assembled(listing, symbols, ARM64).hex(" ", 4)
 
 
 def test_a_symbol_out_of_reach_is_refused() -> None:

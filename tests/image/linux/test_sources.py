@@ -137,15 +137,14 @@ DEPENDS = "kmod, linux-binary-7.2-x (= 7.2), linux-base (>= 4) | other, linux-mo
     [
         (b"", "an empty file"),
         (b"#!/bin/sh\n", "neither a vmlinuz"),
-        (b"MZ" + bytes(0x36) + b"ARMd" + bytes(600), "arm64"),
+        (b"MZ" + bytes(0x36) + b"ARMd" + bytes(600), "pages have an unknown size"),
         (b"MZ" + bytes(1000), "an EFI program"),
-        (made.elf([(made.TEXT, RETURN)], machine=183), "for arm64; use a kernel for x86_64 or riscv64"),
+        (made.elf([(made.TEXT, RETURN)], machine=258), "for loongarch64; use a kernel for x86_64, arm64 or"),
         (made.elf([(made.TEXT, RETURN)], machine=999), "another machine .number 999."),
         (
             made.deb({"./boot/vmlinuz-7": b"MZ" + bytes(0x2E) + b"RISCV" + bytes(600)}),
             "for another RISC-V; use one",
         ),
-        (made.deb({"./boot/vmlinuz-7": b"MZ" + bytes(0x36) + b"ARMd" + bytes(600)}), "for arm64; use one"),
         (made.deb({"./a": b"b"}, depends=DEPENDS), r"on linux-binary-7[.]2-x and linux-modules-7[.]2-x$"),
         (made.rpm({"./usr/share/doc/copyright": b"words"}), "without a kernel"),
         (made.rpm({"./lib/modules/6/vmlinuz": VMLINUZ})[:-200], "truncated|ends too early"),

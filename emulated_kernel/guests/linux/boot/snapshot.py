@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from emulated_kernel.guests.linux.boot import boot_protocol, riscv_boot
+from emulated_kernel.guests.linux.boot import arm64_boot, boot_protocol, riscv_boot
 from emulated_kernel.guests.linux.boot.digest_cache import (
     MAKING,
     Reading,
@@ -45,13 +45,13 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
 
-_MAGIC = b"kprobefs booted kernel 31\n"
+_MAGIC = b"kprobefs booted kernel 32\n"
 HEADER = 256 << 10
 """Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10
 _SOURCE_LIMIT = 4 << 30
 """Maximum size of a kernel's file in bytes; with debug information, a kernel has about 1 GiB."""
-_COMMAND_LINES = boot_protocol.COMMAND_LINE, riscv_boot.COMMAND_LINE
+_COMMAND_LINES = boot_protocol.COMMAND_LINE, riscv_boot.COMMAND_LINE, arm64_boot.COMMAND_LINE
 NORESERVE = 0x4000
 """MAP_NORESERVE, a flag of mmap(2): a guest may have more memory than the host has available."""
 LIMIT = 600 << 20
@@ -388,6 +388,7 @@ def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, Kerne
         machine.pc.restore(about["pc"])
         facts = KernelOffsets(**checked_offsets(about["facts"]))
         machine.follow_text(facts.symbols)
+        machine.execute(facts.executed)
     except BaseException:
         machine.close()
         raise

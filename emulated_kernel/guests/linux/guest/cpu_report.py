@@ -8,7 +8,7 @@ from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
-from emulated_kernel.guests.linux.guest_abi import RISCV64
+from emulated_kernel.guests.linux.guest_abi import X86_64
 from emulated_kernel.guests.linux.initramfs import PROC
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.image.linux.cpu_features import capability_words
@@ -87,7 +87,7 @@ def cpu_text(tasks: LinuxTasks) -> str:
     """Return the text of machine/cpu: the CPU that the guest sees, remarks, and its vulnerabilities."""
     shown = tasks.shown_cpu
     if shown is None:
-        return f"the emulator's CPU{'' if tasks.machine.abi is RISCV64 else ', which --cpu replaces'}\n"
+        return f"the emulator's CPU{', which --cpu replaces' if tasks.machine.abi is X86_64 else ''}\n"
     report = CpuReport(shown.cpu, tasks.release, shown.vulnerabilities)
     lines = [report.cpu_description, *report.remarks]
     lines += [f"{file}: {text}" for file, text in sorted(shown.vulnerabilities.items())]

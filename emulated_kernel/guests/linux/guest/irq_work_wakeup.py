@@ -1,13 +1,14 @@
-"""IrqWorkWakeup: wakes a task of a RISC-V kernel by an irq_work, which an interprocessor interrupt runs.
+"""IrqWorkWakeup: wakes a task by an irq_work, which an interprocessor interrupt runs, on arm64 and RISC-V.
 
 The host writes the address of a task_struct into a word, queues its own irq_work as a CPU would, and makes
-the software interrupt pending. The kernel's own entry code runs the work, whose function calls
+the interrupt pending. The kernel's own entry code runs the work, whose function calls
 wake_up_process().
 """
 
 from __future__ import annotations
 
 import struct
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,16 +23,27 @@ from emulated_kernel.arch.riscv.encoder import (
 from emulated_kernel.arch.riscv.insn import A0, RA, T0, T1, ZERO
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
-from emulated_kernel.guests.linux.guest.wakeup_thunk import Wakeup
-from emulated_kernel.guests.linux.guest_abi import RISCV64
+from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE, Wakeup
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.ram import PAGE
 from emulated_kernel.guests.linux.pc.riscv_board import SOFTWARE_INTERRUPT
 from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
+from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.util.abi import Prot
+from emulated_kernel.util.code_listing import machine_code
 
-_TEXT = RISCV64.host_code
-_DATA = _TEXT + PAGE
-"""Virtual addresses of the code and data pages, in the part of module space that Linux does not reach."""
+ARM64_WAKEUP = """
+    d0 00 00 58   | ldr x16, task_at
+    00 02 40 f9   | ldr x0, [x16]
+    40 00 00 b5   | cbnz x0, wake
+    c0 03 5f d6   | ret
+    90 00 00 58   | wake: ldr x16, function_at
+    00 02 1f d6   | br x16
+    imm64:task            | task_at: .quad task
+    imm64:wake_up_process | function_at: .quad wake_up_process
+"""
 _WORK = 0x40
 """Offset in bytes of the irq_work in the data page, whose first word is the address of the task to wake."""
 _ROOM = 0x100
@@ -49,63 +61,63 @@ Mirrors: include/linux/smp_types.h:__call_single_node (v6.12)
 _CLAIMED = 3
 """Flags of a queued work. Mirrors: include/linux/irq_work.h:IRQ_WORK_CLAIMED (v6.12)"""
 _MASK = (1 << 64) - 1
+_TABLES_AT = 2 * PAGE
+"""Offset in bytes of the page tables, which follow the pages of code and data."""
 
 
 class IrqWorkWakeup(Wakeup):
-    """Owns a page of code, a page of data and a page table, at the start of the host's memory."""
+    """Owns a page of code, a page of data and page tables, at the start of the host's memory."""
 
-    def __init__(self, machine: RiscvMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
+    def __init__(self, machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
         self._machine = machine
         self._symbols = facts.symbols
         self._structs = structs
         self._words = machine.memory.words
         self._base = len(machine.memory.ram) - HOST_SIZE
         self._task = self._base + PAGE
-        self.host_room = self._task + _ROOM, _DATA + _ROOM
-        self.stub_text = self._base + _ROOM, _TEXT + _ROOM
+        self._text = machine.abi.host_code
+        self._data = self._text + PAGE
+        """Virtual addresses of the code and data pages, which Linux leaves unused."""
+        self.host_room = self._task + _ROOM, self._data + _ROOM
+        self.stub_text = self._base + _ROOM, self._text + _ROOM
         self._node = self._task + _WORK + facts.offsets["irq_work.node"]
         self._function = self._task + _WORK + facts.offsets["irq_work.func"]
-        per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
-        self._list = structs.physical(per_cpu + facts.per_cpu["raised_list"])
-        interrupts = structs.word(facts.symbols["ipi_mux_pcpu"]) + per_cpu & _MASK
-        self._bits = structs.physical(interrupts + facts.offsets["ipi_mux_cpu.bits"])
-        self._bit = 1 << facts.offsets["IPI_IRQ_WORK"]
+        self._per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
+        self._list = structs.physical(self._per_cpu + facts.per_cpu["raised_list"] & _MASK)
+        self._interrupt = facts.offsets["IPI_IRQ_WORK"]
+        """Number of the interprocessor interrupt that runs queued works."""
 
     def install(self) -> None:
         """Map the pages and write the code; snapshots of the guest keep it."""
-        text, data, table = (self._base + PAGE * number for number in range(3))
-        store = self._structs.store
-        memory = self._machine.memory
-        # All page tables share the kernel's directories, which Linux allocates in advance.
-        slot, _ = memory.last(self._machine.cpu.root, _TEXT)
-        store("<Q", slot << 3, table >> 2 | _VALID)
-        store("<Q", table, text >> 2 | _EXECUTABLE)
-        store("<Q", table + 8, data >> 2 | _WRITABLE)
-        code = self._code()
-        self._structs.store_bytes(text, code)
-        store("<Q", self._function, _TEXT)
+        self._map()
+        self._structs.store_bytes(self._base, self._code())
+        self._structs.store("<Q", self._function, self._text)
         self._machine.engine.flush_tlb()
 
+    @abstractmethod
+    def _map(self) -> None:
+        """Map the page of code and the page of data in the kernel, by page tables in the next pages."""
+
+    @abstractmethod
     def _code(self) -> bytes:
         """Return the code of the work: call wake_up_process(task) unless the word with the task is 0."""
-        code = set_to_address(T0, _TEXT, _DATA) + load(A0, T0, 0, 8)
-        code += branch(BranchFunct3.NE, A0, ZERO, 8) + jump_register(RA)
-        return code + long_jump(ZERO, T1, _TEXT + len(code), self._symbols["wake_up_process"])
+
+    @abstractmethod
+    def _raise(self) -> None:
+        """Make the interprocessor interrupt pending that runs queued works."""
 
     def wake(self, task: int) -> None:
         """Begin the next run with the interrupt that wakes a task; see Wakeup.
 
-        Mirrors: kernel/irq_work.c:irq_work_queue, kernel/irq/ipi-mux.c:ipi_mux_send_mask (v6.12)
+        Mirrors: kernel/irq_work.c:irq_work_queue (v6.12)
         """
         self._words[self._task >> 3] = task
         ram = self._machine.memory.ram
         if not struct.unpack_from("<I", ram, self._node + _FLAGS)[0]:
             first = self._words[self._list >> 3]
             struct.pack_into("<QI", ram, self._node, first, _CLAIMED)
-            self._words[self._list >> 3] = _DATA + self._node - self._task
-        bits = struct.unpack_from("<I", ram, self._bits)[0]
-        struct.pack_into("<I", ram, self._bits, bits | self._bit)
-        self._machine.cpu.set_pending(1 << SOFTWARE_INTERRUPT)
+            self._words[self._list >> 3] = self._data + self._node - self._task
+        self._raise()
 
     @contextmanager
     def replaced_by(self, callback: int) -> Iterator[None]:
@@ -113,4 +125,58 @@ class IrqWorkWakeup(Wakeup):
         self._structs.store("<Q", self._function, callback)
         yield
         # If the guest dies in the block, the function is not restored.
-        self._structs.store("<Q", self._function, _TEXT)
+        self._structs.store("<Q", self._function, self._text)
+
+
+class RiscvWakeup(IrqWorkWakeup):
+    """Wakes tasks of a RISC-V kernel, whose interprocessor interrupts share the software interrupt."""
+
+    def __init__(self, machine: RiscvMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
+        super().__init__(machine, facts, structs)
+        self._cpu = machine.cpu
+        interrupts = structs.word(facts.symbols["ipi_mux_pcpu"]) + self._per_cpu & _MASK
+        self._bits = structs.physical(interrupts + facts.offsets["ipi_mux_cpu.bits"])
+
+    def _map(self) -> None:
+        text, data, table = (self._base + PAGE * number for number in range(3))
+        store = self._structs.store
+        # All page tables share the kernel's directories, which Linux allocates in advance.
+        slot, _ = self._machine.memory.last(self._machine.cpu.root, self._text)
+        store("<Q", slot << 3, table >> 2 | _VALID)
+        store("<Q", table, text >> 2 | _EXECUTABLE)
+        store("<Q", table + 8, data >> 2 | _WRITABLE)
+
+    def _code(self) -> bytes:
+        code = set_to_address(T0, self._text, self._data) + load(A0, T0, 0, 8)
+        code += branch(BranchFunct3.NE, A0, ZERO, 8) + jump_register(RA)
+        return code + long_jump(ZERO, T1, self._text + len(code), self._symbols["wake_up_process"])
+
+    def _raise(self) -> None:
+        """Make the interrupt pending. Mirrors: kernel/irq/ipi-mux.c:ipi_mux_send_mask (v6.12)."""
+        ram = self._machine.memory.ram
+        bits = struct.unpack_from("<I", ram, self._bits)[0]
+        struct.pack_into("<I", ram, self._bits, bits | 1 << self._interrupt)
+        self._cpu.set_pending(1 << SOFTWARE_INTERRUPT)
+
+
+class Arm64Wakeup(IrqWorkWakeup):
+    """Wakes tasks of an arm64 kernel, whose interprocessor interrupts are those of the GIC for software."""
+
+    def __init__(self, machine: Arm64Machine, facts: KernelOffsets, structs: KernelStructs) -> None:
+        super().__init__(machine, facts, structs)
+        self._board = machine.pc
+        self._update = machine.update_interrupt
+
+    def _map(self) -> None:
+        memory = self._machine.memory
+        pool = UnitPool(self._base + _TABLES_AT, THUNK_SIZE - _TABLES_AT, PAGE)
+        tables = memory.tables(memory.ram, pool, memory.kernel_root(self._machine.cpu.root))
+        tables.map(self._text, self._base, PAGE, Prot.READ | Prot.EXEC)
+        tables.map(self._data, self._task, PAGE, Prot.READ | Prot.WRITE)
+
+    def _code(self) -> bytes:
+        return machine_code(ARM64_WAKEUP, self._text, {**self._symbols, "task": self._data})
+
+    def _raise(self) -> None:
+        self._board.pending |= 1 << self._interrupt
+        self._update()

@@ -43,9 +43,8 @@ Mirrors: include/uapi/asm-generic/statfs.h:struct statfs (v6.1).
 """
 _DIRENT = struct.Struct("<QqHB")
 _POLLFD = struct.Struct("<ihh")
-_OPEN_FLAGS = (
-    os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY
-)
+_OPEN_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK
+"""Flags of open(2) that have the same value on all processors."""
 _PATHS = 500
 """Maximum number of paths that are cached as C strings."""
 _UTIME_OMIT = (1 << 30) - 2
@@ -135,7 +134,8 @@ class LinuxSyscalls:
             if closed is not None:
                 self.close(task, closed)
             raise
-        arguments = self._openat, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode
+        directory = self._abi.o_directory if flags & os.O_DIRECTORY else 0
+        arguments = self._openat, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS | directory, mode
         if closed is None:
             return self._call(task, *arguments, patience=_LONG, service=service)
         return self._tasks.call_after_close(task, closed, *arguments, patience=_LONG)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from emulated_kernel.guests.linux.guest.client_scheduler import ClientScheduler
 from emulated_kernel.guests.linux.guest.linux_task import LinuxTask
 from emulated_kernel.guests.linux.guest.task_table import TaskTable
-from emulated_kernel.guests.linux.pc.ram import FRAME, PAGE, PRESENT, LinuxMemory
+from emulated_kernel.guests.linux.pc.ram import PAGE, PRESENT, LinuxMemory
 
 
 class TaskMemory:
@@ -21,6 +21,7 @@ class TaskMemory:
         self._ram = memory.ram
         self._owned = memory.owned
         self._shift = memory.frame_shift
+        self._frame = memory.frame
         self._stub = scheduler.stub
         self._table = table
         self._scheduler = scheduler
@@ -36,7 +37,7 @@ class TaskMemory:
         slot = task.entries.get(page)
         entry = self._memory.words[slot] if slot is not None else self._entry(task, page)
         if entry & self._owned == self._owned and va + len(data) <= page + PAGE:
-            at = (entry << self._shift & FRAME) + va - page
+            at = (entry << self._shift & self._frame) + va - page
             self._ram[at : at + len(data)] = data
             return
         for at, offset, size in self._own_pages(task, va, len(data)):
@@ -48,7 +49,7 @@ class TaskMemory:
         slot = task.entries.get(start)
         entry = self._memory.words[slot] if slot is not None else self._entry(task, start)
         if entry & PRESENT and va + size <= start + PAGE:
-            at = (entry << self._shift & FRAME) + va - start
+            at = (entry << self._shift & self._frame) + va - start
             return self._ram[at : at + size]
         parts = []
         for page in range(start, va + size, PAGE):

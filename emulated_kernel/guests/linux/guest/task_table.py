@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE, LinuxTask
-from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.kernel_offsets import PT_REGS, KernelOffsets
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 
@@ -21,7 +21,7 @@ class TaskTable:
         Raises: GuestFault (the end of the task's struct pt_regs is in no kernel stack).
         """
         self._structs = structs
-        self._pt_regs_size = machine.abi.pt_regs_size
+        self._pt_regs_size = facts.offsets[PT_REGS]
         self.running = machine.running_task(facts)
         """Function that returns the address of the task_struct of the task that the CPU runs."""
         self.by_address: dict[int, LinuxTask] = {}

@@ -21,7 +21,6 @@ from emulated_kernel.guests.linux.initramfs import BUFFER, BUFFER_SIZE
 from emulated_kernel.guests.linux.kernel_offsets import PID_MAX, KernelOffsets
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
-from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 
 __all__ = ["Blocked", "LinuxTask", "LinuxTasks", "Service"]
 
@@ -113,8 +112,8 @@ class LinuxTasks(RunningLinux):
         """End a task whose process has ended on the host. If the task sleeps in a call, kill it."""
         self._life.exit(task, self.init)
         self._exits += 1
-        # A RISC-V kernel reads its clock so rarely that no tick would end an RCU grace period.
-        if isinstance(self.machine, RiscvMachine) and not self._exits % _EXITS:
+        # These kernels read their clock so rarely that no tick would end an RCU grace period.
+        if not isinstance(self.machine, PcMachine) and not self._exits % _EXITS:
             self.idle(_GRACE)
 
     @property

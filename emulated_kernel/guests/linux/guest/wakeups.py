@@ -15,10 +15,11 @@ from emulated_kernel.arch.riscv.encoder import (
     store,
 )
 from emulated_kernel.arch.riscv.insn import A0, RA, SP, T1
-from emulated_kernel.guests.linux.guest.irq_work_wakeup import IrqWorkWakeup
+from emulated_kernel.guests.linux.guest.irq_work_wakeup import Arm64Wakeup, RiscvWakeup
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
 from emulated_kernel.guests.linux.guest.wakeup_thunk import Wakeup, WakeupThunk
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
@@ -43,6 +44,28 @@ _JMP_SIZE = 5
 
 
 _RISCV_RET_SIZE = 4
+ARM64_RESCHEDULE = """
+    fd 7b bf a9   | stp x29, x30, [sp, #-16]!
+    a0 00 00 58   | ldr x0, queue_at
+    d0 00 00 58   | ldr x16, function_at
+    00 02 3f d6   | blr x16
+    fd 7b c1 a8   | ldp x29, x30, [sp], #16
+    c0 03 5f d6   | ret
+    imm64:run_queue    | queue_at: .quad run_queue
+    imm64:resched_curr | function_at: .quad resched_curr
+"""
+ARM64_TRACE = """
+    fd 7b bf a9   | stp x29, x30, [sp, #-16]!
+    b0 00 00 58   | ldr x16, first_at
+    00 02 3f d6   | blr x16
+    fd 7b c1 a8   | ldp x29, x30, [sp], #16
+    90 00 00 58   | ldr x16, second_at
+    00 02 1f d6   | br x16
+    imm64:syscall_regfunc   | first_at: .quad syscall_regfunc
+    imm64:syscall_unregfunc | second_at: .quad syscall_unregfunc
+"""
+_ARM64_TAIL = 20
+"""Size in bytes of the last instruction and of two words of data."""
 
 
 def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:
@@ -60,7 +83,7 @@ class FlagCode(NamedTuple):
     made: Callable[[int, Mapping[str, int]], bytes]
     """Function that returns the code; it takes the code's address and a map: symbol -> address."""
     tail: int
-    """Size in bytes of the code's last instruction."""
+    """Number of bytes from the start of the code's last instruction to the end of the code."""
 
 
 def flag_codes(machine: LinuxMachine) -> tuple[FlagCode, FlagCode | None]:
@@ -70,6 +93,10 @@ def flag_codes(machine: LinuxMachine) -> tuple[FlagCode, FlagCode | None]:
     """
     if isinstance(machine, RiscvMachine):
         return FlagCode(_riscv_reschedule, _RISCV_RET_SIZE), None
+    if isinstance(machine, Arm64Machine):
+        return FlagCode(partial(machine_code, ARM64_RESCHEDULE), _ARM64_TAIL), FlagCode(
+            partial(machine_code, ARM64_TRACE), _ARM64_TAIL
+        )
     return FlagCode(partial(machine_code, RESCHEDULE), _RET_SIZE), FlagCode(
         partial(machine_code, TRACE), _JMP_SIZE
     )
@@ -78,6 +105,8 @@ def flag_codes(machine: LinuxMachine) -> tuple[FlagCode, FlagCode | None]:
 def wakeup(machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> Wakeup:
     """Return the code that wakes tasks in a booted kernel; it need not be installed yet."""
     if isinstance(machine, RiscvMachine):
-        return IrqWorkWakeup(machine, facts, structs)
+        return RiscvWakeup(machine, facts, structs)
+    if isinstance(machine, Arm64Machine):
+        return Arm64Wakeup(machine, facts, structs)
     assert isinstance(machine, PcMachine)
     return WakeupThunk(machine, facts, structs)

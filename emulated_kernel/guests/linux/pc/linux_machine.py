@@ -332,6 +332,9 @@ class LinuxMachine(ABC):
     def follow_text(self, symbols: Mapping[str, int]) -> None:
         """Drop translated code whenever the guest has changed its text. `symbols`: addresses by name."""
 
+    def execute(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only arm64 has such instructions
+        """Execute instructions of the kernel in place of the CPU. `sites`: KernelOffsets.executed."""
+
     def run_to_stub(self) -> None:
         """Run until a process waits at the stub; while the guest is idle, advance the time.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-from emulated_kernel.guests.linux.guest_abi import X86_64, GuestAbi
+from emulated_kernel.guests.linux.guest_abi import ARM64, X86_64, GuestAbi
+from emulated_kernel.guests.linux.pc.arm64_cells import find_arm64_cells
+from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
 from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
@@ -19,6 +21,8 @@ def find_cells(abi: GuestAbi) -> tuple[int, ...]:
 
     Raises: HardwareError (not found).
     """
+    if abi is ARM64:
+        return find_arm64_cells()
     return find_exception_cells() if abi is X86_64 else find_riscv_cells()
 
 
@@ -32,5 +36,5 @@ def new_machine(
     """
     if abi is not X86_64:
         assert not is_production, "the command refuses --cpu"
-        return RiscvMachine(ram, seed, cells, budget)
+        return (Arm64Machine if abi is ARM64 else RiscvMachine)(ram, seed, cells, budget)
     return PcMachine(ram, seed, cells, budget, PRODUCTION_MODEL if is_production else CPU_MODEL)

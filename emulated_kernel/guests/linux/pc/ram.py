@@ -40,6 +40,8 @@ class LinuxMemory:
     """Bits of the page table entry of a user page that its task does not share with other tasks."""
     frame_shift = 0
     """Number of bits by which a page table entry is shifted left before it is masked to an address."""
+    frame = FRAME
+    """Mask of the address in a page table entry, after the shift."""
 
     def __init__(self, ram: mmap.mmap) -> None:
         self.ram = ram
@@ -64,6 +66,10 @@ class LinuxMemory:
                 return (pa, entry, inside + 1) if pa < len(self.ram) else None
             table = entry & FRAME
         return None
+
+    def kernel_root(self, root: int) -> int:
+        """Return the root of the page tables for the kernel's addresses; `root` is that of any task's."""
+        return root
 
     def is_writable(self, entry: int) -> bool:
         """Return True if the page of a page table entry can be written."""

@@ -1,0 +1,82 @@
+"""Arm64Memory: the RAM of an arm64 guest; the kernel's half of the addresses has page tables of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+from emulated_kernel.guests.linux.pc.ram import PRESENT, LinuxMemory
+from emulated_kernel.machine.memory.paging import Arm64PageTables
+from emulated_kernel.machine.traps.trap import MemoryFault
+
+_READ_ONLY = 1 << 7
+_NO_KERNEL_EXEC = 1 << 53
+_OWNED = 1 << 51
+"""Bit by which Linux marks the entry of a page that its task may write: PTE_WRITE."""
+_TABLE = 2
+_SHIFTS = (39, 30, 21, 12)
+_HALF = 1 << 48
+_WORD = 1 << 64
+_FRAME = 0x0000FFFFFFFFF000
+
+
+class Arm64Memory(LinuxMemory):
+    """Reads and writes RAM by virtual addresses of 48 bits.
+
+    `root` is the root of the tables for user addresses. Addresses of the kernel are looked up in the tables
+    that the CPU uses for them.
+    """
+
+    tables = Arm64PageTables
+    owned = PRESENT | _OWNED
+    frame = _FRAME
+
+    def __init__(self, ram: mmap.mmap) -> None:
+        super().__init__(ram)
+        self.kernel_tables = memoryview(ctypes.c_uint64()).cast("B").cast("Q")
+        """View of the register with the address of the kernel's page tables."""
+
+    def kernel_root(self, root: int) -> int:  # noqa: ARG002 - both halves of other processors share a root
+        """Return the physical address of the kernel's page tables; see LinuxMemory."""
+        return self.kernel_tables[0] & _FRAME
+
+    def is_writable(self, entry: int) -> bool:
+        """Return True if the page of a page table entry can be written."""
+        return not entry & _READ_ONLY
+
+    def is_executable(self, entry: int) -> bool:
+        """Return True if the kernel can execute code in the page of a page table entry."""
+        return not entry & _NO_KERNEL_EXEC
+
+    def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
+        """Return physical address, last entry and page size of an address; see LinuxMemory."""
+        if _HALF <= va < _WORD - _HALF or not 0 <= va < _WORD:
+            return None
+        table = (self.kernel_tables[0] if va >> 63 else root) & _FRAME
+        for shift in _SHIFTS:
+            slot = table + (va >> shift & 511) * 8 >> 3
+            entry = self.words[slot] if slot < len(self.words) else 0
+            if not entry & PRESENT:
+                return None
+            table = entry & _FRAME
+            if shift == 12 or not entry & _TABLE:
+                inside = (1 << shift) - 1
+                pa = table & ~inside | va & inside
+                return (pa, entry, inside + 1) if pa < len(self.ram) else None
+        return None
+
+    def last(self, root: int, va: int) -> tuple[int, int]:
+        """Return the index of the last entry of a walk, and the size that it maps; see LinuxMemory."""
+        table = (self.kernel_tables[0] if va >> 63 else root) & _FRAME
+        slot = 0
+        size = 0
+        for shift in _SHIFTS:
+            slot = table + (va >> shift & 511) * 8 >> 3
+            size = 1 << shift
+            if slot >= len(self.words):
+                raise MemoryFault(va, "page tables outside of RAM")
+            entry = self.words[slot]
+            if not entry & PRESENT or not entry & _TABLE:
+                break
+            table = entry & _FRAME
+        return slot, size

@@ -1,0 +1,119 @@
+"""Arm64Image: reading of an Image, the flat form of an arm64 kernel, and the relocations of arm64 kernels.
+
+Source: Documentation/arm64/booting.rst (v6.1).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from emulated_kernel.image.linux.flat_image import HEADER_SIZE, FlatImage
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.image.linux.vmlinux import LoadSegment
+from emulated_kernel.util.fast_dataclass import replace
+
+ARM64: Final = "arm64"
+"""Name of the architecture in LinkedMemory.architecture."""
+_HEADER = struct.Struct("<8x3Q")
+_BIG_ENDIAN = 1
+_PAGE_SIZE_AT = 1
+_PAGE_SIZES = {0: "an unknown size", 2: "16 KiB", 3: "64 KiB"}
+"""Number in the header's flags -> size of pages that the host does not support."""
+_SMALL_PAGES = 1
+"""Number in the header's flags for pages of 4 KiB."""
+_RELATIVE = struct.pack("<Q", 0x403)
+"""Type of a relocation that stores an address: R_AARCH64_RELATIVE."""
+_ENTRY = 24
+"""Size in bytes of a relocation: offset, type and addend."""
+_ALIGNMENT = 2 << 20
+"""Alignment of an Image in memory in bytes."""
+_LINKED = range(0xFFFF800000000000, 0xFFFF800100000000)
+"""Addresses at which kernels for addresses of 48 bits are linked, after their modules.
+
+Mirrors: arch/arm64/include/asm/memory.h:KIMAGE_VADDR (v5.10, v6.1, v6.12)
+"""
+
+
+class Arm64Image(FlatImage):
+    """The memory of an arm64 kernel that is given as an Image. Its relocations are applied.
+
+    Raises: KernelError ENOEXEC (no sensible size, other pages than the host's, or no relocations).
+    """
+
+    architecture = ARM64
+    magic_at = 0x38
+    magic = b"ARMd"
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) < HEADER_SIZE:
+            raise unusable("truncated within the header of the Image")
+        offset, size, flags = _HEADER.unpack_from(data)
+        if flags & _BIG_ENDIAN:
+            raise unusable("a big-endian kernel; use a little-endian one")
+        pages = flags >> _PAGE_SIZE_AT & 3
+        if pages != _SMALL_PAGES:
+            raise unusable(f"its pages have {_PAGE_SIZES[pages]}; use a kernel with pages of 4 KiB")
+        if offset:
+            raise unusable(f"its text offset is {offset:#x}; use Linux 5.8 or later")
+        relocations = _relocations(data)
+        linked = _lowest(relocations) & -_ALIGNMENT if relocations else 0
+        if linked not in _LINKED:
+            raise unusable(
+                f"it is linked at {linked:#x}; use a relocatable kernel for addresses of 48 bits"
+                if relocations
+                else "it has no table of relocations; a kernel needs CONFIG_RELOCATABLE"
+            )
+        super().__init__(data, size, linked)
+        self.segments = relocated(self.segments)
+
+
+def _lowest(relocations: memoryview) -> int:
+    """Return the lowest place or value of relocations, which is near the start of the kernel."""
+    places = relocations[0::3].tolist()
+    return min(places + relocations[2::3].tolist())
+
+
+def relocated(segments: Sequence[LoadSegment]) -> tuple[LoadSegment, ...]:
+    """Return segments of an arm64 kernel after its own relocation, which stores addresses in its data.
+
+    An arm64 kernel relocates itself at boot. Its file may have zeros in place of the addresses.
+    Mirrors: arch/arm64/kernel/head.S:__relocate_kernel (v6.1), arch/arm64/kernel/pi/relocate.c (v6.12)
+
+    Raises: KernelError ENOEXEC (a relocation of a place that is not aligned).
+    """
+    table = max((_relocations(segment.data) for segment in segments), key=len)
+    changed = [bytearray(segment.data) for segment in segments]
+    for segment, data in zip(segments, changed, strict=True):
+        data.extend(bytes(-len(data) % 8))
+        words = memoryview(data).cast("Q")
+        start = segment.va
+        end = start + len(segment.data)
+        for place, value in zip(table[0::3], table[2::3], strict=True):
+            if start <= place < end:
+                if place - start & 7:
+                    raise unusable(f"a relocation at {place:#x}, which is not aligned")
+                words[place - start >> 3] = value
+        words.release()
+        del data[len(segment.data) :]
+    return tuple(replace(segment, data=bytes(data)) for segment, data in zip(segments, changed, strict=True))
+
+
+def _relocations(data: bytes | memoryview) -> memoryview:
+    """Return the words of the longest table of relocations: place, type and value of each of them."""
+    text = bytes(data)
+    first = 0
+    count = 0
+    at = text.find(_RELATIVE)
+    while at >= 0:
+        end = at
+        if not at % 8 and at >= 8:
+            while text.startswith(_RELATIVE, end):
+                end += _ENTRY
+            if end - at > count * _ENTRY:
+                first = at - 8
+                count = (end - at) // _ENTRY
+        at = text.find(_RELATIVE, max(end, at + 1))
+    count = min(count, (len(text) - first) // _ENTRY)
+    return memoryview(text)[first : first + count * _ENTRY].cast("Q")

@@ -1,0 +1,157 @@
+"""The arm64 CPU: exception levels 0 and 1, with the registers of Linux's pt_regs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import namedtuple
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, Final
+
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.paging import Arm64PageTables
+from emulated_kernel.machine.traps.trap import HardwareError, Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import ARCH_ARM64, MODE_ARM, Engine
+from emulated_kernel.util.abi import Vector
+
+PSTATE = 265
+ELR_EL1 = 267
+ELR_EL3 = 269
+SP_EL0 = 270
+SP_EL1 = 271
+TTBR0_EL1 = 274
+TTBR1_EL1 = 275
+ESR_EL1 = 277
+FAR_EL1 = 281
+VBAR_EL1 = 287
+_CP_REG = 290
+_FIRST_X = 199
+
+EL1H = 5
+"""Value of PSTATE.M at exception level 1 with its own stack pointer."""
+LEVEL = 0xC
+"""Mask of the exception level in PSTATE."""
+DAIF = 0x3C0
+"""Mask in PSTATE of the bits that mask debug exceptions, SErrors, interrupts and fast interrupts."""
+IRQ_MASKED = 0x80
+_CLASS_SHIFT = 26
+CLASS_UNKNOWN = 0
+CLASS_SVC = 0x15
+CLASS_BRK = 0x3C
+_ABORTS = (0x20, 0x21, 0x24, 0x25)
+"""Classes of aborts: of a fetch or an access to data, each from user mode and from the kernel."""
+FULL_SIZE = 1 << 25
+"""Bit of the syndrome that is set for an instruction of 32 bits."""
+
+
+class _SystemRegister(ctypes.Structure):
+    """Unicorn's uc_arm64_cp_reg: the encoding of a system register, and its value."""
+
+    _fields_ = (
+        ("crn", ctypes.c_uint32),
+        ("crm", ctypes.c_uint32),
+        ("op0", ctypes.c_uint32),
+        ("op1", ctypes.c_uint32),
+        ("op2", ctypes.c_uint32),
+        ("value", ctypes.c_uint64),
+    )
+
+
+Encoding = tuple[int, int, int, int, int]
+"""Encoding of a system register: op0, op1, CRn, CRm, op2."""
+SPSR_EL1: Final = (3, 0, 4, 0, 0)
+HCR_EL2: Final = (3, 4, 1, 1, 0)
+HCR_64_BITS: Final = 1 << 31
+"""Value of hcr_el2 for a level 1 of 64 bits (RW)."""
+HCR_IRQ_ROUTED: Final = 1 << 4
+"""Bit of hcr_el2 that lets virtual interrupts occur (IMO)."""
+HCR_IRQ_PENDING: Final = 1 << 7
+"""Bit of hcr_el2 that makes a virtual interrupt pending (VI)."""
+SCR_EL3: Final = (3, 6, 1, 1, 0)
+SCR_64_BITS: Final = 0x431
+"""Value of scr_el3 for lower levels of 64 bits that are not secure (RW, NS)."""
+
+
+def write_system_register(engine: Engine, encoding: Encoding, value: int) -> None:
+    """Set a system register, for which Unicorn has no id, by its encoding."""
+    op0, op1, crn, crm, op2 = encoding
+    engine.reg_write_raw(_CP_REG, _SystemRegister(crn, crm, op0, op1, op2, value))
+
+
+def read_system_register(engine: Engine, encoding: Encoding) -> int:
+    """Return the value of a system register, for which Unicorn has no id, by its encoding."""
+    op0, op1, crn, crm, op2 = encoding
+    return int(engine.reg_read_raw(_CP_REG, _SystemRegister(crn, crm, op0, op1, op2, 0)).value)
+
+
+def syndrome_class(syndrome: int) -> int:
+    """Return the class of an exception from its syndrome, the value of esr_el1."""
+    return syndrome >> _CLASS_SHIFT
+
+
+def vector_of(syndrome: int) -> Vector:
+    """Return the Vector (x86's number) of an exception; `syndrome` is the value of esr_el1."""
+    kind = syndrome_class(syndrome)
+    if kind in _ABORTS:
+        return Vector.PAGE_FAULT
+    if kind == CLASS_BRK:
+        return Vector.BREAKPOINT
+    return Vector.INVALID_OPCODE if kind == CLASS_UNKNOWN else Vector.GENERAL_PROTECTION
+
+
+def fault(ip: int, syndrome: int, address: int = 0) -> Trap:
+    """Return the trap of an exception at `ip`. `syndrome` and `address`: values of esr_el1 and far_el1."""
+    return Trap(TrapKind.FAULT, ip, vector_of(syndrome), syndrome, address)
+
+
+class Arm64Cpu(CpuModel):
+    """An arm64 CPU that runs a distribution's kernel."""
+
+    name = "arm64"
+    bits = 64
+    engine_mode = (ARCH_ARM64, MODE_ARM)
+    page_tables = Arm64PageTables
+    registers = MappingProxyType({
+        **{f"x{number}": _FIRST_X + number for number in range(29)}, "x29": 1, "x30": 2, "sp": 4, "ip": 260,
+    })  # fmt: skip
+    ip_slot = 32
+    register_set: Callable[..., Any] = staticmethod(
+        namedtuple("Arm64RegisterSet", (*registers, "flags"), defaults=(*[0] * len(registers), EL1H))
+    )
+    flags_register = PSTATE
+    fixed_flags = 0
+    interrupt_flag = 0
+    special_registers = MappingProxyType({"badaddr": FAR_EL1, "cause": ESR_EL1})
+    aliases = MappingProxyType({"pc": "ip", "lr": "x30", "pstate": "flags", "orig_x0": "orig_ax"})
+    arguments = tuple(f"x{number}" for number in range(8))
+    variadic_arguments = arguments
+    result = "x0"
+    call_stack_gap = 48
+    halt = bytes.fromhex("7f2003d5")
+    breakpoints = (bytes.fromhex("000020d4"),)
+    fetch_unit = 4
+    filler = breakpoints[0]
+
+    def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:  # noqa: ARG002 - it refuses
+        """Refuse, because kprobefs's own kernel has no image for arm64. Raises: HardwareError."""
+        raise HardwareError("kprobefs's own kernel does not run on arm64")
+
+    def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:  # noqa: ARG002
+        """Return the trap for an exception: `error_code` is the syndrome."""
+        return fault(ip, error_code)
+
+    def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
+        """Return the trap for a failed data access of the kernel; see CpuModel.
+
+        Mirrors: arch/arm64/include/asm/esr.h:ESR_ELx_EC_DABT_CUR, ESR_ELx_WNR, ESR_ELx_FSC_PERM (v6.12)
+        """
+        status = 0xF if present else 7
+        return fault(ip, 0x25 << _CLASS_SHIFT | FULL_SIZE | int(write) << 6 | status, address)
+
+    def trap_number(self, trap: Trap) -> int:
+        """Return the syndrome of a trap."""
+        return trap.error_code
+
+    def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:  # noqa: ARG002
+        return start._replace(x30=return_address)

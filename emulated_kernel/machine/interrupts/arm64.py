@@ -1,0 +1,52 @@
+"""Traps of arm64: breakpoints and exceptions as the emulator reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emulated_kernel.machine.cpu.arm64 import fault
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.interrupts.exceptions import ExceptionState
+from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.run_watchdog import HandlerTime
+from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Engine
+
+_ABORTS = 3, 4
+"""Unicorn's numbers of an abort of a fetch, and of an access to data."""
+
+
+class Syndrome(ExceptionState):
+    """Views of the words of Unicorn's CPU structure that describe the exception."""
+
+    def __init__(self, syndrome: memoryview, bad_address: memoryview) -> None:
+        self._syndrome = syndrome
+        self.bad_address = bad_address
+        """View of the faulting address, which only aborts set."""
+
+    def take(self) -> int:
+        """Return the syndrome."""
+        return int(self._syndrome[0])
+
+
+class Arm64TrapHooks(TrapHooks):
+    """Dispatches exceptions; the instruction pointer is that of the exception on real hardware."""
+
+    family = "arm64"
+
+    def __init__(
+        self, engine: Engine, cpu: CpuModel, regs: Regs, state: Syndrome, handler_time: HandlerTime
+    ) -> None:
+        self._syndrome = state
+        super().__init__(engine, cpu, regs, state, handler_time)
+
+    def _hook_traps(self) -> None:
+        self.engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
+
+    def _make_interrupt_callback(self) -> Callable[..., object]:
+        return self._guarded(self._exception)
+
+    def _exception(self, vector: int) -> None:
+        state = self._syndrome
+        address = int(state.bad_address[0]) if vector in _ABORTS else 0
+        self.raise_exception(fault(self.regs.ip, state.take(), address))

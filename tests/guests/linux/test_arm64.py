@@ -1,0 +1,382 @@
+"""Debian's arm64 cloud kernel: it boots, and clients use its files and its own tracefs."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+from collections.abc import Iterator
+from errno import ENOEXEC, ENOTDIR
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.boot_cache import started
+from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
+from emulated_kernel.guests.linux.initramfs import BOOTED
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.pc.gic_board import (
+    TIMER_FIRED,
+    TIMER_INTERRUPT,
+    TIMER_MASKED,
+    TIMER_ON,
+    GicBoard,
+)
+from emulated_kernel.image.linux.arm64_image import Arm64Image
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
+from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
+from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
+from kprobefs.cli.main import main
+from tests.guests.linux.debian_kernel import SEED, own_cache
+from tests.image.linux import made
+from tests.image.linux.debian import package
+from tests.kernel.gdb_client import GdbClient, Request
+
+META = "linux-image-cloud-arm64"
+SUITE = "trixie"
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[Path]:
+    path = package(META, SUITE, "arm64")
+    with own_cache(META, SUITE):
+        yield path
+
+
+@pytest.fixture(scope="module")
+def kernel(image: Path) -> LinuxKernel:
+    return open_kernel(str(image))
+
+
+@pytest.fixture(scope="module")
+def tasks(image: Path) -> Iterator[LinuxTasks]:
+    guest = started(str(image), SEED)
+    yield guest
+    guest.machine.close()
+
+
+@pytest.fixture(scope="module")
+def mount(image: Path) -> Iterator[Mount]:
+    served = native_mount(started(str(image), SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    yield served
+    served.close()
+
+
+def read(mount: Mount, client: Client, path: str) -> bytes:
+    file = mount.open(client, path, os.O_RDONLY)
+    try:
+        return mount.read(client, file, 1 << 20, 0)
+    finally:
+        mount.release(file)
+
+
+def write(mount: Mount, client: Client, path: str, text: bytes, flags: int = 0) -> None:
+    file = mount.open(client, path, os.O_WRONLY | flags)
+    try:
+        assert mount.write(client, file, text, 0) == len(text)
+    finally:
+        mount.release(file)
+
+
+# The kernel
+
+
+def test_clients_take_turns(tasks: LinuxTasks) -> None:
+    """Each task is woken in the middle of others' work, and keeps its own memory and registers."""
+    calls = LinuxSyscalls(tasks)
+    clients = [tasks.fork(tasks.init, pid) for pid in (4001, 4002)]
+    assert [client.pid for client in clients] == [4001, 4002]
+    for turn in range(3):
+        for client in clients:
+            path = f"/scratch/turn-{client.pid}"
+            fd = calls.open(client, path, os.O_RDWR | os.O_CREAT, 0o600)
+            text = f"{client.pid} {turn}".encode()
+            assert calls.write(client, fd, text, None) == len(text)
+            count = calls.begin_read(client, fd, 100, 0, may_block=False)
+            assert calls.read_data(client, count, 100) == text
+            calls.close(client, fd)
+    for client in clients:
+        calls.on_path(tasks.init, "unlinkat", f"/scratch/turn-{client.pid}", 0)
+        tasks.exit(client)
+        assert not client.alive
+    assert b"aarch64-linux-gnu" in calls.read_all("/proc/version")
+
+
+def test_the_memory_of_ended_tasks_is_freed(tasks: LinuxTasks) -> None:
+    """Time passes for the kernel, so that RCU frees what many short processes leave."""
+    calls = LinuxSyscalls(tasks)
+
+    def free() -> int:
+        return int(calls.read_all("/proc/meminfo").split(b"MemFree:")[1].split()[0])
+
+    before = free()
+    for pid in range(6000, 6160):
+        tasks.exit(tasks.fork(tasks.init, pid))
+    assert free() > before - 3000
+
+
+def test_a_sleep_passes_guest_time(tasks: LinuxTasks) -> None:
+    client = tasks.fork(tasks.init, 4003)
+    tasks.copy_to_user(client, 0x600000, struct.pack("<2q", 1, 0))
+    before = tasks.machine.pc.tsc
+    assert tasks.call(client, tasks.machine.abi.syscalls["nanosleep"], 0x600000, 0) == 0
+    passed = (tasks.machine.pc.tsc - before) / tasks.machine.pc.khz / 1000
+    assert 1 <= passed < 1.1
+    tasks.exit(client)
+
+
+def test_attributes_from_dentries_and_from_a_call(tasks: LinuxTasks) -> None:
+    """The host reads the same attributes from the kernel's memory as newfstatat(2) returns."""
+    calls = LinuxSyscalls(tasks)
+    fd = calls.open(tasks.init, "/scratch/a name of some length", os.O_WRONLY | os.O_CREAT, 0o640)
+    calls.write(tasks.init, fd, b"twelve bytes", None)
+    calls.close(tasks.init, fd)
+    seen = tasks.files.lstat("/scratch/a name of some length")
+    calls.on_path(tasks.init, "newfstatat", "/scratch/a name of some length", 0x602000, 0x100)
+    assert seen is not None
+    assert seen._replace(is_paged=False, rdev=0) == calls._stat()
+    assert (seen.size, seen.mode & 0o777) == (12, 0o640)
+    assert BOOTED <= seen.mtime_ns // 10**9 < BOOTED + 3600
+
+
+def test_a_flag_of_open_that_has_a_value_of_its_own(tasks: LinuxTasks) -> None:
+    calls = LinuxSyscalls(tasks)
+    calls.close(tasks.init, calls.open(tasks.init, "/scratch", os.O_RDONLY | os.O_DIRECTORY))
+    with pytest.raises(KernelError) as refused:
+        calls.open(tasks.init, "/proc/version", os.O_RDONLY | os.O_DIRECTORY)
+    assert refused.value.errno == ENOTDIR
+
+
+def test_a_restart_ends_the_machine(image: Path) -> None:
+    guest = started(str(image), SEED)
+    calls = LinuxSyscalls(guest)
+    fd = calls.open(guest.init, "/proc/sysrq-trigger", os.O_WRONLY)
+    with pytest.raises(GuestFault, match="it has restarted"):
+        calls.write(guest.init, fd, b"b", None)
+    guest.machine.close()
+
+
+# A mount of its own tracefs
+
+
+def test_its_own_kprobes_record(mount: Mount) -> None:
+    """Its kprobes are at entries, at returns and behind an entry; all of them record."""
+    client = Client(5001, 0, 0)
+    mount.release(mount.create(client, "/scratch/greeting", 0o644, os.O_WRONLY))
+    write(mount, client, "/scratch/greeting", b"hello\n")
+    defined = b"p:entry vfs_read count=$arg3\nr:back vfs_read $retval\np:inside vfs_read+16\n"
+    write(mount, client, "/kprobe_events", defined)
+    for event in ("entry", "back", "inside"):
+        write(mount, client, f"/tracing/events/kprobes/{event}/enable", b"1\n")
+    write(mount, client, "/tracing/events/sched/sched_switch/enable", b"1\n")
+    assert read(mount, client, "/scratch/greeting") == b"hello\n"
+    assert read(mount, Client(5002, 0, 0), "/scratch/greeting") == b"hello\n"
+    write(mount, client, "/tracing/events/enable", b"0\n")
+    profile = [line.split() for line in read(mount, client, "/kprobe_profile").splitlines()]
+    assert profile == [[name, b"2", b"0"] for name in (b"entry", b"back", b"inside")]
+    trace = read(mount, client, "/tracing/trace")
+    assert trace.count(b"back: (ksys_read+") == 2
+    assert trace.count(b"arg1=6") == 2
+    assert b"sched_switch: prev_comm=" in trace
+    write(mount, client, "/kprobe_events", b"")
+
+
+def test_its_function_tracer(mount: Mount) -> None:
+    client = Client(5003, 0, 0)
+    mount.release(mount.create(client, "/scratch/traced", 0o644, os.O_WRONLY))
+    write(mount, client, "/tracing/set_ftrace_filter", b"vfs_write\n")
+    write(mount, client, "/tracing/current_tracer", b"function\n")
+    for _ in range(3):
+        write(mount, client, "/scratch/traced", b"hello\n")
+    assert read(mount, client, "/tracing/trace").count(b": vfs_write <-ksys_") == 3
+    write(mount, client, "/tracing/current_tracer", b"nop\n")
+    write(mount, client, "/tracing/set_ftrace_filter", b"\n")
+
+
+def test_the_same_requests_give_the_same_trace(image: Path) -> None:
+    """Time passes with readings of the counter alone, which the seed determines."""
+    shown = []
+    for _ in range(2):
+        served = native_mount(started(str(image), SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+        write(served, Client(5005, 0, 0), "/kprobe_events", b"p:opens do_sys_openat2 name=+0(%x1):ustring\n")
+        write(served, Client(5005, 0, 0), "/tracing/events/kprobes/opens/enable", b"1\n")
+        write(served, Client(5005, 0, 0), "/tracing/events/sched/sched_switch/enable", b"1\n")
+        for pid in (5006, 5007):
+            served.release(served.create(Client(pid, 0, 0), "/scratch/made", 0o644, os.O_WRONLY))
+        write(served, Client(5005, 0, 0), "/tracing/tracing_on", b"0\n")
+        shown.append(read(served, Client(5005, 0, 0), "/tracing/trace"))
+        served.close()
+    assert shown[0].count(b"opens: ") == 4
+    assert shown[0] == shown[1]
+
+
+def test_a_core_of_the_machine(mount: Mount) -> None:
+    """The core is of an arm64 machine, and the kernel's text is in it at its address."""
+    client = Client(5004, 0, 0)
+    core = read(mount, client, "/machine/vmcore")
+    kind, machine, count = struct.unpack_from("<HH34xH", core, 16)[0:3]
+    assert (kind, machine) == (4, 183)
+    assert count > 2
+
+
+# What it can not do
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("mount", "--kprobes", "kprobefs"), "use --kprobes kernel"),
+        (("mount", "--kprobes", "kernel", "--cpu", "haswell-ep"), "omit --cpu"),
+        (("explain", "vfs_read"), "need one for x86_64 or riscv64"),
+    ],
+    ids=["own kprobes", "cpu", "explain"],
+)
+def test_one_line_refuses(
+    image: Path, tmp_path: Path, arguments: tuple[str, ...], why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command, *others = arguments
+    if command == "mount":
+        others.append(str(tmp_path))
+    assert main([command, "--image", str(image), *others]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert why in line
+
+
+def test_an_image_that_is_cut_off(kernel: LinuxKernel) -> None:
+    """The end of the data is in the symbols alone, since the header has the size of the kernel in memory."""
+    data = bytes(kernel.vmlinux.segments[0].data)
+    end = kernel.required("_edata")
+    Arm64Image(data).check_complete(end)
+    with pytest.raises(KernelError, match="truncated") as refused:
+        Arm64Image(data[: -(1 << 20)]).check_complete(end)
+    assert refused.value.errno == ENOEXEC
+
+
+def test_tables_that_the_kernel_relocates(kernel: LinuxKernel) -> None:
+    """Addresses in the kernel's tables are those of its functions."""
+    assert {event.name for event in kernel.events} > {"sched_switch", "sys_enter"}
+    assert {call.name for call in kernel.syscalls} > {"sys_openat", "sys_read"}
+    assert len(kernel.mcount) > 40_000
+
+
+# The forms of its file
+
+LINKED = 0xFFFF800080000000
+PLACES = (0x200, 0x208, 0x1000)
+
+
+def made_image(size: int = 8192, *, flags: int = 2, offset: int = 0, relocations: bool = True) -> bytes:
+    """An Image with words that its own relocation fills in; the first of them is its address."""
+    header = struct.pack("<8x3Q", offset, size, flags).ljust(0x38, b"\0") + b"ARMd"
+    data = bytearray(header.ljust(size, b"\0"))
+    if relocations:
+        table = b"".join(struct.pack("<3Q", LINKED + at, 0x403, LINKED + at - PLACES[0]) for at in PLACES)
+        data[0x400 : 0x400 + len(table)] = table
+    return bytes(data)
+
+
+def zboot(payload: bytes) -> bytes:
+    return struct.pack("<4s4sII", b"MZ\0\0", b"zimg", 64, len(payload)).ljust(64, b"\0") + payload
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        made_image(),
+        gzip.compress(made_image()),
+        zboot(gzip.compress(made_image())),
+        made.elf([(LINKED, made_image())], machine=183),
+        made.deb({"./boot/vmlinuz-6.12": made_image()}),
+    ],
+    ids=["plain", "gzip", "zboot", "vmlinux", "package"],
+)
+def test_forms_of_an_image(packed: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "Image"
+    path.write_bytes(packed)
+    assert is_linux(path)
+    found = open_vmlinux(str(path))
+    assert found.architecture == "arm64"
+    (segment,) = found.segments
+    assert segment.va == LINKED
+    for at in PLACES:
+        assert found.read(LINKED + at, 8) == struct.pack("<Q", LINKED + at - PLACES[0])
+    assert len(segment.data) == 8192
+
+
+@pytest.mark.parametrize(
+    ("packed", "why"),
+    [
+        (made_image() + b"x", "its header says"),
+        (made_image(offset=0x80000), "its text offset is 0x80000"),
+        (made_image(flags=6), "pages have 64 KiB"),
+        (made_image(flags=3), "big-endian"),
+        (made_image(relocations=False), "CONFIG_RELOCATABLE"),
+        (made_image()[:60], "truncated"),
+        (gzip.compress(made_image())[:-20], "damaged gzip data"),
+        (zboot(gzip.compress(made_image()))[:-20], "truncated"),
+    ],
+    ids=["long", "old", "large pages", "big-endian", "not relocatable", "short", "gzip", "zboot"],
+)
+def test_bad_images(packed: bytes, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "Image"
+    path.write_bytes(packed)
+    assert is_linux(path)
+    with pytest.raises(KernelError, match=why) as refused:
+        open_vmlinux(str(path))
+    assert refused.value.errno == ENOEXEC
+    assert "\n" not in str(refused.value.strerror)
+
+
+# The devices
+
+
+def test_the_interrupt_controller() -> None:
+    """An interrupt is seen while it is enabled, and acknowledged once; the lowest number comes first."""
+    board = GicBoard(1)
+    board.set_timer(TIMER_ON, 10**9 + 5)
+    assert (board.timer_vector, board.has_interrupt) == (TIMER_INTERRUPT, False)
+    board.timer_fires()
+    assert not board.has_interrupt
+    board.write_distributor(0x100, 1 << TIMER_INTERRUPT | 1 << 5)
+    board.write_distributor(0xF00, 5)
+    assert board.has_interrupt
+    assert [board.read_interface(0xC) for _ in range(3)] == [5, TIMER_INTERRUPT, 1023]
+    assert board.timer_status == TIMER_ON | TIMER_FIRED
+    board.set_timer(TIMER_ON | TIMER_MASKED, board.compare)
+    assert board.timer_vector is None
+    board.write_distributor(0x180, 1 << 5)
+    board.write_distributor(0xF00, 5)
+    assert not board.has_interrupt
+
+
+def test_the_console() -> None:
+    board = GicBoard(1)
+    for character in b"ready":
+        board.write_console_register(0, character)
+    assert bytes(board.console) == b"ready"
+    assert board.read_console(0x18) & 0x20 == 0
+
+
+def test_a_debugger_breaks_and_steps(mount: Mount, kernel: LinuxKernel) -> None:
+    reader = Client(5009, 0, 0)
+    handle = mount.create(reader, "/scratch/debugged", 0o644, os.O_RDWR)
+    mount.write(reader, handle, b"hello", 0)
+    place = kernel.required("vfs_read")
+    client = GdbClient(read(mount, reader, "/machine/gdb").decode().strip(), "arm64")
+    assert client.ask(f"Z0,{place:x},4") == "OK"
+    client.send("c")
+    request = Request(lambda: mount.read(reader, handle, 16, 0))
+    assert client.answer() == "T05thread:1;"
+    assert client.ip == place
+    client.send("s")
+    assert client.answer() == "T05thread:1;"
+    assert client.ip == place + 4
+    client.close()
+    assert request.done() == b"hello"
+    mount.release(handle)
