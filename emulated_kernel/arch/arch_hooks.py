@@ -435,6 +435,13 @@ class Arch(ABC):
         Raises: KernelError EINVAL, ERANGE.
         """
 
+    def emulated_region(self, code: bytes, addr: int) -> Region | None:  # noqa: ARG002 - x86 has regions
+        """Return the region that consists of an emulated instruction alone, or None.
+
+        None: relocated() would not have the effect of the instruction `code` at `addr` in each case.
+        """
+        return None
+
     @abstractmethod
     def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:
         """Map an address in relocated instructions to the original instruction.
