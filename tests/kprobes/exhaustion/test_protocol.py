@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import pytest
@@ -175,9 +175,12 @@ def test_fentry_sites(arch: str, save_regs: str) -> None:
         assert kernel.machine.text.ledger == {}
 
 
-def replace_all_at_once(poker: TextPoker, insns: Mapping[int, bytes]) -> None:
+def replace_all_at_once(
+    poker: TextPoker, insns: Mapping[int, bytes], restored: Collection[int] = (), size: int = 0
+) -> None:
     """All bytes of the instructions with no breakpoint before."""
     poker._text.poke_batch(insns.items())
+    poker._text.restore_batch([*restored], size)
     poker._text.sync()
 
 
