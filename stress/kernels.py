@@ -251,6 +251,9 @@ def refused(checked: Checked) -> None:
 
 def optimized(checked: Checked) -> None:
     """Check that a probe becomes a jump, and that its hits are recorded."""
+    debug = {entry.name for entry in checked.mount.readdir("/sysctl/debug")}
+    if "kprobes-optimization" not in debug:
+        raise NotBuilt
     places = [f"{name}+{at}" for name in ("do_sys_openat2", "vfs_read") for at in _inside(checked, name)[:14]]
     checked.define()
     for number, place in enumerate(places):
@@ -343,8 +346,13 @@ def module_loads(checked: Checked) -> None:
 
 def module_probed(checked: Checked) -> None:
     """Check that a probe on a function of the module is hit."""
-    traceable = checked.read("/tracing/available_filter_functions")
-    functions = re.findall(r"^(\w+) \[\w+\]$", traceable, re.MULTILINE)
+    try:
+        traceable = checked.read("/tracing/available_filter_functions")
+        functions = re.findall(r"^(\w+) \[\w+\]$", traceable, re.MULTILINE)
+    except KernelError:
+        # The profile has no ftrace.
+        symbols = checked.read("/machine/kallsyms")
+        functions = re.findall(r"^\w+ [tT] (\w+)\t\[\w+\]$", symbols, re.MULTILINE)
     for function in functions:
         # A name can occur in several modules, and init functions are gone.
         with suppress(KernelError):
