@@ -101,6 +101,8 @@ class Profile:
 DEFAULT = "linux-6.1"
 RISCV_PROFILE = "riscv-optprobes-2023"
 """Name of the preset for RISC-V kernels."""
+ARM64_PROFILE = "linux-arm64"
+"""Name of the preset for arm64 kernels: mainline Linux has neither jumps nor probes on ftrace sites there."""
 RISCV_FTRACE_PROFILE = f"{RISCV_PROFILE}-ftrace"
 """Name of the RISC-V preset that also has ftrace sites; no jump replaces the nop of a site."""
 KERNEL_INTERFACE = "kernel"
@@ -168,6 +170,14 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             _of_version("7.2"),
             Profile("kprobes-2010", False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT, **_OLD),
             Profile("optprobes-2009", False, **_OLD),
+            Profile(
+                ARM64_PROFILE,
+                ftrace=False,
+                optimizer=False,
+                return_hook="instances",
+                trampoline=TrampolineForm.BREAKPOINT,
+                compiled=False,
+            ),
             Profile(RISCV_PROFILE, ftrace=False, **_RISCV),
             Profile(RISCV_FTRACE_PROFILE, **_RISCV),
             Profile(

@@ -43,6 +43,10 @@ _NOTES_LIMIT = 1 << 16
 """Maximum size in bytes of the kernel's notes that are read."""
 _JUMP = 0xE9
 """Opcode of a jump with a displacement of 32 bits."""
+_NOPS_BEFORE = 8
+"""Size in bytes of the nops in front of a function, in arm64 kernels whose fentry sites name their users."""
+_BTI_C = 0xD503245F
+_ARM64_SIZE = 4
 _SECOND_HALF = 0x20
 """Bit of an address that is set in the second half of a 64-byte cache line."""
 
@@ -166,7 +170,28 @@ class LinuxKernel:
 
         Linux: zero entries are padding.
         """
-        return AddressSet(site for site in text_tables.words(self._table(_MCOUNT)[1]) if site)
+        sites = (site for site in text_tables.words(self._table(_MCOUNT)[1]) if site)
+        return AddressSet(self._adjusted(sites) if self.architecture == ARM64 else sites)
+
+    def _adjusted(self, entries: Iterator[int]) -> Iterator[int]:
+        """Yield the fentry sites of an arm64 kernel, which are behind the places in its table.
+
+        The table has the first of a function's nops, which may be in front of the function. The call is
+        in place of the second nop at its entry, which a landing pad may precede.
+        Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12)
+        """
+        start, end = self.text
+        words = memoryview(self.read(start, (end - start) & -8)).cast("I")
+        before: int | None = None
+        for entry in entries:
+            if before is None:
+                found = self.kallsyms.lookup(entry)
+                is_entry = found is not None and not found.offset
+                before = 0 if is_entry else _NOPS_BEFORE
+            site = entry + before
+            index = site - start >> 2
+            is_pad = 0 <= index < len(words) and words[index] == _BTI_C
+            yield site + (2 if is_pad else 1) * _ARM64_SIZE
 
     @cached_property
     def jump_labels(self) -> tuple[JumpLabel, ...]:
