@@ -72,6 +72,7 @@ class Arm64(Arch):
     task_size = 1 << 48
     interrupt_flag = ("flags", 1 << 7)
     has_interrupt_mask = True
+    is_breakpoint_nmi = False
     trap_flag = 0
     registers = Registers(
         names=MappingProxyType({name: name for name in (*REGISTER_NAMES, "sp")} | {

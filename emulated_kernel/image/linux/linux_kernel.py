@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from enum import Enum
 from errno import ENODATA
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple, Self
 
 from emulated_kernel.image import text_tables
@@ -45,6 +46,8 @@ _JUMP = 0xE9
 """Opcode of a jump with a displacement of 32 bits."""
 _NOPS_BEFORE = 8
 """Size in bytes of the nops in front of a function, in arm64 kernels whose fentry sites name their users."""
+_SAMPLE = 64
+"""Number of fentry sites that are examined."""
 _BTI_C = 0xD503245F
 _ARM64_SIZE = 4
 _SECOND_HALF = 0x20
@@ -170,28 +173,41 @@ class LinuxKernel:
 
         Linux: zero entries are padding.
         """
-        sites = (site for site in text_tables.words(self._table(_MCOUNT)[1]) if site)
-        return AddressSet(self._adjusted(sites) if self.architecture == ARM64 else sites)
+        start, end = self.text
+        words = memoryview(self.read(start, (end - start) & -_ARM64_SIZE)).cast("I")
+        inside = range(start, end)
+        entries = [site for site in text_tables.words(self._table(_MCOUNT)[1]) if site]
+        return AddressSet(
+            self.fentry_sites(entries, lambda at: words[at - start >> 2] if at in inside else None)
+        )
 
-    def _adjusted(self, entries: Iterator[int]) -> Iterator[int]:
-        """Yield the fentry sites of an arm64 kernel, which are behind the places in its table.
+    def fentry_sites(self, entries: Iterable[int], word_at: Callable[[int], int | None]) -> Iterator[int]:
+        """Yield the fentry sites for the entries of a table of this kernel or of one of its modules.
 
-        The table has the first of a function's nops, which may be in front of the function. The call is
-        in place of the second nop at its entry, which a landing pad may precede.
+        `word_at` returns the instruction at an address, or None if it is unknown.
+
+        arm64: the table has the address of a function's first nop, which may be in front of the function. The
+        call is in place of the second nop at its entry, which a landing pad may precede.
         Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12)
         """
-        start, end = self.text
-        words = memoryview(self.read(start, (end - start) & -8)).cast("I")
-        before: int | None = None
+        if self.architecture != ARM64:
+            yield from entries
+            return
+        before = self._nops_before
         for entry in entries:
-            if before is None:
-                found = self.kallsyms.lookup(entry)
-                is_entry = found is not None and not found.offset
-                before = 0 if is_entry else _NOPS_BEFORE
             site = entry + before
-            index = site - start >> 2
-            is_pad = 0 <= index < len(words) and words[index] == _BTI_C
-            yield site + (2 if is_pad else 1) * _ARM64_SIZE
+            yield site + (2 if word_at(site) == _BTI_C else 1) * _ARM64_SIZE
+
+    @cached_property
+    def _nops_before(self) -> int:
+        """Size in bytes of the nops in front of each function of an arm64 kernel, or 0.
+
+        Most entries of the kernel's table tell whether there are such nops.
+        """
+        entries = islice(filter(None, text_tables.words(self._table(_MCOUNT)[1])), _SAMPLE)
+        behind = [self.kallsyms.lookup(entry + _NOPS_BEFORE) for entry in entries]
+        starts = sum(found is not None and not found.offset for found in behind)
+        return _NOPS_BEFORE if starts * 2 > len(behind) else 0
 
     @cached_property
     def jump_labels(self) -> tuple[JumpLabel, ...]:

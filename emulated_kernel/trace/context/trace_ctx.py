@@ -38,14 +38,16 @@ class HitContext(ABC):
         *,
         preemption: bool,
         has_interrupt_mask: bool = False,
+        is_breakpoint_nmi: bool = True,
     ) -> None:
         """Store the masks of the preempt count.
 
         `interrupt_flag` is a register and its bit that is set while interrupts are enabled; with
-        `has_interrupt_mask`, while they are masked.
+        `has_interrupt_mask`, while they are masked. `is_breakpoint_nmi`: see Arch.
         """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag
+        self._is_breakpoint_nmi = is_breakpoint_nmi
         self._masked = self._interrupts if has_interrupt_mask else 0
         self.disabled_once = int(preemption)
         """Amount that one preempt_disable() adds to preempt_count: 0 in a kernel without preemption."""
@@ -69,6 +71,9 @@ class HitContext(ABC):
         """
         if not self._ctlblk.by_breakpoint:
             return self.trace_ctx(regs, more)
+        if not self._is_breakpoint_nmi:
+            flags, count = self.trace_ctx(regs, more)
+            return flags | EntryFlag.IRQS_OFF, count
         if not more:
             return self.breakpoint_trace_ctx
         # The count is not 0, so the subtraction has no borrow.

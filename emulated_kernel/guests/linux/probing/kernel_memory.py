@@ -120,7 +120,9 @@ class KernelMemory(GuestMemory):
 
     def mapped_ranges(self) -> Iterator[MappedRange]:
         memory = self._memory
-        return kernel_ranges(memory, memory.tables(memory.ram, self.host_pages, memory.kernel_root(self._cpu.root)))
+        return kernel_ranges(
+            memory, memory.tables(memory.ram, self.host_pages, memory.kernel_root(self._cpu.root))
+        )
 
     def is_mapped(self, va: int) -> bool:
         return self._entry(va) is not None

@@ -183,6 +183,7 @@ class ThreadContext(HitContext):
             arch.interrupt_flag,
             preemption=preemption,
             has_interrupt_mask=arch.has_interrupt_mask,
+            is_breakpoint_nmi=arch.is_breakpoint_nmi,
         )
 
     def preempt_count(self) -> int:

@@ -44,6 +44,8 @@ _INIT_DATA = (5, 6)
 """Values of the memory types for data of init functions."""
 _CORE_TEXT = 0
 _INIT_TEXT = 4
+_MAPPING = "$"
+"""Start of the names of mapping symbols. Mirrors: include/linux/module_symbol.h:is_mapping_symbol (v6.12)"""
 
 
 class LoadedModules:
@@ -139,7 +141,7 @@ class LoadedModules:
             symbols=symbols,
             ex_table=tuple(text_tables.ex_table(*self._table(module, "extable", "num_exentries"))),
             blacklist=tuple(self._blacklist(module, symbols)),
-            mcount=frozenset(self._words(module, "ftrace_callsites")),
+            mcount=frozenset(self._kernel.fentry_sites(self._words(module, "ftrace_callsites"), self._insn)),
             bugs=self._bugs(module),
             code=self._bytes(text, init_text),
             contents=self._bytes(*data, *init_data),
@@ -199,6 +201,9 @@ class LoadedModules:
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
         return {p.start: self._memory.read(p.start, p.end - p.start) for p in parts if p.end > p.start}
 
+    def _insn(self, address: int) -> int:
+        return int.from_bytes(self._memory.read(address, 4), "little")
+
     # Symbols
 
     def _symbols(self, module: int, parts: tuple[Range, ...], per_cpu: Range) -> Iterator[Symbol]:
@@ -226,7 +231,8 @@ class LoadedModules:
         following = dict(pairwise(sorted({address for _, address, _, end in found if end > address})))
         for name, address, letter, end in found:
             text = names(name)
-            if text:
+            # Symbols such as `$x` only tell code from data; Linux names no address by them.
+            if text and not text.startswith(_MAPPING):
                 shown = letter.upper() if (text, address) in exported else letter.lower()
                 yield Symbol(text, address, shown, min(following.get(address, end), end) - address)
 
