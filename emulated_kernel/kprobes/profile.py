@@ -101,8 +101,6 @@ class Profile:
 DEFAULT = "linux-6.1"
 RISCV_PROFILE = "riscv-optprobes-2023"
 """Name of the preset for RISC-V kernels."""
-ARM64_PROFILE = "linux-arm64"
-"""Name of the preset for arm64 kernels: mainline Linux has neither jumps nor probes on ftrace sites there."""
 RISCV_FTRACE_PROFILE = f"{RISCV_PROFILE}-ftrace"
 """Name of the RISC-V preset that also has ftrace sites; no jump replaces the nop of a site."""
 KERNEL_INTERFACE = "kernel"
@@ -128,6 +126,24 @@ _OLD: dict[str, Any] = {
     "fault_handlers": True,
     "return_hook": "instances",
 }
+
+
+def arm64_profile(version: str, probe_rules: str) -> Profile:
+    """Return the profile for an arm64 kernel of a version, with the kernel's own interface.
+
+    Linux has neither jump optimization nor kprobes on ftrace sites for arm64. Functions return into a
+    breakpoint, as since v6.13.
+    """
+    return Profile(
+        f"linux-{version}",
+        ftrace=False,
+        optimizer=False,
+        interface=KERNEL_INTERFACE,
+        probe_rules=probe_rules,
+        return_hook="instances",
+        trampoline=TrampolineForm.BREAKPOINT,
+        compiled=False,
+    )
 
 
 def _of_version(
@@ -170,14 +186,6 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             _of_version("7.2"),
             Profile("kprobes-2010", False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT, **_OLD),
             Profile("optprobes-2009", False, **_OLD),
-            Profile(
-                ARM64_PROFILE,
-                ftrace=False,
-                optimizer=False,
-                return_hook="instances",
-                trampoline=TrampolineForm.BREAKPOINT,
-                compiled=False,
-            ),
             Profile(RISCV_PROFILE, ftrace=False, **_RISCV),
             Profile(RISCV_FTRACE_PROFILE, **_RISCV),
             Profile(

@@ -188,6 +188,9 @@ def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
     name = options.machine.profile
     if options.follows_version:
         profile = profile_of(kernel)
+    elif kernel.architecture == "arm64":
+        why = f"--profile: a kernel for arm64 has the profile of its version, and not {name}; omit --profile"
+        raise CliError(why, ExitStatus.USAGE)
     elif name in RISCV_PROFILES:
         if kernel.architecture != "riscv64":
             known = " or ".join(LINUX_PROFILES)

@@ -34,10 +34,10 @@ PT_REGS = (*REGISTER_NAMES, "sp", "ip", "flags")
 class _NoAssembler(Assembler):
     """Refuses handlers in assembly."""
 
-    def cells(self, source: SourceText) -> tuple[str, ...]:
+    def cells(self, source: SourceText) -> tuple[str, ...]:  # noqa: ARG002 - it refuses
         _refuse_code()
 
-    def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:
+    def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:  # noqa: ARG002
         _refuse_code()
 
 

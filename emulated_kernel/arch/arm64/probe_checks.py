@@ -60,11 +60,13 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
     def check_insn(self, analysis: Arm64FunctionAnalysis, addr: int) -> Rejection | None:
         """Return the rejection of the instruction if it can be neither copied nor simulated.
 
-        Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, decode-insn.c:arm_kprobe_decode_insn
-        (v6.12).
+        Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, decode-insn.c:arm_kprobe_decode_insn,
+        kernel/kprobes.c:check_ftrace_location without CONFIG_KPROBES_ON_FTRACE (v6.12).
         """
         if addr not in analysis.insns:
             return Rejection(RejectReason.NOT_ALIGNED, addr)
+        if addr in self.mcount:
+            return Rejection(RejectReason.AT_FENTRY, addr)
         if addr in analysis.function.exception_entries:
             return Rejection(RejectReason.HAS_FIXUP, addr)
         index = (addr - analysis.function.addr) // SIZE

@@ -147,14 +147,6 @@ class LinuxKernel:
         if self.architecture != name:
             raise unusable(f"a kernel for {self.architecture}, but {what} need one for {name}{remedy}")
 
-    def check_analysed(self, what: str, remedy: str = "") -> None:
-        """Check that kprobefs can analyse the kernel's text. Raises: KernelError ENOEXEC (it cannot).
-
-        `what` and `remedy`: see check_architecture().
-        """
-        if self.architecture == ARM64:
-            self.check_architecture("x86_64 or riscv64", what, remedy)
-
     # Tables that decide which addresses can be probed
 
     @property

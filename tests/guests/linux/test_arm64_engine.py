@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from errno import EINVAL
 
@@ -27,6 +28,8 @@ from tests.image.linux.debian import package
 
 CLIENT = Client(5001, 0, 0)
 FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_cache_alloc_noprof"
+
+PLACES = "do_exit", "el0_svc_common.constprop.0", "dput", "queued_spin_lock_slowpath", "ksys_read"
 
 
 def new_engine() -> LinuxEngine:
@@ -102,6 +105,30 @@ def test_both_engines_record_the_same(clean: Mount, native: Mount) -> None:
         write(mount, CLIENT, "/kprobe_events", b"")
     assert len(shown[0]) >= 4
     assert shown[0] == shown[1]
+
+
+def errno_of(mount: Mount, place: str) -> int:
+    """The errno with which a probe is refused; 0 if it is registered, and removed again."""
+    try:
+        write(mount, CLIENT, "/kprobe_events", f"p:k/a {place}\n".encode())
+        write(mount, CLIENT, "/kprobe_events", b"-:k/a\n", os.O_APPEND)
+    except KernelError as error:
+        return error.errno or 0
+    return 0
+
+
+def test_places_are_those_of_the_kernel(clean: Mount, native: Mount, engine: LinuxEngine) -> None:
+    """Both engines accept and refuse the same places: exclusives, literals, returns, sites, blacklist."""
+    found = Counter[int]()
+    for name in PLACES:
+        where = engine.kernel.kallsyms.lookup(engine.kernel.required(name))
+        assert where is not None
+        for offset in (1, *range(0, min(where.symbol.size, 160), 4)):
+            expected = errno_of(native, f"{name}+{offset}")
+            assert errno_of(clean, f"{name}+{offset}") == expected, (name, offset)
+            found[expected] += 1
+    assert found[0] > 80
+    assert found[EINVAL] > 20
 
 
 def test_a_control_file_is_seen(clean: Mount) -> None:
