@@ -35,7 +35,10 @@ CLOCKS = ("virtual", REAL_CLOCK, MODEL_CLOCK)
 """Values of --clock. The first one is the default."""
 PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
-"""Values of --profile for a distribution's kernel on any processor. Without --profile, its version selects the profile."""
+"""Values of --profile for a distribution's kernel on any processor.
+
+Without --profile, the kernel's version selects the profile.
+"""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
 STRATEGIES = tuple(profile.STRATEGIES)
 SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
@@ -183,7 +186,7 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
             ExitStatus.USAGE,
         )
     if machine.arch != "x86_64" or machine.cpus != 1:
-        why = "a distribution's kernel runs on one CPU, of x86_64; leave these out"
+        why = "a distribution's kernel has one CPU, of the architecture in its file; leave these out"
         raise CliError(f"--arch, --cpus: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES:
         return

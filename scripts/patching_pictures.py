@@ -59,12 +59,13 @@ class Pictured:
         self.probe = Kprobe(addr=self.start, disabled=True)
         self.kprobes.register_kprobe(self.probe)
         head = self.kprobes.table.valid(self.probe)
+        detour = self.kprobes.detour(self.probe)
         assert head is not None
-        assert head.detour is not None
+        assert detour is not None
         assert head.insn is not None
-        self.jump = head.detour.jump
-        self.detour = head.detour.address
-        self.size = head.detour.length
+        self.jump = detour.jump
+        self.detour = detour.address
+        self.size = detour.length
         self.armed = kernel.arch.breakpoint_for(head.insn.prepared.length)
         self.trap = kernel.arch.breakpoint
         """The breakpoint that text patching itself uses: the shortest one of the architecture."""

@@ -130,11 +130,6 @@ class ProbeChecker(ABC, Generic[Analysis]):
     """Size in bytes of a static call site."""
     max_insn_size: int
     """Size in bytes of the longest instruction."""
-    windows = 0
-    """Number of windows into which references are searched before all are indexed.
-
-    It is 0 if a search takes as long as the index does.
-    """
     landing_pad: bytes = b""
     """Instruction before a function's body that indirect branches must reach; empty if there is none."""
 
@@ -168,9 +163,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Addresses of the instructions that have a fixup in __ex_table."""
         self.layout = self.text_layout(image)
         self._known: OrderedDict[int, AnalyzedFunction[Analysis]] = OrderedDict()
-        self._entrances = CodeXrefs(
-            image, self.bits, self.possible_branches, self.possible_addresses, windows=self.windows
-        )
+        self._entrances = CodeXrefs(image, self.bits, self.possible_branches, self.possible_addresses)
         self.tables_changed()
 
     # Hooks of the architectures

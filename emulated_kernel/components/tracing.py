@@ -263,8 +263,8 @@ def _build_graphs(
     functions: KernelFunctions,
     addresses: GuestAddresses,
 ) -> tuple[GraphTracer | None, FunctionProfiler | None]:
-    """Build the function_graph tracer and the function profiler, or return (None, None) without has_graph."""
-    if not kernel.has_graph:
+    """Build the function_graph tracer and the function profiler; (None, None) if the kernel lacks them."""
+    if not (kernel.has_graph and functions.has_sites):
         return None, None
     top = arrays.top
     return build_graphs(

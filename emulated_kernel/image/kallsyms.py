@@ -62,6 +62,15 @@ class Symbol:
         return self.type in "tTwW"
 
 
+def is_mapping_symbol(name: str) -> bool:
+    """Return True if a symbol of this name marks a place in a function, and is not the name of a function.
+
+    Assemblers put such symbols into files for RISC-V and ARM, and some linkers keep them.
+    Mirrors: include/linux/module_symbol.h:is_mapping_symbol (v6.12)
+    """
+    return name.startswith((".L", "L0", "$"))
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """A kernel address, as a symbol and an offset in bytes from it."""

@@ -38,8 +38,9 @@ class ProbeText:
     def replaced(self, kprobe: Kprobe) -> tuple[bytes, bytes]:
         """Return the original and the current bytes of the text that a registered probe may replace."""
         head = self._kprobes.table.valid(kprobe)
-        if head is not None and head.detour is not None:
-            size = head.detour.length
+        detour = self._kprobes.detour(kprobe)
+        if detour is not None:
+            size = detour.length
         elif head is not None and head.insn is not None:
             size = head.insn.prepared.length
         else:

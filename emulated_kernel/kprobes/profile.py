@@ -67,7 +67,7 @@ class Profile:
     stepper: Stepper = Stepper.BREAKPOINT
     """Mechanism that ends the step of a copied instruction."""
     ftrace: bool = True
-    """CONFIG_KPROBES_ON_FTRACE. In a kernel without it, fentry sites are plain nops."""
+    """CONFIG_FUNCTION_TRACER and CONFIG_KPROBES_ON_FTRACE. Without them, fentry sites are plain nops."""
     optimizer: bool = True
     """CONFIG_OPTPROBES: jump optimization."""
     strategies: tuple[str, ...] = ("optprobe",)

@@ -236,13 +236,23 @@ class Kprobes:
         self.table.add(head)
         if not self.table.all_disarmed and not head.is_disabled:
             self._arming.arm(head)
-        self._try_to_optimize(head, kprobe)
+        if kprobe.length or not head.is_disabled:
+            # The registration of other djprobes depends on a djprobe's region.
+            self._try_to_optimize(head, kprobe)
+
+    def _finish_registration(self, head: AggrKprobe, kprobe: Kprobe) -> None:
+        """Create the detour of a probe that was registered disabled, if its address can have one.
+
+        Linux: the registration creates the detour. Deviates: it is created when somebody asks for it, or
+        before the probe is enabled. Many events are never enabled, and a detour takes memory and time.
+        """
+        if not (head.is_aggregated or head.rejection or head.is_gone):
+            self._try_to_optimize(head, kprobe)
 
     def _try_to_optimize(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         """Create a detour for the only probe at an address, and queue the probe for optimization.
 
-        If the address cannot have a detour, store the reason. A disabled probe gets a detour, but is not
-        queued.
+        If the address cannot have a detour, store the reason. A disabled probe is not queued.
         Mirrors: kernel/kprobes.c:try_to_optimize_kprobe (v6.1).
         """
         if self.optimizer is None or head.is_ftrace or not self.optimizer.wants(kprobe):
@@ -370,6 +380,7 @@ class Kprobes:
         head = self._head_of(kprobe)
         if kprobe.is_gone:
             raise KernelError(errno.EINVAL, "the probed code is gone")
+        self._finish_registration(head, kprobe)
         # Linux: the flag of a single probe stays set while all probes are disarmed.
         if kprobe.is_disabled and (head.is_aggregated or not self.table.all_disarmed):
             kprobe.flags &= ~KprobeFlag.DISABLED
@@ -438,7 +449,10 @@ class Kprobes:
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
         """Return the detour of the probe's address, even if no jump leads to it; None if there is none."""
         head = self.table.valid(kprobe)
-        return None if head is None else head.detour
+        if head is None:
+            return None
+        self._finish_registration(head, kprobe)
+        return head.detour
 
     def mode(self, kprobe: Kprobe) -> str:
         """Return the mode in which hits of a probe are handled now; see report.mode."""
@@ -469,6 +483,7 @@ class Kprobes:
         """
         self.lock.assert_held()
         head = self._head_of(kprobe)
+        self._finish_registration(head, kprobe)
         optimizer = self.optimizer
         if optimizer is not None and wanted and not head.is_aggregated and not head.is_gone:
             head.rejection = optimizer.ask(kprobe)

@@ -61,7 +61,6 @@ class ControlLock:
         "_waiters",
         "at_release",
         "end_debugging",
-        "is_abandoned",
         "is_dying",
         "is_lent",
         "turn",
@@ -93,14 +92,12 @@ class ControlLock:
         """
         self.at_release: Callable[[], object] | None = None
         """Function to call once, without the lock, when the thread that holds the lock releases it."""
-        self.is_abandoned: Callable[[], bool] = lambda: False
-        """Function that returns True if the calling thread serves a write(2) of a process that was killed.
-
-        Such a write must stop with EINTR. The FUSE daemon sets this attribute; without it, no write stops.
-        """
-
         self.is_dying: Callable[[], bool] = lambda: False
-        """Function that returns True if the process whose request the calling thread serves was killed."""
+        """Function that returns True if the process whose request the calling thread serves was killed.
+
+        A long write(2) of such a process must stop with EINTR. The FUSE daemon sets this attribute; without
+        it, no write stops.
+        """
         self.end_debugging: Callable[[], object] = lambda: None
         """Function that ends a debugger's session, before the kernel is closed; call it without the lock."""
         self._observation = _Observation(self)

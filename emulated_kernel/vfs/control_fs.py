@@ -86,6 +86,11 @@ class ControlFile(FileDescription):
         """Implement FileDescription.reads_host: writes name host files, and the file can be written."""
         return self.inner.node.reads_host and self.inner.writable
 
+    @property
+    def writes_at_once(self) -> bool:
+        """Implement FileDescription.writes_at_once: writes name no host files."""
+        return not self.inner.node.reads_host
+
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Return the file's attributes, and repeat the client's call in the guest; see FileDescription."""
         fs = self.fs
@@ -130,6 +135,8 @@ class ControlFile(FileDescription):
         """
         if self.error:
             raise self.gone()
+        # The front end may use its buffer for another request between two steps.
+        data = bytes(data)
         while True:
             inner = self.inner
             prepared = inner.prepare(client, data) if inner.node.reads_host else None
@@ -146,7 +153,7 @@ class ControlFile(FileDescription):
 
     def _check_writer(self, client: Client) -> None:
         """Raise KernelError EINTR if the process of the write was killed. Lock: leaves."""
-        if self.fs.lock.is_abandoned():
+        if self.fs.lock.is_dying():
             self.give_up(client, errno.EINTR)
             raise KernelError(errno.EINTR, "the process was killed")
 

@@ -317,7 +317,7 @@ class FileDescription:
     def acts_on_close(self) -> bool:
         """Whether release() has an effect that other files show. Lock: leaves.
 
-        The mount evaluates this once, after the open.
+        The mount evaluates this after the open and after each write.
         """
         return False
 
@@ -326,8 +326,10 @@ class FileDescription:
         """Whether a write reads files of the host, which can take long. Lock: leaves."""
         return False
 
-    writes_at_once: ClassVar[bool] = False
-    """Whether write() neither waits nor keeps its data, which may be a view of a front end's buffer."""
+    @property
+    def writes_at_once(self) -> bool:
+        """Whether write() reads no host file, and takes a view of a front end's buffer. Lock: leaves."""
+        return False
 
     def check(self) -> None:
         """Check that the description is usable. Raises: KernelError ESTALE, EIO (see `error`)."""

@@ -378,7 +378,7 @@ class Mount:
         return self._opened(handle).reads_host
 
     def writes_at_once(self, handle: int) -> bool:
-        """Return True if a write to the handle neither waits nor keeps its data."""
+        """Return True if write() reads no host file, and takes a view of the caller's buffer."""
         return self._opened(handle).writes_at_once
 
     def set_status_flags(self, handle: int, flags: int) -> None:
@@ -405,7 +405,10 @@ class Mount:
             opened = self._handles[handle]
         except KeyError:
             raise self._no_handle(handle) from None
-        return opened.write(opened.informed(client), data, offset)
+        count = opened.write(opened.informed(client), data, offset)
+        if opened.acts_on_close:
+            self.acting.add(handle)
+        return count
 
     def wait(self, handle: int, timeout: float) -> None:
         """Forward to the description of `handle`; see FileDescription.wait."""

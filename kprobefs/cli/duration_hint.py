@@ -38,8 +38,8 @@ def follows_virtual_clock(directory: str) -> bool:
     return daemon is not None and daemon.clock == CLOCKS[0]
 
 
-def virtual_durations(directory: str, *, is_builtin: bool = True) -> str:
-    """Return a hint if a histogram has durations of the virtual clock, else "".
+def virtual_durations(directory: str, *, is_builtin: bool = True) -> Iterator[str]:
+    """Yield a hint if a histogram has durations of the virtual clock.
 
     In kprobefs's own kernel (`is_builtin`) such durations are nearly all in one bucket. A distribution's
     kernel reads its clock for other reasons, too, and its virtual clock advances by random steps.
@@ -49,15 +49,14 @@ def virtual_durations(directory: str, *, is_builtin: bool = True) -> str:
     would see the requests of this function.
     """
     with suppress(OSError, CliError):
-        (control_root(directory) / "kprobes" / "enabled").write_text("0")
         tracefs = Path(directory, HostFiles(directory).tracefs())
         events = [line.split()[0] for line in (tracefs / "synthetic_events").read_text().splitlines()]
         for event in events:
             found = _entries(tracefs / "events" / "synthetic" / event / "hist")
             share = SHARE if is_builtin else 0.0
             if sum(found) >= FEWEST and max(found) >= share * sum(found) and any(_measures(tracefs)):
-                return HINT.format(where=f"of {event}")
-    return ""
+                yield HINT.format(where=f"of {event}")
+                return
 
 
 def _entries(hist: Path) -> list[int]:

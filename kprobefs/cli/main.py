@@ -335,12 +335,6 @@ def _trace(parsed: argparse.Namespace) -> int:
     from kprobefs.cli.run import check_host, run, run_traced
     from kprobefs.cli.trace import TraceRequest, TraceSession
 
-    if parsed.mount and parsed.graph:
-        why = (
-            "the function graph tracer is one for all users of a mount; leave -m out, and select the kernel "
-            "(--image, --clock), or kprobefs's own is traced; run has these options in $KPROBEFS_OPTIONS"
-        )
-        raise CliError(f"trace --graph: {why}", ExitStatus.USAGE)
     request = TraceRequest(
         parsed.probes,
         parsed.filter,

@@ -18,7 +18,7 @@ from typing import IO
 from xml.etree import ElementTree
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli.duration_hint import HINT_LINE
+from kprobefs.cli import duration_hint, nothing_hint
 from kprobefs.cli.run import end_with_parent
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
@@ -32,6 +32,8 @@ LOG_BYTES = 1 << 20
 """Number of bytes at the end of a log that are searched for the reason, and copied to the JUnit report."""
 _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
+HINT_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE)
+"""Patterns for the lines that `run` adds to the command's output."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -216,10 +218,10 @@ def _text(log: Path) -> str:
 def _blamed(text: str) -> str:
     """Return the first line that names an error; if there is none, the first line that is not empty.
 
-    A hint about durations does not count as a line.
+    A hint of `run` does not count as a line.
     """
     lines = [line.strip() for line in text.splitlines()]
-    written = [line for line in lines if line and not HINT_LINE.fullmatch(line)]
+    written = [line for line in lines if line and not any(hint.fullmatch(line) for hint in HINT_LINES)]
     return next((line for line in written if BLAMED.search(line)), written[0] if written else "")
 
 

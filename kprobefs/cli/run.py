@@ -74,21 +74,34 @@ def run(
                 runner.system = as_system_places.System(directory, base, real_root=real_root)
             with closing(runner.system) if runner.system is not None else nullcontext():
                 status = runner.run(directory, tracing)
-            if tracing is None and options.machine.clock == CLOCKS[0]:
-                from kprobefs.cli.duration_hint import virtual_durations
-
-                if hint := virtual_durations(directory, is_builtin=options.machine.image is None):
-                    print(f"kprobefs: {escape_for_terminal(hint)}", file=sys.stderr)
             if tracing is not None:
                 from kprobefs.cli.scratch_copies import report_results
 
                 report_results(base / "mnt" / "scratch")
+            else:
+                _print_hints(options, directory, command, status)
             return status
     except CliError:
         # An interrupt from the terminal ends the start of the daemon too.
         if runner.pending:
             return 128 + runner.pending
         raise
+
+
+def _print_hints(options: MountOptions, directory: str, command: Sequence[str], status: int) -> None:
+    """Print hints about what a command of `run` did not see: hits, records, durations. Disarm all probes."""
+    from kprobefs.cli.nothing_hint import EndedCommand, nothing_hints
+    from kprobefs.definitions.tracefs_files import control_root
+
+    with suppress(OSError):
+        (control_root(directory) / "kprobes" / "enabled").write_text("0")
+    hints = list(nothing_hints(EndedCommand(command, status, directory, os.getcwd())))
+    if options.machine.clock == CLOCKS[0]:
+        from kprobefs.cli.duration_hint import virtual_durations
+
+        hints += virtual_durations(directory, is_builtin=options.machine.image is None)
+    for hint in hints:
+        print(f"kprobefs: {escape_for_terminal(hint)}", file=sys.stderr)
 
 
 def check_host() -> None:

@@ -1,4 +1,4 @@
-"""Copies a command's files to scratch/, where they belong to the emulated kernel, and explains messages."""
+"""Copies a command's files to scratch/, where they belong to the emulated kernel."""
 
 from __future__ import annotations
 
@@ -95,15 +95,3 @@ def _report(names: Sequence[str], what: str) -> None:
     if names:
         message = f"{', '.join(names[:NAMES])}{more}: {what}; use absolute paths for files to keep"
         print(f"kprobefs: {escape_for_terminal(message)}", file=sys.stderr)
-
-
-def why_nothing(command: Sequence[str], scratch: Path, places: Sequence[str]) -> str:
-    """Return the likely reason why the command has hit none of the probes at `places`."""
-    if not scratch.is_dir():
-        return "this mount has no scratch/; only files there belong to its kernel"
-    words = [*command, *(word for text in command[1:] for word in text.split())]
-    hosts = [escape_for_terminal(word) for word in words[1:] if os.path.isabs(word) and os.path.isfile(word)]
-    if hosts:
-        return f"files outside of scratch/, such as {hosts[0]}, hit no probe"
-    named = escape_for_terminal(", ".join(places[:NAMES]))
-    return f"the command never came to {named}; files outside of scratch/ hit no probe"

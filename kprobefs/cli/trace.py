@@ -10,13 +10,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from difflib import get_close_matches
-from errno import EINVAL
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli.scratch_copies import copies_of_arguments, why_nothing
+from kprobefs.cli.nothing_hint import EndedCommand, counted, why_no_hit
+from kprobefs.cli.scratch_copies import copies_of_arguments
+from kprobefs.cli.trace_graph import SUFFIX, GraphTracer, reset
 from kprobefs.cli.trace_output import TextOutput, TraceFiles, TraceOutput, output_of
 from kprobefs.cli.trace_syntax import AskedProbe, free_name, parse_probes
 from kprobefs.common.daemon_registry import start_time
@@ -25,8 +26,11 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 if TYPE_CHECKING:
     from kprobefs.definitions.tracefs_files import Files
 
-NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})")
-"""Pattern for the name of a session's instance and group of probes, which own_name() returns."""
+NAME = re.compile(
+    r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})"
+    rf"(?P<graph>{SUFFIX})?"
+)
+"""Pattern for the name of a session's instance and group of probes: own_name(), and SUFFIX with a graph."""
 SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
 PREFIXES = (4, 2)
 """Lengths of the common prefix of a wrong name and a similar symbol; the greater is tried first."""
@@ -59,7 +63,7 @@ class TraceSession:
 
     def __init__(self, request: TraceRequest, output: TextIO) -> None:
         """Parse the probes. Raises: CliError (wrong usage)."""
-        self.name = own_name()
+        self.name = own_name() + (SUFFIX if request.graph is not None else "")
         self.request = request
         self.probes = parse_probes(request.probes, self.name)
         self.events = list(dict.fromkeys(probe.event for probe in self.probes))
@@ -139,6 +143,7 @@ class AttachedProbes:
         """Directory of the trace array that records the hits, relative to the tracefs."""
         self._hidden = session.entries()
         self._kallsyms = control_root(directory) / "machine" / "kallsyms"
+        self._graph = GraphTracer(self._tracefs) if session.request.graph is not None else None
         self._undo = ExitStack()
 
     def __enter__(self) -> str:
@@ -157,11 +162,13 @@ class AttachedProbes:
             instance.mkdir()
             self._define(defined)
             self._set_filters()
-            self._set_tracer()
-            output = self._prepared_output()
-            reader = RecordReader(self._tracefs / self._array, output)
+            if self._graph is not None:
+                undo.callback(self._graph.restore)
+                self._prepare_graph(self._graph)
+            reader = RecordReader(self._tracefs / self._array, self._output())
             undo.push(lambda kind, _error, _trace: self._stop(reader, has_failed=kind is not None))
             self._switch_on(reader.pid)
+            reader.begin()
             self._undo = undo.pop_all()
         return place
 
@@ -187,8 +194,8 @@ class AttachedProbes:
         symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
         return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 
-    def _prepared_output(self) -> TraceOutput:
-        """Return the output, prepared with the formats of the events and the pairs of entry and return."""
+    def _output(self) -> TraceOutput:
+        """Return the output, with the formats of the events and the pairs of entry and return."""
         session = self._session
         places = {probe.place: name for name, probe in self._hidden.items() if not probe.is_return}
         returns = {
@@ -207,9 +214,7 @@ class AttachedProbes:
             {place: probe.place.rpartition(":")[2] for place, probe in self._hidden.items()},
             set(self._hidden),
         )
-        output = session.kind(session.output, files)
-        output.prepare()
-        return output
+        return session.kind(session.output, files)
 
     def _events(self) -> list[str]:
         """Return the names of all events as group/name, the hidden events first."""
@@ -231,29 +236,16 @@ class AttachedProbes:
                         "hist:keys=common_pid"
                     )
 
-    def _set_tracer(self) -> None:
-        """Select the tracer of the call graph, if one is wanted.
-
-        That is possible only before trace_pipe is opened.
-        """
-        graph = self._session.request.graph
-        if graph is not None:
-            options = [f"options/{name} = 1" for name in self._session.kind.graph_options]
-            self._set_graph(graph)
-            lines = ["tracing_on = 0", "current_tracer = function_graph", *options]
-            self._apply([("trace", line, "") for line in lines])
-
-    def _set_graph(self, graph: str) -> None:
-        """Select the function of the call graph. Raises: CliError."""
-        try:
-            self._files.write(f"{self._files.tracefs()}set_graph_function", f"{graph}\n")
-        except OSError as error:
-            # Linux: EINVAL if no function has the name or matches the pattern.
-            why = str(error.strerror)
-            if error.errno == EINVAL:
-                remedy = self._nearest(graph) or "see available_filter_functions"
-                why = f"no such function can be traced; {remedy}"
-            raise CliError(f"--graph {escape_for_terminal(graph)}: {why}") from None
+    def _prepare_graph(self, graph: GraphTracer) -> None:
+        """Prepare the tracer of the call graph. Raises: CliError (another session uses it)."""
+        session = self._session
+        assert session.request.graph is not None
+        for name in self._files.directories(f"{self._files.tracefs()}instances"):
+            if name != session.name and name.endswith(SUFFIX) and NAME.fullmatch(name):
+                raise CliError(
+                    f"trace --graph: another one records on this mount: instances/{name}; wait for it"
+                )
+        graph.prepare(session.request.graph, session.kind.graph_options, self._nearest)
 
     def _nearest(self, name: str) -> str:
         """Return a text that names the symbols that are most similar to `name`, or "" if none is similar."""
@@ -272,16 +264,15 @@ class AttachedProbes:
     def _switch_on(self, reader: int) -> None:
         """Enable all events, and exclude this process and the `reader` of records from tracing."""
         session = self._session
-        pids = f"{os.getpid()} {reader}"
-        lines = [f"{self._array}set_event_notrace_pid = {pids}"]
-        if session.request.graph is not None:
-            lines += [f"set_ftrace_notrace_pid = {pids}", "tracing_on = 1"]
+        lines = [f"{self._array}set_event_notrace_pid = {os.getpid()} {reader}"]
         if session.has_stacks:
             lines.append(f"{self._array}options/stacktrace = 1")
         self._apply([("trace", line, "") for line in lines])
         for event in self._events():
             name = event.removeprefix(f"{session.name}/").replace("/", ":")
             self._apply([("trace", self._setting(event, "enable", "1"), name)])
+        if self._graph is not None:
+            self._graph.start((os.getpid(), reader))
 
     def _setting(self, event: str, file: str, value: str) -> str:
         return f"{self._array}events/{event}/{file} = {value}"
@@ -316,9 +307,8 @@ class AttachedProbes:
         for event in self._events():
             with suppress(OSError):
                 (self._tracefs / self._array / "events" / event / "enable").write_text("0")
-        if self._session.request.graph is not None:
-            with suppress(OSError):
-                (self._tracefs / "tracing_on").write_text("0")
+        if self._graph is not None:
+            self._graph.stop()
         status = reader.finish()
         if has_failed:
             return
@@ -346,13 +336,12 @@ class AttachedProbes:
         """Return a text with the reason why there are no records. `reader`: pid of the reader of records."""
         session = self._session
         if session.request.filter and (hits := self._unfiltered({os.getpid(), reader})):
-            return f"the filter accepted none of {hits} hit{'s' * (hits > 1)}"
-        if session.status:
-            return f"the command ended with status {session.status} before a probe was hit"
+            return f"the filter accepted none of {counted(hits)}"
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
         if session.request.graph is not None:
             places.append(session.request.graph)
-        return why_nothing(self._command, self._scratch, places)
+        ended = EndedCommand(self._command, session.status or 0, self._directory, str(self._scratch))
+        return why_no_hit(ended, places)
 
     def _unfiltered(self, own: set[int]) -> int:
         """Return the number of hits in all processes except `own`, including hits that the filter drops."""
@@ -366,47 +355,60 @@ class AttachedProbes:
 
 
 class RecordReader:
-    """A child process that writes the records of a trace array as they arrive.
+    """A child process that writes the records of a trace array as they arrive, from begin() on.
 
     The reader is not a thread, because this process must not have threads when it forks the command.
     """
 
     def __init__(self, array: Path, output: TraceOutput) -> None:
         self._output = output
-        ended, self._writer = os.pipe()
+        commands, self._commands = os.pipe()
+        self._ready, ready = os.pipe()
         output.output.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._writer)
-            self._serve(array, ended)
-        os.close(ended)
+            os.close(self._commands)
+            os.close(self._ready)
+            self._serve(array, commands, ready)
+        os.close(commands)
+        os.close(ready)
+
+    def begin(self) -> None:
+        """Make the process open the files of records, and wait until it has done so or has failed."""
+        with suppress(BrokenPipeError):
+            os.write(self._commands, b"\n")
+        os.read(self._ready, 1)
 
     def finish(self) -> int:
         """Make the process write the remaining records and end. Return its exit status."""
-        os.close(self._writer)
+        os.close(self._commands)
+        os.close(self._ready)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)
 
-    def _serve(self, array: Path, ended: int) -> NoReturn:
-        """Write records until the pipe `ended` is closed and no records are left; end the process."""
+    def _serve(self, array: Path, commands: int, ready: int) -> NoReturn:
+        """Wait for begin(), write records until the pipe is closed and none are left, and end the process."""
         status = 0
         # Hazard: this is a forked copy, so no exception may reach the callers. The mount may end earlier.
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-            status = self._show_all(array, ended)
+            if os.read(commands, 1):
+                status = self._show_all(array, commands, ready)
         finally:
             os._exit(status)
 
-    def _show_all(self, array: Path, ended: int) -> int:
-        pipe = os.open(array / "trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
-        waiting = select.poll()
-        for descriptor in (pipe, ended):
-            waiting.register(descriptor, select.POLLIN)
-        has_ended = False
+    def _show_all(self, array: Path, commands: int, ready: int) -> int:
         try:
+            self._output.prepare()
+            pipe = os.open(array / "trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+            os.close(ready)
+            waiting = select.poll()
+            for descriptor in (pipe, commands):
+                waiting.register(descriptor, select.POLLIN)
+            has_ended = False
             while not has_ended:
-                has_ended = ended in dict(waiting.poll())
+                has_ended = commands in dict(waiting.poll())
                 self._output.read(pipe)
             self._output.close()
         except BrokenPipeError:
@@ -433,6 +435,8 @@ def sweep(files: Files, tracefs: Path) -> None:
         root = files.tracefs()
         groups = files.directories(f"{root}events")
         for name in filter(_is_dead, {*groups, *files.directories(f"{root}instances")}):
+            if name.endswith(SUFFIX):
+                reset(tracefs)
             with suppress(OSError):
                 events = files.directories(f"{root}events/{name}") if name in groups else []
                 _remove(tracefs, tracefs / "instances" / name, [f"{name}/{event}" for event in events])

@@ -54,7 +54,7 @@ class TraceOutput(ABC):
         self.is_empty = True
 
     def prepare(self) -> None:  # noqa: B027 (most kinds need nothing)
-        """Read the formats and names that are needed to decode the records, before the command starts."""
+        """Read what is needed to decode the records, in the process that reads the records."""
 
     @abstractmethod
     def read(self, pipe: int) -> None:

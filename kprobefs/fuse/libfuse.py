@@ -762,7 +762,7 @@ class AtOnce(NamedTuple):
 class SessionLoop:
     """The loop that reads requests from /dev/fuse; several threads may run it.
 
-    The loop itself answers READ, RELEASE, and WRITE of files whose writes do not wait. It also answers
+    The loop itself answers READ, RELEASE, and WRITE of files whose writes read no host files. It also answers
     LOOKUP, GETATTR and OPEN of control files with known nodes. It passes all other requests to libfuse.
 
     close(2) returns when its RELEASE is in the queue of /dev/fuse, but no program waits for the reply. If an
@@ -940,7 +940,7 @@ class SessionLoop:
         return OPEN_OUT.pack(handle, FOPEN_DIRECT_IO | is_stream * FOPEN_NONSEEKABLE)
 
     def _write(self, _nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
-        """Write to a file whose write does not wait; return the reply. Other results: see `_answers`."""
+        """Write to a file whose write reads no host file; return the reply. Other results: see `_answers`."""
         _, _, _, uid, gid, pid = IN_HEADER.unpack_from(request)
         handle, offset, _, flags = WRITE_IN.unpack_from(request, IN_HEADER.size)
         with memoryview(request)[IN_HEADER.size + WRITE_IN.size : size] as data:

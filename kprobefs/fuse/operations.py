@@ -166,7 +166,6 @@ class Server:
             self._mount.at_names_end(nodes.end_names)
         if not self._options.is_ordered:
             self._lock.waiting = workers.waiting
-        self._lock.is_abandoned = operations.is_abandoned
         self._lock.is_dying = lambda: is_dying(libfuse.served_pid())
         workers.run()
 
@@ -395,14 +394,17 @@ class _Operations:
     def write_at_once(
         self, uid: int, gid: int, pid: int, handle: int, offset: int, flags: int, data: Any
     ) -> int | None:
-        """Write `data` for SessionLoop; return None if the write may wait, so that libfuse calls write()."""
+        """Write `data` for SessionLoop; return None if the write has to wait, which only write() can do."""
         if not self._mount.writes_at_once(handle):
             return None
         if self.reserve.is_scarce:
             self._needs_memory(bytes(data))
         if flags & STATUS_FLAGS != self._status.get(handle, 0):
             self._set_status_flags(handle, flags)
-        return self._mount.write(_cached_client(pid, uid, gid), handle, data, offset)
+        try:
+            return self._mount.write(_cached_client(pid, uid, gid), handle, data, offset)
+        except WouldBlock:
+            return None
 
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
         del path
@@ -430,11 +432,6 @@ class _Operations:
         For all other open files, SessionLoop calls close().
         """
         self.close(info.fh)
-
-    @staticmethod
-    def is_abandoned() -> bool:
-        """Return True if the process whose write(2) the calling thread serves was killed."""
-        return libfuse.is_interrupted() and is_dying(_client().pid)
 
     def close(self, handle: int) -> None:
         """Release an open file, whose last descriptor was closed."""

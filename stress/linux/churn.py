@@ -26,7 +26,7 @@ from tests.guests.builtin.conftest import ScriptedWatch
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
 from tests.guests.linux.parts import guest_of
-from tests.guests.linux.probing import MODES, engine
+from tests.guests.linux.probing import DEFAULT_MODE, IS_RISCV, MODES, engine, kernel
 from tests.guests.linux.rewind import Rewind
 
 SHELL = Client(4500, 0, 0)
@@ -35,9 +35,9 @@ FIRST_CHILD = 5000
 CHILDREN = 20_000
 EVENTS = "/tracing/events/kprobes"
 COMPLAINT = re.compile(r"BUG|WARN|Oops|Call Trace|cut here")
-DEFINITIONS = (
-    "p:a vfs_read count=%dx comm=$comm\nr:b do_sys_openat2 $retval\np:c vfs_write+5\np:d kmem_cache_alloc\n"
-)
+BEHIND_SITE = 8 if IS_RISCV else 5
+"""Offset in a function of the instruction after its ftrace site."""
+ENTRIES = "p:a vfs_read count=$arg3 comm=$comm\nr:b do_sys_openat2 $retval\np:d {}\n"
 
 
 GROWTH = {"guest": 4 << 20, "resident": 24 << 20}
@@ -71,9 +71,10 @@ class Session:
         if self.has_kernel_kprobes:
             self.mount: Mount = native_mount(self.tasks, self.watch, owner, modules, is_tracefs=False)
         else:
-            probing = engine(MODES["ftrace"])
+            probing = engine(MODES[DEFAULT_MODE])
             self.tasks = probing.tasks
             self.mount = probed_mount(probing, self.watch, owner, modules, is_tracefs=False)
+        self.definitions = definitions(self.has_kernel_kprobes)
         self.shell, self.worker = Files(self.mount, SHELL), Files(self.mount, WORKER)
         self._written = Rewind(self.tasks.machine.memory.ram, bool)
 
@@ -84,11 +85,11 @@ class Session:
         with_modules = self.has_kernel_kprobes or not self.cycles % 5
         if with_modules:
             shell.write("/machine/modules", "load dm-zero\n")
-            shell.write("/kprobe_events", "p:e dm_zero:zero_map\n", os.O_WRONLY | os.O_APPEND)
+            shell.write("/kprobe_events", f"p:e dm_zero:zero_map+{BEHIND_SITE}\n", os.O_WRONLY | os.O_APPEND)
         if self.has_kernel_kprobes:
             self.mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
             shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "1")
-        shell.write("/kprobe_events", DEFINITIONS, os.O_WRONLY | os.O_APPEND)
+        shell.write("/kprobe_events", self.definitions, os.O_WRONLY | os.O_APPEND)
         shell.write(f"{EVENTS}/enable", "1")
         files_come_and_go(self.mount, SHELL, WORKER)
         self.forks()
@@ -134,6 +135,15 @@ class Session:
         text = guest_of(self.mount).syscalls.read_all("/proc/meminfo").decode()
         found = {name: int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", text)}
         return found["MemTotal"] - found["MemAvailable"] << 10
+
+
+def definitions(has_kernel_kprobes: bool) -> str:
+    """Return the definitions of the events; kprobes of riscv64 kernels cannot be at function entries."""
+    inside = f"p:c vfs_write+{BEHIND_SITE}\n"
+    if IS_RISCV and has_kernel_kprobes:
+        return inside
+    names = "kmem_cache_alloc", "kmem_cache_alloc_noprof"
+    return ENTRIES.format(next(filter(kernel().kallsyms.lookup_name, names))) + inside
 
 
 def churn(session: Session, seconds: float, warm_up: int = 20) -> Iterator[Sample]:

@@ -170,6 +170,15 @@ neighbour() {
     done
 }
 
+# isa: prints what uname -m prints on the emulated kernel, which the names of its system calls tell.
+isa() {
+    case $(grep -om 1 '__[a-z0-9]*_sys_read$' "$work/mnt/machine/kallsyms") in
+    __riscv_*) echo riscv64 ;;
+    __arm64_*) echo aarch64 ;;
+    *) echo x86_64 ;;
+    esac
+}
+
 # make_commands ISA: a uname, a modprobe, an rmmod and an nproc that mean the emulated kernel, and a ping for a kernel
 # without a network: it sleeps and wakes up as ping does, and each of its packets is a request to the mount.
 make_commands() {
@@ -259,8 +268,7 @@ inside() {
     prepare
     case $machine in
     *"--arch i386"*) make_commands i686 ;;
-    *"--arch riscv64"*) make_commands riscv64 ;;
-    *) make_commands x86_64 ;;
+    *) make_commands "$(isa)" ;;
     esac
     # Not in the foreground: a trap would wait for its end.
     unshare --mount --propagation private "$here/ftracetest.sh" --tests "$work" "$selftests" &

@@ -13,6 +13,7 @@ import pytest
 from kprobefs.cli import matrix
 from kprobefs.cli.duration_hint import HINT
 from kprobefs.cli.main import main
+from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
 from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import REAL_PROGRAM, eventually, needs_fuse
 
@@ -153,12 +154,14 @@ def test_a_table_shows_what_failed() -> None:
         ("\n one\nmake: *** Error 2\nfailed\n", "make: *** Error 2"),
         (f"one\nkprobefs: {HINT.format(where='of failures')}\n", "one"),
         (f"kprobefs: {HINT.format(where='of lat')}\n", "status 3"),
+        (f"one\nkprobefs: {NO_HIT.format(names='fails', why='the command never came to fail')}\n", "one"),
+        (f"kprobefs: {NO_RECORD.format(hits='2 hits', name='fails', filter='error == 1')}\n", "status 3"),
         ("kprobefs: /nosuch: No such file\n", "kprobefs: /nosuch: No such file"),
         ("", "status 3"),
     ],
 )
 def test_the_line_of_a_failure(output: str, line: str, tmp_path: Path) -> None:
-    """A hint about durations is never shown."""
+    """A hint of `run` is never shown."""
     log = tmp_path / "log"
     log.write_text(output)
     assert matrix.result(matrix.Case("6.1", ()), 3, 1.0, log).line == line

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from kprobefs.cli.raw_records import PageLayout, parse_format, records
+from kprobefs.cli.trace import own_name
+from kprobefs.cli.trace_graph import SUFFIX, GraphTracer
 from kprobefs.cli.trace_records import RecordParser
-from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
+from kprobefs.common.errors import CliError
+from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 
 SPEEDSCOPE = "@elg/speedscope@1.9.0-c46bbab"
 RETURN_AND_ENTRY = ("r:got vfs_read got=$retval", "p:reads vfs_read count=$arg3", "--stack")
@@ -288,11 +291,69 @@ def test_speedscope_reads_its_files(stacks: Path, graph: Path, chrome: Path, spe
     assert [name for kind, name, _ in track["calls"] if kind == "open"][-2:] == ["ksys_read", "vfs_read"]
 
 
-def test_a_call_graph_needs_a_mount_of_its_own() -> None:
-    done = kprobefs("trace", "--graph", "vfs_read", "-m", "/nowhere", "--", "true")
-    assert done.returncode == 2
-    assert "trace --graph: the function graph tracer is one for all users of a mount" in done.stderr
-    assert "$KPROBEFS_OPTIONS" in done.stderr
+KEPT = (
+    "current_tracer",
+    "set_graph_function",
+    "set_ftrace_notrace_pid",
+    "tracing_on",
+    "options/funcgraph-tail",
+    "options/funcgraph-proc",
+)
+"""Files that a call graph changes while it is recorded."""
+IN_USE = {
+    ("current_tracer", "function", "nop"): "current_tracer is function",
+    ("set_graph_function", "vfs_read", ""): "set_graph_function has a selection",
+    ("set_ftrace_pid", "1", ""): "set_ftrace_pid has a selection",
+    ("events/sched/sched_process_exec/enable", "1", "0"): "sched:sched_process_exec is enabled",
+    ("trace_marker", "mine", None): "its trace has records",
+}
+"""File, what is written to it, and what ends its effect -> what the refusal of a call graph says."""
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_call_graph_on_a_mount(directory: Path) -> None:
+    """It leaves the tracer as before, and is refused while another user has the tracer."""
+    words = ("trace", "-m", str(directory), "--json", "--graph", "vfs_read", "--", "cat", "f")
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        Path(running.path("scratch/f")).write_text("hello\n")
+        tracefs = Path(running.path("tracing"))
+        (tracefs / "set_ftrace_notrace_pid").write_text("77")
+        before = [(tracefs / name).read_text() for name in KEPT]
+        done = kprobefs(*words, program=REAL_PROGRAM)
+        assert (done.returncode, done.stderr.splitlines()[:1]) == (0, ["hello"])
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        roots = {(each["comm"], each["fields"]["func"]) for each in found if not each["fields"]["depth"]}
+        assert roots == {("cat", "vfs_read")}
+        assert [(tracefs / name).read_text() for name in KEPT] == before
+        for (name, text, end), why in IN_USE.items():
+            (tracefs / name).write_text(text)
+            with pytest.raises(CliError, match=f"trace --graph: {why}; "):
+                GraphTracer(tracefs).prepare("vfs_read", (), str)
+            if end is not None:
+                (tracefs / name).write_text(end)
+        assert "mine" in (tracefs / "trace").read_text()
+        (tracefs / "trace").write_text("")
+        (tracefs / "instances" / f"{own_name()}{SUFFIX}").mkdir()
+        assert "another one records on this mount" in kprobefs(*words, program=REAL_PROGRAM).stderr
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_call_graph_after_a_killed_one(directory: Path) -> None:
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        tracefs = Path(running.path("tracing"))
+        before = [(tracefs / name).read_text() for name in KEPT]
+        # The process of this name has another start time, so it has ended.
+        pid, _, namespace = own_name().removeprefix("trace_").split("_")
+        (tracefs / "instances" / f"trace_{pid}_0_{namespace}{SUFFIX}").mkdir()
+        tracer = GraphTracer(tracefs)
+        tracer.prepare("vfs_write", (), str)
+        tracer.start([1])
+        words = ("--graph", "vfs_read", "--", "true")
+        assert kprobefs("trace", "-m", str(directory), *words, program=REAL_PROGRAM).returncode == 0
+        assert [(tracefs / name).read_text() for name in KEPT] == before
+        assert not os.listdir(tracefs / "instances")
 
 
 @needs_fuse
@@ -308,3 +369,13 @@ def test_a_call_graph_of_no_function(function: str, remedy: str) -> None:
     done = kprobefs("trace", "--graph", function, "--", "true", program=REAL_PROGRAM)
     assert done.returncode == 1
     assert done.stderr == f"kprobefs: --graph {function}: no such function can be traced; {remedy}\n"
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_call_graph_of_a_kernel_without_ftrace() -> None:
+    done = kprobefs(
+        "trace", "--profile", "kprobes-2010", "--graph", "vfs_read", "--", "true", program=REAL_PROGRAM
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("kprobefs: --graph vfs_read: the kernel has no function graph; use ")

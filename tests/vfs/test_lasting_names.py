@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.vfs.core.seq_file import SPLIT_SIZE
 from emulated_kernel.vfs.mount import Mount
 from tests.vfs.files import ROOT
 
@@ -137,7 +138,7 @@ def test_a_path_leads_to_what_is_there_now(kernel: Kernel, mount: Mount) -> None
         ("/tracing/trace", os.O_WRONLY, False),
         ("/tracing/snapshot", os.O_RDONLY, True),
         ("/tracing/set_ftrace_filter", os.O_WRONLY, True),
-        ("/kprobe_events", os.O_WRONLY, True),
+        ("/kprobe_events", os.O_WRONLY, False),
         (f"{STATS}/hits", os.O_RDONLY, False),
     ],
 )
@@ -146,5 +147,17 @@ def test_a_close_with_an_effect_is_known_at_the_open(mount: Mount, path: str, fl
     write(mount, "/kprobe_events", "p:reads vfs_read\n")
     handle = mount.open(ROOT, path, flags)
     assert (handle in mount.acting) == acts
+    mount.release(handle)
+    assert handle not in mount.acting
+
+
+def test_a_close_that_executes_a_part_of_a_line_is_known_after_the_write(mount: Mount) -> None:
+    handle = mount.open(ROOT, "/kprobe_events", os.O_WRONLY)
+    assert mount.write(ROOT, handle, b"p:one vfs_read\n", 0) == 15
+    assert handle not in mount.acting
+    part = b"# filler\n" * (SPLIT_SIZE // 9 + 1) + b"p:two vfs_re"
+    assert mount.write(ROOT, handle, part, 15) == len(part)
+    assert handle in mount.acting
+    assert mount.write(ROOT, handle, b"ad\n", 15 + len(part)) == 3
     mount.release(handle)
     assert handle not in mount.acting

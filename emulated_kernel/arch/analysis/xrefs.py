@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 
+from emulated_kernel.arch.analysis.byte_search import positions
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
@@ -128,12 +129,12 @@ class CodeXrefs:
         possible_branches: PossibleReferences,
         possible_addresses: PossibleReferences,
         *,
-        windows: int,
+        windows: int = WINDOWS,
     ) -> None:
         """Prepare the references of `image`.
 
-        `bits`: size of a word. `windows`: number of windows into which `possible_branches` and
-        `possible_addresses` are called, before they are called for all addresses.
+        `bits`: size of a word. `windows`: number of windows into which references of each kind are searched
+        before all are indexed.
         """
         self._image = image
         self._word = bits // 8
@@ -210,7 +211,7 @@ class CodeXrefs:
             words = self._words if window is None else partial(self._words_into, window)
             return (way for piece in self._image.data for way in words(*piece) if way[0] in span)
 
-        return XrefIndex(search, windows=WINDOWS)
+        return XrefIndex(search, windows=self._windows)
 
     @cached_property
     def _addresses(self) -> XrefIndex:
@@ -242,8 +243,9 @@ class CodeXrefs:
         read = self._image.read
 
         def search(window: range | None) -> Iterator[Reference]:
+            wanted = span if window is None else _shared(span, window)
             pieces = ((start, read(start, end - start)) for start, end in text)
-            return (way for piece in pieces for way in possible(*piece, window) if way[0] in span)
+            return (way for piece in pieces for way in possible(*piece, window) if way[0] in wanted)
 
         return XrefIndex(search, windows=self._windows, distance="i")
 
@@ -263,13 +265,8 @@ class CodeXrefs:
                     yield value, addr + at - 2
 
 
-def positions(data: bytes, pattern: bytes, start: int, stop: int) -> Iterator[int]:
-    """Iterate over the positions of `pattern` within `data[start:stop]`, which may overlap."""
-    find = data.find
-    at = find(pattern, start, stop)
-    while at >= 0:
-        yield at
-        at = find(pattern, at + 1, stop)
+def _shared(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def _first(reason: RejectReason, sources: Iterable[int]) -> Rejection | None:

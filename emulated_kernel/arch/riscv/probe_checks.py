@@ -11,6 +11,7 @@ from functools import cache
 from itertools import compress, islice
 from operator import and_
 
+from emulated_kernel.arch.analysis.byte_search import displacements_into
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region, ScratchRegisters
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, reserved_range
@@ -250,9 +251,22 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def has_jump_table(self, symbol: Symbol) -> bool:
         return self._function(symbol).analysis.has_jump_table
 
-    def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:  # noqa: ARG002
+    def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
+        """Implement ProbeChecker.possible_branches by regular expressions."""
+        if window is None:
+            yield from self._branches(_BRANCH, addr, code, 0, len(code))
+            return
+        for pattern, reach in ((_NEAR_BRANCH, _NEAR_REACH), (_JAL, _JAL_REACH)):
+            first = window.start - addr - reach
+            last = window.stop - addr + reach + RVI_SIZE
+            yield from self._branches(pattern, addr, code, max(first, 0), max(last, 0))
+
+    def _branches(
+        self, pattern: re.Pattern[bytes], addr: int, code: bytes, first: int, last: int
+    ) -> Iterator[Reference]:
+        """Iterate over (target, source) of the branches that `pattern` finds in `code[first:last]`."""
         step = RVC_SIZE if self._compressed else RVI_SIZE
-        for match in _BRANCH.finditer(code):
+        for match in pattern.finditer(code, first, last):
             at = match.start()
             if at % step:
                 continue
@@ -261,11 +275,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
             if target is not None:
                 yield addr + at + target, addr + at
 
-    def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:  # noqa: ARG002
+    def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
         """Implement ProbeChecker.possible_addresses: an auipc, and an addi or jalr soon after it."""
         step = RVC_SIZE if self._compressed else RVI_SIZE
-        for match in _AUIPC.finditer(code):
-            at = match.start()
+        for at in _auipcs(code) if window is None else _auipcs_into(window, addr, code):
             if at % step:
                 continue
             upper = insn_of(int.from_bytes(code[at : at + RVI_SIZE], "little"))
@@ -372,11 +385,43 @@ _AUIPC = re.compile(b"(?s)(?=[\x17\x97]...)")
 _PAIR_OPCODES = (RiscvOpcode.OP_IMM, RiscvOpcode.JALR)
 _PAIR_REACH = 32
 """Maximum distance in bytes from an auipc to the instruction that adds the lower bits of the address."""
-_BRANCH = re.compile(
-    b"(?s)(?=[%s].|[%s][\xa0-\xff])"
-    % (
-        bytes(opcode | bit for opcode in (RiscvOpcode.BRANCH, RiscvOpcode.JAL) for bit in (0, 0x80)),
-        b"".join(re.escape(bytes((low,))) for low in range(1, 256, 4)),
-    )
+
+
+def _auipcs(code: bytes) -> Iterator[int]:
+    """Iterate over the offsets of all bit patterns in `code` that look like an auipc."""
+    return (match.start() for match in _AUIPC.finditer(code))
+
+
+def _auipcs_into(window: range, addr: int, code: bytes) -> Iterator[int]:
+    """Iterate over those of _auipcs() that may take an address in `window`, for code at `addr`.
+
+    The next instruction adds a number of 12 bits with a sign. The lower 12 bits of the auipc itself are not
+    part of the address.
+    """
+    start = window.start - addr
+    stop = window.stop - addr
+    for at, _ in displacements_into(code, range(start - _LOW_PART, stop + 2 * _LOW_PART)):
+        if code[at] & 0x7F == RiscvOpcode.AUIPC:
+            yield at
+
+
+_LOW_PART = 1 << 12
+"""Size in bytes of the pages to whose addresses auipc leads."""
+
+
+def _opcodes(opcode: int) -> bytes:
+    return bytes((opcode, opcode | 0x80))
+
+
+_NEAR = b"[%s].|[%s][\xa0-\xff]" % (
+    _opcodes(RiscvOpcode.BRANCH),
+    b"".join(re.escape(bytes((low,))) for low in range(1, 256, 4)),
 )
+_NEAR_BRANCH = re.compile(b"(?s)(?=%s)" % _NEAR)
+"""Regular expression that finds the first two bytes of a branch, c.j, c.beqz or c.bnez."""
+_NEAR_REACH = 1 << 12
+"""Maximum distance in bytes from a branch to its target."""
+_JAL = re.compile(b"(?s)(?=[%s].)" % _opcodes(RiscvOpcode.JAL))
+_JAL_REACH = 1 << 20
+_BRANCH = re.compile(b"(?s)(?=%s|[%s].)" % (_NEAR, _opcodes(RiscvOpcode.JAL)))
 """Regular expression that finds the first two bytes of a branch, jal, c.j, c.beqz or c.bnez."""

@@ -10,7 +10,7 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, TextLayout, reserved_range
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
-from emulated_kernel.arch.analysis.xrefs import WINDOWS, Reference
+from emulated_kernel.arch.analysis.xrefs import Reference
 from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.x86 import djprobe, extended, references
 from emulated_kernel.arch.x86.analysis import NOP5, X86FunctionAnalysis
@@ -217,7 +217,6 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
     call_size = JMP32_SIZE
     max_insn_size = MAX_INSN_SIZE
     landing_pad = bytes.fromhex("f30f1efa")
-    windows = WINDOWS
 
     def __init__(
         self,

@@ -6,16 +6,15 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from emulated_kernel.arch.analysis.xrefs import Reference, positions
+from emulated_kernel.arch.analysis.byte_search import displacements_into, positions
+from emulated_kernel.arch.analysis.xrefs import Reference
 
 _BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
 _SHORT_BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].))")
 _SHORT_SIZE = 2
 """Size in bytes of a branch with a displacement of one byte."""
 _LEA = re.compile(rb"(?s)(?=(\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d]....))")
-_HALF = 16
-"""Number of bits of the upper half of a displacement or immediate, whose bytes a search looks for."""
-_LOWER = (1 << _HALF) - 1
+_DISPLACEMENT_SIZE = 4
 
 
 def branches(addr: int, code: bytes) -> Iterator[Reference]:
@@ -33,7 +32,7 @@ def branches_into(window: range, addr: int, code: bytes) -> Iterator[Reference]:
     for target, source in _relative(addr, code, _SHORT_BRANCH, first, last):
         if target in window:
             yield target, source
-    for target, at in _displacements(window, addr, code):
+    for at, target in _displacements(window, addr, code):
         if at >= 1 and code[at - 1] & 0xFE == 0xE8:
             yield target, addr + at - 1
         elif at >= 2 and code[at - 2] == 0x0F and code[at - 1] & 0xF0 == 0x80:
@@ -47,7 +46,7 @@ def rip_relative(addr: int, code: bytes) -> Iterator[Reference]:
 
 def rip_relative_into(window: range, addr: int, code: bytes) -> Iterator[Reference]:
     """Iterate over those of rip_relative() whose target is in `window`."""
-    for target, at in _displacements(window, addr, code):
+    for at, target in _displacements(window, addr, code):
         if at >= 2 and code[at - 2] == 0x8D and code[at - 1] & 0xC7 == 0x05:
             yield target, addr + at - 2
 
@@ -66,8 +65,8 @@ def immediates(sign: int, text: Iterable[tuple[int, int]], addr: int, code: byte
 
 def immediates_into(sign: int, window: range, addr: int, code: bytes) -> Iterator[Reference]:
     """Iterate over those of immediates() whose value is in `window`."""
-    for upper in range(window.start >> _HALF, (window.stop - 1 >> _HALF) + 1):
-        for at in positions(code, (upper & _LOWER).to_bytes(2, "little"), 2, len(code)):
+    for upper in range(window.start >> 16, (window.stop - 1 >> 16) + 1):
+        for at in positions(code, (upper & 0xFFFF).to_bytes(2, "little"), 2, len(code)):
             value = sign | int.from_bytes(code[at - 2 : at + 2], "little")
             if value in window:
                 yield value, addr + at - 2
@@ -85,30 +84,11 @@ def _relative(
         yield source + len(insn) + from_bytes(displacement, "little", signed=True), source
 
 
-def _displacements(window: range, addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over all four bytes that lead into `window` if they are an instruction's displacement.
-
-    Yields the target and the offset of the four bytes in the code at `addr`.
-
-    Bytes whose displacements have the same upper half lie within 64 KiB and the size of the window. So the
-    code is searched for each upper half in turn, and read only little more than once.
-    """
-    size = 4
-    from_bytes = int.from_bytes
-    # Offset of a displacement of 0 that leads to the window's start; the same for its last address.
-    start = window.start - addr - size
-    last = window.stop - 1 - addr - size
-    for upper in range(start - len(code) >> _HALF, (last >> _HALF) + 1):
-        lowest = start - (upper << _HALF) - _LOWER
-        highest = last - (upper << _HALF)
-        if highest < 0:
-            continue
-        pattern = (upper & _LOWER).to_bytes(2, "little")
-        for at in positions(code, pattern, max(lowest, 0) + 2, highest + size):
-            field = at - 2
-            target = addr + field + size + from_bytes(code[field : field + size], "little", signed=True)
-            if target in window:
-                yield target, field
+def _displacements(window: range, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+    """Iterate over the displacements in the code at `addr` that lead into `window`: offset and target."""
+    behind = addr + _DISPLACEMENT_SIZE
+    for at, target in displacements_into(code, range(window.start - behind, window.stop - behind)):
+        yield at, behind + target
 
 
 @cache

@@ -7,7 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from copy import copy
-from errno import EIO, ENOEXEC
+from errno import EIO, ENOEXEC, EOPNOTSUPP
 from pathlib import Path
 
 from emulated_kernel.guests.linux.boot import arm64_boot, riscv_boot, snapshot
@@ -188,8 +188,11 @@ def _booted(
     progress: Callable[[int, int], None],
     cpu: ProductionCpu | None,
 ) -> tuple[LinuxMachine, KernelOffsets, ShownCpu | None]:
-    if cpu is not None:
-        kernel.check_architecture(X86_64.name, "production CPUs", "; omit --cpu")
+    if cpu is not None and kernel.architecture != X86_64.name:
+        why = (
+            f"a kernel for {kernel.architecture}, but only kernels for x86_64 see production CPUs; omit --cpu"
+        )
+        raise KernelError(EOPNOTSUPP, why)
     facts = kernel_offsets(kernel)
     ram = mmap.mmap(-1, RAM_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     abi = abi_named(kernel.architecture)

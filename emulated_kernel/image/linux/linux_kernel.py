@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 from emulated_kernel.image import text_tables
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.elf import gnu_build_id
-from emulated_kernel.image.kallsyms import Kallsyms, Symbol, SymbolTable
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol, SymbolTable, is_mapping_symbol
 from emulated_kernel.image.linux.arm64_image import ARM64
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.flat_image import FlatImage
@@ -115,7 +115,11 @@ class LinuxKernel:
             # In the kernel's own order.
             symbols = Kallsyms.of_table(SymbolTable.of(found), 0, 1 << 64)
         elif symtab:
-            symbols = Kallsyms(Symbol(name, address, letter) for address, letter, name in symtab)
+            symbols = Kallsyms(
+                Symbol(name, address, letter)
+                for address, letter, name in symtab
+                if not is_mapping_symbol(name)
+            )
         else:
             raise unusable(
                 "it has no symbols (neither kallsyms nor a symbol table); a kernel needs CONFIG_KALLSYMS"
@@ -138,8 +142,8 @@ class LinuxKernel:
         """Name of the kernel's processor, as in MachineConfig.arch."""
         return self.vmlinux.architecture
 
-    def check_architecture(self, name: str, what: str, remedy: str = "") -> None:
-        """Check that the kernel is for the processor `name`. Raises: KernelError ENOEXEC (it is not).
+    def check_analysed(self, what: str, remedy: str = "") -> None:
+        """Check that kprobefs can analyse the kernel's text. Raises: KernelError ENOEXEC (it cannot).
 
         `what`: the things that need such a kernel, as a plural for the error message. `remedy`: end of the
         message.

@@ -142,9 +142,18 @@ class TrapHooks:
     def _charge_callback(self) -> None:
         """Add the time of a trap that Unicorn reports to Python without the host's routine."""
         words = self.words
-        if words.callback != words.handler:
-            cell = ctypes.c_uint64.from_address(words.time)
-            cell.value += words.trap_ns + words.handler_ns
+        if self._charges:
+            ctypes.c_uint64.from_address(words.time).value += words.trap_ns + words.handler_ns
+
+    def take_back_charge(self) -> None:
+        """Subtract the time of the present trap, because the host executes its instruction for the guest."""
+        words = self.words
+        if self._charges:
+            ctypes.c_uint64.from_address(words.time).value -= words.trap_ns + words.handler_ns
+
+    @property
+    def _charges(self) -> bool:
+        return bool(self.words.callback != self.words.handler)
 
     @property
     def is_native(self) -> bool:

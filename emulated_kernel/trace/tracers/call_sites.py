@@ -66,6 +66,11 @@ class KernelFunctions:
                 name = f"{_INVALID_FUNCTION}_{where.offset}"
                 yield TraceableFunction(site, name, where.module, is_dropped=True)
 
+    @property
+    def has_sites(self) -> bool:
+        """Whether the kernel has fentry sites. A kernel without them has no function tracer."""
+        return self._sites is not None
+
     def module_added(self, name: str, fentry: frozenset[int]) -> None:
         """Add the functions of the new module `name`, whose symbols can already be looked up.
 

@@ -439,6 +439,10 @@ class _OpenLines(OpenCommand):
     def is_between_parts(self) -> bool:
         return bool(self._unfinished)
 
+    @property
+    def acts_on_close(self) -> bool:
+        return self.is_between_parts
+
     def _write(self, data: bytes) -> int:
         before = self._unfinished
         self._unfinished = b""

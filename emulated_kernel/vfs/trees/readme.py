@@ -10,6 +10,9 @@ from emulated_kernel.trace.interface import Interface, InterfaceRule
 
 _BIT_FIELD = "b<bit-width>@<bit-offset>/<container-size>"
 _ARRAY = "<type>\\[<array-size>\\]"
+_TRACERS = """\
+; function: also function calls;
+                            function_graph: also calls and returns, as a tree"""
 _DENTRY = "%pd/%pD"
 _LINES = {
     InterfaceRule.FPROBE_EVENTS: (
@@ -29,6 +32,9 @@ _LINES = {
     InterfaceRule.EVENT_LISTS: (
         "  show_event_filters      - the filters of all events\n"
         "  show_event_triggers     - the triggers of all events\n"
+    ),
+    InterfaceRule.SUBBUF_SIZE: (
+        "  buffer_subbuf_size_kb   - size of a buffer's pages, 4 to 512; changing it removes the records\n"
     ),
     InterfaceRule.FUNCTION_FILES: (
         "  available_filter_functions_addrs - the same with the address of each function's call\n"
@@ -61,8 +67,34 @@ def _types(interface: Interface) -> str:
     return fill(text, 79, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False) + "\n"
 
 
-def readme_text(interface: Interface) -> str:
-    """Return the text of README for an interface."""
+def _function_files(interface: Interface) -> str:
+    """Return the lines about tracers that are called from fentry sites."""
+    later = _LINES[InterfaceRule.FUNCTION_FILES] if InterfaceRule.FUNCTION_FILES in interface else ""
+    return f"""\
+  available_filter_functions - functions whose calls can be traced
+  enabled_functions       - functions that are traced, and by how many users
+{later}  dyn_ftrace_total_info   - number of functions that can be traced
+  function_profile_enabled - 1 counts and times calls for trace_stat/ (not with function_graph)
+  set_ftrace_filter       - trace only calls of these functions; also takes commands
+     accepts: func_full_name or glob-matching-pattern; ! before it removes it
+      Format: <function>:<command>[:count]
+     command: traceon, traceoff, stacktrace, snapshot,
+              enable_event:<group>:<event>, disable_event:<group>:<event>
+  set_ftrace_notrace      - do not trace calls of these functions
+  set_ftrace_pid          - trace only calls by these tasks; with option function-fork also by their children
+  set_ftrace_notrace_pid  - do not trace calls by these tasks
+  set_graph_function      - functions where trees begin; none: all functions (function_graph)
+  set_graph_notrace       - functions that are left out, with all that they call (function_graph)
+  max_graph_depth         - maximum depth of trees; 0: no limit (function_graph)
+  tracing_thresh          - record only calls that take this many microseconds (function_graph)
+  stack_trace             - the deepest stack so far; needs sysctl kernel.stack_tracer_enabled=1
+  stack_max_size          - its depth in bytes; write 0 to search again
+  stack_trace_filter      - check the stack only at calls of these functions
+"""
+
+
+def readme_text(interface: Interface, *, has_functions: bool = True) -> str:
+    """Return the text of README for an interface. `has_functions`: whether functions can be traced."""
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
     probes = lines[InterfaceRule.EVENT_PROBES]
     further = "".join(
@@ -78,6 +110,8 @@ def readme_text(interface: Interface) -> str:
     has_chains = InterfaceRule.HIST_COMMON_STACKTRACE in interface
     stack = "common_stacktrace" if has_chains else "stacktrace"
     chain = "; long[] stack" if has_chains else ""
+    tracers = _TRACERS if has_functions else ""
+    functions = _function_files(interface) if has_functions else ""
     return f"""\
 tracing: the files of this directory.
 
@@ -100,35 +134,15 @@ tracing: the files of this directory.
   timestamp_mode          - how the buffer stores timestamps
   tracing_cpumask         - the CPUs whose events are recorded
   buffer_size_kb          - size of each CPU's buffer
-  buffer_total_size_kb    - size of the buffers of all CPUs together
+{lines[InterfaceRule.SUBBUF_SIZE]}  buffer_total_size_kb    - size of the buffers of all CPUs together
   buffer_percent          - percentage of a CPU's buffer that is filled before readers are woken
   saved_cmdlines          - names of the tasks that were traced; saved_cmdlines_size says how many
   saved_tgids             - their thread groups, with option record-tgid
   printk_formats          - formats of the kernel's trace_printk() calls
   error_log               - the last writes that failed, with a mark below the cause
   available_tracers       - values for current_tracer
-  current_tracer          - nop: records events only; function: also function calls;
-                            function_graph: also calls and returns, as a tree
-  available_filter_functions - functions whose calls can be traced
-  enabled_functions       - functions that are traced, and by how many users
-{lines[InterfaceRule.FUNCTION_FILES]}  dyn_ftrace_total_info   - number of functions that can be traced
-  function_profile_enabled - 1 counts and times calls for trace_stat/ (not with function_graph)
-  set_ftrace_filter       - trace only calls of these functions; also takes commands
-     accepts: func_full_name or glob-matching-pattern; ! before it removes it
-      Format: <function>:<command>[:count]
-     command: traceon, traceoff, stacktrace, snapshot,
-              enable_event:<group>:<event>, disable_event:<group>:<event>
-  set_ftrace_notrace      - do not trace calls of these functions
-  set_ftrace_pid          - trace only calls by these tasks; with option function-fork also by their children
-  set_ftrace_notrace_pid  - do not trace calls by these tasks
-  set_graph_function      - functions where trees begin; none: all functions (function_graph)
-  set_graph_notrace       - functions that are left out, with all that they call (function_graph)
-  max_graph_depth         - maximum depth of trees; 0: no limit (function_graph)
-  tracing_thresh          - record only calls that take this many microseconds (function_graph)
-  stack_trace             - the deepest stack so far; needs sysctl kernel.stack_tracer_enabled=1
-  stack_max_size          - its depth in bytes; write 0 to search again
-  stack_trace_filter      - check the stack only at calls of these functions
-  tracing_max_latency     - longest latency so far, in microseconds
+  current_tracer          - nop: records events only{tracers}
+{functions}  tracing_max_latency     - longest latency so far, in microseconds
   instances/              - mkdir creates a separate buffer with its files, rmdir removes it
 
  Defining events:

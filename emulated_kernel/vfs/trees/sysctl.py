@@ -13,20 +13,15 @@ from emulated_kernel.vfs.core.seq_file import SysctlFile
 
 
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
-    """Return sysctl/ with kernel/stack_tracer_enabled.
-
-    The directory also has debug/kprobes-optimization if the kernel has an optimizer, and
-    kernel/ftrace_enabled if the kernel has fentry sites.
-    """
+    """Return sysctl/ with the files of the kernel's optimizer, if there is one, and of its fentry sites."""
     debug: dict[str, Node] = {}
     if kprobes.optimizer is not None:
         debug["kprobes-optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
-    kernel: dict[str, Node] = {
-        "stack_tracer_enabled": SysctlFile(
+    kernel: dict[str, Node] = {}
+    if kprobes.sites is not None:
+        kernel["stack_tracer_enabled"] = SysctlFile(
             0o644, show=lambda: f"{stack.enabled}\n", store=lambda data: stack.enable(sysctl_int(data))
         )
-    }
-    if kprobes.sites is not None:
         kernel["ftrace_enabled"] = _ftrace_enabled(kprobes.sites)
     return Directory(0o555, {"debug": Directory(0o555, debug), "kernel": Directory(0o555, kernel)})
 

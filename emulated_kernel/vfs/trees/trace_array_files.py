@@ -8,6 +8,7 @@ from functools import partial
 from typing import ClassVar
 
 from emulated_kernel.trace.array.raw_pipe import RawPipe
+from emulated_kernel.trace.array.services import FUNCTION_TRACER
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.trace.events.array_events import EventPidsFile
@@ -18,6 +19,7 @@ from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output.options import TraceOptions
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
+from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.trigger.triggers import trigger_line
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
@@ -67,16 +69,15 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
     Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1).
     """
     array = tracing.array
-    functions = tracing.functions
     return {
-        **_buffer_files(array),
+        **_buffer_files(tracing),
         **_control_files(array),
         "error_log": CommandFile(
             READ_WRITE, listing(tracing.errors.records), execute=len, truncate=tracing.errors.clear
         ),
         "events": events_directory(tracing),
         "options": _options_directory(array.options, instance=instance),
-        "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(array, cpu) for cpu in range(array.cpus)}),
+        "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(tracing, cpu) for cpu in range(array.cpus)}),
         "set_event": SteppedFile(
             READ_WRITE,
             listing(tracing.events.records),
@@ -88,6 +89,12 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         **_user_data_file(array.system.user_data),
         "set_event_notrace_pid": list_file(EventPidsFile(tracing.events, array.pids.untraced)),
         "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
+        **(_function_files(tracing.functions) if FUNCTION_TRACER in array.tracers() else {}),
+    }
+
+
+def _function_files(functions: FunctionTracer) -> dict[str, Node]:
+    return {
         "set_ftrace_filter": EditedFile(READ_WRITE, functions.filter),
         "set_ftrace_notrace": EditedFile(READ_WRITE, functions.notrace),
         "set_ftrace_notrace_pid": list_file(functions.pids.untraced),
@@ -194,18 +201,31 @@ def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> F
     )
 
 
-def _buffer_files(array: TraceArray) -> dict[str, Node]:
+def _buffer_files(tracing: Tracing) -> dict[str, Node]:
+    array = tracing.array
     return {
         "buffer_percent": number_file(lambda: array.buffer_percent, array.set_buffer_percent, Moves.BY_ONE),
         "buffer_size_kb": _buffer_size(array, None),
         "buffer_total_size_kb": AttributeFile(READ_ONLY, array.buffer_total_size_text),
+        **_subbuf_file(array),
         "free_buffer": LastCloseFile(OWNER_WRITE_ONLY, array.free_buffer),
-        "snapshot": _snapshot(array, None),
+        "snapshot": _snapshot(tracing, None),
         "trace": _TraceFile(array, None),
         "trace_marker": MarkerFile(WRITE_ONLY, None, execute=array.write_marker),
         "trace_marker_raw": RawMarkerFile(WRITE_ONLY, None, execute=array.write_raw_marker),
         "trace_pipe": PipeFile(READ_ONLY, lambda: TracePipe(array)),
     }
+
+
+def _subbuf_file(array: TraceArray) -> dict[str, Node]:
+    """Return the file with the size of sub-buffers, if the kernel has it.
+
+    Mirrors: kernel/trace/trace.c:buffer_subbuf_size_read, buffer_subbuf_size_write (v6.12).
+    """
+    if InterfaceRule.SUBBUF_SIZE not in array.system.interface:
+        return {}
+    size = number_file(lambda: PAGE_SIZE << array.order >> 10, array.set_subbuf_size, Moves.BY_ONE)
+    return {"buffer_subbuf_size_kb": size}
 
 
 def _control_files(array: TraceArray) -> dict[str, Node]:
@@ -236,12 +256,13 @@ def _control_files(array: TraceArray) -> dict[str, Node]:
     }
 
 
-def _per_cpu(array: TraceArray, cpu: int) -> Directory:
+def _per_cpu(tracing: Tracing, cpu: int) -> Directory:
+    array = tracing.array
     return Directory(
         DIRECTORY,
         {
             "buffer_size_kb": _buffer_size(array, cpu),
-            "snapshot": _snapshot(array, cpu),
+            "snapshot": _snapshot(tracing, cpu),
             "snapshot_raw": _RawFile(array, cpu, snapshot=True),
             "stats": AttributeFile(READ_ONLY, show=lambda: array.stats_text(cpu)),
             "trace": _TraceFile(array, cpu),
@@ -367,8 +388,11 @@ class _RawFile(PipeFile):
         super().__init__(READ_ONLY, lambda: RawPipe(array, cpu, snapshot=snapshot))
 
 
-def _snapshot(array: TraceArray, cpu: int | None) -> File:
+def _snapshot(tracing: Tracing, cpu: int | None) -> File:
+    array = tracing.array
+
     def execute(data: bytes) -> int:
+        tracing.events.expand()
         array.snapshot.write(kstrtoul(data), cpu)
         return len(data)
 

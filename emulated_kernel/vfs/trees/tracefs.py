@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from emulated_kernel.components.records import TracingComponents
+from emulated_kernel.trace.array.services import FUNCTION_TRACER
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventKind
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
@@ -43,20 +44,17 @@ def tracefs_directory(trace: TracingComponents, further: Mapping[str, Node] | No
 
 def _top_files(trace: TracingComponents) -> dict[str, Node]:
     arrays = trace.arrays
-    functions = trace.functions
     uprobe_events = trace.uprobe_events
     events = arrays.top.events
     system = arrays.top.array.system
     cmdlines = system.cmdlines
-    readme = readme_text(system.interface)
+    has_functions = FUNCTION_TRACER in arrays.top.array.tracers()
+    readme = readme_text(system.interface, has_functions=has_functions)
     return {
         "README": AttributeFile(READ_ONLY, show=lambda: readme),
         "available_events": SeqFile(
             READ_ONLY, listing(lambda: (f"{event.group}:{event.name}\n" for event in events.switchable()))
         ),
-        "available_filter_functions": SeqFile(READ_ONLY, listing(functions.available)),
-        "enabled_functions": SeqFile(READ_ONLY, listing(functions.enabled)),
-        "dyn_ftrace_total_info": AttributeFile(READ_ONLY, show=functions.total_info),
         "dynamic_events": _definitions_file(trace.dynamic_events),
         "instances": instances_directory(arrays),
         "kprobe_events": kprobe_events_file(trace.kprobe_events),
@@ -70,12 +68,24 @@ def _top_files(trace: TracingComponents) -> dict[str, Node]:
         "uprobe_profile": SeqFile(READ_ONLY, listing(uprobe_events.profile_records)),
         **({} if trace.function_graph is None else _graph_files(trace.function_graph)),
         **_profile_files(trace.function_profiler, arrays.top.array.cpus),
-        **_stack_files(trace.stack_tracer),
-        **(_function_files(functions) if InterfaceRule.FUNCTION_FILES in system.interface else {}),
+        **(_function_files(trace) if has_functions else {}),
     }
 
 
-def _function_files(functions: KernelFunctions) -> dict[str, Node]:
+def _function_files(trace: TracingComponents) -> dict[str, Node]:
+    """Return the files of tracers that are called from fentry sites."""
+    functions = trace.functions
+    interface = trace.arrays.top.array.system.interface
+    return {
+        "available_filter_functions": SeqFile(READ_ONLY, listing(functions.available)),
+        "enabled_functions": SeqFile(READ_ONLY, listing(functions.enabled)),
+        "dyn_ftrace_total_info": AttributeFile(READ_ONLY, show=functions.total_info),
+        **_stack_files(trace.stack_tracer),
+        **(_later_function_files(functions) if InterfaceRule.FUNCTION_FILES in interface else {}),
+    }
+
+
+def _later_function_files(functions: KernelFunctions) -> dict[str, Node]:
     return {
         "available_filter_functions_addrs": SeqFile(READ_ONLY, listing(functions.addresses)),
         "touched_functions": SeqFile(READ_ONLY, listing(functions.touched)),

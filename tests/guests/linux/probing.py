@@ -10,6 +10,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.reject_reason import Rejection
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTask
@@ -27,6 +28,7 @@ from emulated_kernel.kprobes.profile import (
 from tests.guests.linux import debian_kernel
 
 GUEST_RAM = 128 << 20
+IS_RISCV = debian_kernel.META.endswith("-riscv64")
 _X87 = 0xD8
 """First of the eight opcodes of x87 instructions."""
 PLAIN = replace(PROFILES[DEFAULT], ftrace=False, optimizer=False)
@@ -43,8 +45,10 @@ RISCV_MODES = {
     "extended": replace(PROFILES[RISCV_PROFILE], strategies=STRATEGIES),
     "ftrace": PROFILES[RISCV_FTRACE_PROFILE],
 }
-if debian_kernel.META.endswith("-riscv64"):
-    MODES = RISCV_MODES
+DEFAULT_MODE = "ftrace"
+"""Name of the mode that a mount has without --profile."""
+if IS_RISCV:
+    MODES, DEFAULT_MODE = RISCV_MODES, "optimized"
 
 
 @cache
@@ -54,10 +58,11 @@ def kernel() -> LinuxKernel:
 
 def engine(profile: Profile) -> LinuxEngine:
     made = LinuxEngine(*debian_kernel.with_kernel(), profile)
-    if profile.optimizer:
+    pun_space = made.machine.model.layout.pun_space
+    if profile.optimizer and pun_space:
         # The guest's page tables lead to the pages of punned jumps from now on, also after a rewind.
         text = made.machine.text
-        text.free_text(text.alloc_text(16, made.machine.model.layout.pun_space[0]))
+        text.free_text(text.alloc_text(16, pun_space[0]))
     return made
 
 
@@ -116,8 +121,14 @@ def _is_pad(engine: LinuxEngine, address: int) -> bool:
     )
 
 
-def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], Counter[int]]:
-    """Register probes, each in the best mode of the profile; return them and the count of their hits."""
+def armed(
+    engine: LinuxEngine, addresses: Sequence[int], *, may_lack_detours: bool = False
+) -> tuple[list[Kprobe], Counter[int]]:
+    """Register probes, each in the best mode of the profile; return them and the count of their hits.
+
+    With the optimizer, all probes get their jumps. `may_lack_detours`: punned jumps are exempt, because few
+    addresses are possible for their detours, and other detours may take these addresses.
+    """
     hits: Counter[int] = Counter()
     probes = [
         Kprobe(addr=address, pre_handler=lambda kprobe, _: hits.update((kprobe.address,)))
@@ -128,9 +139,20 @@ def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], 
             engine.kprobes.register_kprobe(probe)
         if engine.kprobes.optimizer is not None:
             engine.kprobes.optimizer.work.flush()
-            table = engine.kprobes.table
-            assert all(table.is_patched(probe) for probe in probes if not probe.is_ftrace)
+            for probe in unpatched(engine, probes):
+                region = engine.kprobes.probe_checker.optimized_region(probe.address)
+                head = engine.kprobes.table.valid(probe)
+                assert isinstance(region, Region)
+                assert head is not None
+                lacks_detour = may_lack_detours and region.kept and head.detour is None
+                assert lacks_detour, hex(probe.address)
     return probes, hits
+
+
+def unpatched(engine: LinuxEngine, probes: Iterable[Kprobe]) -> list[Kprobe]:
+    """Return the probes that have a breakpoint."""
+    table = engine.kprobes.table
+    return [probe for probe in probes if not probe.is_ftrace and not table.is_patched(probe)]
 
 
 def disarmed(engine: LinuxEngine, probes: Iterable[Kprobe]) -> None:
@@ -170,13 +192,20 @@ def _files(calls: LinuxSyscalls, client: LinuxTask, turn: int) -> Iterator[Any]:
     yield sorted(entry.name for entry in calls.listdir("/scratch"))
 
 
-def probed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Any], Counter[int]]:
-    """Run the workload with probes; return its answers, and address -> number of hits."""
-    probes, hits = armed(engine, addresses)
+def probed(
+    engine: LinuxEngine, addresses: Sequence[int], *, may_lack_detours: bool = False
+) -> tuple[list[Any], Counter[int], int]:
+    """Run the workload with probes.
+
+    Return its answers, address -> number of hits, and the number of breakpoints. armed() explains
+    `may_lack_detours`.
+    """
+    probes, hits = armed(engine, addresses, may_lack_detours=may_lack_detours)
     with engine.lock:
         answers = workload(engine)
+    breakpoints = len(unpatched(engine, probes))
     disarmed(engine, probes)
-    return answers, hits
+    return answers, hits, breakpoints
 
 
 def ram(engine: LinuxEngine) -> bytes:

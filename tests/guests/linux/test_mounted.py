@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import stat
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from kprobefs.cli import control
 from kprobefs.cli.top import Probes
 from kprobefs.common.errors import CliError
-from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.guests.linux import debian_kernel
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -222,6 +223,17 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert mounted.log.count("\n") <= 2
 
 
+def graph_has_the_commands_calls(directory: Path) -> None:
+    """The kernel's own tracer records no call of another task, and none outside of the function."""
+    words = ("trace", "-m", str(directory), "--json", "--graph", "vfs_read", "--", "cat", "traced")
+    (directory / "scratch/traced").write_text("hello\n")
+    done = kprobefs(*words, program=REAL_PROGRAM)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    calls = [each for each in found if each.get("event") == "funcgraph_entry"]
+    assert {each["comm"] for each in calls} == {"cat"}
+    assert [each["fields"]["func"] for each in calls if not each["fields"]["depth"]] == ["vfs_read"] * 2
+
+
 def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
     directory = tmp_path / "mnt"
@@ -240,5 +252,6 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         links_and_room(directory)
         appends_as_the_host_does(directory)
         names_come_and_go_as_the_hosts_do(directory)
+        graph_has_the_commands_calls(directory)
         is_refused_to_reboot(directory)
         assert mounted.log.count("\n") <= 2

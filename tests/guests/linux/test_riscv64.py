@@ -7,13 +7,13 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from errno import ENOEXEC
+from errno import ENOEXEC, EOPNOTSUPP
 from pathlib import Path
 
 import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
-from emulated_kernel.guests.linux.boot_cache import started
+from emulated_kernel.guests.linux.boot_cache import kernel_as_booted, started
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.initramfs import BOOTED
@@ -33,6 +33,7 @@ from emulated_kernel.vfs.mount import Mount
 from kprobefs.cli.main import main
 from kprobefs.measure.coverage import by_verdict, coverage
 from kprobefs.measure.coverage_subject import linux_image
+from kprobefs.mount_options import chosen_cpu
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.image.linux import made
 from tests.image.linux.debian import package
@@ -261,6 +262,13 @@ def test_bad_images(packed: bytes, why: str, tmp_path: Path) -> None:
         open_vmlinux(str(path))
     assert refused.value.errno == ENOEXEC
     assert "\n" not in str(refused.value.strerror)
+
+
+def test_no_production_cpu_is_shown(image: Path) -> None:
+    cpu = chosen_cpu("rome")
+    with pytest.raises(KernelError, match=r"for riscv64, .* omit --cpu") as refused:
+        kernel_as_booted(str(image), SEED, cpu, lambda _done, _total: None)
+    assert refused.value.errno == EOPNOTSUPP
 
 
 # The firmware

@@ -20,7 +20,10 @@ from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, RISCV_FTRACE_PROFILE, RISCV_PROFILE
+from emulated_kernel.machine.instruction_time import HANDLER_NS, TRAP_NS
+from emulated_kernel.machine.native.host_code import routine_address
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -59,6 +62,15 @@ def mount(engine: LinuxEngine) -> Iterator[Mount]:
     yield served
     assert not engine.tasks.machine.death
     served.close()
+
+
+def call(mount: Mount, text: bytes) -> str:
+    """Write a line to machine/call, and return the answer."""
+    file = mount.open(CLIENT, "/machine/call", os.O_RDWR)
+    mount.write(CLIENT, file, text + b"\n", 0)
+    answer = mount.read(CLIENT, file, 200, 0).decode()
+    mount.release(file)
+    return answer
 
 
 @pytest.fixture
@@ -154,10 +166,7 @@ def test_a_marker_is_as_the_kernel_records_it(clean: Mount) -> None:
 
 
 def test_a_function_is_called(clean: Mount) -> None:
-    file = clean.open(CLIENT, "/machine/call", os.O_RDWR)
-    clean.write(CLIENT, file, b"int_sqrt 1764\nstrlen 'word'\n", 0)
-    shown = clean.read(CLIENT, file, 200, 0).decode()
-    clean.release(file)
+    shown = call(clean, b"int_sqrt 1764\nstrlen 'word'")
     assert re.findall(r"= 0x[0-9a-f]+ \((\d+)\)", shown) == ["42", "4"]
 
 
@@ -168,8 +177,52 @@ def test_modules(clean: Mount) -> None:
     write(clean, CLIENT, "/machine/modules", b"load dummy\n")
     assert read(clean, CLIENT, "/machine/modules").startswith(b"dummy ")
     assert counts(clean)["init"] == (1, 0)
+    # Labels that the assembler left in the symbol table divide no function.
+    file = clean.open(CLIENT, "/kprobe_events", os.O_WRONLY | os.O_APPEND)
+    clean.write(CLIENT, file, b"p:kprobes/inside dummy:dummy_xmit+8\n", 0)
+    clean.release(file)
+    assert b"dummy_xmit+0x8 " in read(clean, CLIENT, "/kprobes/list")
     write(clean, CLIENT, "/machine/modules", b"unload dummy\n")
     assert b"dummy" not in read(clean, CLIENT, "/machine/modules")
+
+
+# With the model clock
+
+
+@pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
+def test_time_is_the_number_of_instructions() -> None:
+    """Two calls of a function differ by one nanosecond for each instruction."""
+    counting = new_engine(optimizer=False)
+    machine, clock = counting.tasks.machine, counting.machine.clock
+    start = counting.kernel.required("int_sqrt")
+    where = counting.kernel.kallsyms.lookup(start)
+    assert where is not None
+    executed: list[int] = []
+    for place in range(start, start + where.symbol.size, 2):
+        machine.call_at(place, lambda: executed.append(1))
+    machine.count_instructions()
+    served = probed_mount(counting, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    times: list[int] = []
+
+    def took(*_arguments: object) -> None:
+        times.append(clock.now_ns())
+
+    with counting.lock:
+        counting.components.engine.kretprobes.register_kretprobe(
+            Kretprobe("int_sqrt", entry_handler=took, handler=took)
+        )
+    rest = set()
+    counts = set()
+    for number in (5, 5, 100, 10**12, 10**18, 5):
+        executed.clear()
+        times.clear()
+        call(served, b"int_sqrt %d" % number)
+        counts.add(len(executed))
+        rest.add(times[1] - times[0] - len(executed))
+    served.close()
+    assert len(counts) == 4
+    assert len(rest) == 1
+    assert rest.pop() >= TRAP_NS + HANDLER_NS
 
 
 # With ftrace sites

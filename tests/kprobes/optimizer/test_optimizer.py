@@ -265,6 +265,19 @@ class TestWhoIsOptimized:
         assert probed.kernel.machine.text.ledger == {}
         assert probed.gcd() == []
 
+    def test_a_disabled_probe_gets_its_detour_when_it_is_enabled_or_asked_for(self, probed: Probed) -> None:
+        kprobes = probed.kernel.kprobes
+        asked = probed.probe("gcd", GCD_HEAD, disabled=True)
+        head = kprobes.table.valid(asked)
+        assert head is not None
+        assert head.detour is None
+        assert kprobes.detour(asked) is head.detour is not None
+        probed.kernel.unregister_kprobe(asked)
+        enabled = probed.probe("gcd", GCD_HEAD, disabled=True)
+        probed.kernel.enable_kprobe(enabled)
+        probed.settle()
+        assert (kprobes.mode(enabled), probed.gcd()) == ("optimized", [HIT])
+
     def test_an_armed_probe_inside_prevents_it(self, probed: Probed) -> None:
         probed.probe("gcd", GCD_TAIL)
         probed.settle()

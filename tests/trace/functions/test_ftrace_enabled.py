@@ -100,6 +100,14 @@ def test_values(tree: NodeTree) -> None:
     assert read(tree, SWITCH) == "-3\n"
 
 
-def test_a_kernel_without_ftrace_has_no_switch() -> None:
+def test_a_kernel_without_ftrace_has_no_tracers_and_none_of_their_files() -> None:
     with Kernel(MachineConfig(profile="kprobes-2010")) as booted:
-        assert "ftrace_enabled" not in names(booted.filesystem(), "/sysctl/kernel")
+        tree = booted.filesystem()
+        assert not {"ftrace_enabled", "stack_tracer_enabled"} & {*names(tree, "/sysctl/kernel")}
+        assert read(tree, "/tracing/available_tracers") == "nop\n"
+        with assert_errno(errno.EINVAL):
+            write(tree, "/tracing/current_tracer", "function")
+        text = read(tree, "/tracing/README")
+        for name in ("set_ftrace_filter", "available_filter_functions", "set_graph_function", "stack_trace"):
+            assert name not in names(tree, "/tracing")
+            assert name not in text

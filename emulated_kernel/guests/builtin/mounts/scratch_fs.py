@@ -30,7 +30,11 @@ UTIME_NOW = UTIME_OMIT + 1
 class ScratchFile(FileDescription):
     """A file or directory of scratch/ that is open in the guest."""
 
-    writes_at_once = True
+    @property
+    def writes_at_once(self) -> bool:
+        """Implement FileDescription.writes_at_once: the guest copies the data before write() returns."""
+        return True
+
     __slots__ = ("fd", "number", "position")
 
     fs: ScratchFs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,19 +10,19 @@ from enum import Enum
 from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.guests.linux.guest_abi import GuestAbi
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
-from emulated_kernel.guests.linux.pc.board import Board
+from emulated_kernel.guests.linux.pc.board import Board, CountedTime
 from emulated_kernel.guests.linux.pc.exception_cells import cpu_state
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs, fast_regs
+from emulated_kernel.machine.instruction_time import InstructionTime
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.quirks.hook_range import HookRange
 from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_BLOCK, HOOK_CODE, Engine
-from emulated_kernel.util.errors import KernelError
 
 _TIMER_LIMIT = 1 << 20
 """Maximum number of successive timer interrupts in an idle guest.
@@ -100,9 +99,13 @@ class LinuxMachine(ABC):
     def count_instructions(self) -> None:
         """Advance the time with the guest's instructions, traps and handlers of the host from now on.
 
-        Raises: KernelError EOPNOTSUPP (only x86_64 kernels on some hosts can do this).
+        Raises: KernelError EOPNOTSUPP (the host has no routines for that).
         """
-        raise KernelError(errno.EOPNOTSUPP, "not with this architecture's kernels; leave it out")
+        pc = self.pc
+        follower = CountedTime(pc.khz) if pc.follower is None else pc.follower
+        InstructionTime(self.engine, self.hooks, follower.host_address).start()
+        pc.follower = follower
+        pc.counts_instructions = True
 
     def call_at(self, address: int, function: Callable[[], object]) -> None:
         """Call `function` from now on whenever the guest reaches an address.

@@ -12,7 +12,6 @@ from emulated_kernel.guests.linux.cpu.cpuid_answers import CpuidAnswers
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
 from emulated_kernel.guests.linux.guest_abi import CURRENT_TASK, STACK_TOP, X86_64
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
-from emulated_kernel.guests.linux.pc.board import CountedTime
 from emulated_kernel.guests.linux.pc.devices import Pc
 from emulated_kernel.guests.linux.pc.emulated_cpuid import emulated_cpuid
 from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL, SYSCALL_SIZE, PcCpu
@@ -20,7 +19,6 @@ from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.machine.cpu.registers import FastRegs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
-from emulated_kernel.machine.instruction_time import InstructionTime
 from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.native.host_code import routine_address
@@ -137,14 +135,6 @@ class PcMachine(LinuxMachine):
             data=ctypes.addressof(words),
             keep=(callback, words),
         )
-
-    def count_instructions(self) -> None:
-        """Advance the time with the guest's instructions; see LinuxMachine."""
-        pc = self.pc
-        follower = CountedTime(pc.khz) if pc.follower is None else pc.follower
-        InstructionTime(self.engine, self.hooks, follower.host_address).start()
-        pc.follower = follower
-        pc.counts_instructions = True
 
     def show_cpu(self, cpu: ProductionCpu, rdmsr_sites: Sequence[int]) -> None:
         """Show the guest a production CPU in place of the emulated CPU.

@@ -87,6 +87,7 @@ class RiscvMachine(LinuxMachine):
             return False
         if code & ~_DESTINATION != _RDTIME:
             return False
+        self.hooks.take_back_charge()
         time = self.pc.read_tsc()
         destination = code >> 7 & 31
         if destination:

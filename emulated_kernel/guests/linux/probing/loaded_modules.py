@@ -9,7 +9,7 @@ from itertools import pairwise
 from emulated_kernel.guests.linux.guest_abi import abi_named
 from emulated_kernel.guests.linux.probing.running_kernel import RunningMemory
 from emulated_kernel.image import text_tables
-from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.kallsyms import Symbol, is_mapping_symbol
 from emulated_kernel.image.linux.kernel_events import KernelEvent, Structures, kernel_events
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
@@ -44,8 +44,6 @@ _INIT_DATA = (5, 6)
 """Values of the memory types for data of init functions."""
 _CORE_TEXT = 0
 _INIT_TEXT = 4
-_MAPPING = "$"
-"""Start of the names of mapping symbols. Mirrors: include/linux/module_symbol.h:is_mapping_symbol (v6.12)"""
 
 
 class LoadedModules:
@@ -210,6 +208,7 @@ class LoadedModules:
         """Yield the symbols in the module's memory.
 
         Each symbol extends to the next symbol, or to the end of its part.
+        Mirrors: kernel/module/kallsyms.c:find_kallsyms_symbol (v6.1)
         Deviates: Linux also shows the file's other symbols while the init function runs.
         """
         value = self._structures.value
@@ -226,15 +225,14 @@ class LoadedModules:
                 end = next((part.end for part in parts if part.start <= address < part.end), address)
                 if end > address or address in range(*per_cpu):
                     found.append((name, address, letter, end))
-        names = self._names(strings, [name for name, *_ in found])
+        text = self._names(strings, [name for name, *_ in found])
+        named = [(text(name), *rest) for name, *rest in found]
+        named = [each for each in named if each[0] and not is_mapping_symbol(each[0])]
         exported = self._exported(module)
-        following = dict(pairwise(sorted({address for _, address, _, end in found if end > address})))
-        for name, address, letter, end in found:
-            text = names(name)
-            # Symbols such as `$x` only tell code from data; Linux names no address by them.
-            if text and not text.startswith(_MAPPING):
-                shown = letter.upper() if (text, address) in exported else letter.lower()
-                yield Symbol(text, address, shown, min(following.get(address, end), end) - address)
+        following = dict(pairwise(sorted({address for _, address, _, end in named if end > address})))
+        for name, address, letter, end in named:
+            shown = letter.upper() if (name, address) in exported else letter.lower()
+            yield Symbol(name, address, shown, min(following.get(address, end), end) - address)
 
     def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
         """Read a string table up to the last offset in `places`; return a function from offset to string."""

@@ -1,0 +1,130 @@
+"""The function graph tracer for `kprobefs trace --graph`.
+
+A mount has one such tracer, in its top-level trace array. A session uses the tracer only if nobody else uses
+the tracer or the array, and restores its files afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from errno import EBUSY, EINVAL
+from pathlib import Path
+
+from kprobefs.common.errors import CliError, escape_for_terminal
+
+SUFFIX = "_graph"
+"""Ending of the name of a session's instance, if the session uses the tracer of the mount."""
+TRACER = "function_graph"
+INIT = 1
+"""Pid of the guest's task that makes kprobefs's own calls over a distribution's kernel."""
+BUFFERED = re.compile(r"^(?:entries|overrun): ([1-9]\d*)$", re.MULTILINE)
+"""Pattern for the lines of a buffer's `stats`, if the buffer has records."""
+NO_PID = "no pid"
+"""Content of a list of pids that is empty."""
+
+
+class GraphTracer:
+    """The function graph tracer of a mount, from prepare() to restore()."""
+
+    def __init__(self, tracefs: Path) -> None:
+        self._tracefs = tracefs
+        self._undo = ExitStack()
+        self._excluded = ""
+        """Pids that were excluded before."""
+
+    def prepare(self, function: str, options: Sequence[str], nearest: Callable[[str], str]) -> None:
+        """Select the function whose calls are recorded, and set options of the tracer.
+
+        `nearest` returns advice about the name of a function, or "".
+        Raises: CliError (there is no tracer, it is in use, or the function cannot be traced).
+        """
+        if TRACER not in self._read("available_tracers").split():
+            why = "the kernel has no function graph; use a kernel or a --profile with ftrace"
+            raise CliError(f"--graph {escape_for_terminal(function)}: {why}")
+        self._check_free()
+        for name in ("tracing_on", *(f"options/{name}" for name in options)):
+            self._undo.callback(self._set, name, self._read(name))
+        self._excluded = self._read("set_ftrace_notrace_pid").replace(NO_PID, "")
+        self._undo.callback(self._set, "set_ftrace_notrace_pid", self._excluded)
+        try:
+            self._undo.callback(self._set, "set_graph_function", "")
+            self._write("set_graph_function", f"{function}\n")
+        except OSError as error:
+            # Linux: EINVAL if no function has the name or matches the pattern.
+            why = str(error.strerror)
+            if error.errno == EINVAL:
+                remedy = nearest(function) or "see available_filter_functions"
+                why = f"no such function can be traced; {remedy}"
+            raise CliError(f"--graph {escape_for_terminal(function)}: {why}") from None
+        for name in options:
+            self._write(f"options/{name}", "1")
+
+    def start(self, excluded: Sequence[int]) -> None:
+        """Start the tracer, without the tasks of the pids `excluded`. trace_pipe must not be open.
+
+        Raises: CliError (trace_pipe is open).
+        """
+        # Hazard: in Linux a task that enters the function while nothing is recorded is traced later, outside
+        # of the function. So recording is on, and the tasks are excluded, before the tracer is selected.
+        self._write("set_ftrace_notrace_pid", " ".join(map(str, (self._excluded, INIT, *excluded))))
+        self._write("tracing_on", "1")
+        self._undo.callback(self._set, "current_tracer", "nop")
+        try:
+            self._write("current_tracer", TRACER)
+        except OSError as error:
+            if error.errno != EBUSY:
+                raise
+            raise _in_use("its trace_pipe is open") from None
+
+    def stop(self) -> None:
+        """Stop recording, as far as the mount still answers."""
+        self._set("tracing_on", "0")
+
+    def restore(self) -> None:
+        """Restore the files that were changed, as far as the mount still answers.
+
+        trace_pipe must be closed.
+        """
+        self._undo.close()
+
+    def _check_free(self) -> None:
+        """Check that nobody uses the tracer or the top-level trace array. Raises: CliError."""
+        if (tracer := self._read("current_tracer")) != "nop":
+            raise _in_use(f"current_tracer is {tracer}")
+        for name in ("set_graph_function", "set_ftrace_pid"):
+            selected = self._read(name)
+            if not selected.startswith("#") and selected != NO_PID:
+                raise _in_use(f"{name} has a selection")
+        if events := self._read("set_event").split():
+            raise _in_use(f"{events[0]} is enabled")
+        if any(BUFFERED.search(file.read_text()) for file in self._tracefs.glob("per_cpu/cpu*/stats")):
+            raise _in_use("its trace has records")
+
+    def _read(self, name: str) -> str:
+        return (self._tracefs / name).read_text().strip()
+
+    def _write(self, name: str, text: str) -> None:
+        (self._tracefs / name).write_text(text)
+
+    def _set(self, name: str, text: str) -> None:
+        with suppress(OSError):
+            self._write(name, text)
+
+
+def reset(tracefs: Path) -> None:
+    """Stop the tracer that a killed session has left, and clear its selections."""
+    for name, text in (
+        ("current_tracer", "nop"),
+        ("set_graph_function", ""),
+        ("set_ftrace_notrace_pid", ""),
+        ("trace", ""),
+    ):
+        with suppress(OSError):
+            (tracefs / name).write_text(text)
+
+
+def _in_use(why: str) -> CliError:
+    remedy = "the tracer and the top-level trace have one user at a time: clear them, or leave -m out"
+    return CliError(f"trace --graph: {escape_for_terminal(why)}; {remedy}")
