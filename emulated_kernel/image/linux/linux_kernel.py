@@ -142,15 +142,6 @@ class LinuxKernel:
         """Name of the kernel's processor, as in MachineConfig.arch."""
         return self.vmlinux.architecture
 
-    def check_analysed(self, what: str, remedy: str = "") -> None:
-        """Check that kprobefs can analyse the kernel's text. Raises: KernelError ENOEXEC (it cannot).
-
-        `what`: the things that need such a kernel, as a plural for the error message. `remedy`: end of the
-        message.
-        """
-        if self.architecture != name:
-            raise unusable(f"a kernel for {self.architecture}, but {what} need one for {name}{remedy}")
-
     # Tables that decide which addresses can be probed
 
     @property
