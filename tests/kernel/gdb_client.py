@@ -9,7 +9,7 @@ from contextlib import suppress
 
 TIMEOUT = 60.0
 """Time in seconds after which a test fails that waits for an answer."""
-IP = {"x86_64": "10", "i386": "8", "riscv64": "20"}
+IP = {"x86_64": "10", "i386": "8", "riscv64": "20", "arm64": "20"}
 """Number of the instruction pointer in a `p` packet."""
 
 

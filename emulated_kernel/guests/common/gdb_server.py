@@ -52,9 +52,11 @@ _RISCV = (
     *_sized("ra sp gp tp t0 t1 t2 s0 s1 a0 a1 a2 a3 a4 a5 a6 a7", 8),
     *_sized("s2 s3 s4 s5 s6 s7 s8 s9 s10 s11 t3 t4 t5 t6 ip", 8),
 )
+_ARM64 = (*_sized(" ".join(f"x{number}" for number in range(31)), 8), ("sp", 8), ("ip", 8), ("flags", 4))
 _LAYOUTS = {
     "x86_64": ("i386:x86-64", _X86_64),
     "i386": ("i386", _I386),
+    "arm64": ("aarch64", _ARM64),
     "riscv64": ("riscv:rv64", _RISCV),
     "riscv64i": ("riscv:rv64", _RISCV),
 }

@@ -42,6 +42,8 @@ CLASS_SVC = 0x15
 CLASS_BRK = 0x3C
 _ABORTS = (0x20, 0x21, 0x24, 0x25)
 """Classes of aborts: of a fetch or an access to data, each from user mode and from the kernel."""
+BRK: Final = bytes.fromhex("800020d4")
+"""The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
 FULL_SIZE = 1 << 25
 """Bit of the syndrome that is set for an instruction of 32 bits."""
 
@@ -142,9 +144,9 @@ class Arm64Cpu(CpuModel):
     result = "x0"
     call_stack_gap = 48
     halt = bytes.fromhex("7f2003d5")
-    breakpoints = (bytes.fromhex("000020d4"),)
+    breakpoints = (BRK,)
     fetch_unit = 4
-    filler = breakpoints[0]
+    filler = BRK
 
     def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:  # noqa: ARG002 - it refuses
         """Refuse, because kprobefs's own kernel has no image for arm64. Raises: HardwareError."""

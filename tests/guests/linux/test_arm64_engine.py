@@ -25,6 +25,7 @@ from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.guests.linux.probing import armed, chosen, differing, disarmed, ram, workload
 from tests.guests.linux.test_arm64 import META, SUITE, read, write
 from tests.image.linux.debian import package
+from tests.kernel.gdb_client import GdbClient, Request
 
 CLIENT = Client(5001, 0, 0)
 FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_cache_alloc_noprof"
@@ -187,6 +188,28 @@ def test_modules(clean: Mount) -> None:
     assert counts(clean)["init"] == (1, 0)
     write(clean, CLIENT, "/machine/modules", b"unload dummy\n")
     assert b"dummy" not in read(clean, CLIENT, "/machine/modules")
+
+
+def test_gdb(clean: Mount, engine: LinuxEngine) -> None:
+    """A breakpoint of a debugger, at the second instruction of a function, and a step behind a probe."""
+    write(clean, CLIENT, "/kprobe_events", b"p:kprobes/entry vfs_read\n")
+    write(clean, CLIENT, "/tracing/events/kprobes/entry/enable", b"1\n")
+    file = clean.open(CLIENT, "/scratch/greeting", os.O_RDONLY)
+    client = GdbClient(read(clean, CLIENT, "/machine/gdb").decode().strip(), "arm64")
+    place = engine.kernel.required("vfs_read") + 8
+    assert client.ask(f"Z0,{place:x},4") == "OK"
+    client.send("c")
+    request = Request(lambda: clean.read(CLIENT, file, 64, 0))
+    assert client.answer().startswith("T05")
+    assert client.ip == place
+    assert len(client.ask("g")) == 2 * (33 * 8 + 4)
+    client.send("s")
+    assert client.answer().startswith("T05")
+    assert client.ip == place + 4
+    client.close()
+    assert request.done() == b"hello\n"
+    engine.lock.end_debugging()
+    clean.release(file)
 
 
 def places(engine: LinuxEngine) -> Iterator[int]:
