@@ -131,12 +131,10 @@ _OLD: dict[str, Any] = {
 def arm64_profile(version: str, probe_rules: str) -> Profile:
     """Return the profile for an arm64 kernel of a version, with the kernel's own interface.
 
-    Linux has neither jump optimization nor kprobes on ftrace sites for arm64. Functions return into a
-    breakpoint, as since v6.13.
+    Linux has no jump optimization for arm64. Functions return into a breakpoint, as since v6.13.
     """
     return Profile(
         f"linux-{version}",
-        ftrace=False,
         optimizer=False,
         interface=KERNEL_INTERFACE,
         probe_rules=probe_rules,

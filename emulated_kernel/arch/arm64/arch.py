@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules
-from emulated_kernel.arch.analysis.stack_frames import Frame, FrameInsn
+from emulated_kernel.arch.analysis.stack_frames import IP, Frame, FrameInsn
 from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
-from emulated_kernel.arch.arm64 import stack_frames
+from emulated_kernel.arch.arm64 import ftrace, stack_frames
 from emulated_kernel.arch.arm64.emulate import emulation_of
 from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of
 from emulated_kernel.arch.arm64.probe_checks import Arm64ProbeChecker
@@ -20,6 +20,7 @@ from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.asm_source import Assembler, Assembly, SourceText
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
 
 BREAKPOINT = bytes.fromhex("800020d4")
@@ -138,8 +139,18 @@ class Arm64(Arch):
         return stack_frames.entry_frame(by_interrupt=by_interrupt)
 
     def ftrace_trampoline(self) -> HandlerStub:
-        """Refuse: no call leads to a trampoline. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
+        """Return the trampoline that armed fentry sites call; see Arch."""
+        save = machine_code(ftrace.SAVE)
+        return HandlerStub(save + BREAKPOINT + machine_code(ftrace.RESTORE), len(save))
+
+    def traced_entry(self) -> Frame:
+        """Return the stack frame before the first instruction of the trampoline; see Arch.
+
+        The link register has the place behind the site, and x9 that of the traced function.
+        """
+        frame = self.entry_frame(by_interrupt=False)
+        frame.regs |= {"x30": (IP, 0), "x9": ("x30", 0)}
+        return frame
 
     def return_trampoline(self, address: int) -> HandlerStub:  # noqa: ARG002 - it refuses
         """Refuse: the return trampoline is a breakpoint. Raises: KernelError EOPNOTSUPP."""

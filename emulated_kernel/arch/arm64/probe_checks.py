@@ -12,7 +12,7 @@ from emulated_kernel.arch.analysis.xrefs import Reference
 from emulated_kernel.arch.arm64 import insn
 from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of, words_of
 from emulated_kernel.arch.probe_checks import ProbeChecker
-from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.util.fast_dataclass import dataclass
 
 ALL_LIVE = LiveRegisters(frozenset(REGISTER_NAMES), flags=True)
@@ -60,13 +60,11 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
     def check_insn(self, analysis: Arm64FunctionAnalysis, addr: int) -> Rejection | None:
         """Return the rejection of the instruction if it can be neither copied nor simulated.
 
-        Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, decode-insn.c:arm_kprobe_decode_insn,
-        kernel/kprobes.c:check_ftrace_location without CONFIG_KPROBES_ON_FTRACE (v6.12).
+        Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, decode-insn.c:arm_kprobe_decode_insn
+        (v6.12).
         """
         if addr not in analysis.insns:
             return Rejection(RejectReason.NOT_ALIGNED, addr)
-        if addr in self.mcount:
-            return Rejection(RejectReason.AT_FENTRY, addr)
         if addr in analysis.function.exception_entries:
             return Rejection(RejectReason.HAS_FIXUP, addr)
         index = (addr - analysis.function.addr) // SIZE
@@ -74,6 +72,29 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
             return Rejection(RejectReason.NOT_COPYABLE, addr)
         before = analysis.words[max(index - _ATOMIC_CONTEXT, 0) : index]
         return Rejection(RejectReason.IN_EXCLUSIVE, addr) if _ends_in_exclusive(before) else None
+
+    def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
+        found = super().check_address_safe(where, addr)
+        if found is not None and found.reason is RejectReason.WITHIN_FENTRY:
+            return self._named(Rejection(RejectReason.NOT_ALIGNED, addr))
+        return found
+
+    def is_entry_site(self, where: Location) -> bool:
+        """Return True if the fentry site at `where` is the second nop at a function's entry."""
+        return SIZE <= where.offset <= 2 * SIZE
+
+    def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
+        """Return the rejection of an fentry site or of a blacklisted address; see ProbeChecker.
+
+        Mirrors: kernel/kprobes.c:check_ftrace_location, without CONFIG_KPROBES_ON_FTRACE (v6.12).
+        """
+        if addr in self.mcount:
+            return Rejection(RejectReason.AT_FENTRY, addr)
+        return super()._forbidden(symbol, addr)
+
+    def _has_forbidden(self, symbol: Symbol) -> bool:  # noqa: ARG002 - it overrides
+        """Return True: nearly each function has an fentry site."""
+        return True
 
     def live_in(self, analysis: Arm64FunctionAnalysis, addr: int) -> LiveRegisters:  # noqa: ARG002
         """Return all registers: the code of handlers preserves each register that it changes."""

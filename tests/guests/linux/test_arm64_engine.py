@@ -171,6 +171,34 @@ def test_events_of_the_kernel(clean: Mount) -> None:
     assert " => do_el0_svc\n => el0_svc\n => el0t_64_sync_handler\n => el0t_64_sync\n" in text
 
 
+def test_tracers(clean: Mount) -> None:
+    """Sites call the tracers: some functions, and all functions, whose calls nest."""
+    for function in (b"vfs_open", b"do_dentry_open", b"ksys_read"):
+        write(clean, CLIENT, "/tracing/set_ftrace_filter", function + b"\n", os.O_APPEND)
+    shown = {
+        b"function": (
+            "vfs_open <-path_openat\n",
+            "do_dentry_open <-vfs_open\n",
+            "ksys_read <-__arm64_sys_read\n",
+        ),
+        b"function_graph": ("|  vfs_open() {\n", "|    do_dentry_open();\n", "|  ksys_read();\n"),
+    }
+    for tracer, lines in shown.items():
+        write(clean, CLIENT, "/tracing/current_tracer", tracer + b"\n")
+        read(clean, CLIENT, "/scratch/greeting")
+        text = read(clean, CLIENT, "/tracing/trace").decode()
+        assert all(line in text for line in lines), text
+        write(clean, CLIENT, "/tracing/current_tracer", b"nop\n")
+    file = clean.open(CLIENT, "/tracing/set_ftrace_filter", os.O_WRONLY | os.O_TRUNC)
+    clean.release(file)
+    write(clean, CLIENT, "/tracing/current_tracer", b"function\n")
+    assert read(clean, CLIENT, "/scratch/greeting") == b"hello\n"
+    write(clean, CLIENT, "/tracing/tracing_on", b"0\n")
+    assert len(records(clean)) > 150
+    write(clean, CLIENT, "/tracing/current_tracer", b"nop\n")
+    write(clean, CLIENT, "/tracing/tracing_on", b"1\n")
+
+
 def test_a_function_is_called(clean: Mount) -> None:
     file = clean.open(CLIENT, "/machine/call", os.O_RDWR)
     clean.write(CLIENT, file, b"int_sqrt 1764\nstrlen 'word'\n", 0)

@@ -112,7 +112,8 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
         direct = tasks.machine.direct_map_of(kernel)
         return LinuxRiscvModel(replace(LinuxRiscvModel.layout, direct_map=direct))
     if isinstance(tasks.machine, Arm64Machine):
-        return LinuxArm64Model(Arm64Cpu.layout)
+        text = kernel.text.start & -TEXT_SPACE_SIZE
+        return LinuxArm64Model(replace(Arm64Cpu.layout, text_space=text - TEXT_SPACE_SIZE))
     layout = LinuxX86Model.layout
     places = layout.text_space, _OTHER_TEXT
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
