@@ -3,17 +3,69 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.quirks.hook_range import HookRange
 from emulated_kernel.machine.traps.trap import MemoryFault
-from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
+from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE, Engine
 from emulated_kernel.util.control_lock import ControlLock
 
 _EVERYWHERE = range(1 << 64)
 _SLICE = 0.05
 """Seconds for which one attempt to take the lock waits."""
+
+
+class DebuggedMemory(Protocol):
+    """Interface of the memory that a debugger sees. Raises: MemoryFault (an address is not mapped)."""
+
+    def read(self, va: int, size: int, /) -> bytes:
+        """Return `size` bytes at the virtual address `va`."""
+
+    def write(self, va: int, data: bytes, /) -> None:
+        """Write bytes at the virtual address `va`."""
+
+
+class DebuggedMachine(Protocol):
+    """Interface of a machine that a debugger can hold."""
+
+    regs: Regs
+    """Registers of the current CPU."""
+
+    @property
+    def model(self) -> CpuModel:
+        """Model of the machine's CPUs."""
+
+    @property
+    def engine(self) -> Engine:
+        """The emulator."""
+
+    @property
+    def memory(self) -> DebuggedMemory:
+        """Virtual memory of the current CPU."""
+
+    @property
+    def cpu(self) -> int:
+        """Number of the current CPU."""
+
+    @property
+    def per_cpu_bases(self) -> Sequence[int]:
+        """Sequence with one item for each CPU."""
+
+    def all_registers(self) -> list[dict[str, int]]:
+        """Return the registers of all CPUs, indexed by number: name in pt_regs -> value."""
+
+    def at_close(self, action: Callable[[], object], /) -> None:
+        """Call a function before the emulator is freed."""
+
+    def passed_in_step(self) -> Callable[[int], bool]:
+        """Return the instructions that a step from the probe's breakpoint at the current ip passes.
+
+        The result is a function that is called before each instruction with its address. The step ends at
+        the first address for which the function returns False.
+        """
 
 
 class Debugger:
@@ -24,7 +76,7 @@ class Debugger:
     A thread that runs the guest waits in the hook.
     """
 
-    def __init__(self, machine: ProbedMachine, lock: ControlLock) -> None:
+    def __init__(self, machine: DebuggedMachine, lock: ControlLock) -> None:
         self.machine = machine
         self.lock = lock
         self.breakpoints: set[int] = set()
@@ -37,7 +89,8 @@ class Debugger:
         self.is_in_run = False
         """Whether the guest is held in the middle of a run, where ip cannot be changed."""
         self._steps = False
-        self._skips_host_code = False
+        self._passes: Callable[[int], bool] | None = None
+        """Function that returns True for an address that the current step passes; None if it passes none."""
         self._interrupts = False
         self._hook: HookRange | None = None
         self._resumed = threading.Event()
@@ -106,7 +159,7 @@ class Debugger:
         """
         self._steps = step
         self._interrupts = False
-        self._skips_host_code = step and self._is_at_breakpoint()
+        self._passes = self.machine.passed_in_step() if step and self._is_at_breakpoint() else None
         self.is_held = False
         self.machine.engine.is_held = False
         if self.is_in_run:
@@ -151,7 +204,7 @@ class Debugger:
         """Stop the guest before the instruction at `address`, if it must stop there."""
         if not (self._steps or self._interrupts or address in self.breakpoints) or not self.is_attached:
             return
-        if self._steps and self._skips_host_code and self.machine.text.is_generated(address):
+        if self._steps and self._passes is not None and self._passes(address):
             return
         self._interrupts = False
         self.is_in_run = True

@@ -94,6 +94,13 @@ class ProbedMachine(ABC):
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
         """Call `may_end` at each end of a quantum; if it returns False, the CPU runs one more instruction."""
 
+    def passed_in_step(self) -> Callable[[int], bool]:
+        """Return a function for a debugger's step over a breakpoint: whether an address is in generated code.
+
+        See DebuggedMachine.
+        """
+        return self.text.is_generated
+
     @property
     def breakpoints(self) -> TrapHandlers:
         """Address of an int3 -> handler, which is called during the run, with regs.ip after the int3."""

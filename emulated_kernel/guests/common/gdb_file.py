@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.machine.debugger import Debugger
-from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.debugger import DebuggedMachine, Debugger
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.vfs.core.seq_file import SeqFile, single
 
@@ -14,11 +13,19 @@ if TYPE_CHECKING:
     from emulated_kernel.guests.common.gdb_server import GdbServer
 
 
-def gdb_file(machine: ProbedMachine, lock: ControlLock) -> SeqFile:
-    """Return the file machine/gdb for a machine. The end of the machine also ends the debugger's session."""
+def gdb_file(machine: DebuggedMachine, lock: ControlLock) -> SeqFile:
+    """Return the file machine/gdb for a machine."""
+    return SeqFile(0o400, single(gdb_path(machine, lock)))
+
+
+def gdb_path(machine: DebuggedMachine, lock: ControlLock) -> Callable[[], str]:
+    """Return a function that returns the path of a socket as a line. Its first call starts the server.
+
+    The end of the machine also ends the debugger's session.
+    """
     servers: list[GdbServer] = []
 
-    def show() -> str:
+    def path() -> str:
         if not servers:
             # Few mounts are debugged, so that the server is imported when it is needed.
             from emulated_kernel.guests.common.gdb_server import GdbServer
@@ -29,5 +36,4 @@ def gdb_file(machine: ProbedMachine, lock: ControlLock) -> SeqFile:
             servers.append(server)
         return f"{servers[0].path}\n"
 
-    shown: Callable[[], str] = show
-    return SeqFile(0o400, single(shown))
+    return path

@@ -29,6 +29,8 @@ _RETRY = 0.2
 """Seconds until the server accepts a connection again after an error."""
 _PREFIX = "kprobefs-gdb-"
 _SOCKET = "socket"
+_STOP = b"."
+"""Content of the pipe after one stop of the guest."""
 _INTERRUPT = 3
 _TRAP = 5
 _SIGINT = 2
@@ -59,6 +61,7 @@ _LAYOUTS = {
     "arm64": ("aarch64", _ARM64),
     "riscv64": ("riscv:rv64", _RISCV),
     "riscv64i": ("riscv:rv64", _RISCV),
+    "arm64": ("aarch64", _ARM64),
 }
 """Architecture -> GDB's name of it, and the first registers in GDB's order, with their sizes in bytes.
 
@@ -160,10 +163,12 @@ class GdbServer:
                 continue
             self._connection = connection
             with connection, suppress(OSError):
+                session = GdbSession(self._debugger, connection, self._closing)
                 try:
-                    GdbSession(self._debugger, connection, self._closing).serve()
+                    session.serve()
                 finally:
                     self._debugger.detach(self._closing.is_set)
+                    session.close()
 
 
 class GdbSession:
@@ -175,6 +180,8 @@ class GdbSession:
         self._connection = connection
         self._closing = closing
         self._received = bytearray()
+        self._stops, self._stop_writer = os.pipe()
+        """Pipe that gets a byte when the guest stops by itself."""
         self._acknowledges = True
         self._thread = 1
         """Number of the virtual CPU whose registers the debugger reads and writes, plus 1."""
@@ -200,6 +207,7 @@ class GdbSession:
 
     def serve(self) -> None:
         """Hold the guest, and answer packets until the debugger leaves. Raises: OSError."""
+        self._debugger.on_stop = self._note_stop
         self._debugger.attach(self._closing.is_set)
         self._thread = self._machine.cpu + 1
         while not self._is_done and not self._closing.is_set():
@@ -208,17 +216,34 @@ class GdbSession:
                 continue
             self._send(self._answer(packet))
 
+    def _note_stop(self) -> None:
+        # The session may have ended.
+        with suppress(OSError):
+            os.write(self._stop_writer, _STOP)
+
+    def close(self) -> None:
+        """Free the pipe, after the debugger was detached."""
+        self._debugger.on_stop = lambda: None
+        os.close(self._stops)
+        os.close(self._stop_writer)
+
     # Packets
 
     def _next(self, timeout: float) -> bytes | None:
         """Return the next packet, the byte 3 for an interrupt, or None if none is complete in time.
+
+        Also return None if the guest stops.
 
         Raises: ConnectionError (the debugger is gone, or sends no protocol).
         """
         found = self._parsed()
         if found is not None:
             return found
-        if not select.select([self._connection], [], [], timeout)[0]:
+        connection = self._connection.fileno()
+        readable = select.select([connection, self._stops], [], [], timeout)[0]
+        if self._stops in readable:
+            os.read(self._stops, len(_STOP))
+        if connection not in readable:
             return None
         data = self._connection.recv(PACKET_LIMIT)
         if not data:

@@ -36,6 +36,7 @@ from kprobefs.cli.main import main
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.image.linux import made
 from tests.image.linux.debian import package
+from tests.kernel.gdb_client import GdbClient, Request
 
 META = "linux-image-cloud-arm64"
 SUITE = "trixie"
@@ -359,3 +360,22 @@ def test_the_console() -> None:
         board.write_console_register(0, character)
     assert bytes(board.console) == b"ready"
     assert board.read_console(0x18) & 0x20 == 0
+
+
+def test_a_debugger_breaks_and_steps(mount: Mount, kernel: LinuxKernel) -> None:
+    reader = Client(5009, 0, 0)
+    handle = mount.create(reader, "/scratch/debugged", 0o644, os.O_RDWR)
+    mount.write(reader, handle, b"hello", 0)
+    place = kernel.required("vfs_read")
+    client = GdbClient(read(mount, reader, "/machine/gdb").decode().strip(), "arm64")
+    assert client.ask(f"Z0,{place:x},4") == "OK"
+    client.send("c")
+    request = Request(lambda: mount.read(reader, handle, 16, 0))
+    assert client.answer() == "T05thread:1;"
+    assert client.ip == place
+    client.send("s")
+    assert client.answer() == "T05thread:1;"
+    assert client.ip == place + 4
+    client.close()
+    assert request.done() == b"hello"
+    mount.release(handle)

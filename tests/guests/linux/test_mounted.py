@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import stat
 import subprocess
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import pytest
 from kprobefs.cli import control
 from kprobefs.cli.top import Probes
 from kprobefs.common.errors import CliError
+from kprobefs.common.mountpoints import MountState, condition
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.guests.linux import debian_kernel
+from tests.kernel.gdb_client import GdbClient
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
@@ -234,6 +237,18 @@ def graph_has_the_commands_calls(directory: Path) -> None:
     assert [each["fields"]["func"] for each in calls if not each["fields"]["depth"]] == ["vfs_read"] * 2
 
 
+def is_debugged(directory: Path) -> None:
+    """While a debugger holds the guest, status says so, and a client of the guest can be killed."""
+    client = GdbClient((directory / "machine/gdb").read_text().strip())
+    assert condition(str(directory)) is MountState.DEBUGGED
+    with subprocess.Popen(["cat", str(directory / "scratch/traced")], stdout=subprocess.PIPE) as reader:
+        with pytest.raises(subprocess.TimeoutExpired):
+            reader.wait(0.3)
+        reader.terminate()
+        assert reader.wait(30) == -signal.SIGTERM
+    client.close()
+
+
 def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
     directory = tmp_path / "mnt"
@@ -253,5 +268,6 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         appends_as_the_host_does(directory)
         names_come_and_go_as_the_hosts_do(directory)
         graph_has_the_commands_calls(directory)
+        is_debugged(directory)
         is_refused_to_reboot(directory)
         assert mounted.log.count("\n") <= 2

@@ -11,6 +11,7 @@ LASTING = ("kprobes", "machine", "scratch", "tracing")
 MACHINE = "/machine"
 CPU = "/machine/cpu"
 DMESG = "/machine/dmesg"
+GDB = "/machine/gdb"
 LIMITS = "/machine/limits"
 LOAD = "/machine/load"
 MODULES = "/machine/modules"

@@ -1,32 +1,82 @@
-"""NativeCore: memory and registers for machine/vmcore of a distribution's kernel with its own kprobes."""
+"""NativeCore: a distribution's kernel with its own kprobes, for machine/vmcore and machine/gdb."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.probing.kernel_memory import kernel_ranges
 from emulated_kernel.image.linux.vmcore import INFO_START, is_vmcoreinfo
+from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.memory.guest_memory import MappedRange
 from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
+
+_KERNEL_TEXT = range(0xFFFFFFFF80000000, 0xFFFFFFFFA0000000)
+"""Addresses of the kernel's text on x86-64. Insn slots, detours and modules are above."""
+_MAX_INSN_SIZE = 15
+_CALL_SIZE = 8
+"""Bytes by which a call moves the stack pointer."""
 
 
 class NativeCore:
-    """Memory and registers of a guest for an ELF core. No host mapping is in them."""
+    """Memory and registers of a guest for an ELF core and for a debugger. No host mapping is in them."""
+
+    cpu = 0
+    per_cpu_bases = (0,)
 
     def __init__(self, tasks: LinuxTasks) -> None:
         machine = tasks.machine
         self.model = machine.model
         self.ram = machine.memory.ram
         self._memory = machine.memory
-        self._engine = machine.engine
+        self.engine = machine.engine
+        self.regs = machine.regs
+        self.at_close: Callable[[Callable[[], object]], None] = machine.before_close.append
+        self._machine = machine
         self._root = machine.memory.kernel_root(tasks.root)
 
     @property
     def memory(self) -> NativeCore:
-        """The memory from which a core's content is written, which is this object itself."""
+        """The memory of a core's content and of a debugger, which is this object itself."""
         return self
+
+    def _root_of(self, va: int) -> int:
+        """Return the page tables for an address: the kernel's for its half, and else the current task's."""
+        return self._root if va >> 63 else self._machine.cpu.root
+
+    def read(self, va: int, size: int) -> bytes:
+        """Return `size` bytes at the virtual address `va`. Raises: MemoryFault."""
+        return self._memory.read(self._root_of(va), va, size)
+
+    def write(self, va: int, data: bytes) -> None:
+        """Write bytes at the virtual address `va`. Raises: MemoryFault (also if a page is read-only)."""
+        root = self._root_of(va)
+        for page in range(va - va % PAGE_SIZE, va + len(data), PAGE_SIZE):
+            found = self._memory.walk(root, page)
+            if found is None or not self._memory.is_writable(found[1]):
+                raise MemoryFault(page)
+        self._memory.write(root, va, data)
+
+    def passed_in_step(self) -> Callable[[int], bool]:
+        """Return a function for a debugger's step over a breakpoint: whether an address belongs to its hit.
+
+        A hit consists of the exceptions, in which the stack is deeper, and of the insn slot. Branches do not
+        use a slot, because Linux emulates them. On other processors a step enters the exception.
+        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
+        """
+        if self.model.name != X86_64Cpu.name:
+            return lambda _address: False
+        place = self.regs.ip
+        limit = self.regs.sp - _CALL_SIZE
+
+        def is_passed(address: int) -> bool:
+            if place < address <= place + _MAX_INSN_SIZE:
+                return False
+            return address not in _KERNEL_TEXT or self.regs.sp < limit
+
+        return is_passed
 
     def data_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the start address and the size in bytes of RAM."""
@@ -39,7 +89,7 @@ class NativeCore:
 
     def all_registers(self) -> list[dict[str, int]]:
         """Return a list with one map for the CPU: name of a register -> value."""
-        return [{name: self._engine.reg_read(number) for name, number in self.model.all_registers.items()}]
+        return [{name: self.engine.reg_read(number) for name, number in self.model.all_registers.items()}]
 
     def vmcoreinfo(self) -> bytes:
         """Return the kernel's VMCOREINFO, which is at the start of a page; b"" if there is none."""

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from typing import IO
 
+from emulated_kernel.guests.common.gdb_file import gdb_path
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.vmcore_file import MAX_OPEN, write_core
 from emulated_kernel.guests.linux.guest.cpu_report import cpu_text
@@ -20,6 +21,7 @@ from emulated_kernel.guests.linux.mounts.guest_paths import (
     CPU,
     DMESG,
     FORWARDED,
+    GDB,
     LASTING,
     LIMITS,
     LINKED,
@@ -164,7 +166,7 @@ class _CoreFile(FileDescription):
 
 
 class MachineFs(FileSystem):
-    """File system of machine/, with the files dmesg, cpu, limits, load (starts workloads) and vmcore.
+    """File system of machine/, with the files dmesg, cpu, limits, load (starts workloads), gdb and vmcore.
 
     Other files are mounted there from the guest's /proc.
     """
@@ -182,6 +184,8 @@ class MachineFs(FileSystem):
         }
         """Path of a file -> function that returns its text."""
         self._core = NativeCore(guest.tasks)
+        show_socket = gdb_path(self._core, guest.lock)
+        self._texts[GDB] = lambda: show_socket().encode()
         self.open_cores = 0
         """Number of open files of machine/vmcore."""
 
@@ -198,7 +202,7 @@ class MachineFs(FileSystem):
         if path == VMCORE:
             core = RAM_OFFSET + len(self._core.ram)
             return Stat(self._number(path), stat.S_IFREG | 0o400, 1, owner.uid, owner.gid, size=core)
-        mode = 0o644 if path == LOAD else 0o444
+        mode = {LOAD: 0o644, GDB: 0o400}.get(path, 0o444)
         return Stat(self._number(path), stat.S_IFREG | mode, 1, owner.uid, owner.gid)
 
     def _number(self, path: str) -> int:
@@ -234,7 +238,7 @@ class MachineFs(FileSystem):
         file: FileDescription
         if path == VMCORE:
             file = self._open_core(client, flags)
-        elif flags & os.O_ACCMODE == os.O_RDONLY:
+        elif flags & os.O_ACCMODE == os.O_RDONLY and (path != GDB or self.guest.owner.is_privileged(client)):
             file = _TextFile(self, path, flags, self._texts[path]())
         elif path == LOAD and flags & os.O_ACCMODE == os.O_WRONLY and self.guest.owner.is_privileged(client):
             file = _LoadFile(self, path, flags)
@@ -252,7 +256,7 @@ class MachineFs(FileSystem):
             raise KernelError(errno.EACCES, VMCORE)
         if self.open_cores >= MAX_OPEN:
             raise KernelError(errno.EBUSY, f"vmcore: {MAX_OPEN} are open; close one first")
-        with self.guest.lock:
+        with self.guest.lock.observing():
             core = write_core(self._core, self._core.vmcoreinfo())
         self.open_cores += 1
         return _CoreFile(self, VMCORE, flags, core)
