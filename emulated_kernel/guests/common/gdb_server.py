@@ -58,7 +58,6 @@ _ARM64 = (*_sized(" ".join(f"x{number}" for number in range(31)), 8), ("sp", 8),
 _LAYOUTS = {
     "x86_64": ("i386:x86-64", _X86_64),
     "i386": ("i386", _I386),
-    "arm64": ("aarch64", _ARM64),
     "riscv64": ("riscv:rv64", _RISCV),
     "riscv64i": ("riscv:rv64", _RISCV),
     "arm64": ("aarch64", _ARM64),
