@@ -139,7 +139,7 @@ class LoadedModules:
             symbols=symbols,
             ex_table=tuple(text_tables.ex_table(*self._table(module, "extable", "num_exentries"))),
             blacklist=tuple(self._blacklist(module, symbols)),
-            mcount=frozenset(self._words(module, "ftrace_callsites")),
+            mcount=frozenset(self._kernel.fentry_sites(self._words(module, "ftrace_callsites"), self._insn)),
             bugs=self._bugs(module),
             code=self._bytes(text, init_text),
             contents=self._bytes(*data, *init_data),
@@ -198,6 +198,9 @@ class LoadedModules:
 
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
         return {p.start: self._memory.read(p.start, p.end - p.start) for p in parts if p.end > p.start}
+
+    def _insn(self, address: int) -> int:
+        return int.from_bytes(self._memory.read(address, 4), "little")
 
     # Symbols
 
