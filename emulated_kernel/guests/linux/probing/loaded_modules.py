@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from emulated_kernel.guests.linux.guest_abi import abi_named
+from emulated_kernel.guests.linux.guest_abi import X86_64, abi_named
 from emulated_kernel.guests.linux.probing.running_kernel import RunningMemory
 from emulated_kernel.image import text_tables
 from emulated_kernel.image.kallsyms import Symbol, is_mapping_symbol
@@ -227,7 +227,9 @@ class LoadedModules:
                     found.append((name, address, letter, end))
         text = self._names(strings, [name for name, *_ in found])
         named = [(text(name), *rest) for name, *rest in found]
-        named = [each for each in named if each[0] and not is_mapping_symbol(each[0])]
+        # On x86, Linux names addresses by all symbols that the file has.
+        is_marked = self._kernel.architecture != X86_64.name
+        named = [each for each in named if each[0] and not (is_marked and is_mapping_symbol(each[0]))]
         exported = self._exported(module)
         following = dict(pairwise(sorted({address for _, address, _, end in named if end > address})))
         for name, address, letter, end in named:
