@@ -238,6 +238,10 @@ class Arch(ABC):
     """Size in bytes of a kernel stack, which is aligned to this size."""
     interrupt_flag: tuple[str, int] = ("flags", 1 << 9)
     """pt_regs name and bit mask of the interrupt flag, which is set while interrupts are enabled."""
+    has_interrupt_mask = False
+    """Whether the interrupt flag is set while interrupts are masked instead."""
+    is_breakpoint_nmi = True
+    """Whether Linux handles a breakpoint of the kernel as an NMI, which the context of records shows."""
     has_ops_trampolines = False
     """Whether Linux makes a trampoline for each user of fentry sites. Mirrors: ARCH_SUPPORTS_FTRACE_OPS."""
     reads_user = True
@@ -455,6 +459,13 @@ class Arch(ABC):
 
         Raises: KernelError EINVAL, ERANGE.
         """
+
+    def emulated_region(self, code: bytes, addr: int) -> Region | None:  # noqa: ARG002 - x86 has regions
+        """Return the region that consists of an emulated instruction alone, or None.
+
+        None: relocated() would not have the effect of the instruction `code` at `addr` in each case.
+        """
+        return None
 
     @abstractmethod
     def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:
