@@ -173,9 +173,8 @@ class LinuxKernel:
 
         `word_at` returns the instruction at an address, or None if it is unknown.
 
-        arm64, and riscv64 since Linux 6.16: the table has the address of a function's first nop, which may be
-        in front of the function. On arm64, the call is in place of the second nop at its entry, which a landing
-        pad may precede.
+        arm64 and riscv64: the table has the address of a function's first nop, which may be in front of the
+        function. On arm64, the call is in place of the second nop at its entry. A landing pad may precede it.
         Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12)
         """
         before = 0 if self.architecture == "x86_64" else self._nops_before
