@@ -376,6 +376,8 @@ class _ArgParser:
                 return self._dereference(text, at)
             case "\\":
                 return [self._immediate(text[1:], at)]
+            case "(" if InterfaceRule.EVENT_TYPECASTS in self._rules:
+                return self._cast(text, at)
         if InterfaceRule.BTF_ARGS in self._rules and is_good_name(text[:1]):
             return self._by_name(text, at)
         raise self._error(at, ProbeError.BAD_FETCH_ARG)
@@ -398,6 +400,17 @@ class _ArgParser:
         if context.btf is None:
             raise self._error(at, ProbeError.NOSUP_BTFARG, errno.EOPNOTSUPP)
         return self._names().named(text, at)
+
+    def _cast(self, text: str, at: int) -> list[FetchInsn]:
+        """Compile `(STRUCTURE)NAME->FIELD`, in which NAME is a field of an event probe's event."""
+        context = self._context
+        if context.has_field is None:
+            raise self._error(at, ProbeError.TYPECAST_NOT_EVENT)
+        structure, closed, inner = text[1:].partition(")")
+        if not closed:
+            raise self._error(at + len(text), ProbeError.DEREF_OPEN_BRACE)
+        at += len(structure) + 2
+        return self._names().cast(context.btf, structure, inner, at, context.has_field)
 
     def _return_value(self, text: str, at: int) -> list[FetchInsn]:
         """Compile `$retval`, with its type and fields if the interface has them. `text` begins with `$`."""
