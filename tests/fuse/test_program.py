@@ -25,6 +25,7 @@ from tests.fuse.harness import (
     PROGRAM,
     REAL_PROGRAM,
     ROOT,
+    RUN,
     Daemon,
     daemon,
     environment,
@@ -424,3 +425,35 @@ class TestRun:
         process.stdout.close()
         eventually(lambda: not is_mounted(path))
         eventually(lambda: not path.parent.exists())
+
+    def test_a_removed_working_directory_does_not_change_the_status(self, tmp_path: Path) -> None:
+        place = tmp_path / "gone"
+        place.mkdir()
+        script = 'rmdir "$1"; shift; exec "$@"'
+        command = [*PROGRAM, "run", "--", "/bin/sh", "-c", "exit 3"]
+        done = subprocess.run(
+            ["sh", "-c", script, "sh", str(place), *command],
+            cwd=place,
+            env=environment(),
+            capture_output=True,
+            timeout=RUN,
+            check=False,
+        )
+        assert done.returncode == 3
+        assert b"kprobefs:" not in done.stderr
+
+    def test_without_a_temporary_directory(self) -> None:
+        script = "trap '' XFSZ; ulimit -f 0; exec \"$@\""
+        done = subprocess.run(
+            ["sh", "-c", script, "sh", *PROGRAM, "run", "--", "true"],
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=RUN,
+            check=False,
+        )
+        assert done.returncode == 125
+        assert done.stderr.startswith("kprobefs: temporary directory: ")
+        assert "TMPDIR" in done.stderr
+        assert done.stderr.count("\n") == 1
