@@ -65,6 +65,7 @@ class HitHandling:
         self._machine = machine
         self._compiler = compiler
         self._split_jumps = split_jumps
+        self._arch = arch
         self._call_size = arch.call_size
         self._ip_offset = arch.handler_ip_offset
         """Offset in bytes from the probed address to the ip that handlers get at a hit, as in Linux."""
@@ -437,14 +438,16 @@ class HitHandling:
     def fix_fault(self, trap: Trap, regs: Regs) -> bool:
         """Handle an exception in a step or in compiled code; return True if the guest continues at `regs`.
 
-        An access of compiled code continues at its fixup. A fault in the relocated form of an emulated
-        instruction belongs to that instruction, and a fault in the step to the probed instruction. If the
-        probe's fault_handler doesn't handle it, the guest gets the fault at the probed address.
+        An access of compiled code continues at its fixup, except a load from user memory that the host
+        executes (see Arch.reads_user). A fault in the relocated form of an emulated instruction belongs to
+        that instruction, and a fault in the step to the probed instruction. If the probe's fault_handler
+        doesn't handle it, the guest gets the fault at the probed address.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
         """
         target = self._compiler.fixups.get(trap.address)
         if target is not None and trap.vector != Vector.DEBUG:
-            regs.ip = target
+            if self._arch.reads_user or not self._load_user(regs, trap.address):
+                regs.ip = target
             return True
         if trap.kind is TrapKind.BUDGET:
             return False
@@ -464,6 +467,24 @@ class HitHandling:
         if self.ctlblk.running is head:
             self.ctlblk.forget_current()
         return False
+
+    def _load_user(self, regs: Regs, address: int) -> bool:
+        """Execute the load instruction at `address` if it reads user memory; return True in this case."""
+        arch = self._arch
+        memory = self._machine.memory
+        load = arch.decode_load(memory.read(address, arch.word_size))
+        if load is None:
+            return False
+        place = regs.get(load.base) + load.offset & arch.mask
+        if place >= arch.task_size:
+            return False
+        try:
+            data = memory.read(place, load.size)
+        except MemoryFault:
+            return False
+        regs.set(load.register, int.from_bytes(data, "little", signed=load.is_signed) & arch.mask)
+        regs.ip = address + load.length
+        return True
 
     @property
     def is_underway(self) -> bool:
