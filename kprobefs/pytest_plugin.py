@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MARKER = "architectures"
 KERNELS_MARKER = "kernels"
 KERNELS_ARCH = "x86_64"
-"""Architecture of the kernels that the marker `kernels` finds."""
+"""Architecture of a kernel that the marker `kernels` names by its version only."""
 END_TIMEOUT = 20.0
 """Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
@@ -34,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers `architectures` and `kernels`."""
     config.addinivalue_line(
         "markers",
-        f"{KERNELS_MARKER}(*versions): run the test on each of these kernels, such as 6.1, that is at hand",
+        f"{KERNELS_MARKER}(*versions): run the test on each of these kernels, such as 6.1 or riscv64:6.12, "
+        "that is at hand",
     )
     config.addinivalue_line(
         "markers",
@@ -67,19 +68,28 @@ def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> 
     """Return the reason why the versions in the marker `kernels` do not fit the test; "" if they do."""
     if not versions:
         return "no version given"
+    from kprobefs.common.kernel_packages import ARCHITECTURES as known
+
+    archs = set()
     for version in versions:
         # The number 6.10 is 6.1.
         if not isinstance(version, str):
             return f'{version!r} is not a string; write a version as "6.1"'
+        archs.add(_split(version)[0])
+    if unknown := sorted(archs - set(known)):
+        return f"no architecture: {unknown}; there are {', '.join(known)}"
     if "kprobefs_image" not in metafunc.fixturenames:
         return "the test uses no mount of kprobefs"
     marker = metafunc.definition.get_closest_marker(MARKER)
-    if marker is not None and set(marker.args) != {KERNELS_ARCH}:
-        return (
-            f"distributions' kernels run on {KERNELS_ARCH} only; leave the marker {MARKER} out, "
-            "or write a test of its own for the other architectures"
-        )
+    if marker is not None and set(marker.args) != archs:
+        return f"the versions are for {', '.join(sorted(archs))}; leave the marker {MARKER} out"
     return ""
+
+
+def _split(version: str) -> tuple[str, str]:
+    """Return the architecture and the version of an argument of the marker `kernels`."""
+    arch, _, number = version.rpartition(":")
+    return arch or KERNELS_ARCH, number
 
 
 @pytest.fixture
@@ -102,11 +112,9 @@ def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
     from kprobefs.common.errors import CliError
     from kprobefs.common.kernel_packages import KERNELS, find
 
-    arch, _, version = str(wanted).rpartition(":")
-    if arch not in ("", KERNELS_ARCH):
-        pytest.skip(f"{wanted}: distributions' kernels run on {KERNELS_ARCH} only")
+    arch, version = _split(str(wanted))
     try:
-        found = find(version)
+        found = find(version, arch)
     except CliError as error:
         pytest.fail(f"{wanted}: {error}", pytrace=False)
     if found is None:

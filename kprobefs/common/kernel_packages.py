@@ -13,11 +13,20 @@ from pathlib import Path
 
 from kprobefs.common.errors import CliError, ExitStatus
 
-NAME = re.compile(r"debian:(?P<suite>[a-z][a-z0-9-]*)(?:/(?P<flavour>[a-z0-9]+))?$")
+NAME = re.compile(r"debian:(?P<suite>[a-z][a-z0-9-]*)(?:/(?P<flavour>[a-z0-9-]+))?$")
 """Name of a kernel that can be fetched: DISTRIBUTION:SUITE[/FLAVOUR]."""
 USAGE = "debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud"
-FLAVOURS = {"amd64": "linux-image-amd64", "cloud": "linux-image-cloud-amd64", "rt": "linux-image-rt-amd64"}
-"""Flavour -> Debian's package that depends on the present kernel of this flavour."""
+FLAVOURS = {
+    "amd64": ("linux-image-amd64", "amd64"),
+    "cloud": ("linux-image-cloud-amd64", "amd64"),
+    "rt": ("linux-image-rt-amd64", "amd64"),
+    "riscv64": ("linux-image-riscv64", "riscv64"),
+    "arm64": ("linux-image-arm64", "arm64"),
+    "cloud-arm64": ("linux-image-cloud-arm64", "arm64"),
+}
+"""Flavour -> Debian's package that depends on the present kernel of this flavour, and its architecture."""
+ARCHITECTURES = {"x86_64": "amd64", "riscv64": "riscv64", "arm64": "arm64"}
+"""Architecture of a distribution's kernel -> Debian's name of it."""
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 SOURCES = ("sources.list", "sources.list.d/*.list", "sources.list.d/*.sources")
 PACKAGE = re.compile(
@@ -53,10 +62,11 @@ def fetch(name: str) -> Path:
         raise CliError(f"{name}: no apt-get on this host; download the package and use --image FILE")
     directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory()) as work:
-        apt = _Apt(Path(work), found["suite"], name)
+        meta, architecture = FLAVOURS[flavour]
+        apt = _Apt(Path(work), found["suite"], architecture, name)
         place = directory() / found["suite"]
         place.mkdir(exist_ok=True)
-        package = apt.dependency(FLAVOURS[flavour], "linux-image-")
+        package = apt.dependency(meta, "linux-image-")
         # Since 6.19 the kernel and its modules have packages of their own.
         with suppress(CliError):
             package = apt.dependency(package, "linux-binary-")
@@ -67,7 +77,7 @@ def fetch(name: str) -> Path:
 class _Apt:
     """Runs apt with package lists of its own, for one suite, which needs no special rights."""
 
-    def __init__(self, work: Path, suite: str, name: str) -> None:
+    def __init__(self, work: Path, suite: str, architecture: str, name: str) -> None:
         """Fetch the list of the suite's packages. Raises: CliError."""
         self._name = name
         self._work = work
@@ -81,7 +91,10 @@ class _Apt:
             "Dir::Etc::sourceparts": "/nonexistent",
             "Dir::State::lists": lists,
             "Dir::Cache": work,
-            "APT::Architecture": "amd64",
+            "APT::Architecture": architecture,
+            "APT::Architectures": architecture,
+            # The packages that are installed on the host do not count.
+            "Dir::State::status": "/dev/null",
             "Debug::NoLocking": "1",
         }
         self._options = [f"-o{option}={value}" for option, value in settings.items()]
@@ -136,18 +149,17 @@ def _archive(name: str) -> str:
 def find(version: str, arch: str = "x86_64") -> Path | None:
     """Return the file of a kernel whose release begins with `version`, or None if the host has none.
 
+    `arch`: a key of ARCHITECTURES.
     The newest of the files in KERNELS is taken, then of the fetched packages, then of the kernels that were
     booted, then of the host's. Raises: CliError (a path in KERNELS cannot be read).
     """
-    if arch != "x86_64":
-        return None
     for files in (
         _named(),
         directory().glob("*/*.deb"),
         _booted(),
         Path("/boot").glob("vmlinuz-*"),
     ):
-        found = [(key, path) for path in files if (key := _release(path)) and _is_of(key, version)]
+        found = [(key, path) for path in files if (key := _release(path, arch)) and _is_of(key, version)]
         if found:
             return max(found, key=lambda each: [int(part) for part in re.findall(r"\d+", each[0])])[1]
     return None
@@ -178,11 +190,12 @@ def _booted() -> Iterator[Path]:
             yield Path(kernel.source)
 
 
-def _release(path: Path) -> str:
-    """Return the kernel release in a file's name, or "" if the file contains no kernel for x86_64."""
+def _release(path: Path, arch: str) -> str:
+    """Return the kernel release in a file's name, or "" if the file contains no kernel for `arch`."""
     if path.name.startswith("vmlinuz-"):
-        return path.name.removeprefix("vmlinuz-") if os.access(path, os.R_OK) else ""
+        # Only packages name the architecture.
+        return path.name.removeprefix("vmlinuz-") if arch == "x86_64" and os.access(path, os.R_OK) else ""
     found = PACKAGE.match(path.name)
-    if found is None or found["arch"] != "amd64" or path.stat().st_size < MINIMUM_SIZE:
+    if found is None or found["arch"] != ARCHITECTURES[arch] or path.stat().st_size < MINIMUM_SIZE:
         return ""
     return f"{found['release']}-{found['flavour']}"
