@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from emulated_kernel.machine.text.text import Text
+from emulated_kernel.util.abi import PAGE_SIZE
 
 
 def ledger_mismatches(text: Text) -> list[int]:
@@ -19,6 +20,9 @@ def ledger_mismatches(text: Text) -> list[int]:
             if text.ledger[address] != original[at] or current[at] == original[at]:
                 wrong.append(address)
             expected[at] = current[at]
-        if expected != current:
-            wrong += [start + at for at in range(end - start) if expected[at] != current[at]]
+        for page in range(0, end - start, PAGE_SIZE):
+            part = slice(page, page + PAGE_SIZE)
+            if expected[part] != current[part]:
+                pairs = zip(expected[part], current[part], strict=True)
+                wrong += [start + at for at, (old, now) in enumerate(pairs, page) if old != now]
     return sorted(wrong)

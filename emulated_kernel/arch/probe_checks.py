@@ -336,6 +336,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
         where = self._symbols.lookup(addr)
         if where is None or self.is_traced(where.symbol):
             return None
+        if _span(self._text_ranges, addr) is None:
+            return self._named(Rejection(RejectReason.NOT_TEXT, addr))
         return self._named(Rejection(RejectReason.NOTRACE, where.symbol.address))
 
     def is_traced(self, symbol: Symbol) -> bool:

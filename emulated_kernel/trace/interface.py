@@ -256,10 +256,32 @@ class InterfaceRule(LinuxRule):
         "a marker fills a page of the buffer; earlier versions record at most 1024 bytes",
         "kernel/trace/trace.c:tracing_mark_write",
     )
-    RAW_MARKER_SIZE = (
-        "7.2",
-        "a raw marker is recorded as long as it is; earlier versions record at least 16 bytes",
-        "kernel/trace/trace.c:tracing_mark_raw_write",
+    MARKERS_EXACT = (
+        "6.17",
+        "a marker is recorded as long as it is; earlier versions record space for `<faulted>` at least",
+        "kernel/trace/trace.c:write_marker_to_buffer, write_raw_marker_to_buffer",
+    )
+    CHAR_UNSIGNED = (
+        "6.8",
+        "`header_page` shows a `char` as unsigned",
+        "kernel/trace/ring_buffer.c:ring_buffer_print_page_header",
+    )
+    HEADER_CHAR_OVERWRITE = (
+        "7.1",
+        "the field `overwrite` of `header_page` is a `char`; earlier an `int`",
+        "kernel/trace/ring_buffer.c:ring_buffer_print_page_header",
+    )
+    ARRAYS_EXPANDED_ALONE = (
+        "6.8",
+        "each trace array's buffers get their full size with its own first use, instances at once; earlier "
+        "the first use of any array changes the top array",
+        "kernel/trace/trace.c:tracing_update_buffers",
+    )
+    SUBBUF_SIZE = (
+        "6.8",
+        "`buffer_subbuf_size_kb` is the size of the pages that records are written to",
+        "kernel/trace/ring_buffer.c:ring_buffer_subbuf_order_set",
+        "ring_buffer_subbuf_order_set()",
     )
     TRACEPOINT_EVENTS = (
         "6.12",

@@ -88,14 +88,16 @@ class TraceArrays(TaskObserver):
         )
         if self._functions.has_sites:
             array.register_tracer(FUNCTION_TRACER, functions)
+        # Linux: before 6.8, enabling an event in any trace array expands only the top array's buffers.
+        expands_alone = InterfaceRule.ARRAYS_EXPANDED_ALONE in system.interface
+        expanded = array if top is None or expands_alone else top
         commands = (*PLAIN_COMMANDS, self._hists)
         return Tracing(
             array,
-            # Linux: enabling an event in any trace array expands only the top array's buffers.
             ArrayEvents(
                 registry,
                 array,
-                (top or array).expand,
+                expanded.expand,
                 system.symbols.has_module if InterfaceRule.EVENT_MODULES in system.interface else None,
             ),
             EventFilters(array, errors, system.filter_words),

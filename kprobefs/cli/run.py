@@ -124,6 +124,8 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
     session = os.getsid(0)
 
     def orphaned() -> None:
+        if not base.exists():
+            return
         signal_left(f"{base}/mnt", session, signal.SIGHUP)
         remove()
 

@@ -93,15 +93,6 @@ def parent_of(pid: int) -> int:
     return int(_fields(pid)[PARENT])
 
 
-def has_ended(pid: int, started: int) -> bool:
-    """Return True if the process with this pid and start time has ended, even if it is a zombie."""
-    try:
-        fields = _fields(pid)
-    except OSError:
-        return True
-    return int(fields[START_TIME]) != started or fields[STATE] == "Z"
-
-
 def _fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name. Raises: OSError."""
     return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()

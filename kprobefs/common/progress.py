@@ -13,6 +13,8 @@ from kprobefs.common import terminal
 T = TypeVar("T")
 _WIDTH = 30
 """Maximum length of the bar in characters."""
+_SHARE_WIDTH = 7
+"""Width of a space, of the share, and of the ^C that a terminal shows."""
 _INTERVAL = 0.1
 """Minimum seconds between two updates of the bar."""
 
@@ -40,11 +42,13 @@ class Progress:
         if self._shown and time.monotonic() >= self._next:
             self._next = time.monotonic() + _INTERVAL
             share = min(self._done / self._total, 1)
-            # Two brackets, two spaces, the share, and space for the ^C that a terminal shows.
-            space = shutil.get_terminal_size().columns - len(self._what) - 10
-            width = min(_WIDTH, space)
+            columns = shutil.get_terminal_size().columns
+            # A longer line would continue in the next one, which \r does not clear.
+            what = self._what[: max(columns - _SHARE_WIDTH, 0)]
+            # Two brackets and a space.
+            width = min(_WIDTH, columns - _SHARE_WIDTH - len(what) - 3)
             bar = f"[{'#' * int(width * share):<{width}}] " if width > 0 else ""
-            print(f"\r{self._what} {bar}{share:4.0%}", end="", file=sys.stderr, flush=True)
+            print(f"\r{what} {bar}{share:4.0%}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Clear the line of the progress bar for the next output."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
 
 from emulated_kernel.image.kallsyms import Kallsyms
 
@@ -12,30 +13,55 @@ SHOWN = 3
 """Maximum number of similar symbols that an error message names."""
 SIMILAR = 0.7
 """Least similarity, from 0 to 1, of a symbol that an error message names."""
+_COMPARED = 4 * SHOWN
+"""Number of similar names of which those of functions are shown."""
+_PADDING = "__pfx_"
+"""Start of the names of padding before functions."""
 _PREFIX = 4
 """Number of leading characters that a symbol must share with a wrong name to be compared with it."""
 
 
 def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
-    """Return the symbols whose names are most similar to `name`, which does not exist.
+    """Return the functions whose names are most similar to `name`, which does not exist.
 
-    Parts of the function `name` that the compiler has split off come first.
+    Parts of the function `name` that the compiler has split off come first, and then names that end with the
+    word `name`: `sys_read` exists as `__x64_sys_read`.
     """
-    parts = [f"{name}{suffix}" for suffix in _suffixes(name, kallsyms)]
-    if parts:
-        return parts[:SHOWN]
+    exact = _starting(f"{name}.", kallsyms) or sorted(_ending(f"_{name}", kallsyms), key=_rank)
+    if name and (found := _functions(exact, kallsyms)):
+        return found
     for length in (_PREFIX, 2, 0):
         names = _starting(name[:length], kallsyms)
-        if found := get_close_matches(name, names, SHOWN, SIMILAR):
+        if found := _functions(get_close_matches(name, names, _COMPARED, SIMILAR), kallsyms):
             return found
     return []
 
 
+def _functions(names: Iterable[str], kallsyms: Kallsyms) -> list[str]:
+    """Return the first SHOWN names that functions have, except padding, which cannot be probed."""
+    found = (
+        name
+        for name in names
+        if not name.startswith(_PADDING) and any(symbol.is_text for symbol in kallsyms.by_name(name))
+    )
+    return list(islice(found, SHOWN))
+
+
+def _rank(name: str) -> tuple[bool, int]:
+    """Return a sort key: entries of system calls, which begin with two underscores, come before others."""
+    return not name.startswith("__"), len(name)
+
+
 def _starting(prefix: str, kallsyms: Kallsyms) -> list[str]:
     pattern = rb"\0(" + re.escape(prefix.encode("utf-8", "replace")) + rb"[^\0]*)"
-    names = (found[1].decode("utf-8", "replace") for found in re.finditer(pattern, kallsyms.table.names))
-    return list(dict.fromkeys(names))
+    return _distinct(found[1] for found in re.finditer(pattern, kallsyms.table.names))
 
 
-def _suffixes(name: str, kallsyms: Kallsyms) -> Iterable[str]:
-    return (each[len(name) :] for each in _starting(f"{name}.", kallsyms))
+def _ending(suffix: str, kallsyms: Kallsyms) -> list[str]:
+    table = kallsyms.table
+    known = suffix.encode("utf-8", "replace").decode()
+    return _distinct(table.name(index) for index in table.ending(re.escape(known)))
+
+
+def _distinct(names: Iterable[bytes]) -> list[str]:
+    return list(dict.fromkeys(name.decode("utf-8", "replace") for name in names))

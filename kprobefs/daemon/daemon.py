@@ -9,17 +9,19 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from select import POLLERR, poll
 from typing import NoReturn
 
 from kprobefs.common import mountpoints
-from kprobefs.common.daemon_registry import has_ended, log_path, start_time, sweep
+from kprobefs.common.daemon_registry import log_path, sweep
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, fork, resource_hint
 from kprobefs.daemon.log_file import check_log, last_line, open_log
 from kprobefs.daemon.log_writer import LogWriter
 from kprobefs.daemon.service import SIGNALS, Service
 from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
+from kprobefs.daemon.unmount_watcher import Orphaned
 from kprobefs.mount_options import Builder, MountOptions
 
 log = logging.getLogger("kprobefs")
@@ -57,19 +59,19 @@ def start_in_background(options: MountOptions, build: Builder, log_file: Path | 
 def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[[], None]) -> int:
     """Start a daemon that ends with its parent; return its pid when its mount answers. Raises: CliError.
 
-    The daemon calls `on_orphaned` at its end if the parent is dead by then. If the daemon was killed, the
-    process that unmounts calls it.
+    When both have ended, in any order and by any signal, another process calls `on_orphaned`.
     """
     start = DaemonStart(options, build, None)
     parent = os.getpid()
-    began = start_time(parent)
+    ended = os.pidfd_open(parent)
     child = fork()
     if child == 0:
         _forget_handlers()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(ExitStatus.FAILURE)
-        start.serve(lambda: on_orphaned() if has_ended(parent, began) else None)
+        start.serve(Orphaned(ended, on_orphaned))
+    os.close(ended)
     try:
         start.await_ready()
     except BaseException:
@@ -124,32 +126,30 @@ class DaemonStart:
         if answer != READY:
             raise CliError(answer[1:].decode(errors="surrogateescape"), ExitStatus(answer[0]))
 
-    def serve(self, at_end: Callable[[], None] = lambda: None) -> NoReturn:
-        """Serve the mount in the daemon, call `at_end` after the unmount, and end the process."""
+    def serve(self, orphaned: Orphaned | None = None) -> NoReturn:
+        """Serve the mount in the daemon, and end the process.
+
+        `orphaned`: work for the process that unmounts, after the end of the daemon's parent.
+        """
         status = ExitStatus.FAILURE
         # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames.
         try:
-            status = self._serve_or_report(at_end)
+            status = self._serve_or_report(orphaned)
         finally:
-            with suppress(BaseException):
-                at_end()
             logging.shutdown()
             if status == ExitStatus.OK:
                 self._remove_empty_log()
             os._exit(status)
 
-    def _serve_or_report(self, at_end: Callable[[], None]) -> ExitStatus:
-        def at_killed() -> None:
-            self._remove_empty_log()
-            at_end()
-
+    def _serve_or_report(self, orphaned: Orphaned | None) -> ExitStatus:
         try:
             os.close(self._reader)
             self._leave_terminal()
             _start_logging(logging.WARNING if self._is_own_log else logging.INFO, STANDARD_ERROR)
             given = _inherited_descriptors()
             service = Service(self._options, self._build, applies_definitions=False)
-            service.run(self._watch_starter, lambda: self._become_ready(given), at_killed)
+            on_ready = partial(self._become_ready, given)
+            service.run(self._watch_starter, on_ready, self._remove_empty_log, orphaned)
         except CliError as failure:
             self._report(failure)
         except BaseException as error:

@@ -25,7 +25,7 @@ from kprobefs.common.errors import CliError, escape_for_terminal, resource_hint
 from kprobefs.daemon.apply_process import ApplyProcess
 from kprobefs.daemon.mount_namespace import NamespaceMembers
 from kprobefs.daemon.systemd_watchdog import ServiceWatchdog, sd_notify, watchdog_interval
-from kprobefs.daemon.unmount_watcher import UnmountWatcher
+from kprobefs.daemon.unmount_watcher import Orphaned, UnmountWatcher
 from kprobefs.daemon.wake import Wake
 from kprobefs.definitions import dropins
 from kprobefs.fuse.memory_reserve import share_heap
@@ -155,11 +155,13 @@ class Service:
         on_prepared: Callable[[], None],
         on_ready: Callable[[], object],
         at_killed: Callable[[], None],
+        orphaned: Orphaned | None = None,
     ) -> None:
         """Serve until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
 
         Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. After the
-        daemon was killed, another process unmounts the mount and calls `at_killed`.
+        daemon was killed, another process unmounts the mount and calls `at_killed`. The process also does the
+        work of `orphaned`, whether the daemon was killed or not.
         """
         mountpoints.check_proc()
         # Hazard: libfuse takes over signals with the default action, so this must precede its loading.
@@ -178,7 +180,7 @@ class Service:
                 if interval is not None:
                     watchdog = ServiceWatchdog(self._options.directory, interval)
                     self._companions.add(watchdog.pid)
-                watcher = UnmountWatcher(self._options.directory, at_killed)
+                watcher = UnmountWatcher(self._options.directory, at_killed, orphaned)
                 self._companions.add(watcher.pid)
                 on_prepared()
                 self._serve(watchdog, watcher, registration, on_ready)

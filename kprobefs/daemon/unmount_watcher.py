@@ -9,6 +9,7 @@ from contextlib import suppress
 from select import POLLIN, poll
 from typing import NoReturn
 
+from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import forget
 from kprobefs.common.errors import CliError, fork
@@ -17,22 +18,37 @@ MESSAGE_SIZE = 64
 """Maximum size of a message in bytes, which contains a device number."""
 
 
+@dataclass(frozen=True)
+class Orphaned:
+    """Work that is left when the daemon and its parent have ended, in any order and by any signal."""
+
+    parent: int
+    """pidfd of the daemon's parent."""
+    clean_up: Callable[[], None]
+    """Does the work. It is also called if the parent has already done it."""
+
+
 class UnmountWatcher:
     """A child process that unmounts if the daemon ends by a signal that it cannot handle.
 
-    The child holds no descriptor of /dev/fuse, because requests would then wait for its answers. Start it
-    before /dev/fuse is opened and while the caller has no threads.
+    The child also does the work that is left when the daemon's parent has ended, too. The child holds no
+    descriptor of /dev/fuse, because requests would then wait for its answers. Start it before /dev/fuse is
+    opened and while the caller has no threads.
 
     Mirrors: fusermount's option auto_unmount (libfuse 3).
     """
 
-    def __init__(self, directory: str, at_killed: Callable[[], None]) -> None:
-        """Fork the child, which calls `at_killed` after the unmount. Raises: CliError."""
+    def __init__(self, directory: str, at_killed: Callable[[], None], orphaned: Orphaned | None) -> None:
+        """Fork the child, which calls `at_killed` after the unmount. Raises: CliError.
+
+        `orphaned`: the work after the end of the daemon's parent; None if there is none.
+        """
+        self._orphaned = orphaned
         daemon = os.pidfd_open(os.getpid())
         reader, self._writer = os.pipe()
         self.pid = fork()
         if self.pid == 0:
-            _watch(directory, reader, daemon, at_killed)
+            _watch(directory, reader, daemon, at_killed, orphaned)
         os.close(reader)
         os.close(daemon)
 
@@ -41,32 +57,44 @@ class UnmountWatcher:
         os.write(self._writer, device.encode())
 
     def end(self) -> None:
-        """Kill the child and wait for its end."""
+        """Kill the child and wait for its end. If the child has work after the parent's end, let it live."""
+        if self._orphaned is not None:
+            return
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self._writer)
 
 
-def _watch(directory: str, reader: int, daemon: int, at_killed: Callable[[], None]) -> NoReturn:
+def _watch(
+    directory: str, reader: int, daemon: int, at_killed: Callable[[], None], orphaned: Orphaned | None
+) -> NoReturn:
     """Wait for the daemon's end, then unmount. Do not look up the directory before: autofs may guard it."""
     # Hazard: this is a forked copy of the daemon. No exception may unwind into the daemon's frames.
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         signal.set_wakeup_fd(-1)
         os.chdir("/")
-        _close_all_but(reader, daemon)
+        _close_all_but(reader, daemon, *([] if orphaned is None else [orphaned.parent]))
         device = os.read(reader, MESSAGE_SIZE).decode()
         if device:
             os.setsid()
-        waiting = poll()
-        waiting.register(daemon, POLLIN)
-        waiting.poll()
+        _wait_for_end(daemon)
         mountpoints.detach_dead(directory, device)
         with suppress(OSError, CliError):
             at_killed()
         forget(directory)
+        if orphaned is not None:
+            _wait_for_end(orphaned.parent)
+            orphaned.clean_up()
     finally:
         os._exit(0)
+
+
+def _wait_for_end(process: int) -> None:
+    """Wait until the process of a pidfd has ended, even if it is a zombie then."""
+    waiting = poll()
+    waiting.register(process, POLLIN)
+    waiting.poll()
 
 
 def _close_all_but(*kept: int) -> None:

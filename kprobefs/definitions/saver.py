@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 VALUES = (
     "trace_clock",
+    "buffer_subbuf_size_kb",
     "buffer_size_kb",
     "buffer_percent",
     "saved_cmdlines_size",
@@ -34,6 +35,7 @@ VALUES = (
 """Names of a trace array's files whose values are saved, in this order. A missing file is skipped."""
 DEFAULTS = {
     "trace_clock": ("local",),
+    "buffer_subbuf_size_kb": ("4",),
     "buffer_size_kb": ("1408", "1410"),
     "buffer_percent": ("50",),
     "saved_cmdlines_size": ("128", "6552", "8190"),

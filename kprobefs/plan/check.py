@@ -22,7 +22,7 @@ from kprobefs.definitions.syntax import DEFINITION, SETTING, Line
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
-from kprobefs.plan.place import Place
+from kprobefs.plan.place import Place, module_name
 from kprobefs.plan.planned_kernel import PlannedKernel
 
 PENDING = "pending"
@@ -168,6 +168,9 @@ def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> s
     if rule == ProbeError.NON_UNIQ_SYMBOL.name:
         found = ", ".join(f"{each.address:#x}" for each in kallsyms.by_name(symbol))
         return f"; {symbol} is at {found}: give an address"
+    module, colon, function = place.partition(":")
+    if rule == ProbeError.BAD_PROBE_ADDR.name and colon and "-" in module:
+        return f"; modules have _ in place of -: {module_name(module)}:{function}"
     if rule == ProbeError.BAD_PROBE_ADDR.name and symbol and not kallsyms.count_name(symbol):
         near = nearest_symbols(symbol, kallsyms)
         return f"; there is {', '.join(near)}" if near else ""
@@ -180,7 +183,11 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     found = [*_cut_name(line, probe)]
     where = kernel.tables.kallsyms.lookup(probe.address) if probe.address else None
     if where is None:
-        return Answer(line, PENDING, f"waits for module {probe.symbol.partition(':')[0]}", found)
+        module = probe.symbol.partition(":")[0]
+        text = f"waits for module {module}"
+        if not module:
+            text = "waits for a module with an empty name; no such module can be loaded"
+        return Answer(line, PENDING, text, found)
     explained = Explanation(kernel, Place(line.text, where, ()), kernel.whole)
     verdict = explained.verdict
     found += _types(kernel, line, probe, explained)

@@ -12,6 +12,8 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.similar_symbols import SHOWN, SIMILAR, nearest_symbols
 
+_INIT = "__init_begin", "__init_end"
+"""Symbols at the start and end of the memory that is freed after boot."""
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{1,16}|[0-9]{1,20}")
 
 
@@ -52,9 +54,23 @@ def find_place(text: str, tables: ProbedTables) -> Place:
 
 
 def module_of(text: str) -> str | None:
-    """Return the module in a place of the form MODULE:SYMBOL; None for a place of another form."""
-    module, colon, _ = text.partition(":")
+    """Return the module in a place of the form MODULE:SYMBOL; None for a place of another form.
+
+    Raises: CliError (the module has no name, or its name is that of its file, which may have dashes).
+    """
+    module, colon, symbol = text.partition(":")
+    if colon and not module:
+        raise CliError(f"'{_shown(text)}': no module is named; give MODULE:SYMBOL", ExitStatus.USAGE)
+    if colon and "-" in module:
+        name = module_name(module)
+        why = f"the kernel names this module {name}; give {name}:{symbol}"
+        raise CliError(f"{_shown(module)}: {_shown(why)}", ExitStatus.USAGE)
     return module if colon else None
+
+
+def module_name(name: str) -> str:
+    """Return the name that a kernel gives to the module whose file has the name `name`."""
+    return name.replace("-", "_")
 
 
 def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, ...]]:
@@ -62,7 +78,7 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
     name, plus, number = text.partition("+")
     if plus and not _NUMBER.fullmatch(number):
         raise CliError(f"{_shown(text)}: the offset is no number; give SYMBOL+0x1f", ExitStatus.USAGE)
-    if not name:
+    if not name or name.endswith(":"):
         raise CliError(f"'{_shown(text)}': no symbol is named; give SYMBOL+0x1f", ExitStatus.USAGE)
     found = kallsyms.by_name(name)
     if not found:
@@ -84,13 +100,21 @@ def _nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
 def _not_text(text: str, address: int, where: Location | None, tables: ProbedTables) -> CliError:
     shown = _shown(text)
     if where is not None:
-        what = "in init text, which is freed after boot" if where.symbol.is_text else "data"
-        return CliError(f"{shown}: no probe is possible there: {where} is {what}", ExitStatus.USAGE)
+        why = f"no probe is possible there: {where} is {_kind(address, where, tables)}"
+        return CliError(f"{shown}: {why}", ExitStatus.USAGE)
     start, end = next(iter(tables.text_ranges))
-    hint = " (if the address is from a running kernel with KASLR, give SYMBOL+OFFSET)"
-    if not address >> 32:
-        hint = ""
+    hint = ""
+    if _NUMBER.fullmatch(text) and address >> 32:
+        hint = " (if the address is from a running kernel with KASLR, give SYMBOL+OFFSET)"
     return CliError(f"{shown}: not in this kernel's text, {start:#x} to {end:#x}{hint}", ExitStatus.USAGE)
+
+
+def _kind(address: int, where: Location, tables: ProbedTables) -> str:
+    """Return a description of memory that is not text."""
+    if not where.symbol.is_text:
+        return "data"
+    start, end = (tables.kallsyms.lookup_name(name) or 0 for name in _INIT)
+    return "in init text, which is freed after boot" if start <= address < end else "not in the kernel's text"
 
 
 def _shown(text: str) -> str:

@@ -6,6 +6,7 @@ import argparse
 import random
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -123,24 +124,38 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--functions", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=tuple(MODES))
+    parser.add_argument(
+        "--parts", type=int, default=1, help="probe an Nth of the functions in each of N rounds"
+    )
     options = parser.parse_args(argv)
     starts, expected = functions(options.functions, options.seed), unprobed()
     counts: dict[int, int] = {}
+    totals: Counter[tuple[str, str]] = Counter()
+    for part in range(options.parts):
+        for mode in options.modes:
+            try:
+                # Thousands of probes take all addresses that some punned jumps can reach.
+                armed = arm(mode, starts[part :: options.parts], expected, may_lack_detours=True)
+                compare(counts, armed)
+            except AssertionError as error:
+                print(f"{mode}, part {part}: {error!r}", file=sys.stderr)
+                return 1
+            figures = {
+                "places": len(armed.places),
+                "breakpoints": armed.breakpoints,
+                "places hit": len(armed.hits),
+                "hits": armed.hits.total(),
+            }
+            totals.update({(mode, what): number for what, number in figures.items()})
+            print(f"{mode}, part {part}: {_text(figures)}", flush=True)
     for mode in options.modes:
-        try:
-            # Thousands of probes take all addresses that some punned jumps can reach.
-            armed = arm(mode, starts, expected, may_lack_detours=True)
-            compare(counts, armed)
-        except AssertionError as error:
-            print(f"{mode}: {error!r}", file=sys.stderr)
-            return 1
-        print(
-            f"{mode}: {len(armed.places)} places of {len(starts)} functions, "
-            f"{armed.breakpoints} of them breakpoints, "
-            f"{len(armed.hits)} of them hit {sum(armed.hits.values())} times",
-            flush=True,
-        )
+        total = _text({what: number for (of, what), number in totals.items() if of == mode})
+        print(f"{mode}: {len(starts)} functions, {total}")
     return 0
+
+
+def _text(figures: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {what}" for what, number in figures.items())
 
 
 if __name__ == "__main__":

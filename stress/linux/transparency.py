@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
+from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.pc.riscv_cpu import ECALL_FROM_USER
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.machine.cpu.riscv import CAUSE_ILLEGAL
 from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
 from emulated_kernel.machine.traps.trap import GuestFault, Trap
 from emulated_kernel.util.abi import Prot
@@ -23,6 +26,7 @@ from emulated_kernel.util.errors import KernelError
 from stress.linux.everywhere import functions
 from tests.guests.linux.probing import (
     GUEST_RAM,
+    IS_RISCV,
     MODES,
     PLAIN,
     armed,
@@ -37,7 +41,7 @@ from tests.guests.linux.rewind import PAGE, Rewind
 from tests.guests.linux.traced import TRACED, Traced, time_stands
 from tests.kprobes.optimizer.regions import undefined_flags
 
-PROBED = ("stepped", "boosted", "optimized", "extended")
+PROBED = tuple(mode for mode in MODES if mode != "ftrace")
 BATCH = 50
 """Number of functions that are armed together."""
 RETURN = 0xFFFFFFFF70400000
@@ -48,20 +52,36 @@ IRQ_STACK = 16 << 10
 """Size of the guest's interrupt stack in bytes."""
 OBJECT = 4096
 """Size in bytes of the object that an argument can point to."""
-ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
+ARGUMENTS: tuple[str, ...] = ("di", "si", "dx", "cx", "r8", "r9")
+RESULTS: tuple[str, ...] = ("ax",)
+SAVED: tuple[str, ...] = ("bx", "bp", "r12", "r13", "r14", "r15")
+"""Registers that a function restores before it returns, except the stack pointer."""
+OTHERS: tuple[str, ...] = ("r10", "r11")
+if IS_RISCV:
+    ARGUMENTS = tuple(f"a{number}" for number in range(8))
+    RESULTS = ("a0", "a1")
+    SAVED = tuple(f"s{number}" for number in range(12))
+    OTHERS = tuple(f"t{number}" for number in range(7))
 OBJECTS = 0xFFFFFFFF70800000
 """Address of the objects. The memory around them is not mapped, so reads beyond them fault in all modes."""
 OBJECTS_SIZE = OBJECT * len(ARGUMENTS)
 STACK_AT = 0xFFFFFFFF70C00000
 """Address of the stack for calls."""
-REGISTERS = (*ARGUMENTS, "ax", "bx", "bp", "sp", "r10", "r11", "r12", "r13", "r14", "r15", "flags")
-SAVED = ("bx", "bp", "sp", "r12", "r13", "r14", "r15")
-KEPT = ("ax", *SAVED)
+CLEARED = tuple(dict.fromkeys((*ARGUMENTS, *RESULTS, *SAVED, *OTHERS)))
+"""Registers that are 0 at the begin of a call, except those with its arguments."""
+REGISTERS = (*CLEARED, "sp", "flags")
+RESTORED = (*SAVED, "sp")
+KEPT = (*RESULTS, *RESTORED)
 """Registers whose values callers of C functions use after a return.
 
 Tracers follow only C functions. They may change other registers.
 """
+WORD = (1 << 64) - 1
 RETURNED = "its return"
+_ECALL = 0x73
+_CSR = 0xFFFFF07F
+"""Bits of an instruction that reads a CSR, except its destination register."""
+_RDTIME = 0xC0102073
 DUMPS = ("show_trace_log_lvl", "show_regs_print_info")
 """Functions that print unused words of the stack. Tracers leave different values in these words."""
 SHORT = 0.02
@@ -104,6 +124,15 @@ class Effect:
         ]
         pages = {page for page, _ in self.memory.items() ^ other.memory.items()}
         return ", ".join([*wrong, *(f"page {page:#x}" for page in sorted(pages))])
+
+    def with_registers(self, like: Effect, may_differ: Callable[[str, int], bool]) -> Effect:
+        """Return the effect with those registers of the effect `like` that may differ.
+
+        `may_differ` gets a register's name and value.
+        """
+        pairs = zip(REGISTERS, self.registers, like.registers, strict=True)
+        registers = tuple(two if may_differ(name, one) else one for name, one, two in pairs)
+        return Effect(self.end, registers, self.memory)
 
     def without(self, names: Sequence[str], own: Callable[[int, int], int], like: Effect) -> Effect:
         """Return the effect without its permitted differences from the effect `like`.
@@ -159,10 +188,9 @@ class Caller:
         memory = engine.machine.memory
         text = range(memory.translate(start) & -4096, memory.translate(start) + end - start)
         # A detour leaves its frame below the stack pointer, also on the interrupt stack.
-        irq_stack = kernel().kallsyms.lookup_name("irq_stack_backing_store")
-        assert irq_stack is not None
-        irq_pages = range(memory.translate(engine.tasks.per_cpu + irq_stack), GUEST_RAM)[:IRQ_STACK]
-        self._running, self._root = engine.tasks.current_cell, self.machine.cpu.root
+        irq_stack = _irq_stack(engine)
+        irq_pages = {memory.translate(irq_stack + at) for at in range(0, IRQ_STACK, PAGE)}
+        self._running, self._root = engine.tasks.init.address, self.machine.cpu.root
         self._clock = memory.translate(engine.machine.clock.cell) & -PAGE
         own = (range(objects, objects + OBJECTS_SIZE), range(stack, stack + STACK))
         self._outside = lambda page: (
@@ -197,13 +225,17 @@ class Caller:
         machine, regs, memory = self.machine, self.machine.regs, self.engine.machine.memory
         for number, content in enumerate(call.objects):
             memory.write(OBJECTS + OBJECT * number, content)
-        memory.write(self._stack, RETURN.to_bytes(8, "little"))
-        for name in REGISTERS[:-1]:
+        for name in CLEARED:
             # A parameter of two words takes two registers, so a call may use more than its values.
-            setattr(regs, name, 0)
+            regs.set(name, 0)
         for name, value in zip(ARGUMENTS, call.values, strict=False):
-            setattr(regs, name, value)
-        regs.ip, regs.sp, regs.flags = call.function, self._stack, FLAG_FIXED | FLAG_IF
+            regs.set(name, value)
+        regs.ip, regs.sp = call.function, self._stack
+        if IS_RISCV:
+            regs.set("ra", RETURN)
+        else:
+            memory.write(self._stack, RETURN.to_bytes(8, "little"))
+            regs.flags = FLAG_FIXED | FLAG_IF
         if self._traced is not None:
             self._traced.before()
         end = self._ran()
@@ -228,7 +260,8 @@ class Caller:
 
     def _ran(self) -> str | None:
         machine = self.machine
-        kept, machine.hooks.dispatch = machine.hooks.dispatch, self._ended
+        kept = machine.hooks.dispatch
+        machine.hooks.dispatch = lambda trap: kept(trap) if self._is_executed(trap) else self._ended(trap)
         self._trap = None
         try:
             machine.run()
@@ -245,19 +278,37 @@ class Caller:
             return RETURNED
         return f"exception {self._trap.vector} at {self._named(self._trap.address)}, {self._trap.cr2:#x}"
 
+    def _is_executed(self, trap: Trap) -> bool:
+        """Return True if the host executes the instruction of the trap: a firmware call, or rdtime."""
+        if not IS_RISCV or trap.error_code not in (CAUSE_ILLEGAL, ECALL_FROM_USER):
+            return False
+        code = int.from_bytes(self.engine.machine.text.original(trap.address, 4), "little")
+        return code == _ECALL or code & _CSR == _RDTIME
+
     def _ended(self, trap: Trap) -> None:
         self._trap = trap
         self._registers = self._now()
         self.machine.hooks.end_run()
 
     def _now(self) -> tuple[int, ...]:
-        return tuple(getattr(self.machine.regs, name) for name in REGISTERS)
+        return tuple(self.machine.regs.get(name) for name in REGISTERS)
 
     def _named(self, address: int) -> str:
         """Return FUNCTION+OFFSET of an address; for a copied instruction, return that of the original."""
         copied = self.engine.kprobes.resolve_probed_address(address)
         where = kernel().kallsyms.lookup(copied.address if copied else address)
         return f"{where.name}+{where.offset:#x}" if where is not None else f"{address:#x}"
+
+
+def _irq_stack(engine: LinuxEngine) -> int:
+    """Return the address of the stack for interrupts."""
+    name = "irq_stack_ptr" if IS_RISCV else "irq_stack_backing_store"
+    address = engine.tasks.per_cpu + kernel().required(name) & WORD
+    return engine.machine.memory.read_word(address) if IS_RISCV else address
+
+
+def _is_unused(name: str, _value: int) -> bool:
+    return name not in KEPT
 
 
 # Inputs
@@ -423,15 +474,26 @@ class Comparison:
         where = kernel().kallsyms.lookup(call.function)
         assert where is not None
         code = self._plain.engine.machine.text.original(call.function, where.symbol.size)
-        loose = undefined_flags(code, call.function, 64)
+        loose = 0 if IS_RISCV else undefined_flags(code, call.function, 64)
         if found is not None and mode in self._traced:
             traced, _ = self._traced[mode]
-            kept = KEPT if expected.end == RETURNED or not traced.is_at_entries else SAVED
+            kept = KEPT if expected.end == RETURNED or not traced.is_at_entries else RESTORED
             found = found.without(kept, traced.own_word, expected)
+        elif found is not None and IS_RISCV:
+            # A jump changes a register that is written before it is read.
+            is_free = _is_unused if expected.end == RETURNED else self._is_from_jump
+            found = found.with_registers(expected, is_free)
         wrong = "takes too long" if found is None else found.difference(expected, loose)
         if wrong:
             values = ", ".join(f"{value:#x}" for value in call.values)
             self.differences.append(f"{mode}: {where.name}({values}): {wrong}")
+
+    def _is_from_jump(self, _name: str, value: int) -> bool:
+        """Return True if a register may have the value because a jump to or from a detour has used it."""
+        text = kernel().text
+        detours = self._plain.engine.machine.model.layout.text_space
+        spaces = (*text,), (detours, detours + HOST_SIZE)
+        return any(start - PAGE <= value < end + PAGE for start, end in spaces)
 
     def close(self) -> None:
         """Free the guests."""

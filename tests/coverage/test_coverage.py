@@ -236,6 +236,21 @@ def test_progress_is_for_terminals(
     assert shown.endswith("\r\x1b[K")
 
 
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_progress_stays_in_its_line(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with Progress("Linux 6.12.117+deb13-cloud-amd64, plain returns, tcp_*", 10) as progress:
+        progress.add(5)
+    _, first, *_ = capsys.readouterr().err.split("\r")
+    assert first.startswith("Linux 6.12")
+    assert len(first) < columns
+    assert first.endswith("%")
+
+
 ORACLE = oracle_directory()
 
 

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -88,24 +90,55 @@ def test_killing_the_whole_process_group_leaves_nothing(directory: Path) -> None
     eventually(lambda: not is_mounted(directory), "its mount is still there")
 
 
-def test_run_and_its_daemon_killed_at_once_leave_no_directory() -> None:
-    process = subprocess.Popen(
-        [*PROGRAM, "run", "--", "sh", "-c", "echo $KPROBEFS; exec sleep 60"],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    mounted = Path(process.stdout.readline().strip())
-    found = running(str(mounted))
-    assert found is not None
-    # Stopped, it cannot clean up between the two signals.
-    os.kill(process.pid, signal.SIGSTOP)
-    os.kill(process.pid, signal.SIGKILL)
-    os.kill(found.pid, signal.SIGKILL)
-    process.wait(PATIENCE)
-    process.stdout.close()
-    eventually(lambda: not mounted.parent.exists(), "its directory is still there")
+class TestRunKilled:
+    """`run` and its daemon leave nothing, whichever ends first and however long before the other."""
+
+    def test_both_at_once(self) -> None:
+        with self._running() as (process, daemon_pid, directory):
+            # Stopped, it cannot clean up between the two signals.
+            process.send_signal(signal.SIGSTOP)
+            process.kill()
+            os.kill(daemon_pid, signal.SIGKILL)
+            self._await_end(process, directory)
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+    def test_the_daemon_before(self, number: int) -> None:
+        with self._running() as (process, daemon_pid, directory):
+            os.kill(daemon_pid, number)
+            eventually(lambda: not is_alive(daemon_pid) and not is_mounted(directory))
+            process.kill()
+            self._await_end(process, directory)
+
+    def test_run_before(self) -> None:
+        with self._running() as (process, daemon_pid, directory):
+            os.kill(daemon_pid, signal.SIGSTOP)
+            process.kill()
+            process.wait(PATIENCE)
+            os.kill(daemon_pid, signal.SIGKILL)
+            self._await_end(process, directory)
+
+    @contextmanager
+    def _running(self) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+        """Yield the process of `run`, the pid of its daemon and the mount."""
+        process = subprocess.Popen(
+            [*PROGRAM, "run", "--", "sh", "-c", "echo $KPROBEFS; exec sleep 60"],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            directory = Path(process.stdout.readline().strip())
+            found = running(str(directory))
+            assert found is not None
+            try:
+                yield process, found.pid, directory
+            finally:
+                process.kill()
+
+    def _await_end(self, process: subprocess.Popen[str], directory: Path) -> None:
+        process.wait(PATIENCE)
+        eventually(lambda: not directory.parent.exists(), "its directory is still there")
 
 
 @needs_root

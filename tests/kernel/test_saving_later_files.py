@@ -17,6 +17,8 @@ def saved(kernel: Kernel) -> list[str]:
 
 def test_settings_of_7_2_are_saved_and_give_the_same_again() -> None:
     settings = {
+        "buffer_subbuf_size_kb": "16",
+        "buffer_size_kb": "1422",
         "syscall_user_buf_size": "9",
         "trace_options": "fields nocopy_trace_marker",
         "set_event": "xfs:mod:nfs",

@@ -106,6 +106,46 @@ def test_ledger_is_exactly_the_difference(patched, steps: list[tuple[int, bytes 
         assert ledger_mismatches(text) == []
 
 
+BYTES = st.integers(0, 80)
+
+
+@settings(max_examples=fewer(150, 5))
+@given(
+    size=st.integers(1, 9),
+    pokes=st.lists(st.tuples(BYTES, st.binary(min_size=1, max_size=20))),
+    places=st.lists(BYTES, max_size=50),
+)
+def test_restored_instructions_are_original_and_all_else_is_as_before(  # type: ignore[no-untyped-def]
+    patched, size: int, pokes: list[tuple[int, bytes]], places: list[int]
+) -> None:
+    text = patched.text
+    start = TEXT + PAGE - 40
+    pristine = patched.image.segments[0][1][PAGE - 40 : PAGE + 60]
+    text.restore_batch([start + at for at in range(100)], 1)
+    assert text.ledger == {}
+    text.poke_batch((start + at, data) for at, data in pokes)
+    model = bytearray(text.current(start, 100))
+    for at in places:
+        model[at : at + size] = pristine[at : at + size]
+    text.restore_batch([start + at for at in places], size)
+    assert text.current(start, 100) == model
+    assert text.ledger == {start + i: pristine[i] for i in range(100) if model[i] != pristine[i]}
+    assert ledger_mismatches(text) == []
+    text.restore_batch([start + at for at in range(100)], 1)
+
+
+def test_restored_code_runs_at_once() -> None:
+    for count in (1, 100):
+        machine = boot("again: mov eax, 1; hlt; jmp again")
+        machine.run()
+        machine.text.poke(CODE + 1, b"\7")
+        machine.run()
+        assert machine.regs.ax == 7
+        machine.text.restore_batch([CODE, *(CODE + 0x100 + 8 * at for at in range(count - 1))], 5)
+        machine.run()
+        assert machine.regs.ax == 1
+
+
 def test_ledger_takes_an_entry_for_a_word_and_none_for_what_is_as_it_was(patched) -> None:  # type: ignore[no-untyped-def]
     text, start = patched.text, TEXT + PAGE - 20
     text.poke(start, text.original(start, 80))

@@ -27,7 +27,10 @@ def as_system(script: str, home: Path, *options: str) -> str:
 
 def beside(script: str, home: Path, *options: str) -> str:
     """Return the output of a shell script whose commands find the mount in $KPROBEFS."""
+    # Without the usual cache, each command with a distribution's kernel would boot it again.
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     own = {"PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home), "LC_ALL": "C"}
+    own["XDG_CACHE_HOME"] = cache
     result = subprocess.run(
         [sys.executable, "-m", "kprobefs", "run", *options, "--", "bash", "-c", script],
         env={**os.environ, **own},

@@ -38,7 +38,8 @@ def session(files: Files) -> str:
 @pytest.mark.parametrize("kprobes", KPROBES)
 def test_mounts_are_byte_identical(kprobes: str, directory: Path) -> None:
     shown = []
-    for seed in (3, 3, 4):
+    # Each other seed boots the kernel again.
+    for seed in (debian_kernel.SEED, debian_kernel.SEED, 3):
         options = ("--image", str(debian_kernel.image()), "--kprobes", kprobes, "--seed", str(seed))
         with daemon(directory, *options, program=REAL_PROGRAM) as running:
             shown.append(session(Files(running.directory)))

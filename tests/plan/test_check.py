@@ -207,6 +207,22 @@ def test_a_kind_that_the_kernel_lacks_is_refused_as_on_a_mount(profile: str) -> 
             assert (answer.outcome, answer.is_error) == (expected, expected != "unchecked")
 
 
+def test_a_refused_place_is_named_by_the_function_that_contains_it() -> None:
+    """The offset leads into the next function, which must not be traced."""
+    symbol = OWN.tables.kallsyms.by_name("start_kernel")[0]
+    follower = OWN.tables.kallsyms.lookup(symbol.address + symbol.size)
+    assert follower is not None
+    data, behind = checked("p jiffies", f"p start_kernel+{symbol.size}")
+    assert f"({follower.symbol.name}: notrace function" in behind.findings[0].message
+    assert "jiffies: not kernel text" in data.findings[0].message
+
+
+def test_names_of_modules_that_cannot_exist_are_explained() -> None:
+    dash, empty = checked("p:a virtio-net:start_xmit", "p:b :start_xmit")
+    assert "modules have _ in place of -: virtio_net:start_xmit" in dash.findings[0].message
+    assert "an empty name" in empty.reason
+
+
 def test_settings_are_no_definitions() -> None:
     assert checked("kprobes/enabled = 0") == []
 

@@ -424,6 +424,27 @@ def test_a_wrong_name_names_symbols_that_exist(wrong: str, capsys: pytest.Captur
         assert "no such symbol" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("sys_read", "nearest: __x64_sys_read"),
+        (
+            "nf-conntrack:nf_conntrack_in",
+            "the kernel names this module nf_conntrack; give nf_conntrack:nf_co",
+        ),
+        (":nf_conntrack_in", "no module is named; give MODULE:SYMBOL"),
+        ("_etext", "is not in the kernel's text"),
+        ("gcd+0xfffffffffffffff0", "not in this kernel's text, 0x"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_with_the_place(
+    place: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, place)
+    assert said in line
+    assert "KASLR" not in line
+
+
 def test_a_name_that_resembles_none_gets_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nearest" not in refused(capsys, "xyzzyplugh+5")
 
@@ -512,6 +533,10 @@ def test_a_module_of_debians_package(
     assert found["address"] not in as_text(again, whole=True)
     with pytest.raises(CliError, match="no such symbol; nearest: nls_cp437:uni2char"):
         find_place("nls_cp437:uni2chra", kernel.tables)
+    with pytest.raises(CliError, match="no symbol is named"):
+        find_place("nls_cp437:", kernel.tables)
+    with pytest.raises(CliError, match="in init text, which is freed after boot"):
+        find_place("start_kernel", kernel.tables)
 
 
 def test_all_profiles_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from random import Random
@@ -326,8 +326,11 @@ def test_static_keys_switched_under_load(arch: str) -> None:
 def test_a_static_key_switched_at_once_is_caught(
     arch: str, left_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def replace_all_at_once(poker: TextPoker, insns: Mapping[int, bytes]) -> None:
+    def replace_all_at_once(
+        poker: TextPoker, insns: Mapping[int, bytes], restored: Collection[int] = (), size: int = 0
+    ) -> None:
         poker._text.poke_batch(insns.items())
+        poker._text.restore_batch([*restored], size)
         poker._text.sync()
 
     if left_out == "breakpoints":

@@ -12,6 +12,7 @@ import pytest
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import profile_named
+from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.interface import INTERFACES
 from emulated_kernel.trace.output.line_formatter import FlagColumns, latency_flags
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
@@ -44,6 +45,7 @@ def refused(kernel: Kernel, path: str, text: str) -> int:
     "path",
     [
         "available_filter_functions_addrs",
+        "buffer_subbuf_size_kb",
         "touched_functions",
         "show_event_filters",
         "show_event_triggers",
@@ -160,6 +162,132 @@ def test_sizes_of_markers(profile: str, longest: int, taken: int, shown: list[in
         assert [len(data.split()) for _, found, data in lines if found] == shown
         assert write(b"x" * longest) == taken
         assert kernel.trace.write_marker(b"y" * 5000) == text
+
+
+SIZE = "tracing/buffer_subbuf_size_kb"
+
+
+def data_size(kernel: Kernel) -> int:
+    """The size of a page's data in bytes, by events/header_page."""
+    (size,) = re.findall(r"char data;.*size:(\d+);", kernel.read_file("tracing/events/header_page"))
+    return int(size)
+
+
+def marks(kernel: Kernel, directory: str = "tracing") -> list[str]:
+    text = kernel.read_file(f"{directory}/trace")
+    return re.findall(r"(?:tracing_mark_write: |gcd\+0x0/\S+\) )(.*)", text)
+
+
+def test_values_of_the_size_of_pages(kernel: Kernel) -> None:
+    """As Debian's 6.12.117 and 7.2.13 answer."""
+    for text in ("0", "-1", "x", "513", "18014398509481984"):
+        assert refused(kernel, SIZE, text) == errno.EINVAL
+    assert refused(kernel, SIZE, "99999999999999999999") == errno.ERANGE
+    for text, shown in (("512", 512), ("5", 8), ("1", 4), ("256", 256), ("4", 4)):
+        kernel.write_file(SIZE, text)
+        assert kernel.read_file(SIZE) == f"{shown}\n"
+        assert data_size(kernel) == shown * 1024 - 16
+
+
+def test_a_new_size_of_pages_removes_records_and_keeps_the_capacity(kernel: Kernel) -> None:
+    kernel.write_file("tracing/buffer_size_kb", "1408")
+    kernel.write_file("tracing/trace_marker", "kept")
+    kernel.write_file(SIZE, "3")
+    assert marks(kernel) == ["kept"]
+    kernel.write_file(SIZE, "8")
+    assert marks(kernel) == []
+    assert "entries: 0\n" in kernel.read_file("tracing/per_cpu/cpu0/stats")
+    assert kernel.read_file("tracing/buffer_size_kb") == "1410\n"
+    sizes = []
+    for size in ("1", "20", "1408"):
+        kernel.write_file("tracing/buffer_size_kb", size)
+        sizes.append(kernel.read_file("tracing/buffer_size_kb"))
+    assert sizes == ["15\n", "23\n", "1413\n"]
+    kernel.write_file(SIZE, "64")
+    assert kernel.read_file("tracing/per_cpu/cpu0/buffer_size_kb") == "1413\n"
+    kernel.write_file(SIZE, "4")
+
+
+def test_pages_of_another_size_hold_what_guest_code_records(kernel: Kernel) -> None:
+    """Each page but the last is full: the next record, of 28 bytes, would not have fitted."""
+    kernel.write_file("tracing/buffer_size_kb", "64")
+    kernel.write_file(SIZE, "16")
+    kernel.write_file("tracing/kprobe_events", "p:filling gcd a=%di:u32")
+    kernel.write_file("tracing/events/kprobes/filling/enable", "1")
+    for number in range(1500):
+        kernel.call("gcd", number, 1)
+    kernel.write_file("tracing/events/kprobes/filling/enable", "0")
+    assert marks(kernel) == [f"a={number}" for number in range(1500)]
+    pipe = RawPipe(kernel.trace, 0)
+    pages = [pipe.read(1 << 20), b"".join(pipe.splice_page() for _ in range(4)), pipe.read(1 << 20)]
+    pipe.close()
+    assert [len(page) for page in pages] == [16384] * 3
+    for page in pages[:-1]:
+        assert data_size(kernel) - 28 < int.from_bytes(page[8:16], "little") <= data_size(kernel)
+    assert marks(kernel) == []
+    kernel.write_file("tracing/kprobe_events", "-:filling")
+    kernel.write_file(SIZE, "4")
+
+
+def test_an_open_trace_file_keeps_the_size_of_pages(kernel: Kernel) -> None:
+    kernel.write_file("tracing/trace_marker", "kept")
+    tree = kernel.filesystem()
+    reader = tree.open("/tracing/trace", os.O_RDONLY, Client(1, 0, 0))
+    assert refused(kernel, SIZE, "8") == errno.EBUSY
+    assert marks(kernel) == ["kept"]
+    tree.release(reader)
+    kernel.write_file(SIZE, "8")
+    assert marks(kernel) == []
+    kernel.write_file(SIZE, "4")
+
+
+def test_each_array_and_its_snapshot_have_one_size_of_pages(kernel: Kernel) -> None:
+    kernel.trace_arrays.make("one")
+    one = "tracing/instances/one"
+    kernel.write_file(f"{one}/buffer_subbuf_size_kb", "8")
+    assert (kernel.read_file(SIZE), data_size(kernel)) == ("4\n", 4080)
+    assert "size:8176;" in kernel.read_file(f"{one}/events/header_page")
+    kernel.write_file(f"{one}/trace_marker", "first")
+    kernel.write_file(f"{one}/snapshot", "1")
+    kernel.write_file(f"{one}/trace_marker", "second")
+    assert "first" in kernel.read_file(f"{one}/snapshot")
+    kernel.write_file(f"{one}/buffer_subbuf_size_kb", "32")
+    assert "first" not in kernel.read_file(f"{one}/snapshot")
+    assert marks(kernel, one) == []
+    kernel.write_file(f"{one}/trace_marker", "third")
+    kernel.write_file(f"{one}/snapshot", "1")
+    assert "third" in kernel.read_file(f"{one}/snapshot")
+    kernel.write_file(f"{one}/snapshot", "0")
+    kernel.trace_arrays.remove("one")
+
+
+@pytest.mark.parametrize(
+    ("profile", "fields", "size", "sizes"),
+    [
+        ("linux-6.1", ("int overwrite 1", "char data 1"), 32, ["1410", "1410", "1410"]),
+        ("linux-6.12", ("int overwrite 1", "char data 0"), 32, ["7 (expanded: 1408)", "1410", "1410"]),
+        ("linux-7.2", ("char overwrite 0", "char data 0"), 28, ["7 (expanded: 1408)", "1410", "1410"]),
+    ],
+)
+def test_buffers_by_version(profile: str, fields: tuple[str, ...], size: int, sizes: list[str]) -> None:
+    """As Debian's kernels answer: the header of a page, a marker's size, and when buffers get their size.
+
+    The sizes are those of the top array after an event was enabled in an instance, of the instance, and of
+    the top array after a refused write to `snapshot`.
+    """
+    with Kernel(profile=profile_named(profile)) as kernel:
+        shown = re.findall(
+            r"field: ((?:int|char) \w+);.*signed:(.);", kernel.read_file("tracing/events/header_page")
+        )
+        assert tuple(" ".join(each) for each in shown) == fields
+        kernel.write_file("tracing/trace_marker", "hello")
+        assert f"bytes: {size}\n" in kernel.read_file("tracing/per_cpu/cpu0/stats")
+        kernel.trace_arrays.make("one")
+        kernel.write_file("tracing/instances/one/events/sched/sched_switch/enable", "1")
+        read = [kernel.read_file(f"tracing/{where}buffer_size_kb") for where in ("", "instances/one/")]
+        assert refused(kernel, "tracing/snapshot", "x") == errno.EINVAL
+        read.append(kernel.read_file("tracing/buffer_size_kb"))
+        assert [text.rstrip("\n") for text in read] == sizes
 
 
 def test_options_belong_to_their_versions() -> None:

@@ -19,7 +19,7 @@ from emulated_kernel.arch.riscv import encoder, stack_frames
 from emulated_kernel.arch.riscv import pt_regs as frame
 from emulated_kernel.arch.riscv.asm_parser import RiscvAssembler
 from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, handler_code
-from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, decode_all
+from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, attributes_of_all
 from emulated_kernel.arch.riscv.probe_checks import STRATEGIES, RiscvProbeChecker
 from emulated_kernel.image.text_tables import ProbedTables
 
@@ -68,7 +68,7 @@ class Riscv(Arch):
     trampoline_slot = -16
 
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
-        return tuple(at for at, _ in decode_all(code, addr, compressed=self.compressed))
+        return tuple(attributes_of_all(code, addr, compressed=self.compressed))
 
     def breakpoint_for(self, length: int) -> bytes:
         """Return the breakpoint that arms a probe on an instruction of `length` bytes.

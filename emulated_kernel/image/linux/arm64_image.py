@@ -58,7 +58,7 @@ class Arm64Image(FlatImage):
         if offset:
             raise unusable(f"its text offset is {offset:#x}; use Linux 5.8 or later")
         relocations = _relocations(data)
-        linked = min(*relocations[0::3], *relocations[2::3]) & -_ALIGNMENT if relocations else 0
+        linked = _lowest(relocations) & -_ALIGNMENT if relocations else 0
         if linked not in _LINKED:
             raise unusable(
                 f"it is linked at {linked:#x}; use a relocatable kernel for addresses of 48 bits"
@@ -67,6 +67,12 @@ class Arm64Image(FlatImage):
             )
         super().__init__(data, size, linked)
         self.segments = relocated(self.segments)
+
+
+def _lowest(relocations: memoryview) -> int:
+    """Return the lowest place or value of relocations, which is near the start of the kernel."""
+    places = relocations[0::3].tolist()
+    return min(places + relocations[2::3].tolist())
 
 
 def relocated(segments: Sequence[LoadSegment]) -> tuple[LoadSegment, ...]:

@@ -144,36 +144,58 @@ class FtraceSites:
     def install(self, head: AggrKprobe) -> None:
         """Update the route of calls to an armed probe after the probe's state has changed."""
         if head.address in self._callers:
-            self._route(head.address)
+            self._route(self._users(head.address), {head.address})
 
     def _users(self, site: int) -> list[FtraceOps]:
         return [ops for ops in self._ops if site in ops.sites]
 
-    def _route(self, site: int) -> None:
-        """Route the calls from a site to its users."""
-        users = self._users(site)
-        head = self._callers.get(site)
+    def _by_users(self, sites: set[int]) -> list[tuple[list[FtraceOps], set[int]]]:
+        """Return groups of sites that have the same users, newest first.
+
+        Tracers have tens of thousands of sites, so no work is done for each of them.
+        """
+        groups: list[tuple[list[FtraceOps], set[int]]] = [([], sites)]
+        for ops in self._ops:
+            parts = []
+            for users, members in groups:
+                inside = members & ops.sites
+                if inside:
+                    parts.append(([*users, ops], inside))
+                if len(inside) < len(members):
+                    parts.append((users, members - inside))
+            groups = parts
+        return groups
+
+    def _route(self, users: Sequence[FtraceOps], sites: set[int]) -> None:
+        """Route the calls from sites to their users, which are the same for all of `sites`."""
         if not users:
-            self._calls.pop(site, None)
-        elif head is not None and len(users) == 1 and users[0] in self._of_kprobes:
-            self._calls[site] = partial(self._first_by_call, head)
-        else:
-            if head is not None:
+            for site in sites & self._calls.keys():
+                del self._calls[site]
+            return
+        heads = [self._callers[site] for site in sites & self._callers.keys()]
+        has_probes_only = len(users) == 1 and users[0] in self._of_kprobes
+        if not has_probes_only:
+            for head in heads:
                 # The site calls compiled handlers directly, which would hide the calls from the other users.
                 self.drop_code(head)
-            at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
-            if len(users) == 1:
-                self._calls[site] = users[0].func
-            elif at is None:
-                self._calls[site] = self._list([ops.func for ops in users])
-            else:
-                # The guest runs the probe's handlers in assembly. Older users must be called after those.
-                older = _each([*(ops.func for ops in users[at + 1 :]), self._list_ends])
-                newer = [ops.func for ops in users[:at]]
-                self._calls[site] = self._list([*newer, partial(self._hit_probe, older=older)], ends=False)
+        self._calls.update(dict.fromkeys(sites, self._handler_for(users)))
+        if has_probes_only:
+            self._calls.update({head.address: partial(self._first_by_call, head) for head in heads})
+
+    def _handler_for(self, users: Sequence[FtraceOps]) -> Called:
+        """Return a handler that calls the users of a site in their order."""
+        at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
+        if len(users) == 1:
+            handler = users[0].func
+        elif at is None:
+            handler = self._list([ops.func for ops in users])
+        else:
+            # The guest runs the probe's handlers in assembly. Older users must be called after those.
+            older = _each([*(ops.func for ops in users[at + 1 :]), self._list_ends])
+            newer = [ops.func for ops in users[:at]]
+            handler = self._list([*newer, partial(self._hit_probe, older=older)], ends=False)
         owners = tuple(ops.assembly for ops in users if ops.assembly is not None)
-        if owners:
-            self._calls[site] = partial(self._run_asm_handlers, owners, self._calls[site])
+        return partial(self._run_asm_handlers, owners, handler) if owners else handler
 
     def _run_asm_handlers(
         self, owners: tuple[AssemblyOwner, ...], on_return: Called, site: int, frame: Any
@@ -393,11 +415,6 @@ class FtraceSites:
         """
         return site in self._with_regs
 
-    def _target(self, site: int) -> int:
-        """Return the target of a site's call for the case that no probe at the site has compiled handlers."""
-        users = self._users(site)
-        return self.trampoline if len(users) != 1 else users[0].codes.get(site, self.trampoline)
-
     def _update(self, sites: Iterable[int]) -> None:
         """Write at sites the calls or nops that their users require.
 
@@ -406,23 +423,32 @@ class FtraceSites:
         sites = set(sites)
         routed = len(self._calls)
         calling = len(self._calling)
-        used = {site for site in sites if any(site in ops.sites for ops in self._ops)}
-        for site in used:
-            self._route(site)
+        groups = self._by_users(sites)
+        used = set[int]()
+        for users, members in groups:
+            if users:
+                used |= members
+                self._route(users, members)
         self._with_regs -= sites - used
         calls = used if self.enabled else set()
         busy = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
         self._deferred_sites |= busy
-        targets = ((site, self._target(site)) for site in calls - busy)
-        starting = {site: target for site, target in targets if self._calling.get(site) != target}
+        starting = {}
+        for users, members in groups:
+            # A site with several users calls the trampoline. Compiled handlers of a probe start at a hit.
+            codes = users[0].codes if len(users) == 1 else {}
+            for site in members & calls - busy:
+                target = codes.get(site, self.trampoline)
+                if self._calling.get(site) != target:
+                    starting[site] = target
         stopping = (sites - calls - busy) & self._calling.keys()
         if self.keeps_history:
             for ops in self._ops:
                 if ops.modifies_ip:
                     self.modified |= ops.sites & calls
         self._start_and_stop(starting, stopping)
-        for site in stopping:
-            self._route(site)
+        for users, members in self._by_users(stopping):
+            self._route(users, members)
         shrink_dict(self._calls, routed)
         shrink_dict(self._calling, calling)
 
@@ -431,22 +457,22 @@ class FtraceSites:
 
         `starting`: site -> target of the call. `stopping`: sites that get nops.
         """
-        breakpoints = self._breakpoints
         insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
-        if starting:
+        breakpoints: dict[int, Callable[[Any], None]] = {}
+        if not self._poker.takes_one_step(len(insns) + len(stopping)):
             breakpoints.update(dict.fromkeys(starting, self._call(starting)))
+            breakpoints.update(dict.fromkeys(stopping, self._skip))
+            self._breakpoints.update(breakpoints)
         for site in stopping:
-            insns[site] = self._text.original(site, self._arch.call_size)
-            breakpoints[site] = self._skip
             del self._calling[site]
         if self.keeps_history:
             self.touched.update(starting)
         self._split_jumps.start_again([*(starting.keys() & self._calling.keys()), *stopping])
         self._calling.update(starting)
-        if insns:
-            self._poker.replace_all(insns)
-        for site in insns:
-            del breakpoints[site]
+        if insns or stopping:
+            self._poker.replace_all(insns, stopping, self._arch.call_size)
+        for site in breakpoints:
+            del self._breakpoints[site]
         again = {site for site in self._deferred_sites if not self._poker.is_patching(site)}
         if again:
             self._deferred_sites -= again

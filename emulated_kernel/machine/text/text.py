@@ -20,6 +20,7 @@ _FLUSH_FROM = 32
 _SLOT_ALIGN = 16
 _REACH = 1 << 30
 """Distance in bytes that a jump certainly reaches: half of its range, so that other code near it fits too."""
+_NO_PAGE = (0, 0, 0)
 _DIFFERS = b"\0" + b"\xff" * 255
 
 
@@ -76,23 +77,39 @@ class OriginalBytes(Mapping[int, int]):
         """Update the ledger for a change of the text at `va` from `before` to `data`."""
         done = 0
         while done < len(data):
-            word, at = divmod(va + done, 8)
-            now = before[done : done + 8 - at]
-            new = data[done : done + 8 - at]
-            span = (1 << 8 * len(new)) - 1
-            shift = at * 8
-            kept = self.words.get(word, 0)
+            stop = done + 8 - (va + done) % 8
+            self.write_in_word(va + done, data[done:stop], before[done:stop])
+            done = stop
+
+    def write_in_word(self, va: int, data: bytes, before: bytes) -> None:
+        """Update the ledger for a change within one word."""
+        shift = (va & 7) << 3
+        kept = self.words.get(va >> 3, 0)
+        original = int.from_bytes(before, "little")
+        if kept:
+            span = (1 << 8 * len(data)) - 1
             differed = kept >> 64 + shift & span
-            original = int.from_bytes(now, "little") & ~differed | kept >> shift & differed
-            changed = original ^ int.from_bytes(new, "little")
-            differs = int.from_bytes(changed.to_bytes(len(new), "little").translate(_DIFFERS), "little")
-            kept = kept & ~((span << 64 | span) << shift) | (differs << 64 | original & differs) << shift
-            if kept:
-                self.words[word] = kept
-            else:
-                self.words.pop(word, None)
-            done += len(new)
+            original = original & ~differed | kept >> shift & differed
+            kept &= ~((span << 64 | span) << shift)
+        if changed := original ^ int.from_bytes(data, "little"):
+            differs = int.from_bytes(changed.to_bytes(len(data), "little").translate(_DIFFERS), "little")
+            kept |= (differs << 64 | original & differs) << shift
+        if kept:
+            self.words[va >> 3] = kept
+        else:
+            self.words.pop(va >> 3, None)
         self.changes += 1
+
+    def originals(self, va: int, now: bytes) -> bytes:
+        """Return the originals of the text at `va`, which is `now`."""
+        found = bytearray(now)
+        end = va + len(now)
+        for word in range(va >> 3, end + 7 >> 3):
+            kept = self.words.get(word, 0)
+            for address in range(max(word * 8, va), min(word * 8 + 8, end)) if kept else ():
+                if kept >> 64 + address % 8 * 8 & 0xFF:
+                    found[address - va] = kept >> address % 8 * 8 & 0xFF
+        return bytes(found)
 
 
 class Text:
@@ -172,32 +189,119 @@ class Text:
     def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None:
         """Perform several pokes with one invalidation of translated code.
 
+        Pokes in the order of their addresses take less time, because each page is then located once.
         Raises: MemoryFault (as `poke`; the pokes before the bad one are done).
         """
-        done: list[tuple[int, bytes]] = []
         words = self.ledger.words
+        write_in_word = self.ledger.write_in_word
+        ram = self._ram
+        start, end, offset = _NO_PAGE
+        done: list[tuple[int, int]] = []
         pages = set[int]()
         before = len(words)
         try:
             for va, data in pokes:
+                size = len(data)
                 if not words:
+                    start, end, offset = _NO_PAGE
                     self._announce(va)
                 if self.before_change is not None and self.is_original(va):
-                    self.before_change(va, len(data))
-                self._write(va, data)
-                pages.add(va & -PAGE_SIZE)
+                    start, end, offset = _NO_PAGE
+                    self.before_change(va, size)
+                if not start <= va <= end - size:
+                    start, end, offset = self._adopted_page(va)
+                    pages.add(va & -PAGE_SIZE)
+                if start <= va <= end - size and (va & 7) + size <= 8:
+                    pa = va + offset
+                    write_in_word(va, data, ram[pa : pa + size])
+                    ram[pa : pa + size] = data
+                else:
+                    self._write(va, data)
                 if len(done) < _FLUSH_FROM:
-                    done.append((va, data))
+                    done.append((va, size))
         finally:
-            if len(done) >= _FLUSH_FROM:
-                self._engine.flush_code()
-                if shrink_dict(words, before):
-                    # Another thread may have read the dict while it was empty.
-                    self.ledger.changes += 1
-                    self._memory.give_back(pages - {word * 8 & -PAGE_SIZE for word in words})
-            else:
-                for va, data in done:
-                    self._invalidate(va, len(data))
+            self._end_batch(done, pages, before)
+
+    def restore_batch(self, places: Sequence[int], size: int) -> None:
+        """Write the original bytes of the instructions at `places`, which have `size` bytes, as poke_batch().
+
+        Raises: MemoryFault (as `poke`; the instructions before the bad one are restored).
+        """
+        if self.before_change is not None or self._is_recorded:
+            self.poke_batch((va, self.original(va, size)) for va in places)
+            return
+        words = self.ledger.words
+        ram = self._ram
+        start, end, offset = _NO_PAGE
+        # Bits of an instruction in the ledger's entry of its word, for each position in the word.
+        bits = (1 << 8 * size) - 1
+        spans = [(bits << 64 | bits) << 8 * at if at + size <= 8 else 0 for at in range(8)]
+        done: list[tuple[int, int]] = []
+        pages = set[int]()
+        before = len(words)
+        try:
+            for va in places:
+                if not start <= va <= end - size:
+                    start, end, offset = self._adopted_page(va)
+                    pages.add(va & -PAGE_SIZE)
+                if len(done) < _FLUSH_FROM:
+                    done.append((va, size))
+                span = spans[va & 7]
+                if not span or not start <= va <= end - size:
+                    self._write(va, self.original(va, size))
+                    continue
+                kept = words.get(va >> 3)
+                if kept is None:
+                    continue
+                mine = kept & span
+                if mine == kept:
+                    del words[va >> 3]
+                else:
+                    words[va >> 3] = kept ^ mine
+                mine >>= (va & 7) << 3
+                pa = va + offset
+                now = int.from_bytes(ram[pa : pa + size], "little")
+                ram[pa : pa + size] = (now & ~(mine >> 64) | mine & bits).to_bytes(size, "little")
+        finally:
+            self._end_batch(done, pages, before)
+
+    def _end_batch(self, done: list[tuple[int, int]], pages: set[int], before: int) -> None:
+        """Drop translated code after pokes, and give back memory.
+
+        `done`: address and size of the first _FLUSH_FROM pokes. `pages`: pages of all pokes. `before`: number
+        of the ledger's words before the pokes.
+        """
+        words = self.ledger.words
+        self.ledger.changes += 1
+        if len(done) >= _FLUSH_FROM:
+            self._engine.flush_code()
+            if shrink_dict(words, before):
+                # Another thread may have read the dict while it was empty.
+                self.ledger.changes += 1
+                self._memory.give_back(pages - {word * 8 & -PAGE_SIZE for word in words})
+        else:
+            for va, size in done:
+                self._invalidate(va, size)
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether each single change of text is recorded."""
+        return self.watcher is not None or self._written is not None
+
+    def _adopted_page(self, va: int) -> tuple[int, int, int]:
+        """Return start, end and offset of the part of a page that belongs to one piece of adopted text.
+
+        `va`: an address in the page. The offset leads from virtual to physical addresses. Return an empty
+        range if there is no such part, or if each change of text is recorded.
+        """
+        if self._is_recorded or not self.is_original(va):
+            return _NO_PAGE
+        page = va & -PAGE_SIZE
+        pa = self._memory.locate_text(page, PAGE_SIZE)
+        if pa is None:
+            return _NO_PAGE
+        start, end, _ = self._originals[bisect_right(self._starts, va) - 1]
+        return max(page, start), min(page + PAGE_SIZE, end), pa - page
 
     def substitute(self, va: int, data: bytes) -> None:
         """Write bytes to text for temporary use; neither the ledger nor the watcher records the change.
@@ -251,16 +355,7 @@ class Text:
     def original(self, va: int, size: int) -> bytes:
         """Return the original bytes of text, without patches. Raises: MemoryFault."""
         data = self._memory.read(va, size)
-        words = self.ledger.words
-        if not words:
-            return data
-        found = bytearray(data)
-        for word in range(va >> 3, va + size + 7 >> 3):
-            kept = words.get(word, 0)
-            for address in range(max(word * 8, va), min(word * 8 + 8, va + size)) if kept else ():
-                if kept >> 64 + address % 8 * 8 & 0xFF:
-                    found[address - va] = kept >> address % 8 * 8 & 0xFF
-        return bytes(found)
+        return self.ledger.originals(va, data) if self.ledger.words else data
 
     def is_foreign(self, va: int, size: int) -> bool:
         """Return True if adopted text has changes that Text did not make, such as the guest's own kprobes."""

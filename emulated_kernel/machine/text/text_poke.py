@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
+from itertools import chain
 
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
@@ -54,18 +55,27 @@ class TextPoker:
         """Replace one instruction: breakpoint, tail, first byte."""
         self.replace_all({va: insn})
 
-    def replace_all(self, insns: Mapping[int, bytes]) -> None:
+    def replace_all(self, insns: Mapping[int, bytes], restored: Collection[int] = (), size: int = 0) -> None:
         """Replace several instructions, with one synchronisation per step.
 
-        `insns`: address -> new bytes. If the instructions are many, and no other CPU can fetch between two
-        steps, they are written in one step.
+        `insns`: address -> new bytes. `restored`: addresses of instructions that get their original bytes
+        again, each of which has `size` bytes.
         """
-        with self._patching(insns):
-            if len(insns) >= _MANY and not self._text.is_fetched_meanwhile:
-                self._text.poke_batch(insns.items())
+        with self._patching(chain(insns, restored)):
+            if self.takes_one_step(len(insns) + len(restored)):
+                self._text.poke_batch((va, insns[va]) for va in sorted(insns))
+                self._text.restore_batch(sorted(restored), size)
                 return
+            insns = {**insns, **{va: self._text.original(va, size) for va in restored}}
             self._expose(insns)
             self._write(PokeStep.FIRST_BYTE, insns)
+
+    def takes_one_step(self, count: int) -> bool:
+        """Return True if so many instructions are written in one step, because no CPU can fetch meanwhile.
+
+        Then no CPU can meet a breakpoint.
+        """
+        return count >= _MANY and not self._text.is_fetched_meanwhile
 
     def expose_breakpoint(self, va: int, insn: bytes) -> None:
         """Write a breakpoint and the tail of `insn`; the breakpoint stays.

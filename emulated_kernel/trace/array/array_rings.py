@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from emulated_kernel.trace.array.services import TracingServices
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.ring_layout import RingControls, RingMemory, memory_size, pages_for
+from emulated_kernel.trace.ring.ring_layout import (
+    RingControls,
+    RingMemory,
+    RingShape,
+    memory_size,
+    pages_for,
+)
 from emulated_kernel.util.errors import KernelError
 
 DEFAULT_BUFFER_SIZE = 1441792
@@ -44,6 +51,8 @@ class ArrayRings(ABC):
         self.listeners: list[Callable[[], None]] = []
         self.cpumask = (1 << system.cpus) - 1
         """CPUs whose events are recorded; bit N is set for CPU N."""
+        self._expands_alone = expanded and InterfaceRule.ARRAYS_EXPANDED_ALONE in system.interface
+        """Whether the array has its full size independently of the others."""
         self._overwrite = True
         self._tracing_on = True
         self._stopped = 0
@@ -51,6 +60,17 @@ class ArrayRings(ABC):
         """Value of `written` when notify_of_guest() last called the listeners."""
         self._sets: list[tuple[RingControls, list[RingBuffer]]] = []
         self.buffers = self.new_buffers(pages_for(DEFAULT_BUFFER_SIZE if expanded else UNEXPANDED_SIZE))
+        self._sizes = [0] * system.cpus
+        """Capacity in bytes that each CPU's buffer had when it was last resized.
+
+        Mirrors: kernel/trace/trace.h:struct trace_array_cpu.entries (v6.12)
+        """
+        self.note_sizes()
+
+    @property
+    def order(self) -> int:
+        """The order of the sub-buffers, which have 4096 << order bytes."""
+        return self.buffers[0].order
 
     @property
     def cpus(self) -> int:
@@ -60,14 +80,14 @@ class ArrayRings(ABC):
     # -- memory
 
     def new_buffers(self, pages: int) -> list[RingBuffer]:
-        """Return one empty buffer per CPU, each with `pages` sub-buffers.
+        """Return one empty buffer per CPU, each with `pages` sub-buffers of 4096 bytes.
 
         Raises: KernelError ENOMEM (nothing stays allocated).
         """
         system = self.system
         controls = system.memory.allocate_controls(system.cpus)
         try:
-            memories = self.allocate([pages] * system.cpus)
+            memories = self.allocate([RingShape(pages)] * system.cpus)
         except KernelError:
             controls.release()
             raise
@@ -75,29 +95,40 @@ class ArrayRings(ABC):
         self._sets.append((controls, buffers))
         return buffers
 
-    def allocate(self, sizes: Iterable[int]) -> list[RingMemory]:
-        """Return memory for ring buffers; `sizes` has the number of sub-buffers of each.
+    def allocate(self, shapes: Iterable[RingShape]) -> list[RingMemory]:
+        """Return memory for a ring buffer of each of the shapes.
 
         Raises: KernelError ENOMEM (nothing stays allocated).
         """
         memories: list[RingMemory] = []
         with ExitStack() as undo:
-            for pages in sizes:
-                memories.append(self.system.memory.allocate(memory_size(pages)))
+            for shape in shapes:
+                memories.append(self.system.memory.allocate(memory_size(*shape)))
                 undo.callback(memories[-1].release)
             undo.pop_all()
         return memories
 
-    def exchange(self, buffers: list[RingBuffer], sizes: list[int]) -> list[RingMemory]:
-        """Free the memory of buffers, whose records are lost, and return memory for new buffers.
+    def exchange(self, buffers: Sequence[RingBuffer], shapes: Iterable[RingShape]) -> list[RingMemory]:
+        """Free the memory of buffers, whose records are lost, and return memory for buffers of `shapes`.
 
-        `sizes`: number of sub-buffers of each. Raises: KernelError ENOMEM (nothing is freed).
+        Raises: KernelError ENOMEM (nothing is freed).
         """
         old = [buffer.place for buffer in buffers]
-        with self.system.memory.exchanged(old, [memory_size(pages) for pages in sizes]) as memories:
+        with self.system.memory.exchanged(old, [memory_size(*shape) for shape in shapes]) as memories:
             for buffer in buffers:
                 buffer.retire()
             return memories
+
+    def reshape(self, buffers: Sequence[RingBuffer], shapes: Sequence[RingShape]) -> list[RingBuffer]:
+        """Return empty buffers of `shapes` with the control blocks of `buffers`, whose memory is freed.
+
+        Raises: KernelError ENOMEM (nothing is freed).
+        """
+        memories = self.exchange(buffers, shapes)
+        return [
+            RingBuffer(buffer.place.moved_to(memory), shape.pages, order=shape.order)
+            for buffer, memory, shape in zip(buffers, memories, shapes, strict=True)
+        ]
 
     def release(self) -> None:
         """Free the memory of all buffers. After this call, no record may be written to the buffers."""
@@ -189,12 +220,20 @@ class ArrayRings(ABC):
 
     # -- sizes
 
+    @property
+    def is_expanded(self) -> bool:
+        """Whether the buffers have got their full size or a size that was written to buffer_size_kb.
+
+        Mirrors: kernel/trace/trace.h:struct trace_array.ring_buffer_expanded (v6.12)
+        """
+        return self._expands_alone or self.system.is_expanded
+
     def expand(self) -> None:
         """Give the buffers their full size, unless they have it. Callers do this before an event is enabled.
 
         Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
         """
-        if not self.system.is_expanded:
+        if not self.is_expanded:
             self._resize(DEFAULT_BUFFER_SIZE, None, errno.EBUSY)
 
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
@@ -213,21 +252,32 @@ class ArrayRings(ABC):
         `while_read`: errno of the error if an open trace file reads one of the buffers.
         """
         self.system.lock.assert_held()
-        pages = pages_for(size)
-        self.system.is_expanded = True
+        order = self.order
+        pages = pages_for(size, order)
+        if not self._expands_alone:
+            self.system.is_expanded = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
         # Linux: a resize of all CPUs fails if a file reads any CPU's buffer, even if its size is unchanged.
         check_resizable(self.buffers if cpu is None else changed, while_read)
         old = [buffer.place for buffer in changed]
         try:
-            memories = self.allocate([pages] * len(changed))
+            memories = self.allocate([RingShape(pages, order)] * len(changed))
         except KernelError:
             self._resize_in_place(changed, pages)
-            return
-        for buffer, memory in zip(changed, memories, strict=True):
-            buffer.resize(buffer.place.moved_to(memory), pages)
-        for memory in old:
-            memory.release()
+        else:
+            for buffer, memory in zip(changed, memories, strict=True):
+                buffer.resize(buffer.place.moved_to(memory), pages)
+            for memory in old:
+                memory.release()
+        self.note_sizes(cpu)
+
+    def note_sizes(self, cpu: int | None = None) -> None:
+        """Make buffer_size_kb show the current size of the buffer of one CPU, or of all if `cpu` is None.
+
+        Mirrors: kernel/trace/trace.c:update_buffer_entries (v6.12)
+        """
+        for number in self._cpus(cpu):
+            self._sizes[number] = self.buffers[number].size
 
     def _resize_in_place(self, buffers: list[RingBuffer], pages: int) -> None:
         """Resize `buffers` to `pages` pages each, after freeing their old memory.
@@ -236,25 +286,28 @@ class ArrayRings(ABC):
         in other memory of the process. If the process ends at that time, the records are lost.
         Raises: KernelError ENOMEM.
         """
-        sizes = [memory_size(pages)] * len(buffers)
+        sizes = [memory_size(pages, self.order)] * len(buffers)
         with self.system.memory.exchanged([buffer.place for buffer in buffers], sizes) as memories:
             contents = [buffer.kept(pages) for buffer in buffers]
             for buffer, memory, content in zip(buffers, memories, contents, strict=True):
                 buffer.resize(buffer.place.moved_to(memory), pages, content)
 
     def buffer_size_text(self, cpu: int | None = None) -> str:
-        """Return the text of buffer_size_kb for one CPU or for all; it is "X" if the CPUs' sizes differ."""
-        sizes = {self.buffers[number].size >> 10 for number in self._cpus(cpu)}
+        """Return the text of buffer_size_kb for one CPU or for all; it is "X" if the CPUs' sizes differ.
+
+        As in Linux, a change of the sub-buffers' order does not change the text.
+        """
+        sizes = {self._sizes[number] >> 10 for number in self._cpus(cpu)}
         if len(sizes) > 1:
             return "X\n"
         note = f" (expanded: {DEFAULT_BUFFER_SIZE >> 10})"
-        return f"{sizes.pop()}{'' if self.system.is_expanded or cpu is not None else note}\n"
+        return f"{sizes.pop()}{'' if self.is_expanded or cpu is not None else note}\n"
 
     def buffer_total_size_text(self) -> str:
         """Return the text of buffer_total_size_kb."""
-        total = sum(buffer.size >> 10 for buffer in self.buffers)
+        total = sum(size >> 10 for size in self._sizes)
         full = (DEFAULT_BUFFER_SIZE >> 10) * self.system.cpus
-        return f"{total}\n" if self.system.is_expanded else f"{total} (expanded: {full})\n"
+        return f"{total}\n" if self.is_expanded else f"{total} (expanded: {full})\n"
 
     def _cpus(self, cpu: int | None) -> range:
         return range(self.system.cpus) if cpu is None else range(cpu, cpu + 1)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import PipeReader
 from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
@@ -50,15 +51,19 @@ class RawPipe(PipeReader):
         return data
 
     def splice_page(self) -> bytes:
-        """Return a full sub-buffer, as one page of splice(2).
+        """Return one page of splice(2): the next page of the last sub-buffer, or the first of a full one.
 
         Raises: KernelError EAGAIN (no sub-buffer is full), EINVAL (a read(2) has left a part of a page).
-        Deviates: Linux waits for a full sub-buffer unless the call is non-blocking.
+        Deviates: Linux waits for a full sub-buffer unless the call is non-blocking. It refuses a call that
+        is shorter than a sub-buffer; here the next call continues.
         Mirrors: kernel/trace/trace.c:tracing_buffers_splice_read (v6.1)
         """
-        if self._page:
+        if len(self._page) % PAGE_SIZE:
             raise KernelError(errno.EINVAL, "trace_pipe_raw: a page is half read; read(2) its rest first")
-        page = None if self._closed else self._buffers[self._cpu_number].read_page(full=True)
-        if page is None:
+        page = self._page
+        if not page and not self._closed:
+            page = self._buffers[self._cpu_number].read_page(full=True) or b""
+        if not page:
             raise KernelError(errno.EAGAIN)
-        return page
+        self._page = page[PAGE_SIZE:]
+        return page[:PAGE_SIZE]

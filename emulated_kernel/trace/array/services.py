@@ -56,7 +56,7 @@ class TracingServices:
     user_data: UserDataSize | None = None
     """Number of bytes of user memory in records of system calls; None if they contain no user memory."""
     is_expanded: bool = False
-    """Whether new buffers get their full size. Buffers stay small until something is traced.
+    """Whether the top array's buffers have got their full size. They stay small until something is traced.
 
     Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
     """

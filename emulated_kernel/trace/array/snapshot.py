@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 
 from emulated_kernel.trace.array.array_rings import ArrayRings, check_resizable
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.ring_layout import MIN_PAGES
+from emulated_kernel.trace.ring.ring_layout import MIN_PAGES, RingShape
 from emulated_kernel.util.errors import KernelError
 
 _ALL_HELP = """\
@@ -82,15 +83,21 @@ class Snapshot:
 
         Raises: KernelError ENOMEM, EBUSY (a size changes while a snapshot file is open).
         """
-        sizes = [buffer.nr_pages for buffer in self._array.buffers]
-        changed = [cpu for cpu, pages in enumerate(sizes) if self.buffers[cpu].nr_pages != pages]
+        shapes = [buffer.shape for buffer in self._array.buffers]
+        changed = [cpu for cpu, shape in enumerate(shapes) if self.buffers[cpu].shape != shape]
         old = [self.buffers[cpu] for cpu in changed]
         check_resizable(old, errno.EBUSY)
-        new = self._array.exchange(old, [sizes[cpu] for cpu in changed])
-        for cpu, memory in zip(changed, new, strict=True):
-            self.buffers[cpu] = RingBuffer(self.buffers[cpu].place.moved_to(memory), sizes[cpu])
+        for cpu, buffer in zip(
+            changed, self._array.reshape(old, [shapes[cpu] for cpu in changed]), strict=True
+        ):
+            self.buffers[cpu] = buffer
         self._mark()
         self.is_allocated = True
+
+    def replace(self, buffers: Sequence[RingBuffer]) -> None:
+        """Replace the buffers by `buffers`, which are empty."""
+        self.buffers[:] = buffers
+        self._mark()
 
     def take(self) -> None:
         """Swap the trace array's buffers with the snapshot's.
@@ -123,8 +130,5 @@ class Snapshot:
             self.clear()
             self.is_allocated = False
             return
-        for cpu, buffer in enumerate(self.buffers):
-            (memory,) = self._array.exchange([buffer], [MIN_PAGES])
-            self.buffers[cpu] = RingBuffer(buffer.place.moved_to(memory), MIN_PAGES)
-        self._mark()
+        self.replace(self._array.reshape(self.buffers, [RingShape(MIN_PAGES)] * len(self.buffers)))
         self.is_allocated = False

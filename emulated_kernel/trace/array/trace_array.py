@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
-from emulated_kernel.trace.array.array_rings import ArrayRings
+from emulated_kernel.trace.array.array_rings import ArrayRings, check_resizable
 from emulated_kernel.trace.array.previous_boot import (
     CombinedTaskNames,
     PreviousBootNames,
@@ -32,9 +32,9 @@ from emulated_kernel.trace.output.line_formatter import (
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output.trace_file import TraceHeader, header_text, timed_records, trace_lines
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
+from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE, MAX_ORDER
 from emulated_kernel.trace.ring.cursor import RingCursor
-from emulated_kernel.trace.ring.ring_layout import RecordTarget, RingMemory
+from emulated_kernel.trace.ring.ring_layout import RecordTarget, RingMemory, RingShape, pages_for
 from emulated_kernel.trace.ring.trace_clock import LOCAL, TraceClock, clocks_text, find_clock, ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import (
     COMMON_SIZE,
@@ -48,6 +48,7 @@ from emulated_kernel.trace.ring.trace_entry import (
     stack_entry,
     user_stack_entry,
 )
+from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
 MARKER_LIMIT = 1024
@@ -260,7 +261,9 @@ class TraceArray(ArrayRings, Recorder):
         if not self.clock.in_ns or self._records_tgid or not memory.can_tell_time:
             return None
         buffers = self.buffers
-        return RecordTarget(buffers[0].place.control_at, self._records_comm, memory.room_maker(buffers))
+        return RecordTarget(
+            buffers[0].place.control_at, self._records_comm, memory.room_maker(buffers), self.order
+        )
 
     def callers(self, hit: ProbeHit) -> Sequence[int]:
         """Return the call chain of a hit: the hit's address, then return addresses, innermost first."""
@@ -308,9 +311,9 @@ class TraceArray(ArrayRings, Recorder):
         Raises: KernelError ENOMEM (nothing is changed).
         """
         own = [*self.buffers, *self.snapshot.buffers]
-        sizes = [buffer.nr_pages for buffer in (*past.buffers, *past.aside)]
-        changed = [at for at, pages in enumerate(sizes) if own[at].nr_pages != pages]
-        new = self.exchange([own[at] for at in changed], [sizes[at] for at in changed])
+        shapes = [buffer.shape for buffer in (*past.buffers, *past.aside)]
+        changed = [at for at, shape in enumerate(shapes) if own[at].shape != shape]
+        new = self.exchange([own[at] for at in changed], [shapes[at] for at in changed])
         memories = [buffer.place for buffer in own]
         for at, memory in zip(changed, new, strict=True):
             memories[at] = memory
@@ -332,6 +335,7 @@ class TraceArray(ArrayRings, Recorder):
         self._time_start = past.time_start
         self.max_latency_ns = past.max_latency_ns
         self._past = past.names
+        self.note_sizes()
         self.apply_switches()
         self.notify_rewired()
 
@@ -381,7 +385,8 @@ class TraceArray(ArrayRings, Recorder):
     def _marker(self, text: bytes) -> bytes:
         """Return the payload of a PRINT entry with the marker's text."""
         system = self.system
-        return print_entry(text, system.markers.marker_ip, system.arch.word_size)
+        is_exact = InterfaceRule.MARKERS_EXACT in system.interface
+        return print_entry(text, system.markers.marker_ip, system.arch.word_size, is_exact=is_exact)
 
     def write_raw_marker(self, data: bytes) -> int:
         """Execute one write(2) to trace_marker_raw: record a RAW_DATA entry of the current task.
@@ -396,10 +401,10 @@ class TraceArray(ArrayRings, Recorder):
 
     def _write_raw(self, data: bytes) -> int:
         interface = self.system.interface
-        is_exact = InterfaceRule.RAW_MARKER_SIZE in interface
+        is_exact = InterfaceRule.MARKERS_EXACT in interface
         limit = RAW_MARKER_LIMIT
         if InterfaceRule.LONG_MARKERS in interface:
-            # Linux: until 7.2, the size counts the u32 twice.
+            # Linux: before 6.17, the size counts the u32 twice.
             limit = MAX_DATA_SIZE - COMMON_SIZE - (0 if is_exact else _ID_SIZE)
         if not _ID_SIZE <= len(data) <= limit:
             raise KernelError(errno.EINVAL, f"raw marker: {len(data)} bytes; write {_ID_SIZE} to {limit}")
@@ -605,6 +610,39 @@ class TraceArray(ArrayRings, Recorder):
     def clock_text(self) -> str:
         """Return the text of the trace_clock file."""
         return clocks_text(self.clock)
+
+    def set_subbuf_size(self, size_kb: int) -> None:
+        """Set the size of sub-buffers in KiB, rounded up to a power of two, and remove all records.
+
+        The buffers keep their capacity, rounded up.
+        Deviates: in Linux the counters in `stats` still count the removed records.
+        Raises: KernelError EINVAL (0, or more than 512), EBUSY (a trace file is open for reading), ENOMEM.
+        Mirrors: kernel/trace/trace.c:buffer_subbuf_size_write (v6.12)
+        """
+        self.system.lock.assert_held()
+        order = (-(-(size_kb << 10) // PAGE_SIZE) - 1).bit_length()
+        if not size_kb or order > MAX_ORDER:
+            raise KernelError(
+                errno.EINVAL, f"buffer_subbuf_size_kb: {size_kb}; write 1 to {PAGE_SIZE >> 10 << MAX_ORDER}"
+            )
+        if order != self.order:
+            self._set_order(order)
+
+    def _set_order(self, order: int) -> None:
+        """Replace all buffers by empty buffers of about the same capacity with sub-buffers of `order`.
+
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_subbuf_order_set (v6.12)
+        """
+        snapshot = self.snapshot
+        old = [*self.buffers, *(snapshot.buffers if snapshot.is_allocated else ())]
+        check_resizable(old, errno.EBUSY)
+        new = self.reshape(old, [RingShape(pages_for(buffer.size, order), order) for buffer in old])
+        self.buffers[:] = new[: self.cpus]
+        if snapshot.is_allocated:
+            snapshot.replace(new[self.cpus :])
+        self.apply_switches()
+        self.notify_rewired()
+        self.notify()
 
     def set_buffer_percent(self, percent: int) -> None:
         """Set how full a buffer must be before poll(2) reports its CPU's pipe as ready.

@@ -49,7 +49,7 @@ ENTRY_HEADER_SIZE = 8
 _CELL = 8
 """Size in bytes of a word of a control block, and of per-CPU variables of the host."""
 _PAGE_BITS = 12
-_LAST_OF_PAGE = (1 << _PAGE_BITS) - 1
+"""Number of bits of an offset in a sub-buffer of order 0."""
 _FLAGS_SHIFT = 16
 _COUNT_SHIFT = 24
 _PID_AT = 4
@@ -287,6 +287,7 @@ class RecordEmitter:
         builder = self._builder
         emit = self._emit
         stamp = target.control_at + WRITE_STAMP
+        page_bits = _PAGE_BITS + target.order
         again = builder.label()
         with builder.out_of_line() as no_room:
             emit(ComputePerCpu(Arithmetic.ADD, VALUE, stamp, self._high))
@@ -297,15 +298,15 @@ class RecordEmitter:
             LoadPerCpu(pointer, target.control_at + WRITE_PTR, self._word),
             Move(TEMP, pointer),
             ComputeImmediate(Arithmetic.ADD, TEMP, -1),
-            ComputeImmediate(Arithmetic.AND, TEMP, _LAST_OF_PAGE),
+            ComputeImmediate(Arithmetic.AND, TEMP, (1 << page_bits) - 1),
         )
         if length is None:
             emit(Compute(Arithmetic.ADD, TEMP, _LENGTH))
         else:
             emit(ComputeImmediate(Arithmetic.ADD, TEMP, length))
-        # One branch for both conditions: if the event exceeds the page, the sum has a bit above _PAGE_BITS.
+        # One branch for both conditions: if the event exceeds the page, the sum has a bit above page_bits.
         emit(
-            ComputeImmediate(Arithmetic.SHL, TEMP, DELTA_BITS - _PAGE_BITS),
+            ComputeImmediate(Arithmetic.SHL, TEMP, DELTA_BITS - page_bits),
             ComputePerCpu(Arithmetic.SUB, VALUE, stamp, self._high),
         )
         if self._high is not None:

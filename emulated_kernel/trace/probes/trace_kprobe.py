@@ -246,9 +246,10 @@ class TraceKprobe(TraceProbe):
         symbols = self.engine.symbols
         found = self.found
         address = self.place.address if found is None else found.symbol.address + found.offset
-        if address and self._is_notrace(address):
+        refused = self._refused_tracing(address) if address else ""
+        if refused:
             self.kind.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
-            raise KernelError(errno.EINVAL, f"{self.symbol} is a notrace function")
+            raise KernelError(errno.EINVAL, refused)
         args = tuple(resolve_symbol(arg, symbols, self.engine.arch.bits) for arg in self.args)
         # If no argument has changed, keep the tuple that other events may share.
         self.args = self.args if args == self.args else args
@@ -256,14 +257,16 @@ class TraceKprobe(TraceProbe):
             raise KernelError(errno.ENOENT, f"no symbol named {self.place.symbol}")
         self._hook(address)
 
-    def _is_notrace(self, address: int) -> bool:
-        """Return True if the address must not be traced because it is in a notrace function or a trampoline.
+    def _refused_tracing(self, address: int) -> str:
+        """Return the reason why the address must not be traced, or "" if it may be traced.
 
         The host's trampolines are not in the tables of ProbeChecker.check_traced(), so their names are
         checked here.
         """
-        is_trampoline = self.found is not None and self.found.symbol.name in ADDED_TEXT
-        return is_trampoline or self.engine.kprobes.probe_checker.check_traced(address) is not None
+        if self.found is not None and self.found.symbol.name in ADDED_TEXT:
+            return f"{self.symbol} is a notrace function"
+        rejection = self.engine.kprobes.probe_checker.check_traced(address)
+        return "" if rejection is None else str(rejection)
 
     def _hook(self, address: int | None) -> None:
         engine = self.engine

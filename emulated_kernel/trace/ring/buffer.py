@@ -16,7 +16,6 @@ from emulated_kernel.trace.ring.buffer_page import (
     MISSED_EVENTS,
     MISSED_STORED,
     PADDING,
-    PAGE_DATA_SIZE,
     PAGE_HEADER_SIZE,
     STAMP_MASK,
     TIME_EVENT_SIZE,
@@ -29,9 +28,9 @@ from emulated_kernel.trace.ring.ring_layout import (
     RingControl,
     RingFlag,
     RingMemory,
+    RingShape,
 )
 from emulated_kernel.trace.ring.writer import RingWriter
-from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 _DISABLED = RingFlag.DISABLED.value
@@ -78,7 +77,7 @@ class RingBuffer(RingWriter):
         """
         control = self._control
         count = control.entries + control.tail_entries - control.overrun - control.read
-        return min(max(count, 0), (self.nr_pages + 1) * PAGE_DATA_SIZE // _SMALLEST)
+        return min(max(count, 0), (self.nr_pages + 1) * self._capacity // _SMALLEST)
 
     def peek(self) -> Consumed | None:
         """Return the event that consume() would return, or None. This may swap the reader page.
@@ -250,7 +249,7 @@ class RingBuffer(RingWriter):
         return [self._page_in((head + i) % count) for i in range(used)]
 
     def read_page(self, *, full: bool = False) -> bytes | None:
-        """Consume the rest of one sub-buffer, and return it as a page of 4096 bytes.
+        """Consume the rest of one sub-buffer, and return it as a page of 4096 << order bytes.
 
         Return None if there is no unread event. If `full` is set, ignore the tail page, which is not full.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_page (v6.1)
@@ -267,12 +266,12 @@ class RingBuffer(RingWriter):
         data = self._data(page)
         taken = [event[0] for event in self._events(page, offset, stamp)]
         size = end - offset
-        image = bytearray(PAGE_SIZE)
+        image = bytearray(self.page_size)
         image[PAGE_HEADER_SIZE : PAGE_HEADER_SIZE + size] = self._memory[data + offset : data + end]
         commit = size
         if lost := control.lost_events:
             commit |= MISSED_EVENTS
-            if PAGE_DATA_SIZE - size >= _MISSED_COUNT_SIZE:
+            if self._capacity - size >= _MISSED_COUNT_SIZE:
                 commit |= MISSED_STORED
                 at = PAGE_HEADER_SIZE + size
                 image[at : at + _MISSED_COUNT_SIZE] = lost.to_bytes(_MISSED_COUNT_SIZE, "little")
@@ -289,9 +288,14 @@ class RingBuffer(RingWriter):
     # -- control
 
     @property
+    def shape(self) -> RingShape:
+        """Number and order of the sub-buffers."""
+        return RingShape(self.nr_pages, self.order)
+
+    @property
     def size(self) -> int:
         """Capacity of the ring in bytes, without the reader page."""
-        return self.nr_pages * PAGE_DATA_SIZE
+        return self.nr_pages * self._capacity
 
     @property
     def overwrite(self) -> bool:
@@ -382,7 +386,7 @@ class RingBuffer(RingWriter):
 
     def _image(self, page: int) -> memoryview:
         """Return a live view of a sub-buffer with its header."""
-        return self._memory[self._data(page) - PAGE_HEADER_SIZE :][:PAGE_SIZE]
+        return self._memory[self._data(page) - PAGE_HEADER_SIZE :][: self.page_size]
 
     def resize(
         self, place: RingMemory, nr_pages: int, images: Sequence[bytes | memoryview] | None = None
@@ -422,7 +426,7 @@ class RingBuffer(RingWriter):
         numbers = [*range(len(unread)), nr_pages]
         for page, image, count in zip(numbers, images, entries, strict=True):
             at = self._data(page) - PAGE_HEADER_SIZE
-            self._memory[at : at + PAGE_SIZE] = image
+            self._memory[at : at + self.page_size] = image
             self._table[self._entries_at + page] = count
         # If no page of the ring is unread, the tail is the reader page, and the next slot is the head.
         control.tail_page = len(unread) - 1 if unread else nr_pages

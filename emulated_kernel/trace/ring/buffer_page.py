@@ -1,6 +1,7 @@
 """Ring buffer pages: the format of a sub-buffer, which trace_pipe_raw returns and guest code writes.
 
-A sub-buffer is one page of 4096 bytes, little-endian:
+A sub-buffer is one page of 4096 bytes, little-endian. If buffer_subbuf_size_kb says so, a sub-buffer is a
+larger page of 4096 << order bytes.
 
     0   u64  time_stamp   absolute time of its first event
     8   u64  commit       bytes of data in use; bits 31 and 30 are MISSED_EVENTS and MISSED_STORED
@@ -24,8 +25,14 @@ from emulated_kernel.util.abi import PAGE_SIZE
 
 PAGE_HEADER_SIZE = 16
 PAGE_DATA_SIZE = PAGE_SIZE - PAGE_HEADER_SIZE
+MAX_ORDER = 7
+"""Maximum order of a sub-buffer, whose size is PAGE_SIZE << order."""
 MAX_DATA_SIZE = PAGE_DATA_SIZE - 8
-"""Maximum size of a payload in bytes. With the two u32 of its header, such a payload fills a page."""
+"""Maximum size of a payload in bytes. With the two u32 of its header, such a payload fills 4096 bytes.
+
+The maximum is the same with larger sub-buffers.
+Mirrors: kernel/trace/ring_buffer.c:struct trace_buffer.max_data_size (v6.12)
+"""
 
 MISSED_EVENTS = 1 << 31
 MISSED_STORED = 1 << 30
@@ -40,6 +47,11 @@ TIME_EVENT_SIZE = 8
 DELTA_BITS = 27
 DELTA_MASK = (1 << DELTA_BITS) - 1
 STAMP_MASK = (1 << 59) - 1
+
+
+def capacity(order: int) -> int:
+    """Return the number of bytes of data in a sub-buffer of PAGE_SIZE << order bytes."""
+    return (PAGE_SIZE << order) - PAGE_HEADER_SIZE
 
 
 def event_size(payload_size: int) -> int:

@@ -5,30 +5,32 @@ from __future__ import annotations
 from emulated_kernel.trace.ring.buffer_page import (
     MAX_TYPE_LEN,
     PADDING,
-    PAGE_DATA_SIZE,
     PAGE_HEADER_SIZE,
     TIME_EXTEND,
     TIME_STAMP,
+    capacity,
 )
 
 _STAMP_SIZE = 8
 _COMMIT_SIZE = PAGE_HEADER_SIZE - _STAMP_SIZE
 
 
-def _field(declaration: str, offset: int, size: int, signed: int) -> str:
-    return f"\tfield: {declaration};\toffset:{offset};\tsize:{size};\tsigned:{signed};\n"
+def _field(declaration: str, offset: int, size: int, signed: bool) -> str:
+    return f"\tfield: {declaration};\toffset:{offset};\tsize:{size};\tsigned:{signed:d};\n"
 
 
-def header_page_text() -> str:
-    """Return the text of header_page.
+def header_page_text(order: int = 0, overwrite: str = "int", *, signed_char: bool = True) -> str:
+    """Return the text of header_page for sub-buffers of 4096 << order bytes.
+
+    `overwrite`: type of the field with the flags of lost events. `signed_char`: whether a char is signed.
 
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_print_page_header (v6.1).
     """
     return (
-        _field("u64 timestamp", 0, _STAMP_SIZE, 0)
-        + _field("local_t commit", _STAMP_SIZE, _COMMIT_SIZE, 1)
-        + _field("int overwrite", _STAMP_SIZE, 1, 1)
-        + _field("char data", PAGE_HEADER_SIZE, PAGE_DATA_SIZE, 1)
+        _field("u64 timestamp", 0, _STAMP_SIZE, False)
+        + _field("local_t commit", _STAMP_SIZE, _COMMIT_SIZE, True)
+        + _field(f"{overwrite} overwrite", _STAMP_SIZE, 1, overwrite == "int" or signed_char)
+        + _field("char data", PAGE_HEADER_SIZE, capacity(order), signed_char)
     )
 
 

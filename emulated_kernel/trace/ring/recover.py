@@ -14,13 +14,14 @@ from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.buffer_page import (
     COMMIT_MASK,
     DELTA_BITS,
+    MAX_ORDER,
     MAX_TYPE_LEN,
     PADDING,
-    PAGE_DATA_SIZE,
     PAGE_HEADER_SIZE,
     STAMP_MASK,
     TIME_EVENT_SIZE,
     TIME_EXTEND,
+    capacity,
 )
 from emulated_kernel.trace.ring.ring_layout import (
     MIN_PAGES,
@@ -114,10 +115,15 @@ class _DamagedBuffer:
         """Whether the control block is inconsistent, as if the host was changing it when the daemon ended."""
         if not MIN_PAGES <= count < 1 << 32:
             raise ValueError(f"a ring buffer of {count} pages")
-        self.memory = memoryview(bytearray(read(control.base, memory_size(count))))
+        order = control.order
+        if order > MAX_ORDER:
+            raise ValueError(f"sub-buffers of order {order}")
+        self._page_size = PAGE_SIZE << order
+        self.capacity = capacity(order)
+        self.memory = memoryview(bytearray(read(control.base, memory_size(count, order))))
         self.table = self.memory.cast("Q")
         self.words32 = self.memory.cast("I")
-        self._start = data_start(count)
+        self._start = data_start(count, order, control.base)
         self._repair_slots()
 
     def _repair_slots(self) -> None:
@@ -151,7 +157,7 @@ class _DamagedBuffer:
         """
         control = self.control
         # If the page is full, the pointer is after the page, so one is subtracted.
-        written = (self._pointer - 1 - control.base - self._start) // PAGE_SIZE
+        written = (self._pointer - 1 - control.base - self._start) // self._page_size
         if self.is_changing:
             return
         slot = control.tail_slot
@@ -171,7 +177,7 @@ class _DamagedBuffer:
 
     def header(self, page: int) -> int:
         """Return the offset of a page's header in the buffer's memory, in bytes."""
-        return self._start + page * PAGE_SIZE
+        return self._start + page * self._page_size
 
     def stamp(self, page: int) -> int:
         """Return the time of a page's first event."""
@@ -182,9 +188,9 @@ class _DamagedBuffer:
         control = self.control
         if page != control.tail_page:
             end = self.table[(self.header(page) >> 3) + 1] & COMMIT_MASK
-            return end if end <= PAGE_DATA_SIZE else 0
+            return end if end <= self.capacity else 0
         end = self._pointer - control.base - self.header(page) - PAGE_HEADER_SIZE
-        if 0 <= end <= PAGE_DATA_SIZE:
+        if 0 <= end <= self.capacity:
             return end
         # If the tail was moving to this page, nothing was written to the page yet.
         return 0 if self.is_changing else self._end_by_count(page)
@@ -195,7 +201,7 @@ class _DamagedBuffer:
         This replaces the write pointer if it is invalid.
         """
         low = 0
-        high = PAGE_DATA_SIZE
+        high = self.capacity
         while low < high:
             middle = (low + high) // 8 * 4
             if self.walk(page, 0, middle, 0).count < self.control.tail_entries:
@@ -349,11 +355,13 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
     damage = ""
     if is_damaged and not damaged.is_changing:
         # A number of missing records is plausible if that many records fit into the pages.
-        is_plausible = 0 < missing <= (damaged.count + 1) * PAGE_DATA_SIZE // MIN_SIZE
+        is_plausible = 0 < missing <= (damaged.count + 1) * damaged.capacity // MIN_SIZE
         torn = max(torn, missing) if is_plausible else torn
         damage = f"records missing: {missing}" if is_plausible else "counters and pages disagree"
     memory = RingMemory(damaged.memory, control.base, damaged.block)
-    return RecoveredBuffer(RingBuffer.over(memory, damaged.count), torn, damage, bool(control.aside))
+    return RecoveredBuffer(
+        RingBuffer.over(memory, damaged.count, control.order), torn, damage, bool(control.aside)
+    )
 
 
 def _expected(control: RingControl) -> int:

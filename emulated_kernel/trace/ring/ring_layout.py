@@ -9,13 +9,15 @@ The following words are
          word 32...        slots[nr_pages]: the number of the sub-buffer in each ring slot
          then              page_entries[nr_pages + 1]: events on each sub-buffer that the tail has left
 
-The nr_pages + 1 sub-buffers (buffer_page.py) begin at the next multiple of 4096 bytes; `base` is a multiple
-of 4096 too. The commit word of tail_page is stale: its data end at write_ptr (or parked_ptr).
+The nr_pages + 1 sub-buffers (buffer_page.py) have 4096 << order bytes each. They begin at the next address
+that is a multiple of this size; `base` is a multiple of 4096. The commit word of tail_page is stale: its
+data end at write_ptr (or parked_ptr).
 
 Guest code writes an event of `length` bytes (buffer_page.event_size) at the time t like this:
 
     p = write_ptr
-    if ((p - 1) & 4095) > 4095 - length, unsigned: no room (or off, or the first event of a sub-buffer)
+    last = (4096 << order) - 1
+    if ((p - 1) & last) > last - length, unsigned: no room (or off, or the first event of a sub-buffer)
     delta = t - write_stamp; if delta >= 1 << 27, unsigned: a time extend is needed
     write_stamp += delta; put the event at p; tail_entries += 1; write_ptr = p + length
 
@@ -29,8 +31,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import LittleEndianStructure, c_uint64, sizeof
 from enum import IntFlag
+from typing import NamedTuple
 
-from emulated_kernel.trace.ring.buffer_page import PAGE_DATA_SIZE
+from emulated_kernel.trace.ring.buffer_page import capacity
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 
@@ -39,8 +42,17 @@ MIN_PAGES = 2
 _SIZE_MASK = (1 << 64) - 1
 
 
+class RingShape(NamedTuple):
+    """Number and size of a ring's sub-buffers."""
+
+    pages: int
+    """Number of sub-buffers, without the reader page."""
+    order: int = 0
+    """A sub-buffer has 4096 << order bytes."""
+
+
 class RingControl(LittleEndianStructure):
-    """A control block of a ring buffer: 32 u64 words, of which the last 7 are reserved."""
+    """A control block of a ring buffer: 32 u64 words, of which the last 6 are reserved."""
 
     write_ptr: int  # address of the next event; 0: only the host may write one now
     write_stamp: int  # time of the last event written
@@ -67,7 +79,8 @@ class RingControl(LittleEndianStructure):
     lost_events: int  # events lost just before the reader's next event
     aside: int  # 1: the buffer of a snapshot, not of the trace array itself
     changing: int  # 1 while the host changes words that belong together
-    _fields_ = (*((name, c_uint64) for name in __annotations__), ("reserved", c_uint64 * 7))
+    order: int  # a sub-buffer has 4096 << order bytes
+    _fields_ = (*((name, c_uint64) for name in __annotations__), ("reserved", c_uint64 * 6))
 
 
 CONTROL_SIZE = sizeof(RingControl)
@@ -174,23 +187,28 @@ class RecordTarget:
     """Whether a record of a task also stores the task's name for the file saved_cmdlines."""
     make_room: Callable[[], bool]
     """Host call that calls RingBuffer.make_room() for the current CPU's buffer."""
+    order: int = 0
+    """The buffers' sub-buffers have 4096 << order bytes."""
 
 
-def pages_for(size: int) -> int:
+def pages_for(size: int, order: int = 0) -> int:
     """Return the number of sub-buffers for a ring of a requested size in bytes.
 
     As in Linux, rounding up a size near 2**64 overflows to the minimum.
-    Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
+    Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.12).
     """
-    return max(MIN_PAGES, ((size + PAGE_DATA_SIZE - 1) & _SIZE_MASK) // PAGE_DATA_SIZE)
+    room = capacity(order)
+    return max(MIN_PAGES, ((size + room - 1) & _SIZE_MASK) // room)
 
 
-def memory_size(nr_pages: int) -> int:
-    """Return the size in bytes of the memory of a ring buffer with `nr_pages` sub-buffers."""
-    return data_start(nr_pages) + (nr_pages + 1) * PAGE_SIZE
+def memory_size(nr_pages: int, order: int = 0) -> int:
+    """Return the size in bytes of the memory of a ring buffer with `nr_pages` sub-buffers, at any address."""
+    page = PAGE_SIZE << order
+    return data_start(nr_pages) + page - PAGE_SIZE + (nr_pages + 1) * page
 
 
-def data_start(nr_pages: int) -> int:
-    """Return the offset of the first sub-buffer in a ring buffer's memory, in bytes."""
+def data_start(nr_pages: int, order: int = 0, address: int = 0) -> int:
+    """Return the offset of the first sub-buffer in a ring buffer's memory at `address`, in bytes."""
+    page = PAGE_SIZE << order
     header = (SLOTS + 2 * nr_pages + 1) * 8
-    return -(-header // PAGE_SIZE) * PAGE_SIZE
+    return -(-(address + header) // page) * page - address

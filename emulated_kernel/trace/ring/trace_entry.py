@@ -117,12 +117,13 @@ class AddressStyle:
         return int.from_bytes(payload[at : at + self.word_size], "little")
 
 
-def print_entry(text: bytes, ip: int, word_size: int = 8) -> bytes:
+def print_entry(text: bytes, ip: int, word_size: int = 8, *, is_exact: bool = False) -> bytes:
     """Return the payload of a PRINT record for `text`, which the function at the address `ip` has written.
 
-    Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1), which reserves space for the text "<faulted>".
+    Unless `is_exact` is set, the record has space for the text "<faulted>" at least.
+    Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1).
     """
-    size = max(len(text), _FAULTED_SIZE) + 2
+    size = max(len(text), 0 if is_exact else _FAULTED_SIZE) + 2
     line = text if text.endswith(b"\n") else text + b"\n"
     return ip.to_bytes(word_size, "little") + line.ljust(size, b"\0")
 

@@ -16,12 +16,12 @@ from emulated_kernel.trace.ring.buffer_page import (
     MAX_DATA_SIZE,
     MAX_SMALL_DATA,
     PADDING,
-    PAGE_DATA_SIZE,
     PAGE_HEADER_SIZE,
     STAMP_MASK,
     TIME_EVENT_SIZE,
     TIME_EXTEND,
     TIME_STAMP,
+    capacity,
     event_size,
 )
 from emulated_kernel.trace.ring.ring_layout import (
@@ -67,6 +67,7 @@ class RingWriter:
 
     __slots__ = (
         "_block",
+        "_capacity",
         "_control",
         "_entries_at",
         "_memory",
@@ -78,23 +79,29 @@ class RingWriter:
         "generation",
         "held",
         "nr_pages",
+        "order",
+        "page_size",
         "place",
     )
 
-    def __init__(self, place: RingMemory, nr_pages: int, *, overwrite: bool = True) -> None:
-        """Format the memory `place` as an empty buffer with `nr_pages` sub-buffers."""
-        self._begin()
+    def __init__(self, place: RingMemory, nr_pages: int, *, overwrite: bool = True, order: int = 0) -> None:
+        """Format the memory `place` as an empty buffer with `nr_pages` sub-buffers of 4096 << order bytes."""
+        self._begin(order)
         self._format(place, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
 
     @classmethod
-    def over(cls, place: RingMemory, nr_pages: int) -> Self:
+    def over(cls, place: RingMemory, nr_pages: int, order: int) -> Self:
         """Return the buffer that the memory `place` already contains."""
         buffer = cls.__new__(cls)
-        buffer._begin()
+        buffer._begin(order)
         buffer._attach(place, nr_pages)
         return buffer
 
-    def _begin(self) -> None:
+    def _begin(self, order: int) -> None:
+        self.order = order
+        self.page_size = PAGE_SIZE << order
+        """Size of a sub-buffer in bytes, with its header."""
+        self._capacity = capacity(order)
         self.generation = 0
         """Number of times that the buffer was emptied or its memory was freed."""
         self.held = 0
@@ -115,6 +122,7 @@ class RingWriter:
         control = self._control
         table = self._table
         control.nr_pages = nr_pages
+        control.order = self.order
         control.flags = flags
         control.base = place.address
         control.reader_page = nr_pages
@@ -125,7 +133,7 @@ class RingWriter:
         control.parked_ptr = self._shift + self._data(0)
 
     def _attach(self, place: RingMemory, nr_pages: int) -> None:
-        memory = place.pages.cast("B")[: memory_size(nr_pages)]
+        memory = place.pages.cast("B")[: memory_size(nr_pages, self.order)]
         self.place = place
         """The memory of the buffer; each resize replaces the object."""
         self._memory = memory
@@ -136,7 +144,7 @@ class RingWriter:
         self._words32 = memory.cast("I")
         self.nr_pages = nr_pages
         """Number of sub-buffers in the ring."""
-        self._start = data_start(nr_pages)
+        self._start = data_start(nr_pages, self.order, place.address)
         self._shift = place.address
         self._entries_at = SLOTS + nr_pages
 
@@ -153,15 +161,15 @@ class RingWriter:
         self._control.aside = value
 
     def _page_word(self, page: int) -> int:
-        return (self._start + page * PAGE_SIZE) >> 3
+        return (self._start + page * self.page_size) >> 3
 
     def _data(self, page: int) -> int:
-        return self._start + page * PAGE_SIZE + PAGE_HEADER_SIZE
+        return self._start + page * self.page_size + PAGE_HEADER_SIZE
 
     def _commit(self, page: int) -> int:
         if page == self._control.tail_page:
             return self._tail()
-        return min(self._table[self._page_word(page) + 1] & COMMIT_MASK, PAGE_DATA_SIZE)
+        return min(self._table[self._page_word(page) + 1] & COMMIT_MASK, self._capacity)
 
     def _page_in(self, slot: int) -> int:
         """Return the number of the sub-buffer in a ring slot.
@@ -182,10 +190,10 @@ class RingWriter:
             and state[_READER_PAGE] <= last
             and state[_HEAD_SLOT] < last
             and state[_TAIL_SLOT] < last
-            and state[_READER_READ] <= PAGE_DATA_SIZE
+            and state[_READER_READ] <= self._capacity
         ):
             tail = (state[_WRITE_PTR] or state[_PARKED_PTR]) - self._shift - self._data(state[_TAIL_PAGE])
-            if 0 <= tail <= PAGE_DATA_SIZE and not tail % 4:
+            if 0 <= tail <= self._capacity and not tail % 4:
                 return state
         self.empty_damaged()
         return _STATE.unpack_from(self._block)
@@ -239,7 +247,7 @@ class RingWriter:
         tail = pointer - self._shift - self._data(page)
         delta = time_stamp - state[_WRITE_STAMP] if tail else 0
         extra = TIME_EVENT_SIZE if delta >> DELTA_BITS else 0
-        if tail + length + extra > PAGE_DATA_SIZE:
+        if tail + length + extra > self._capacity:
             return self._move_tail(state, tail, time_stamp)
         words = self._words
         if not tail:
@@ -297,16 +305,17 @@ class RingWriter:
         count = self.nr_pages
         entries_at = self._entries_at
         page = state[_TAIL_PAGE]
+        capacity_of_page = self._capacity
         tail_entries = state[_TAIL_ENTRIES]
         header = self._page_word(page)
         slot = (state[_TAIL_SLOT] + 1) % count
         # If the tail is the reader page, the ring is empty, so its head page can be written.
         full = slot == state[_HEAD_SLOT] and page != state[_READER_PAGE]
-        room = PAGE_DATA_SIZE - tail
+        room = capacity_of_page - tail
         if room >= TIME_EVENT_SIZE:
             at = (header << 3) + PAGE_HEADER_SIZE + tail
             _TWO_WORDS.pack_into(self._memory, at, PADDING | 1 << 5, room - 4)
-            tail = PAGE_DATA_SIZE
+            tail = capacity_of_page
         elif room:
             self._words32[(header << 1) + (PAGE_HEADER_SIZE + tail >> 2)] = PADDING
         if full and not state[_FLAGS] & _OVERWRITE:
@@ -323,7 +332,7 @@ class RingWriter:
         if full:
             words[_HEAD_SLOT] = (slot + 1) % count
             words[_OVERRUN] = state[_OVERRUN] + table[entries_at + target] & _WORD
-            size -= min(table[next_header + 1] & COMMIT_MASK, PAGE_DATA_SIZE)
+            size -= min(table[next_header + 1] & COMMIT_MASK, capacity_of_page)
         words[_ENTRIES] = state[_ENTRIES] + tail_entries & _WORD
         words[_ENTRIES_BYTES] = size & _WORD
         words[_TAIL_ENTRIES] = 0

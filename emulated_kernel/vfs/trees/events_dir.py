@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import GROUP_FILTER_TEXT
 from emulated_kernel.trace.hist.trigger import hist_records
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
 from emulated_kernel.trace.trace_arrays import Tracing
 from emulated_kernel.vfs.core.kstrtox import switch
@@ -40,8 +42,17 @@ def events_directory(tracing: Tracing) -> Directory:
         {
             "enable": _enable(events, events.switchable),
             "header_event": AttributeFile(READ_ONLY, header_event_text),
-            "header_page": AttributeFile(READ_ONLY, header_page_text),
+            "header_page": AttributeFile(READ_ONLY, partial(_header_page, tracing.array)),
         },
+    )
+
+
+def _header_page(array: TraceArray) -> str:
+    interface = array.system.interface
+    return header_page_text(
+        array.order,
+        "char" if InterfaceRule.HEADER_CHAR_OVERWRITE in interface else "int",
+        signed_char=InterfaceRule.CHAR_UNSIGNED not in interface,
     )
 
 

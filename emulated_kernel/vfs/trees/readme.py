@@ -33,6 +33,9 @@ _LINES = {
         "  show_event_filters      - the filters of all events\n"
         "  show_event_triggers     - the triggers of all events\n"
     ),
+    InterfaceRule.SUBBUF_SIZE: (
+        "  buffer_subbuf_size_kb   - size of a buffer's pages, 4 to 512; changing it removes the records\n"
+    ),
     InterfaceRule.FUNCTION_FILES: (
         "  available_filter_functions_addrs - the same with the address of each function's call\n"
         "  touched_functions       - functions that are or were traced\n"
@@ -131,7 +134,7 @@ tracing: the files of this directory.
   timestamp_mode          - how the buffer stores timestamps
   tracing_cpumask         - the CPUs whose events are recorded
   buffer_size_kb          - size of each CPU's buffer
-  buffer_total_size_kb    - size of the buffers of all CPUs together
+{lines[InterfaceRule.SUBBUF_SIZE]}  buffer_total_size_kb    - size of the buffers of all CPUs together
   buffer_percent          - percentage of a CPU's buffer that is filled before readers are woken
   saved_cmdlines          - names of the tasks that were traced; saved_cmdlines_size says how many
   saved_tgids             - their thread groups, with option record-tgid

@@ -70,14 +70,14 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
     """
     array = tracing.array
     return {
-        **_buffer_files(array),
+        **_buffer_files(tracing),
         **_control_files(array),
         "error_log": CommandFile(
             READ_WRITE, listing(tracing.errors.records), execute=len, truncate=tracing.errors.clear
         ),
         "events": events_directory(tracing),
         "options": _options_directory(array.options, instance=instance),
-        "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(array, cpu) for cpu in range(array.cpus)}),
+        "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(tracing, cpu) for cpu in range(array.cpus)}),
         "set_event": SteppedFile(
             READ_WRITE,
             listing(tracing.events.records),
@@ -201,18 +201,31 @@ def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> F
     )
 
 
-def _buffer_files(array: TraceArray) -> dict[str, Node]:
+def _buffer_files(tracing: Tracing) -> dict[str, Node]:
+    array = tracing.array
     return {
         "buffer_percent": number_file(lambda: array.buffer_percent, array.set_buffer_percent, Moves.BY_ONE),
         "buffer_size_kb": _buffer_size(array, None),
         "buffer_total_size_kb": AttributeFile(READ_ONLY, array.buffer_total_size_text),
+        **_subbuf_file(array),
         "free_buffer": LastCloseFile(OWNER_WRITE_ONLY, array.free_buffer),
-        "snapshot": _snapshot(array, None),
+        "snapshot": _snapshot(tracing, None),
         "trace": _TraceFile(array, None),
         "trace_marker": MarkerFile(WRITE_ONLY, None, execute=array.write_marker),
         "trace_marker_raw": RawMarkerFile(WRITE_ONLY, None, execute=array.write_raw_marker),
         "trace_pipe": PipeFile(READ_ONLY, lambda: TracePipe(array)),
     }
+
+
+def _subbuf_file(array: TraceArray) -> dict[str, Node]:
+    """Return the file with the size of sub-buffers, if the kernel has it.
+
+    Mirrors: kernel/trace/trace.c:buffer_subbuf_size_read, buffer_subbuf_size_write (v6.12).
+    """
+    if InterfaceRule.SUBBUF_SIZE not in array.system.interface:
+        return {}
+    size = number_file(lambda: PAGE_SIZE << array.order >> 10, array.set_subbuf_size, Moves.BY_ONE)
+    return {"buffer_subbuf_size_kb": size}
 
 
 def _control_files(array: TraceArray) -> dict[str, Node]:
@@ -243,12 +256,13 @@ def _control_files(array: TraceArray) -> dict[str, Node]:
     }
 
 
-def _per_cpu(array: TraceArray, cpu: int) -> Directory:
+def _per_cpu(tracing: Tracing, cpu: int) -> Directory:
+    array = tracing.array
     return Directory(
         DIRECTORY,
         {
             "buffer_size_kb": _buffer_size(array, cpu),
-            "snapshot": _snapshot(array, cpu),
+            "snapshot": _snapshot(tracing, cpu),
             "snapshot_raw": _RawFile(array, cpu, snapshot=True),
             "stats": AttributeFile(READ_ONLY, show=lambda: array.stats_text(cpu)),
             "trace": _TraceFile(array, cpu),
@@ -374,8 +388,11 @@ class _RawFile(PipeFile):
         super().__init__(READ_ONLY, lambda: RawPipe(array, cpu, snapshot=snapshot))
 
 
-def _snapshot(array: TraceArray, cpu: int | None) -> File:
+def _snapshot(tracing: Tracing, cpu: int | None) -> File:
+    array = tracing.array
+
     def execute(data: bytes) -> int:
+        tracing.events.expand()
         array.snapshot.write(kstrtoul(data), cpu)
         return len(data)
 

@@ -141,8 +141,8 @@ class _PersistentReader:
 
     def past(self, place: ArrayPlace, found: LastRecords) -> PreviousBootRecords:
         pairs = [self._buffers(place, cpu, found) for cpu in range(self._cpus)]
-        own = [pair[0] for pair in pairs]
-        aside = [pair[1] for pair in pairs]
+        own = _same_order([pair[0] for pair in pairs], place, found)
+        aside = _same_order([pair[1] for pair in pairs], place, found)
         return PreviousBootRecords(own, aside, place.has_snapshot, place.time_start)
 
     def _buffers(self, place: ArrayPlace, cpu: int, found: LastRecords) -> tuple[RingBuffer, RingBuffer]:
@@ -173,8 +173,21 @@ class _PersistentReader:
         return own[0] if own else _empty(), aside[0] if aside else _empty()
 
 
-def _empty() -> RingBuffer:
-    return RingBuffer(RingMemory(memoryview(bytearray(memory_size(MIN_PAGES)))), MIN_PAGES)
+def _empty(order: int = 0) -> RingBuffer:
+    memory = memoryview(bytearray(memory_size(MIN_PAGES, order)))
+    return RingBuffer(RingMemory(memory), MIN_PAGES, order=order)
+
+
+def _same_order(buffers: list[RingBuffer], place: ArrayPlace, found: LastRecords) -> list[RingBuffer]:
+    """Replace buffers whose sub-buffers have another size than those with most records.
+
+    The sub-buffers of a trace array have one size, which guest code relies on.
+    """
+    order = max(buffers, key=len).order
+    lost = sum(len(buffer) for buffer in buffers if buffer.order != order)
+    if lost:
+        found.damage.append(f"{place.name or 'tracing'}: {lost} records on pages of another size")
+    return [buffer if buffer.order == order else _empty(order) for buffer in buffers]
 
 
 def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:

@@ -5,7 +5,9 @@ KPROBEFS_DEBIAN=META[/SUITE] has tests and commands use another one, as linux-im
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -29,7 +31,10 @@ SEED = 1
 
 @cache
 def _ensure(path: Path) -> Path:
-    ensure_cached(str(path), SEED, lambda _done, _total: None)
+    """Boot a kernel into the cache, unless another worker does so now or has done so."""
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ensure_cached(str(path), SEED, lambda _done, _total: None)
     return path
 
 
@@ -76,10 +81,33 @@ def with_kernel(meta: str = META, suite: str = SUITE) -> tuple[LinuxTasks, Linux
         return started_with_kernel(str(path), SEED)
 
 
+class _KeptModules(ModuleFiles):
+    """Module files that stay on this machine: unpacking a package up to a module takes seconds."""
+
+    def __init__(self, package: Path, release: str) -> None:
+        super().__init__(package, release)
+        self._kept = lasting_cache("modules") / package.name
+
+    def read(self, name: str) -> list[tuple[str, bytes]]:
+        if "/" in name:
+            return super().read(name)
+        kept = self._kept / name
+        if kept.exists():
+            found: list[tuple[str, bytes]] = pickle.loads(kept.read_bytes())
+            return found
+        found = super().read(name)
+        self._kept.mkdir(parents=True, exist_ok=True)
+        # Another worker may read the same module.
+        new = kept.with_name(f"{name}.{os.getpid()}")
+        new.write_bytes(pickle.dumps(found))
+        new.replace(kept)
+        return found
+
+
 @cache
 def modules(release: str, meta: str = META, suite: str = SUITE) -> ModuleFiles:
     """Return the module files of the kernel's package; all tests share the object."""
-    return ModuleFiles(image(meta, suite), release)
+    return _KeptModules(image(meta, suite), release)
 
 
 def mount(

@@ -48,7 +48,7 @@ RISCV_MODES = {
 DEFAULT_MODE = "ftrace"
 """Name of the mode that a mount has without --profile."""
 if IS_RISCV:
-    MODES, DEFAULT_MODE = RISCV_MODES, "optimized"
+    MODES, DEFAULT_MODE, PLAIN = RISCV_MODES, "optimized", RISCV_MODES["stepped"]
 
 
 @cache

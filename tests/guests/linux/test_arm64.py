@@ -199,6 +199,23 @@ def test_its_function_tracer(mount: Mount) -> None:
     write(mount, client, "/tracing/set_ftrace_filter", b"\n")
 
 
+def test_the_same_requests_give_the_same_trace(image: Path) -> None:
+    """Time passes with readings of the counter alone, which the seed determines."""
+    shown = []
+    for _ in range(2):
+        served = native_mount(started(str(image), SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+        write(served, Client(5005, 0, 0), "/kprobe_events", b"p:opens do_sys_openat2 name=+0(%x1):ustring\n")
+        write(served, Client(5005, 0, 0), "/tracing/events/kprobes/opens/enable", b"1\n")
+        write(served, Client(5005, 0, 0), "/tracing/events/sched/sched_switch/enable", b"1\n")
+        for pid in (5006, 5007):
+            served.release(served.create(Client(pid, 0, 0), "/scratch/made", 0o644, os.O_WRONLY))
+        write(served, Client(5005, 0, 0), "/tracing/tracing_on", b"0\n")
+        shown.append(read(served, Client(5005, 0, 0), "/tracing/trace"))
+        served.close()
+    assert shown[0].count(b"opens: ") == 4
+    assert shown[0] == shown[1]
+
+
 def test_a_core_of_the_machine(mount: Mount) -> None:
     """The core is of an arm64 machine, and the kernel's text is in it at its address."""
     client = Client(5004, 0, 0)

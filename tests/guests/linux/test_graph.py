@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -222,12 +222,17 @@ def test_a_change_of_a_setting_writes_few_places_of_the_text() -> None:
     syscalls = LinuxSyscalls(guest.tasks)
     text = guest.machine.text
     poke_batch = text.poke_batch
+    restore_batch = text.restore_batch
     written: set[int] = set()
 
     def count(pokes: Iterable[tuple[int, bytes]]) -> None:
         pokes = list(pokes)
         written.update(va for va, _ in pokes)
         poke_batch(pokes)
+
+    def count_restored(places: Sequence[int], size: int) -> None:
+        written.update(places)
+        restore_batch(places, size)
 
     def depths_of(name: str) -> list[int]:
         """Levels at which an open and a close show the calls of a function; in guest code from the second."""
@@ -243,6 +248,7 @@ def test_a_change_of_a_setting_writes_few_places_of_the_text() -> None:
     assert sites > 300
     assert depths_of("vfs_open") == [1] * 3
     text.poke_batch = count  # type: ignore[method-assign]
+    text.restore_batch = count_restored  # type: ignore[method-assign]
     for file, word, expected in (
         ("set_graph_function", "do_sys_openat2", [1] * 3),
         ("set_graph_notrace", "vfs_open", []),

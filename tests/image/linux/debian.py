@@ -17,6 +17,8 @@ _LIMIT = 400 << 20
 _SECONDS = 60
 """A fetch may take; less than a test may, so that a slow network skips and fails nothing."""
 _LISTS = "lists"
+_APT_LISTS = Path("/var/lib/apt/lists")
+"""apt's lists of packages; each update of them changes the directory."""
 _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 META_PACKAGES = ("linux-image-cloud-amd64", "linux-image-amd64")
 
@@ -101,8 +103,17 @@ def _directory() -> Path:
 
 def _depends(meta: str, options: tuple[str, ...], begin: str = "linux-image-") -> str | None:
     """linux-image-6.1.0-50-cloud-amd64 for linux-image-cloud-amd64."""
+    words = [line.split() for line in _asked(meta, options).splitlines()]
+    return next((each[1] for each in words if each[0] == "Depends:" and each[1].startswith(begin)), None)
+
+
+def _asked(meta: str, options: tuple[str, ...]) -> str:
+    """Return apt's answer, which takes a second of CPU, and is kept until the lists of apt change."""
+    kept = _directory() / "depends" / meta
+    if not options and kept.exists() and kept.stat().st_mtime_ns > _APT_LISTS.stat().st_mtime_ns:
+        return kept.read_text()
     if not shutil.which("apt-cache"):
-        return None
+        return ""
     asked = subprocess.run(
         ("apt-cache", *options, "depends", meta),
         capture_output=True,
@@ -110,8 +121,12 @@ def _depends(meta: str, options: tuple[str, ...], begin: str = "linux-image-") -
         timeout=_SECONDS,
         check=False,
     )
-    words = [line.split() for line in asked.stdout.splitlines() if line.strip().startswith("Depends:")]
-    return next((each[1] for each in words if each[1].startswith(begin)), None)
+    if not options and not asked.returncode and _APT_LISTS.exists():
+        kept.parent.mkdir(exist_ok=True)
+        new = kept.with_name(f"{meta}.{os.getpid()}")
+        new.write_text(asked.stdout)
+        new.replace(kept)
+    return asked.stdout
 
 
 def _fetched(directory: Path, name: str, options: tuple[str, ...]) -> Path | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import pytest
@@ -42,7 +42,7 @@ def sample(places: Sequence[Where], size: int, is_one: Callable[[Where], bool]) 
 
 def optimizable(proof: Proof, size: int) -> Iterator[Where]:
     """A sample of the places for jumps."""
-    return sample(list(instructions(proof.probed)), size, lambda place: is_optimizable(proof.probed, place))
+    return sample(instructions(proof.probed), size, lambda place: is_optimizable(proof.probed, place))
 
 
 def sites(proof: Proof, size: int) -> Iterator[Where]:
@@ -92,7 +92,7 @@ def test_where_linux_refuses(arch: str, save_regs: str | None) -> None:
         def is_one(place: Where) -> bool:
             return is_optimizable(probed, place) and bool(probed.region(place[2]).tactics)
 
-        check(proof, sample(list(instructions(probed)), COMPILED_SAMPLE * 2, is_one))
+        check(proof, sample(instructions(probed), COMPILED_SAMPLE * 2, is_one))
         assert proof.problems == []
         assert proof.runs > COMPILED_SAMPLE * 200
         assert kernel.machine.text.ledger == {}
@@ -150,7 +150,7 @@ def returns(proof: Proof) -> Iterator[Where]:
     def is_one(place: Where) -> bool:
         return read(place[2], 1) == b"\xc3" and is_optimizable(probed, place)
 
-    return sample(list(instructions(probed)), 1, is_one)
+    return sample(instructions(probed), 1, is_one)
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
@@ -175,9 +175,12 @@ def test_fentry_sites(arch: str, save_regs: str) -> None:
         assert kernel.machine.text.ledger == {}
 
 
-def replace_all_at_once(poker: TextPoker, insns: Mapping[int, bytes]) -> None:
+def replace_all_at_once(
+    poker: TextPoker, insns: Mapping[int, bytes], restored: Collection[int] = (), size: int = 0
+) -> None:
     """All bytes of the instructions with no breakpoint before."""
     poker._text.poke_batch(insns.items())
+    poker._text.restore_batch([*restored], size)
     poker._text.sync()
 
 
@@ -189,7 +192,7 @@ def longer(proof: Proof, size: int) -> Iterator[Where]:
     def is_one(place: Where) -> bool:
         return insn_length(arch, read(place[2], 16)) > 1 and is_optimizable(probed, place)
 
-    return sample(list(instructions(probed)), size, is_one)
+    return sample(instructions(probed), size, is_one)
 
 
 def finds(proof: Proof, places: Iterable[Where], *problems: str) -> bool:

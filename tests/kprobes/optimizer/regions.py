@@ -15,6 +15,7 @@ from iced_x86 import RflagsBits
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.riscv.insn import RiscvOpcode, decode_all
 from emulated_kernel.arch.x86.insn import iced_decoder
+from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.util.abi import Vector
@@ -47,6 +48,12 @@ State = Any
 
 Live = Callable[[int | None], LiveRegisters]
 """Function: address of an exit, or None for a return -> registers that must be the same with the probe."""
+
+Place = tuple[str, int, int]
+"""A symbol, an offset in it, and their address."""
+
+_INSTRUCTIONS: dict[object, Sequence[Place]] = {}
+"""Tables of an image -> its instructions, which dozens of tests need."""
 
 Pieces = Sequence[tuple[int, bytes]]
 """Addresses and the bytes at them."""
@@ -365,9 +372,17 @@ def is_optimizable(probed: Probed, place: tuple[str, int, int]) -> bool:
     )
 
 
-def instructions(probed: Probed) -> Iterator[tuple[str, int, int]]:
-    """Yield (symbol, offset, address) of each instruction that can be probed, except fentry sites."""
-    kernel = probed.kernel
+def instructions(probed: Probed) -> Sequence[Place]:
+    """Return (symbol, offset, address) of each instruction that can be probed, except fentry sites."""
+    image = probed.kernel.image
+    # A prebuilt image is loaded once by all tests, and nothing changes its tables.
+    key = probed.kernel.arch.name, frozenset(image.blacklist), frozenset(image.mcount)
+    if key not in _INSTRUCTIONS:
+        _INSTRUCTIONS[key] = tuple(_find_instructions(probed.kernel))
+    return _INSTRUCTIONS[key]
+
+
+def _find_instructions(kernel: Kernel) -> Iterator[Place]:
     image = kernel.image
     end = image.text_ranges[0].end
     seen = set()

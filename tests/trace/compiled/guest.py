@@ -153,26 +153,27 @@ class RingRecorder(Recorder):
     number: int
     saves_comm: bool = True
     overwrite: bool = True
+    order: int = 0
     compilable: bool = True
     saved: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.host_ring = RingBuffer(
-            RingMemory(memoryview(bytearray(memory_size(2)))), 2, overwrite=self.overwrite
-        )
+        size = memory_size(2, self.order)
+        place = RingMemory(memoryview(bytearray(size)))
+        self.host_ring = RingBuffer(place, 2, overwrite=self.overwrite, order=self.order)
         memory = self.guest.memory
         target = self.guest.target
         pages_at = target.pages + self.number * 0x100000
         control_at = _CONTROLS + self.number * ring_layout.CONTROL_SIZE
-        pages = memoryview(memory.map(pages_at, memory_size(2)))
+        pages = memoryview(memory.map(pages_at, size))
         control = memoryview(memory.map(target.per_cpu + control_at, ring_layout.CONTROL_SIZE))
         place = RingMemory(pages, pages_at, control, control_at)
-        self.guest_ring = RingBuffer(place, 2, overwrite=self.overwrite)
+        self.guest_ring = RingBuffer(place, 2, overwrite=self.overwrite, order=self.order)
 
     def target(self) -> RecordTarget | None:
         if not self.compilable:
             return None
-        return RecordTarget(self.guest_ring.place.control_at, self.saves_comm, self._make_room)
+        return RecordTarget(self.guest_ring.place.control_at, self.saves_comm, self._make_room, self.order)
 
     def _make_room(self) -> bool:
         request = self.guest.memory.read(self.guest.target.per_cpu + self.guest.places.event_time, 16)
@@ -206,11 +207,14 @@ class RingRecorder(Recorder):
         """Check that both ring buffers contain the same bytes."""
         assert list(self.guest_ring) == list(self.host_ring)
         assert self.guest_ring.stats() == self.host_ring.stats()
-        start = ring_layout.data_start(2)
-        mine, its = (ring.place.pages[start:].tobytes() for ring in (self.guest_ring, self.host_ring))
-        for page in range(3):
+        rings = (self.guest_ring, self.host_ring)
+        mine, its = (
+            ring.place.pages[ring_layout.data_start(2, self.order, ring.place.address) :].tobytes()
+            for ring in rings
+        )
+        for at in range(0, 3 * self.host_ring.page_size, self.host_ring.page_size):
             # A commit word is stale while the page is written.
-            assert mine[page * 4096 : page * 4096 + 8] == its[page * 4096 : page * 4096 + 8]
+            assert mine[at : at + 8] == its[at : at + 8]
         mine_read, its_read = (list(iter(ring.read_page, None)) for ring in (self.guest_ring, self.host_ring))
         assert mine_read == its_read
 

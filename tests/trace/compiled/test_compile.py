@@ -68,19 +68,19 @@ def set_filter(kernel: Kernel, event: KprobeTraceEvent, recorder: RingRecorder, 
 
 
 FILLING = [
-    (args, overwrite, list(TARGETS)[(i + overwrite + k) % len(TARGETS)])
+    (args, overwrite, order, list(TARGETS)[(i + overwrite + order + k) % len(TARGETS)])
     for i, args in enumerate(("", "%di:u8", "+0(%di):x64[20]", "+0(%di):string", '\\"12345" $comm'))
-    for overwrite in (True, False)
+    for overwrite, order in ((True, 0), (False, 0), (True, 1))
     for k in range(len(TARGETS))
 ]
 """Each with one architecture first."""
 
 
-@pytest.mark.parametrize(("args", "overwrite", "arch"), share(FILLING, 0, len(TARGETS)))
-def test_pages_fill_up(args: str, overwrite: bool, arch: str) -> None:
+@pytest.mark.parametrize(("args", "overwrite", "order", "arch"), share(FILLING, 0, len(TARGETS)))
+def test_pages_fill_up(args: str, overwrite: bool, order: int, arch: str) -> None:
     _, event = defined(args, arch)
     guest = Guest(arch=arch)
-    recorder = RingRecorder(guest, 0, overwrite=overwrite)
+    recorder = RingRecorder(guest, 0, overwrite=overwrite, order=order)
     event.enable(recorder)
     guest.regs.di = guest.target.kernel
     guest.memory.write(guest.target.kernel, b"x" * 100)

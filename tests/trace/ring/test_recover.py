@@ -89,9 +89,10 @@ def found(image: tuple[bytes, bytes]) -> RecoveredBuffer:
     return result
 
 
-def buffer(pages: int, *, overwrite: bool = True) -> Watched:
-    place = RingMemory(memoryview(bytearray(memory_size(pages))), BASE, memoryview(bytearray(CONTROL_SIZE)))
-    ring = Watched(place, pages, overwrite=overwrite)
+def buffer(pages: int, *, overwrite: bool = True, order: int = 0) -> Watched:
+    memory = memoryview(bytearray(memory_size(pages, order)))
+    place = RingMemory(memory, BASE, memoryview(bytearray(CONTROL_SIZE)))
+    ring = Watched(place, pages, overwrite=overwrite, order=order)
     ring.images, ring.images_of = [], place
     return ring
 
@@ -127,7 +128,8 @@ def check(result: RecoveredBuffer, before: Events, after: Events) -> None:
     assert len(result.buffer) == result.buffer.stats().entries == len(held)
     assert result.buffer.stats().size >= sum(len(payload) for _, payload in held)
     # It goes on from there.
-    result.buffer.resize(RingMemory(memoryview(bytearray(memory_size(4)))), 4)
+    memory = memoryview(bytearray(memory_size(4, result.buffer.order)))
+    result.buffer.resize(RingMemory(memory), 4)
     assert list(result.buffer) == held
     if held:
         assert result.buffer.consume() == (*held[0], 0)
@@ -137,7 +139,7 @@ def check(result: RecoveredBuffer, before: Events, after: Events) -> None:
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("seed", range(fewer(12, 6)))
 def test_an_end_between_any_two_stores(seed: int, overwrite: bool) -> None:
-    ring = buffer(3, overwrite=overwrite)
+    ring = buffer(3, overwrite=overwrite, order=seed % 3 // 2)
     steps(ring, seed)
 
 

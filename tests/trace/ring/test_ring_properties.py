@@ -31,9 +31,11 @@ class RingMachine(RuleBasedStateMachine):
         self.number = 0
         self.accepted = self.consumed = self.dropped = self.cleared_overrun = self.reported = 0
 
-    @initialize(pages=st.integers(2, 4), overwrite=st.booleans())
-    def make(self, pages: int, overwrite: bool) -> None:
-        self.ring = RingBuffer(ring_layout.RingMemory(self.allocate(pages)), pages, overwrite=overwrite)
+    @initialize(pages=st.integers(2, 4), overwrite=st.booleans(), order=st.sampled_from([0, 0, 1]))
+    def make(self, pages: int, overwrite: bool, order: int) -> None:
+        self.order = order
+        place = ring_layout.RingMemory(self.allocate(pages))
+        self.ring = RingBuffer(place, pages, overwrite=overwrite, order=order)
 
     def unread_bytes(self) -> int:
         """Bytes of events and padding on pages that aren't read, told from the memory alone."""
@@ -41,7 +43,7 @@ class RingMachine(RuleBasedStateMachine):
         pages, reader = control.nr_pages, control.reader_page
 
         def commit(page: int) -> int:
-            data = ring_layout.data_start(pages) + page * 4096
+            data = ring_layout.data_start(pages, self.order) + page * (4096 << self.order)
             if page == control.tail_page:
                 return (control.write_ptr or control.parked_ptr) - data - 16
             return words[data // 8 + 1]
@@ -56,7 +58,7 @@ class RingMachine(RuleBasedStateMachine):
         return size
 
     def allocate(self, pages: int) -> memoryview:
-        self.memory = memoryview(bytearray(memory_size(pages)))
+        self.memory = memoryview(bytearray(memory_size(pages, self.order)))
         return self.memory
 
     def forget_overwritten(self) -> None:

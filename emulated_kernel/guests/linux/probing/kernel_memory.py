@@ -16,6 +16,8 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _ENTRIES = 512
 _WORD = (1 << 64) - 1
+_MAX_RUN = 16 * PAGE_SIZE
+"""Maximum size in bytes of contiguous pages that are given back at once; the host maps so many at a fault."""
 
 
 def kernel_ranges(memory: LinuxMemory, tables: PageTables) -> Iterator[MappedRange]:
@@ -202,22 +204,35 @@ class KernelMemory(GuestMemory):
 
         Hazard: giving back a page that differs from the file would lose its content, so the page is restored.
         """
+        run = range(0)
+        for pa in sorted(map(self.translate, pages)):
+            if pa != run.stop or len(run) == _MAX_RUN:
+                self._give_back_run(run)
+                run = range(pa, pa)
+            run = range(run.start, pa + PAGE_SIZE)
+        self._give_back_run(run)
+
+    def _give_back_run(self, run: range) -> None:
+        if not run:
+            return
         ram = self.ram
-        for pa in map(self.translate, pages):
-            now = ram[pa : pa + PAGE_SIZE]
-            is_same = False
-            try:
-                # Locked memory is not given back.
-                with suppress(OSError):
-                    ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
-                is_same = ram[pa : pa + PAGE_SIZE] == now
-            finally:
-                if not is_same:
-                    ram[pa : pa + PAGE_SIZE] = now
-            if is_same:
-                # Comparing has mapped the file's page; unmap it until the guest uses it.
-                with suppress(OSError):
-                    ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
+        now = ram[run.start : run.stop]
+        is_same = False
+        try:
+            # Locked memory is not given back.
+            with suppress(OSError):
+                ram.madvise(mmap.MADV_DONTNEED, run.start, len(run))
+            is_same = ram[run.start : run.stop] == now
+        finally:
+            if not is_same:
+                ram[run.start : run.stop] = now
+        if is_same:
+            # Comparing has mapped the file's pages; unmap them until the guest uses them.
+            with suppress(OSError):
+                ram.madvise(mmap.MADV_DONTNEED, run.start, len(run))
+        elif len(run) > PAGE_SIZE:
+            for pa in range(run.start, run.stop, PAGE_SIZE):
+                self._give_back_run(range(pa, pa + PAGE_SIZE))
 
     def view(self, va: int, size: int) -> memoryview:
         start = self._contiguous(va, size, self._memory.is_writable)
