@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MARKER = "architectures"
 KERNELS_MARKER = "kernels"
 KERNELS_ARCH = "x86_64"
-"""Architecture of a kernel that the marker `kernels` names by its version only."""
+"""Architecture of the kernels that the marker `kernels` finds, unless a version names another one."""
 END_TIMEOUT = 20.0
 """Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
@@ -34,8 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers `architectures` and `kernels`."""
     config.addinivalue_line(
         "markers",
-        f"{KERNELS_MARKER}(*versions): run the test on each of these kernels, such as 6.1 or riscv64:6.12, "
-        "that is at hand",
+        f"{KERNELS_MARKER}(*versions): run the test on each of these kernels, such as 6.1, that is at hand",
     )
     config.addinivalue_line(
         "markers",
@@ -68,28 +67,19 @@ def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> 
     """Return the reason why the versions in the marker `kernels` do not fit the test; "" if they do."""
     if not versions:
         return "no version given"
-    from kprobefs.common.kernel_packages import ARCHITECTURES as known
-
-    archs = set()
     for version in versions:
         # The number 6.10 is 6.1.
         if not isinstance(version, str):
             return f'{version!r} is not a string; write a version as "6.1"'
-        archs.add(_split(version)[0])
-    if unknown := sorted(archs - set(known)):
-        return f"no architecture: {unknown}; there are {', '.join(known)}"
     if "kprobefs_image" not in metafunc.fixturenames:
         return "the test uses no mount of kprobefs"
     marker = metafunc.definition.get_closest_marker(MARKER)
-    if marker is not None and set(marker.args) != archs:
-        return f"the versions are for {', '.join(sorted(archs))}; leave the marker {MARKER} out"
+    if marker is not None and set(marker.args) != {KERNELS_ARCH}:
+        return (
+            f"a distribution's kernel has its own architecture; leave the marker {MARKER} out, "
+            'or name kernels of others as in "riscv64:6.12"'
+        )
     return ""
-
-
-def _split(version: str) -> tuple[str, str]:
-    """Return the architecture and the version of an argument of the marker `kernels`."""
-    arch, _, number = version.rpartition(":")
-    return arch or KERNELS_ARCH, number
 
 
 @pytest.fixture
@@ -112,9 +102,9 @@ def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
     from kprobefs.common.errors import CliError
     from kprobefs.common.kernel_packages import KERNELS, find
 
-    arch, version = _split(str(wanted))
+    arch, _, version = str(wanted).rpartition(":")
     try:
-        found = find(version, arch)
+        found = find(version, arch or KERNELS_ARCH)
     except CliError as error:
         pytest.fail(f"{wanted}: {error}", pytrace=False)
     if found is None:
