@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,12 +53,27 @@ def needs(program: str) -> pytest.MarkDecorator:
 def built(name: str, to: Path, *options: str) -> Path:
     """Compile a C source into the directory `to`, and return the program's path; skip without a compiler."""
     program = to / f"{name}{'-static' if '-static' in options else ''}"
+    compiled = _compiled(name, options)
+    if isinstance(compiled, str):
+        pytest.skip(compiled)
+    program.write_bytes(compiled)
+    program.chmod(0o755)
+    return program
+
+
+@cache
+def _compiled(name: str, options: tuple[str, ...]) -> bytes | str:
+    """Return the program, which several tests copy, or the reason why there is none."""
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("cc isn't installed")
-    done = subprocess.run(
-        [compiler, "-O2", "-o", program, *options, SOURCES / f"{name}.c"], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"{name}.c can't be built: {done.stderr.decode().splitlines()[-1]}")
-    return program
+        return "cc isn't installed"
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory, name)
+        done = subprocess.run(
+            [compiler, "-O2", "-o", program, *options, SOURCES / f"{name}.c"],
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            return f"{name}.c can't be built: {done.stderr.decode().splitlines()[-1]}"
+        return program.read_bytes()

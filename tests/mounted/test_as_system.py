@@ -232,7 +232,8 @@ class TestHostOutOfReach:
         told = tmp_path / "told"
         left = tmp_path / "left.sh"
         left.write_text(
-            f"exec > {told}.part 2>&1; sleep 3\n"
+            f"exec > {told}.part 2>&1\n"
+            "until ls /sys/kernel/tracing 2>&1 | grep -q 'not connected'; do sleep 0.1; done\n"
             "ls -A /sys/kernel/tracing; mkdir /sys/kernel/tracing/x; ls /sys/kernel/debug\n"
             f"mv {told}.part {told}\n"
         )

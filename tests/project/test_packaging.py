@@ -157,21 +157,23 @@ VARIABLES = {
 }
 
 
-@pytest.mark.parametrize("name", ["kprobefs", "mount.fuse.kprobefs"])
-@pytest.mark.parametrize("variable", VARIABLES)
-def test_no_variable_of_python_changes_what_it_does(
-    variable: str, name: str, venv: Path, tmp_path: Path
-) -> None:
-    for module in ("signal.py", "sitecustomize.py", "usercustomize.py", "kprobefs.py"):
-        (tmp_path / module).write_text(EVIL)
-    own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "LC_ALL": "C.UTF-8"}
-    asked = [venv / "bin" / name, *({"kprobefs": ["status", "--no-such-option"]}.get(name, []))]
+class Program:
+    """An installed program, started among modules that must not run."""
 
-    def answer(environment: dict[str, str]) -> tuple[int, str, str]:
+    def __init__(self, name: str, venv: Path, directory: Path) -> None:
+        for module in ("signal.py", "sitecustomize.py", "usercustomize.py", "kprobefs.py"):
+            (directory / module).write_text(EVIL)
+        self._command = [venv / "bin" / name, *({"kprobefs": ["status", "--no-such-option"]}.get(name, []))]
+        self._directory = directory
+        self.plain = self.answer({})
+        """Its answer without a variable of Python."""
+
+    def answer(self, variables: dict[str, str]) -> tuple[int, str, str]:
+        own = {"PATH": os.environ["PATH"], "HOME": str(self._directory), "LC_ALL": "C.UTF-8"}
         done = subprocess.run(
-            asked,
-            env=environment,
-            cwd=tmp_path,
+            self._command,
+            env=own | {name: value.format(evil=self._directory) for name, value in variables.items()},
+            cwd=self._directory,
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -179,9 +181,16 @@ def test_no_variable_of_python_changes_what_it_does(
         )
         return done.returncode, done.stdout, done.stderr
 
-    expected = answer(own)
-    assert expected[2].count("\n") == 1
-    assert answer({**own, variable: VARIABLES[variable].format(evil=tmp_path)}) == expected
+
+@pytest.fixture(scope="module", params=["kprobefs", "mount.fuse.kprobefs"])
+def program(request: pytest.FixtureRequest, venv: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    return Program(request.param, venv, tmp_path_factory.mktemp("evil"))
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_no_variable_of_python_changes_what_it_does(variable: str, program: Program) -> None:
+    assert program.plain[2].count("\n") == 1
+    assert program.answer({variable: VARIABLES[variable]}) == program.plain
 
 
 def test_a_command_of_run_has_its_variables_of_python(venv: Path) -> None:

@@ -55,7 +55,7 @@ RESERVED_NAMES = frozenset(
         "__probe_func",
     }
 )
-_RULES_BY_FUNCTION = (InterfaceRule.BTF_ARGS, InterfaceRule.META_ARGS, InterfaceRule.ENTRY_ARGS)
+_RULES_BY_FUNCTION = frozenset({InterfaceRule.BTF_ARGS, InterfaceRule.META_ARGS, InterfaceRule.ENTRY_ARGS})
 """Rules under which the same text can mean different arguments for different functions."""
 _ARRAY_STORES = frozenset({FetchOp.ST_MEM, FetchOp.ST_STRING, FetchOp.ST_USTRING})
 _NumberParser = Callable[[str, int, int], int]
@@ -165,7 +165,7 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
     interface = context.interface
-    if context.on_event or any(rule in interface for rule in _RULES_BY_FUNCTION):
+    if context.on_event or not interface.rules.isdisjoint(_RULES_BY_FUNCTION):
         return _parse_args(words, context)
     kind = (context.on_return, context.on_entry, context.in_kernel, context.in_fprobe)
     with suppress(KernelError):

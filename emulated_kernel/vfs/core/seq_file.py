@@ -135,8 +135,8 @@ def single(show: Callable[[], str]) -> Records:
 class WrittenList(Protocol):
     """Interface of a list that a file shows, to which a write adds entries, and which O_TRUNC clears."""
 
-    def records(self) -> Iterable[str]:
-        """Return the lines that the file shows: one for each entry of the list, with its newline."""
+    def records_from(self, start: int) -> Iterable[str]:
+        """Return the lines that the file shows from line `start` on: one for each entry of the list."""
 
     def write(self, data: bytes) -> int:
         """Execute one write, and return the number of bytes taken. Raises: KernelError."""
