@@ -51,11 +51,13 @@ def files(mount: Mount, batches: int, size: int) -> tuple[float, ...]:
     return tuple(rounds(path, size) for _ in range(batches))
 
 
-def hit(mount: Mount, batches: int) -> tuple[float, ...]:
+def hit(mount: Mount, batches: int, *, is_optimized: bool) -> tuple[float, ...]:
     """Return the microseconds of a hit in the comparison function of sort(), as a mean for each batch."""
+    switch = mount.path / "sysctl/debug/kprobes-optimization"
+    switch.write_text(f"{is_optimized:d}\n", encoding="ascii")
     call = mount.path / "machine/call"
     enable = mount.path / "tracing/events/kprobes/bench/enable"
-    address = _address(mount, FUNCTION)
+    _, address = _symbol(mount, FUNCTION)
     place = _zeros(mount)
     line = f"sort {place:#x} {_ELEMENTS} 8 {address:#x} 0\n" * _CALLS
     (mount.path / "kprobe_events").write_text(f"p:bench {FUNCTION} x=$arg1\n", encoding="ascii")
@@ -74,22 +76,26 @@ def hit(mount: Mount, batches: int) -> tuple[float, ...]:
         enable.write_text("1", encoding="ascii")
         added = timed() - without
         samples.append(added / (int(count.read_text(encoding="ascii")) - before) * 1e6)
+    enable.write_text("0", encoding="ascii")
     # The first batch also compiles the handler.
     return tuple(samples[1:])
 
 
-def _address(mount: Mount, name: str) -> int:
+def _symbol(mount: Mount, *names: str) -> tuple[str, int]:
+    """Return name and address of the function that has one of the names."""
     for line in (mount.path / "machine/kallsyms").read_text(encoding="utf-8").splitlines():
         address, _, symbol = line.split()[:3]
-        if symbol == name:
-            return int(address, 16)
-    raise SystemExit(f"{name}: the kernel has no such symbol")
+        if symbol in names:
+            return symbol, int(address, 16)
+    raise SystemExit(f"{names[0]}: the kernel has no such symbol")
 
 
 def _zeros(mount: Mount) -> int:
     """Allocate zeroed memory in the kernel for sort(), and return its address."""
     call = mount.path / "machine/call"
-    call.write_text(f"__kmalloc {_ELEMENTS * 8} 0xdc0\n", encoding="ascii")
+    # Since Linux 6.10, __kmalloc is a macro.
+    function, _ = _symbol(mount, "__kmalloc", "__kmalloc_noprof")
+    call.write_text(f"{function} {_ELEMENTS * 8} 0xdc0\n", encoding="ascii")
     return int(call.read_text(encoding="ascii").split()[2], 16)
 
 
@@ -97,13 +103,19 @@ class Measured(NamedTuple):
     """Figures of a mount: microseconds of its files and hits, and MiB of its daemon's memory."""
 
     files: tuple[float, ...]
-    hits: tuple[float, ...]
+    stepped: tuple[float, ...]
+    optimized: tuple[float, ...]
     memory: float
 
 
 def _measured(options: argparse.Namespace, *of_mount: str) -> Measured:
     with mounted(options, *of_mount) as mount:
-        return Measured(files(mount, options.batches, 100), hit(mount, options.batches), memory(mount))
+        return Measured(
+            files(mount, options.batches, 100),
+            hit(mount, options.batches, is_optimized=False),
+            hit(mount, options.batches, is_optimized=True),
+            memory(mount),
+        )
 
 
 def _of_mounts(options: argparse.Namespace, image: tuple[str, str]) -> list[Distribution]:
@@ -113,7 +125,8 @@ def _of_mounts(options: argparse.Namespace, image: tuple[str, str]) -> list[Dist
     for name, found, target in zip(kernels, measured, (None, 150.0), strict=True):
         figures.append(Distribution(f"open, read, close, {name}", "us", found.files, target))
     for name, found in zip(kernels, measured, strict=True):
-        figures.append(Distribution(f"a hit, {name}", "us of a hit", found.hits))
+        figures.append(Distribution(f"a stepped hit, {name}", "us of a hit", found.stepped, target=0.2))
+        figures.append(Distribution(f"an optimized hit, {name}", "us of a hit", found.optimized, target=0.1))
     for name, found in zip(kernels, measured, strict=True):
         figures.append(Distribution(f"memory, {name}", "MiB", (found.memory,), target=120))
     return figures

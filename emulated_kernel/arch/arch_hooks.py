@@ -172,6 +172,18 @@ class ReturnCode(ABC):
         """
 
 
+class MemoryLoad(NamedTuple):
+    """A load instruction of compiled code, which loads `size` bytes at `base` + `offset` into a register."""
+
+    register: str
+    base: str
+    offset: int
+    size: int
+    is_signed: bool
+    length: int
+    """Size of the instruction in bytes."""
+
+
 class Arch(ABC):
     """The hooks of one instruction set.
 
@@ -226,8 +238,17 @@ class Arch(ABC):
     """Size in bytes of a kernel stack, which is aligned to this size."""
     interrupt_flag: tuple[str, int] = ("flags", 1 << 9)
     """pt_regs name and bit mask of the interrupt flag, which is set while interrupts are enabled."""
+    has_interrupt_mask = False
+    """Whether the interrupt flag is set while interrupts are masked instead."""
+    is_breakpoint_nmi = True
+    """Whether Linux handles a breakpoint of the kernel as an NMI, which the context of records shows."""
     has_ops_trampolines = False
     """Whether Linux makes a trampoline for each user of fentry sites. Mirrors: ARCH_SUPPORTS_FTRACE_OPS."""
+    reads_user = True
+    """Whether code in the kernel may read user memory at any time.
+
+    Otherwise the host executes such loads of compiled code, and fetches arguments from user memory.
+    """
     trap_flag: int
     """Mask of the flag that makes the CPU trap after the next instruction."""
     trap_flag_lead = b""
@@ -243,6 +264,10 @@ class Arch(ABC):
         """Registers that a return handler sees with the values that they have when the function returns."""
         returns = self.returns
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
+
+    def decode_load(self, code: bytes) -> MemoryLoad | None:  # noqa: ARG002 - only without reads_user
+        """Return the load instruction that compiled code has at `code`, or None if it is no load."""
+        return None
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
         """Import the library that decodes instructions, so that no later call opens files.
@@ -434,6 +459,13 @@ class Arch(ABC):
 
         Raises: KernelError EINVAL, ERANGE.
         """
+
+    def emulated_region(self, code: bytes, addr: int) -> Region | None:  # noqa: ARG002 - x86 has regions
+        """Return the region that consists of an emulated instruction alone, or None.
+
+        None: relocated() would not have the effect of the instruction `code` at `addr` in each case.
+        """
+        return None
 
     @abstractmethod
     def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:

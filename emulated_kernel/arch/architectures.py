@@ -1,11 +1,11 @@
-"""The supported architectures. The modules of x86 or RISC-V are imported only when they are needed."""
+"""The supported architectures. The modules of each are imported only when they are needed."""
 
 from __future__ import annotations
 
 from errno import ENOENT
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
+from emulated_kernel.util.config import ELF_MACHINES, ElfMachine
 from emulated_kernel.util.errors import KernelError
 
 
@@ -21,12 +21,23 @@ def _riscv() -> tuple[type[Arch], ...]:
     return RISCV64, RISCV64I
 
 
-_FAMILIES = {ElfMachine.X86_64: _x86, ElfMachine.I386: _x86, ElfMachine.RISCV: _riscv}
+def _arm64() -> tuple[type[Arch], ...]:
+    from emulated_kernel.arch.arm64.arch import Arm64
+
+    return (Arm64,)
+
+
+_FAMILIES = {
+    ElfMachine.X86_64: _x86,
+    ElfMachine.I386: _x86,
+    ElfMachine.AARCH64: _arm64,
+    ElfMachine.RISCV: _riscv,
+}
 
 
 def linux_arch(name: str) -> Arch:
     """Return the hooks for a distribution's kernel on the architecture `name`."""
-    if ARCHITECTURES[name] is not ElfMachine.RISCV:
+    if ELF_MACHINES[name] is not ElfMachine.RISCV:
         return arch_named(name)
     from emulated_kernel.arch.riscv.arch import LinuxRISCV64
 
@@ -35,6 +46,6 @@ def linux_arch(name: str) -> Arch:
 
 def arch_named(name: str) -> Arch:
     """Return the hooks of the architecture `name`. Raises: KernelError ENOENT (unknown architecture)."""
-    if name not in ARCHITECTURES:
+    if name not in ELF_MACHINES:
         raise KernelError(ENOENT, f"unknown architecture {name}")
-    return next(arch for arch in _FAMILIES[ARCHITECTURES[name]]() if arch.name == name)()
+    return next(arch for arch in _FAMILIES[ELF_MACHINES[name]]() if arch.name == name)()

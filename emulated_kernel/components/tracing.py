@@ -148,7 +148,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         uprobe_events,
     )
     if InterfaceRule.EVENT_PROBES in interface:
-        kinds += (EventProbes(arch, kernel.symbols, commands),)
+        kinds += (EventProbes(arch, kernel.symbols, commands, kernel.types),)
     return TracingComponents(
         symbols=kernel.symbols,
         system=system,

@@ -202,10 +202,10 @@ class AggrKprobe(AssemblyOwner):
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
         """Iterate over the guest code that hits run: stub, detour and compiled detour.
 
-        Each item is the entry address, the code, and the region that the code copies, or None for a stub.
+        Each item is the entry address, the code, and the region that the code copies, or None.
         """
         if self.stub is not None:
-            yield self.stub.entry, self.stub, None
+            yield self.stub.entry, self.stub, self.stub.region
         if self.detour is not None:
             yield self.detour.address, self.detour, self.detour.region
             if self.compiled is not None:

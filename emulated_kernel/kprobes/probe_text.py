@@ -88,7 +88,8 @@ class ProbeText:
             return "\n".join(self._compiled(head, head.compiled))
         stub = None if head is None else head.stub
         handler = () if stub is None else self._stub(head, stub)
-        return "\n".join((*handler, *self._copy(kprobe)))
+        copy = () if stub is not None and stub.region is not None else self._copy(kprobe)
+        return "\n".join((*handler, *copy))
 
     def _compiled(self, head: AggrKprobe, code: CompiledCode) -> Iterator[str]:
         """Yield the lines that show a handler to which the jump or call in the text leads."""
@@ -102,8 +103,11 @@ class ProbeText:
 
     def _stub(self, head: AggrKprobe | None, code: CompiledCode) -> Iterator[str]:
         """Yield the lines that show a handler to which the breakpoint leads."""
-        rest = CodePart("go on", code.copied)
-        return self._parts((*_handler(code, "breakpoint"), rest), code.address + code.size, head)
+        end = code.address + code.size
+        rest: tuple[CodePart, ...] = (CodePart("go on", code.copied),)
+        if code.region is not None:
+            rest = self._arch.copied_parts(code.copied, end)
+        return self._parts((*_handler(code, "breakpoint"), *rest), end, head)
 
     def _copy(self, kprobe: Kprobe) -> Iterator[str]:
         """Yield the lines that show the code after the handlers: detour, trampoline, slot or emulation."""

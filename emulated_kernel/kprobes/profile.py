@@ -128,6 +128,22 @@ _OLD: dict[str, Any] = {
 }
 
 
+def arm64_profile(version: str, probe_rules: str) -> Profile:
+    """Return the profile for an arm64 kernel of a version, with the kernel's own interface.
+
+    Linux has no jump optimization for arm64. Functions return into a breakpoint, as since v6.13.
+    """
+    return Profile(
+        f"linux-{version}",
+        optimizer=False,
+        interface=KERNEL_INTERFACE,
+        probe_rules=probe_rules,
+        return_hook="instances",
+        trampoline=TrampolineForm.BREAKPOINT,
+        compiled=False,
+    )
+
+
 def _of_version(
     version: str,
     preemption: bool = True,

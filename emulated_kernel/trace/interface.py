@@ -74,6 +74,12 @@ class InterfaceRule(LinuxRule):
         f"{_PROBE}:parse_btf_arg",
         "<argname>[->field",
     )
+    EVENT_TYPECASTS = (
+        "7.2",
+        "arguments of event probes can be `(STRUCT)FIELD->FIELD`: a field of the event as a pointer",
+        f"{_PROBE}:handle_typecast",
+        "Typecasts are only for eprobe fields",
+    )
     ENTRY_ARGS = (
         "6.12",
         "events at a function's return can have its arguments, which its entry keeps",
@@ -168,6 +174,12 @@ class InterfaceRule(LinuxRule):
         "6.17",
         "`common_comm` in histograms is the task's name; `comm` means the same if no field has that name",
         f"{_HIST}:parse_field",
+    )
+    HIST_POLL = (
+        "6.14",
+        "poll(2) on `hist` waits for hits; earlier it always returns at once",
+        f"{_HIST}:event_hist_poll",
+        "event_hist_poll()",
     )
     FPROBE_EVENTS = (
         "6.12",

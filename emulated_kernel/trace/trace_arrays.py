@@ -80,7 +80,7 @@ class TraceArrays(TaskObserver):
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
         system = self._system
         errors = ErrorLog(self._clock, system.interface.texts)
-        pids = EventPids(array.rewire_tracer, FunctionPids)
+        pids = EventPids(array.rewire_tracer, FunctionPids, system.filter_words.memory)
         registry = system.events
         probes = FunctionProbes(self._functions, array, registry, top or array)
         functions = FunctionTracer(

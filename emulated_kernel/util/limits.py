@@ -32,7 +32,7 @@ class Limit(Enum):
     USER_HIST_BYTES = "user_hist_bytes"
     """Maximum part of HIST_BYTES for one user who is neither root nor the owner of the mount."""
     DEFINITION_BYTES = "definition_bytes"
-    """Maximum size of the host's memory for all filters and synthetic events, in bytes."""
+    """Maximum size of the host's memory for all filters, synthetic events and lists of pids, in bytes."""
     USER_DEFINITION_BYTES = "user_definition_bytes"
     """Maximum part of DEFINITION_BYTES that one user takes.
 
@@ -199,15 +199,19 @@ class MemoryBudget:
         self._settle()
         return max(self._by_user.values(), default=0)
 
-    def charge(self, text: str) -> Charge:
+    def charge_text(self, text: str) -> Charge:
         """Charge the memory that the definition `text` takes to the present user.
 
         Raises: KernelError ENOMEM (a limit would be exceeded).
         """
-        size = BYTES_PER_CHARACTER * len(text)
+        return self.charge(BYTES_PER_CHARACTER * len(text))
+
+    def charge(self, size: int) -> Charge:
+        """Charge `size` bytes to the present user. Raises: KernelError ENOMEM (a limit would be exceeded)."""
         user = self.user()
         if not self.take(size, user):
-            raise KernelError(errno.ENOMEM, f"{self._share.value} is reached; remove filters or events first")
+            why = f"{self._share.value} is reached; remove filters, events or pids first"
+            raise KernelError(errno.ENOMEM, why)
         return Charge(self._ended, size, user)
 
     def _settle(self) -> None:

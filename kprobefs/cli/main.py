@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from kprobefs.mount_options import Builder, MountOptions
 
-IMAGE = ("release", "source", "size")
-"""Keys of each object in the output of `images --json`."""
-
 
 def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -> int:
     """Run the program and return its exit status. `build` replaces the builder of the served kernel."""
@@ -179,8 +176,6 @@ def _mount(parsed: argparse.Namespace) -> int:
 
 
 def _images(parsed: argparse.Namespace) -> int:
-    from emulated_kernel.guests.linux.boot import snapshot
-
     if parsed.action == "fetch":
         from kprobefs.common.kernel_packages import USAGE, fetch
 
@@ -190,19 +185,14 @@ def _images(parsed: argparse.Namespace) -> int:
             print(escape_for_terminal(str(fetch(name))), flush=True)
         return ExitStatus.OK
     if parsed.clear:
+        from emulated_kernel.guests.linux.boot import snapshot
+
         removed = snapshot.clear()
         print(f"{removed} images removed from {escape_for_terminal(str(snapshot.directory()))}")
         return ExitStatus.OK
-    found = snapshot.cached()
-    if parsed.json:
-        import json
+    from kprobefs.cli.images import print_images
 
-        print(json.dumps([{name: getattr(kernel, name) for name in IMAGE} for kernel in found], indent=2))
-        return ExitStatus.OK
-    for kernel in found:
-        release = escape_for_terminal(kernel.release or "not usable")
-        source = escape_for_terminal(kernel.source or "?")
-        print(f"{kernel.size >> 20} MiB  {release}  {source}")
+    print_images(as_json=parsed.json)
     return ExitStatus.OK
 
 

@@ -207,7 +207,7 @@ def program_parser() -> argparse.ArgumentParser:
     _add_matrix(commands)
 
     command = commands.add_parser(
-        "images", help="list the cached boots of distributions' kernels, or fetch a kernel"
+        "images", help="list the distributions' kernels that can be mounted, or fetch a kernel"
     )
     command.add_argument("action", nargs="?", choices=("fetch",), help="fetch kernels with apt")
     command.add_argument(
@@ -217,7 +217,7 @@ def program_parser() -> argparse.ArgumentParser:
         help="(fetch) kernels: debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud",
     )
     form = command.add_mutually_exclusive_group()
-    form.add_argument("--clear", action="store_true", help="remove all of them")
+    form.add_argument("--clear", action="store_true", help="remove the cached ones")
     form.add_argument("--json", action="store_true", help="print a JSON array, with sizes in bytes")
 
     command = commands.add_parser("apply", help="apply probe definitions and settings from files")

@@ -16,8 +16,18 @@ from kprobefs.common.errors import CliError, ExitStatus
 NAME = re.compile(r"debian:(?P<suite>[a-z][a-z0-9-]*)(?:/(?P<flavour>[a-z0-9]+))?$")
 """Name of a kernel that can be fetched: DISTRIBUTION:SUITE[/FLAVOUR]."""
 USAGE = "debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud"
-FLAVOURS = {"amd64": "linux-image-amd64", "cloud": "linux-image-cloud-amd64", "rt": "linux-image-rt-amd64"}
-"""Flavour -> Debian's package that depends on the present kernel of this flavour."""
+FLAVOURS = {
+    "amd64": ("linux-image-amd64", "amd64"),
+    "cloud": ("linux-image-cloud-amd64", "amd64"),
+    "rt": ("linux-image-rt-amd64", "amd64"),
+    "arm64": ("linux-image-cloud-arm64", "arm64"),
+    "riscv64": ("linux-image-riscv64", "riscv64"),
+}
+"""Flavour -> Debian's package that depends on the present kernel of this flavour, and its architecture."""
+ARCHITECTURES = {"amd64": "x86_64", "arm64": "arm64", "riscv64": "riscv64"}
+"""Debian's name of an architecture -> name of a GuestAbi."""
+MACHINES = {"x86_64": "x86_64", "aarch64": "arm64", "riscv64": "riscv64"}
+"""Machine of the host, as in uname(2) -> name of a GuestAbi."""
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 SOURCES = ("sources.list", "sources.list.d/*.list", "sources.list.d/*.sources")
 PACKAGE = re.compile(
@@ -53,10 +63,11 @@ def fetch(name: str) -> Path:
         raise CliError(f"{name}: no apt-get on this host; download the package and use --image FILE")
     directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory()) as work:
-        apt = _Apt(Path(work), found["suite"], name)
+        meta, architecture = FLAVOURS[flavour]
+        apt = _Apt(Path(work), found["suite"], name, architecture)
         place = directory() / found["suite"]
         place.mkdir(exist_ok=True)
-        package = apt.dependency(FLAVOURS[flavour], "linux-image-")
+        package = apt.dependency(meta, "linux-image-")
         # Since 6.19 the kernel and its modules have packages of their own.
         with suppress(CliError):
             package = apt.dependency(package, "linux-binary-")
@@ -67,8 +78,8 @@ def fetch(name: str) -> Path:
 class _Apt:
     """Runs apt with package lists of its own, for one suite, which needs no special rights."""
 
-    def __init__(self, work: Path, suite: str, name: str) -> None:
-        """Fetch the list of the suite's packages. Raises: CliError."""
+    def __init__(self, work: Path, suite: str, name: str, architecture: str) -> None:
+        """Fetch the list of the suite's packages for an architecture. Raises: CliError."""
         self._name = name
         self._work = work
         lists = work / "lists"
@@ -81,7 +92,10 @@ class _Apt:
             "Dir::Etc::sourceparts": "/nonexistent",
             "Dir::State::lists": lists,
             "Dir::Cache": work,
-            "APT::Architecture": "amd64",
+            # The packages that are installed here may be of another architecture.
+            "Dir::State::status": "/dev/null",
+            "APT::Architecture": architecture,
+            "APT::Architectures": architecture,
             "Debug::NoLocking": "1",
         }
         self._options = [f"-o{option}={value}" for option, value in settings.items()]
@@ -139,18 +153,32 @@ def find(version: str, arch: str = "x86_64") -> Path | None:
     The newest of the files in KERNELS is taken, then of the fetched packages, then of the kernels that were
     booted, then of the host's. Raises: CliError (a path in KERNELS cannot be read).
     """
-    if arch != "x86_64":
-        return None
-    for files in (
-        _named(),
-        directory().glob("*/*.deb"),
-        _booted(),
-        Path("/boot").glob("vmlinuz-*"),
-    ):
-        found = [(key, path) for path in files if (key := _release(path)) and _is_of(key, version)]
+    for files in (_named(), _fetched(), _booted(), _of_host()):
+        known = ((_kernel(path), path) for path in files)
+        found = [(release, path) for (release, of), path in known if of == arch and _is_of(release, version)]
         if found:
             return max(found, key=lambda each: [int(part) for part in re.findall(r"\d+", each[0])])[1]
     return None
+
+
+def at_hand() -> Iterator[tuple[Path, str, str]]:
+    """Yield path, release and architecture of the kernels in KERNELS, fetched ones, and the host's.
+
+    Raises: CliError (a path in KERNELS cannot be read).
+    """
+    for files in (_named(), _fetched(), _of_host()):
+        for path in sorted(files):
+            release, architecture = _kernel(path)
+            if release:
+                yield path, release, architecture
+
+
+def _fetched() -> Iterator[Path]:
+    return directory().glob("*/*.deb")
+
+
+def _of_host() -> Iterator[Path]:
+    return Path("/boot").glob("vmlinuz-*")
 
 
 def _is_of(release: str, version: str) -> bool:
@@ -178,11 +206,12 @@ def _booted() -> Iterator[Path]:
             yield Path(kernel.source)
 
 
-def _release(path: Path) -> str:
-    """Return the kernel release in a file's name, or "" if the file contains no kernel for x86_64."""
+def _kernel(path: Path) -> tuple[str, str]:
+    """Return release and architecture of a kernel by its file's name; ("", "") if the file contains none."""
     if path.name.startswith("vmlinuz-"):
-        return path.name.removeprefix("vmlinuz-") if os.access(path, os.R_OK) else ""
+        known = path.name.removeprefix("vmlinuz-"), MACHINES.get(os.uname().machine, "")
+        return known if os.access(path, os.R_OK) else ("", "")
     found = PACKAGE.match(path.name)
-    if found is None or found["arch"] != "amd64" or path.stat().st_size < MINIMUM_SIZE:
-        return ""
-    return f"{found['release']}-{found['flavour']}"
+    if found is None or found["arch"] not in ARCHITECTURES or path.stat().st_size < MINIMUM_SIZE:
+        return "", ""
+    return f"{found['release']}-{found['flavour']}", ARCHITECTURES[found["arch"]]

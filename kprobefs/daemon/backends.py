@@ -145,7 +145,6 @@ def _probed_mount(options: MountOptions) -> Mount:
     image = str(options.machine.image)
     with explained(image):
         tasks, kernel = started_with_kernel(image, options.machine.seed, _cpu(options))
-        kernel.check_analysed("kprobefs's own kprobes", "; use --kprobes kernel")
         # The engine asks whether the guest's time is real.
         time = RealTime(tasks) if options.machine.clock == REAL_CLOCK else None
         engine = LinuxEngine(tasks, kernel, _linux_profile(options, kernel))
@@ -189,6 +188,9 @@ def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
     name = options.machine.profile
     if options.follows_version:
         profile = profile_of(kernel)
+    elif kernel.architecture == "arm64":
+        why = f"--profile: a kernel for arm64 has the profile of its version, and not {name}; omit --profile"
+        raise CliError(why, ExitStatus.USAGE)
     elif name in RISCV_PROFILES:
         if kernel.architecture != "riscv64":
             known = " or ".join(LINUX_PROFILES)

@@ -224,5 +224,10 @@ def host_errors() -> Iterator[None]:
     try:
         yield
     except KernelError as error:
-        number = error.errno or errno.EIO
-        raise OSError(number, os.strerror(number)) from error
+        raise host_error(error) from error
+
+
+def host_error(error: KernelError) -> OSError:
+    """Return the OSError of a system call for a KernelError, such as FileNotFoundError."""
+    number = error.errno or errno.EIO
+    return OSError(number, os.strerror(number))

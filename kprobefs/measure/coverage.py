@@ -95,6 +95,8 @@ class Source:
 
     def group(self) -> list[Subject]:
         """Read the kernels. Raises: CliError."""
+        if self.pattern == "":
+            raise CliError("--function: the pattern is empty; give a name, or one as tcp_*", ExitStatus.USAGE)
         group = self._read()
         if self.pattern is None:
             return group

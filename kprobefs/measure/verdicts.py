@@ -90,7 +90,7 @@ class Judge:
             subject.tables, self.strategy, ftrace=profile.ftrace, rules=rules
         )
         self._others = dict[str, Judge]()
-        self._is_x86 = not subject.arch.startswith("riscv")
+        self._is_x86 = subject.arch in ("x86_64", "i386")
 
     def with_strategy(self, name: str) -> Judge:
         """Return a judge of the same subject with another optimization policy.

@@ -69,9 +69,21 @@ def _explanations(
         chosen = kernel
         if module is not None:
             if module not in with_modules:
-                with_modules[module] = kernel.with_module(module)
+                with_modules[module] = _with_module(kernel, module, place)
             chosen = with_modules[module]
         yield Explanation(chosen, find_place(place, chosen.tables))
+
+
+def _with_module(kernel: PlannedKernel, module: str, place: str) -> PlannedKernel:
+    """Return the kernel with the module of a place. Raises: CliError (there is no such module)."""
+    try:
+        return kernel.with_module(module)
+    except CliError as error:
+        symbol = place.removeprefix(f"{module}:").partition("+")[0]
+        if not kernel.tables.kallsyms.by_name(symbol):
+            raise
+        why = f"{error}; or leave the module out: the kernel itself has {escape_for_terminal(symbol)}"
+        raise CliError(why, error.status) from error
 
 
 def _write(path: str, text: str) -> None:

@@ -14,6 +14,7 @@ from kprobefs.common.similar_symbols import SHOWN, SIMILAR, nearest_symbols
 
 _INIT = "__init_begin", "__init_end"
 """Symbols at the start and end of the memory that is freed after boot."""
+_PATTERN = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{1,16}|[0-9]{1,20}")
 
 
@@ -56,11 +57,14 @@ def find_place(text: str, tables: ProbedTables) -> Place:
 def module_of(text: str) -> str | None:
     """Return the module in a place of the form MODULE:SYMBOL; None for a place of another form.
 
-    Raises: CliError (the module has no name, or its name is that of its file, which may have dashes).
+    Raises: CliError (no module can have this name; the names of files of modules may have dashes).
     """
     module, colon, symbol = text.partition(":")
     if colon and not module:
         raise CliError(f"'{_shown(text)}': no module is named; give MODULE:SYMBOL", ExitStatus.USAGE)
+    if colon and ("." in module or "/" in module):
+        why = "neither FILE:LINE with a number nor MODULE:SYMBOL"
+        raise CliError(f"{_shown(text)}: {why}; give one of these", ExitStatus.USAGE)
     if colon and "-" in module:
         name = module_name(module)
         why = f"the kernel names this module {name}; give {name}:{symbol}"
@@ -85,6 +89,8 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
         is_in_module = module_of(name) is not None
         near = _nearest_in_module(name, tables) if is_in_module else nearest_symbols(name, kallsyms)
         hint = f"; nearest: {', '.join(near)}" if near else ""
+        if not near and _PATTERN.search(name):
+            hint = "; `coverage --function` takes patterns"
         what = "this module" if is_in_module else "this kernel"
         raise CliError(f"{_shown(name)}: {what} has no such symbol{hint}", ExitStatus.USAGE)
     offset = int(number, 0) if plus else 0

@@ -142,7 +142,7 @@ class CompiledPlace(Place):
         """Compile a stub by a hit of the breakpoint; return the CPUs in its code and in the slot after it.
 
         In the stub and in the slot, the host's routine handles traps, so that only a CPU's ip says where it
-        is. Python handles the hits of an emulated instruction.
+        is. Python handles the hits of an emulated instruction that is not relocated.
         """
         self._change()
         with enabled(self.compiler):
@@ -155,13 +155,15 @@ class CompiledPlace(Place):
         self._all("compiled stub", None)
         hooks = self.kernel.machine.hooks
         native = hooks.native_traps
-        slots = [self._slot(cpu) for cpu in self.cpus]
-        in_slot = any(standing.running is not None for group in slots for standing in group)
-        by_python = in_slot or (hooks.is_native and hooks.native_traps == native)
+        within = [self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus]
+        found = joined(within, [self._slot(cpu) for cpu in self.cpus])
+        is_running = any(standing.running is not None for group in found for standing in group)
+        by_python = is_running or (hooks.is_native and hooks.native_traps == native)
         assert self.head.insn is not None
-        if by_python != (hooks.is_native and self.head.insn.entry is None):
+        is_emulated = self.head.insn.entry is None and stub.region is None
+        if by_python != (hooks.is_native and is_emulated):
             self._note("compiled stub", f"Python {'takes' if by_python else 'takes no'} part in its hits")
-        return joined([self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus], slots)
+        return found
 
     def _compile(self) -> None:
         """Compile the detour without running the machine; otherwise the jump's first hit compiles it."""

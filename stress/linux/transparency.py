@@ -492,7 +492,8 @@ class Comparison:
         """Return True if a register may have the value because a jump to or from a detour has used it."""
         text = kernel().text
         detours = self._plain.engine.machine.model.layout.text_space
-        spaces = (*text,), (detours, detours + HOST_SIZE)
+        init_text = kernel().required("_sinittext"), kernel().required("_einittext")
+        spaces = (*text,), init_text, (detours, detours + HOST_SIZE)
         return any(start - PAGE <= value < end + PAGE for start, end in spaces)
 
     def close(self) -> None:

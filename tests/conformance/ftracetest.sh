@@ -212,6 +212,12 @@ path_for() {
     esac
 }
 
+# build_poll DIR: the program of trigger-hist-poll, which the selftests' own Makefile builds.
+build_poll() {
+    [ -e "$1/poll.c" ] && [ ! -x "$1/poll" ] || return 0
+    cc -o "$1/poll" "$1/poll.c" 2>/dev/null || say "no C compiler for poll.c: trigger-hist-poll will be UNRESOLVED"
+}
+
 # --- running -----------------------------------------------------------------------------------------
 
 # run TEST: appends "TEST LEVEL RESULT" lines to the results.
@@ -265,6 +271,7 @@ inside() {
     shift
     [ -x "$selftests/ftracetest" ] || die "$selftests: no ftracetest in it"
     list_tests "$selftests" "$@" >"$work/tests"
+    build_poll "$selftests"
     prepare
     case $machine in
     *"--arch i386"*) make_commands i686 ;;

@@ -44,6 +44,7 @@ CASES = [
     (arch, mode) for arch in ARCHITECTURES for mode in MODES if arch in ARCHITECTURES[:2] or mode == "stepped"
 ]
 MILLION = 1_000_000
+CALL = b"\xe8"
 
 
 @contextmanager
@@ -116,6 +117,58 @@ def test_no_hit_of_a_million_enters_python(
         assert ring.hits - hits == records * MILLION
         traps = MODES[mode][1] + (kind is returning)
         assert kernel.machine.hooks.native_traps - native == traps * MILLION
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_a_hit_on_an_emulated_instruction_is_one_trap(arch: str) -> None:
+    """The function has a conditional jump and a return, which follow the handler in another form."""
+    with booted(arch, "stepped") as kernel:
+        operations = []
+        for offset in boundaries(kernel, FUNCTION):
+            ring = kernel.hit_ring(kernel.arch.registers.sp)
+            probe = ring.probe(symbol_name=FUNCTION, offset=offset)
+            kernel.register_kprobe(probe)
+            head = kernel.kprobes.table.valid(probe)
+            assert head is not None
+            assert head.insn is not None
+            if head.insn.slot is None:
+                caller(kernel, 5)()
+                before, native = ring.hits, kernel.machine.hooks.native_traps
+                run = caller(kernel, 1000)
+                with counted_entries(kernel) as entered:
+                    run()
+                assert entered == []
+                assert ring.hits - before == kernel.machine.hooks.native_traps - native == 1000
+                operations.append(kernel.machine.text.original(probe.address, 1))
+            kernel.unregister_kprobe(probe)
+        assert len(set(operations)) == 2
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_a_task_in_a_relocated_call_has_called(arch: str) -> None:
+    """Its call chain then has the return address that the first of the two instructions has pushed."""
+    with booted(arch, "stepped") as kernel:
+        start = kernel.image.kallsyms.lookup_name("vfs_read")
+        assert start is not None
+        text = kernel.machine.text
+        at = next(
+            start + each for each in boundaries(kernel, "vfs_read") if text.original(start + each, 1) == CALL
+        )
+        ring = kernel.hit_ring(kernel.arch.registers.sp)
+        probe = ring.probe(addr=at)
+        kernel.register_kprobe(probe)
+        head = kernel.kprobes.table.valid(probe)
+        assert head is not None
+        assert kernel.kprobes.routes.compile_stub(head)
+        assert head.stub is not None
+        code = text.current(head.stub.copied, head.stub.address + head.stub.size - head.stub.copied)
+        push, jump, *_ = kernel.arch.instruction_boundaries(code, head.stub.copied)
+        places = [kernel.kprobes.resolve_probed_address(each) for each in (push, jump)]
+        word = kernel.arch.word_size
+        assert [(it.address, it.pushed, it.is_calling) for it in places if it is not None] == [
+            (at, 0, False),
+            (at, word, True),
+        ]
 
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)

@@ -10,7 +10,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.cpu.x86 import INT3
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.machine.traps.trap import MemoryFault, Trap, TrapKind
 from emulated_kernel.util.abi import Vector
 from tests.kprobes.states import MAX_REPETITIONS, TF
 from tests.snapshot import DataSnapshot
@@ -83,6 +83,27 @@ class Stepper:
         if (trap.vector, trap.address) == (Vector.BREAKPOINT, next_ip + 1):
             return self._effect(state._replace(ip=next_ip), None)
         return self._effect(state, Fault.of(trap))
+
+    def led_to(self, start: RegisterSet, unprobed: Effect) -> Effect:
+        """Execute an instruction whose effect without a probe is `unprobed`, until it has led there.
+
+        A breakpoint ends the run. Outside of the text, the fault of the next fetch does.
+        """
+        ip = unprobed.end.ip
+        if unprobed.fault is None:
+            # The guest may have a breakpoint of its own there.
+            breakpoints = self._machine.breakpoints
+            handler = breakpoints.pop(ip, None)
+            try:
+                return self.up_to(start, ip)
+            except MemoryFault:
+                pass
+            finally:
+                if handler is not None:
+                    breakpoints[ip] = handler
+        trap, state = self._machine.trap_of(start)
+        has_led = unprobed.fault is None and state.ip == ip
+        return self._effect(state, None if has_led else Fault.of(trap))
 
     def probed(self, start: RegisterSet) -> Effect:
         """Execute the instruction through the breakpoint of the probe that `probe` made for its address."""

@@ -133,6 +133,23 @@ TPROBE_PLACES = (
     "kfree%return",
     "vfs_*",
 )
+EPROBE_KINDS = ("e",) * 6 + ("e:", "e8", "ex")
+EPROBE_PLACES = ("sched.sched_switch", "sched/sched_switch", "kmem.kfree", "kmem/kfree") * 3 + (
+    "syscalls/sys_enter_openat", "sched", "sched.", "no.event", "ftrace/print", "sched.sched_switch.x",
+)  # fmt: skip
+EVENT_ARGUMENTS = (
+    "$prev_pid", "x=$prev_comm:string", "$prev_state:u8", "$next_pid:x16", "$call_site", "$ptr:symbol",
+    "+0($ptr):u8", "+0($filename):ustring", "$filename", "$nothing", "$common_pid", "$comm", "$COMM:u8",
+    "(task_struct)next_pid", "(task_struct)ptr->pid", "x=(task_struct)ptr->comm:string", "(task_struct)ptr",
+    "(task_struct)ptr->mm->owner->pid:s64", "(task_struct)ptr->nothing", "(task_struct)ptr.pid",
+    "(task_struct)",
+    "(no_struct)ptr->pid", "(task_struct", "(task_struct)nothing->pid", "(task_struct)ptr->sched_task_group",
+    "+8((task_struct)ptr->mm)", "(task_struct)ptr->se.run_node", "(file)filename->f_path.dentry:%pd",
+    "(task_struct)ptr-pid", "(task_struct)ptr->pid:char", "(pid_t)ptr->x", "(sk_buff)ptr->cloned", "($ptr)",
+    "(inode)prev_comm->i_ino", "(qstr)filename->name:string", "(qstr)filename->len:string",
+    "(task_struct)$ptr->pid", "(task_struct)ptr->comm",
+)  # fmt: skip
+"""Fetch arguments of event probes."""
 FPROBE_KINDS = ("f",) * 6 + ("f:", "f8", "f0", "f99999", "fx")
 FPROBE_PLACES = ("vfs_read", "vfs_write", "vfs_read%return", "vfs_write%return") * 3 + (
     "vfs_read+0", "no_such_function", "vfs_read%nothing", "nothing:at_all", "0xffffffff81000000",
@@ -263,6 +280,9 @@ def definitions(count: int, seed: int, interface: Interface) -> Iterator[str]:
         kinds.append((FPROBE_KINDS, FPROBE_PLACES))
     if InterfaceRule.TRACEPOINT_EVENTS in interface:
         kinds.append((TPROBE_KINDS, TPROBE_PLACES))
+    if InterfaceRule.EVENT_PROBES in interface:
+        kinds.append((EPROBE_KINDS, EPROBE_PLACES))
+        arguments += EVENT_ARGUMENTS
     for _ in range(count):
         letters, places = dice.choice(kinds)
         words = [dice.choice(letters) + dice.choice(NAMES), dice.choice(places)]
@@ -297,7 +317,8 @@ def write(mount: Mount | Mount, path: str, text: str, flags: int = 0) -> str:
 
 def answer(mount: Mount | Mount, definition: str) -> tuple[str, str, str]:
     """Return errno, error_log and dynamic_events after a definition."""
-    file = "/tracing/dynamic_events" if definition.startswith("f") else "/tracing/kprobe_events"
+    is_general = definition.startswith(("e", "f", "t"))
+    file = "/tracing/dynamic_events" if is_general else "/tracing/kprobe_events"
     for path in ("/tracing/dynamic_events", "/tracing/error_log"):
         write(mount, path, "", os.O_TRUNC)
     result = write(mount, file, definition, os.O_APPEND)

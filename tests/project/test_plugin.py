@@ -105,8 +105,11 @@ def test_a_wrong_marker_is_told(marker: str, why: str, tmp_path: Path) -> None:
     [
         ("kernels(6.10)", '6.1 is not a string; write a version as "6.1"'),
         ("kernels()", "no version given"),
-        ('kernels("5.10")|architectures("x86_64", "i386")', "distributions' kernels run on x86_64 only"),
-        ('kernels("5.10")|architectures()', "distributions' kernels run on x86_64 only"),
+        (
+            'kernels("5.10")|architectures("x86_64", "i386")',
+            "a distribution's kernel has its own architecture; leave",
+        ),
+        ('kernels("5.10")|architectures()', "a distribution's kernel has its own architecture; leave"),
     ],
 )
 def test_wrong_kernels_are_found_at_collection(markers: str, why: str, tmp_path: Path) -> None:
@@ -148,9 +151,10 @@ def test_a_mount_that_fails_says_why(
 KERNELS = """\
 import pytest
 
-@pytest.mark.kernels("6.1", "6", "4.99", "riscv64:6.12")
-def test_on_each(kprobefs_image):
+@pytest.mark.kernels("6.1", "6", "4.99", "riscv64:6.12", "arm64:6.12")
+def test_on_each(request, kprobefs_image):
     assert kprobefs_image is not None and "6.1" in kprobefs_image.name
+    assert kprobefs_image.stem.endswith("riscv64") == ("riscv64:" in request.node.name)
 """
 
 
@@ -163,19 +167,39 @@ def test_kernels_that_are_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("6.1.0-9-amd64_6.1.2-1", "6.1.0-10-amd64_6.1.3-1", "6.12.0-1-amd64_6.12.1-1"):
         with (kernels / f"linux-image-{name}_amd64.deb").open("wb") as file:
             file.truncate(2 << 20)
+    riscv = kernels / "linux-image-6.12.0-1-riscv64_6.12.1-1_riscv64.deb"
+    with riscv.open("wb") as file:
+        file.truncate(2 << 20)
     # Without a kernel in it.
     (kernels / "linux-image-6.99.0-1-amd64_6.99.1-1_amd64.deb").write_bytes(b"")
     assert find("6.1") == kernels / "linux-image-6.1.0-10-amd64_6.1.3-1_amd64.deb"
     assert find("6") == kernels / "linux-image-6.12.0-1-amd64_6.12.1-1_amd64.deb"
+    assert find("6.12", "riscv64") == riscv
     (tmp_path / "test_it.py").write_text(KERNELS)
     result = run_pytest(tmp_path, "-v", "-rs")
     assert re.findall(r"::(\S+) (PASSED|SKIPPED)", result.stdout) == [
         ("test_on_each[6.1]", "PASSED"),
         ("test_on_each[6]", "PASSED"),
         ("test_on_each[4.99]", "SKIPPED"),
-        ("test_on_each[riscv64:6.12]", "SKIPPED"),
+        ("test_on_each[riscv64:6.12]", "PASSED"),
+        ("test_on_each[arm64:6.12]", "SKIPPED"),
     ]
     assert "4.99: no such kernel; run kprobefs images fetch" in result.stdout
+
+
+def test_images_lists_kernels_at_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels that were not booted have their architecture and size, and neither age nor boot time."""
+    kernel = tmp_path / "linux-image-6.12.0-1-riscv64_6.12.1-1_riscv64.deb"
+    with kernel.open("wb") as file:
+        file.truncate(3 << 20)
+    monkeypatch.setenv("KPROBEFS_KERNELS", str(kernel))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["images"]) == ExitStatus.OK
+    head, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["RELEASE", "ARCH", "SIZE", "AGE", "BOOT", "FILE"]
+    assert ["6.12.0-1-riscv64", "riscv64", "3", "MiB", "-", "-", str(kernel)] in lines
 
 
 @needs_fuse

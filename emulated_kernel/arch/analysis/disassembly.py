@@ -16,6 +16,8 @@ _NUMBER = re.compile(r"(?<![\w%.])(-?(?:0x[0-9a-f]+|[0-9]+))(\(%[re]ip\))?(?![\w
 """Pattern for a number in AT&T syntax. A number before `(%rip)` or `(%eip)` is a displacement from ip."""
 _MAX_DECIMAL = 9
 _UPPER_HALF = 1 << 63
+_ADDRESS = re.compile(r"#(0x[89a-f][0-9a-f]{15})\b")
+"""Pattern for an address of the kernel in an AArch64 instruction."""
 _DISTANCE = re.compile(r"(?:c\.)?(?:b[a-z]+|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
 """Pattern for a RISC-V branch or jump, whose last operand is the distance to the target in bytes."""
 _UPPER = re.compile(r"auipc (?P<register>\w+), (?P<pages>0x[0-9a-f]+|[0-9]+)")
@@ -83,6 +85,8 @@ class Disassembler:
         ]
         if self._arch == "CS_ARCH_X86":
             return ((at, size, self._named(text, at, size, name)) for at, size, text in insns)
+        if self._arch == "CS_ARCH_ARM64":
+            return ((at, size, _with_address(text, name)) for at, size, text in insns)
         return _riscv_named(insns, name)
 
     def lines(self, code: bytes, addr: int, name: AddressName = unnamed) -> list[str]:
@@ -123,6 +127,15 @@ class Disassembler:
     @property
     def _bits(self) -> int:
         return 32 if self._modes == ("CS_MODE_32",) else 64
+
+
+def _with_address(text: str, name: AddressName) -> str:
+    """Return the text of an AArch64 instruction, with names in place of the addresses in it."""
+
+    def shown(found: re.Match[str]) -> str:
+        return name(int(found[1], 16)) or found[1]
+
+    return _ADDRESS.sub(shown, text)
 
 
 def _riscv_named(insns: list[tuple[int, int, str]], name: AddressName) -> Iterator[tuple[int, int, str]]:

@@ -43,6 +43,10 @@ class RejectReason(Enum):
     BUG = "the ud2 of a BUG() or WARN()", EINVAL
     WITHIN_FENTRY = "within an fentry site", EILSEQ
     NOT_A_BOUNDARY = "not an instruction boundary", EILSEQ
+    AT_FENTRY = "fentry site: only ftrace patches it on this architecture", EINVAL
+    NOT_ALIGNED = "not aligned to an instruction", EINVAL
+    HAS_FIXUP = "instruction has an exception table entry", EINVAL, RejectSubject.INSN
+    IN_EXCLUSIVE = "between an exclusive load and its store", EINVAL, RejectSubject.INSN
     EXCEPTION_INSN = "instruction only raises an exception", EILSEQ, RejectSubject.INSN
     NOT_COPYABLE = "instruction can't be copied", EINVAL, RejectSubject.INSN
     NOT_EMULATED = "control transfer that can be neither stepped nor emulated", EOPNOTSUPP, RejectSubject.INSN

@@ -10,7 +10,14 @@ from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import Frame, FrameInsn
-from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
+from emulated_kernel.arch.arch_hooks import (
+    Arch,
+    ArchSpecificInsn,
+    HandlerStub,
+    MemoryLoad,
+    OriginalPlace,
+    Registers,
+)
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.arch.riscv import copy_insn as out_of_line
@@ -144,14 +151,19 @@ class LinuxRISCV64(RISCV64):
     """Hooks of a distribution's riscv64 kernel with one CPU: tp holds the running task's address.
 
     No register holds the address of per-CPU data, so the code of handlers contains the addresses of its
-    cells.
+    cells. The kernel clears sstatus.SUM except in its own accesses to user memory, so other loads from there
+    fault. Unicorn: each change of SUM would flush the TLB.
     """
 
     current_register = "tp"
+    reads_user = False
     returns = RiscvReturnCode(RISCV64.breakpoint, per_cpu=None)
 
     def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         return handler_code(program, addr, live, self.breakpoint, per_cpu=None)
+
+    def decode_load(self, code: bytes) -> MemoryLoad | None:
+        return encoder.decode_load(code)
 
 
 class RISCV64I(Riscv):

@@ -23,6 +23,7 @@ from emulated_kernel.arch.x86.handler_code import X86ReturnCode, save_all, save_
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all, load_decoder
 from emulated_kernel.arch.x86.probe_checks import STRATEGIES, X86ProbeChecker
 from emulated_kernel.arch.x86.pt_regs import FRAME_32, FRAME_64, RegsFrame
+from emulated_kernel.arch.x86.relocate import is_exact
 from emulated_kernel.image.text_tables import ProbedTables
 
 
@@ -109,6 +110,9 @@ class X86(Arch):
 
     def relocated(self, region: Region, to: int) -> bytes:
         return detours.relocated(region, to, self.bits)
+
+    def emulated_region(self, code: bytes, addr: int) -> Region | None:
+        return Region(addr, code) if is_exact(code, self.bits) else None
 
     def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:
         return detours.original_place(region, copied, address, self.bits)

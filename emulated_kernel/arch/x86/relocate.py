@@ -5,8 +5,8 @@ from __future__ import annotations
 from errno import ERANGE
 
 from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, copy_instruction, relative_jump
-from emulated_kernel.arch.x86.encoder import is_signed
-from emulated_kernel.arch.x86.insn import X86Insn, decode_insn
+from emulated_kernel.arch.x86.encoder import SP, is_signed
+from emulated_kernel.arch.x86.insn import OPERAND_SIZE_PREFIX, X86Insn, decode_insn
 from emulated_kernel.arch.x86.pt_regs import push_address
 from emulated_kernel.util.errors import KernelError
 
@@ -22,6 +22,8 @@ _JCC_SHORT = range(0x70, 0x80)
 _LOOPS = range(0xE0, 0xE4)
 _SHORT_JUMP_SIZE = 2
 _ADDRESS_SIZE_PREFIX = 0x67
+_INEXACT = (0x9D, 0xCA, 0xCB)
+"""Opcodes of popf, which may set the trap flag, and lret. A trap would come one instruction too early."""
 
 
 def relocate(code: bytes, addr: int, to: int, bits: int) -> tuple[bytes, int]:
@@ -56,6 +58,17 @@ def is_relocated_call(code: bytes, bits: int) -> bool:
     """Return True if relocate() turns the first instruction of `code` into a push and a jump."""
     insn = decode_insn(code, bits)
     return insn.opcode[0] == _CALL or (insn.opcode[0] == _GROUP_5 and insn.reg == _CALL_NEAR)
+
+
+def is_exact(code: bytes, bits: int) -> bool:
+    """Return True if relocate() keeps the effect of an instruction that kprobes emulate, in each case.
+
+    An operand of 16 bits truncates the target of a branch, which relocate() does not. A call of the address
+    in sp would read it after the push.
+    """
+    insn = decode_insn(code, bits)
+    calls_sp = insn.opcode[0] == _GROUP_5 and insn.reg == _CALL_NEAR and insn.rm == SP
+    return OPERAND_SIZE_PREFIX not in insn.prefixes and insn.opcode[0] not in _INEXACT and not calls_sp
 
 
 def _push_return(address: int, bits: int) -> bytes:

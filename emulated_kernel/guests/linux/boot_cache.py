@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from errno import EIO, ENOEXEC, EOPNOTSUPP
 from pathlib import Path
+from time import process_time
 
 from emulated_kernel.guests.linux.boot import arm64_boot, riscv_boot, snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
@@ -155,6 +156,7 @@ def _boot_and_save(
     progress: Callable[[int, int], None],
     cpu: ProductionCpu | None,
 ) -> tuple[LinuxTasks, LinuxKernel]:
+    began = process_time()
     kernel = open_kernel(str(path))
     try:
         cells = find_cells(abi_named(kernel.architecture))
@@ -165,7 +167,8 @@ def _boot_and_save(
     tasks.shown_cpu = shown
     running = as_running(kernel, tasks)
     try:
-        snapshot.save(place, machine, facts, cells, str(path), cached_parts(running), shown)
+        parts = cached_parts(running)
+        snapshot.save(place, machine, facts, cells, str(path), parts, shown, process_time() - began)
     except OSError as error:
         log.warning("%s: can't keep the booted kernel there: %s", place.parent, error.strerror)
     return tasks, running

@@ -62,6 +62,8 @@ class GuestAbi:
     """Name of a per-CPU variable that contains an address on the stack for interrupts."""
     irq_stack_size: int
     """Number of bytes from the address in the variable `irq_stack` to the end of the stack."""
+    saved_sp: str
+    """Path of the member of task_struct with the stack pointer of a task that does not run."""
     host_code: int
     """Address at which the host maps its own code and data; Linux leaves the 2 MiB from there on unused."""
     is_word_hashed: bool
@@ -130,6 +132,7 @@ X86_64 = GuestAbi(
     time_read="read_tsc",
     irq_stack="hardirq_stack_ptr",
     irq_stack_size=8,
+    saved_sp="task_struct.thread.sp",
     host_code=0xFFFFFFFF70000000,
     is_word_hashed=True,
 )  # fmt: skip
@@ -157,6 +160,7 @@ RISCV64 = GuestAbi(
     time_read="riscv_clocksource_rdtime",
     irq_stack="irq_stack_ptr",
     irq_stack_size=16 << 10,
+    saved_sp="task_struct.thread.sp",
     host_code=0xFFFFFFFF60000000,
     is_word_hashed=False,
 )  # fmt: skip
@@ -182,6 +186,7 @@ ARM64 = GuestAbi(
     time_read="arch_counter_read",
     irq_stack="irq_stack_ptr",
     irq_stack_size=16 << 10,
+    saved_sp="task_struct.thread.cpu_context.sp",
     # In the part of the direct map after all RAM that a machine can have.
     host_code=0xFFFF400000000000,
     is_word_hashed=True,

@@ -25,7 +25,7 @@ def kernel_from_file(source: str) -> LinuxKernel:
         return found
     kernel = open_kernel(str(path))
     try:
-        snapshot.save_tables(place, kernel.release, str(path), cached_parts(kernel))
+        snapshot.save_tables(place, kernel, str(path), cached_parts(kernel))
     except OSError as error:
         log.warning("%s: can't keep the kernel's tables there: %s", place.parent, error.strerror)
     return kernel

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from enum import Enum
 from errno import ENODATA
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple, Self
 
 from emulated_kernel.image import text_tables
@@ -43,6 +44,12 @@ _NOTES_LIMIT = 1 << 16
 """Maximum size in bytes of the kernel's notes that are read."""
 _JUMP = 0xE9
 """Opcode of a jump with a displacement of 32 bits."""
+_NOPS_BEFORE = 8
+"""Size in bytes of the nops in front of a function, in arm64 kernels whose fentry sites name their users."""
+_SAMPLE = 64
+"""Number of fentry sites that are examined."""
+_BTI_C = 0xD503245F
+_ARM64_SIZE = 4
 _SECOND_HALF = 0x20
 """Bit of an address that is set in the second half of a 64-byte cache line."""
 
@@ -135,16 +142,6 @@ class LinuxKernel:
         """Name of the kernel's processor, as in MachineConfig.arch."""
         return self.vmlinux.architecture
 
-    def check_analysed(self, what: str, remedy: str = "") -> None:
-        """Check that kprobefs can analyse the kernel's text. Raises: KernelError ENOEXEC (it cannot).
-
-        `what`: the things that need such a kernel, as a plural for the error message. `remedy`: end of the
-        message.
-        """
-        if self.architecture == ARM64:
-            known = "x86_64 or riscv64"
-            raise unusable(f"a kernel for {self.architecture}, but {what} need one for {known}{remedy}")
-
     # Tables that decide which addresses can be probed
 
     @property
@@ -163,7 +160,41 @@ class LinuxKernel:
 
         Linux: zero entries are padding.
         """
-        return AddressSet(site for site in text_tables.words(self._table(_MCOUNT)[1]) if site)
+        start, end = self.text
+        words = memoryview(self.read(start, (end - start) & -_ARM64_SIZE)).cast("I")
+        inside = range(start, end)
+        entries = [site for site in text_tables.words(self._table(_MCOUNT)[1]) if site]
+        return AddressSet(
+            self.fentry_sites(entries, lambda at: words[at - start >> 2] if at in inside else None)
+        )
+
+    def fentry_sites(self, entries: Iterable[int], word_at: Callable[[int], int | None]) -> Iterator[int]:
+        """Yield the fentry sites for the entries of a table of this kernel or of one of its modules.
+
+        `word_at` returns the instruction at an address, or None if it is unknown.
+
+        arm64: the table has the address of a function's first nop, which may be in front of the function. The
+        call is in place of the second nop at its entry, which a landing pad may precede.
+        Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12)
+        """
+        if self.architecture != ARM64:
+            yield from entries
+            return
+        before = self._nops_before
+        for entry in entries:
+            site = entry + before
+            yield site + (2 if word_at(site) == _BTI_C else 1) * _ARM64_SIZE
+
+    @cached_property
+    def _nops_before(self) -> int:
+        """Size in bytes of the nops in front of each function of an arm64 kernel, or 0.
+
+        Most entries of the kernel's table tell whether there are such nops.
+        """
+        entries = islice(filter(None, text_tables.words(self._table(_MCOUNT)[1])), _SAMPLE)
+        behind = [self.kallsyms.lookup(entry + _NOPS_BEFORE) for entry in entries]
+        starts = sum(found is not None and not found.offset for found in behind)
+        return _NOPS_BEFORE if starts * 2 > len(behind) else 0
 
     @cached_property
     def jump_labels(self) -> tuple[JumpLabel, ...]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir import HandlerCode
@@ -88,6 +88,8 @@ class Compiler:
         """Number of pieces of guest code that the compiler has compiled so far."""
         self.fixups: dict[int, int] = {}
         """Address of an instruction that may fault -> address at which the CPU continues after the fault."""
+        self.relocated: dict[int, int] = {}
+        """Address of the relocated form of an emulated instruction -> address of the instruction."""
         self.codes: dict[CompiledCode, None] = {}
         """All existing code in the order of its creation, including code that waits to be freed."""
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
@@ -151,21 +153,35 @@ class Compiler:
         self._left -= handlers
         return True
 
-    def stub(self, head: AggrKprobe, target: int | None) -> CompiledCode | None:
+    def stub(self, head: AggrKprobe, target: int | None, region: Region | None = None) -> CompiledCode | None:
         """Compile a handler for breakpoint hits that continues at `target`; None if Python must handle them.
 
-        Without a target, the code ends in a breakpoint at `CompiledCode.tail`, whose route the caller sets.
+        `region`: an emulated instruction, whose relocated form takes the place of a target. Without both, or
+        if the instruction cannot be relocated, the code ends in a breakpoint at `CompiledCode.tail`. The
+        caller sets the route of the breakpoint.
         """
         arch = self._arch
         breakpoint_ = self._arch.breakpoint
+        relocated: list[Region] = []
 
         def rest(at: int) -> bytes:
+            if region is not None:
+                with suppress(KernelError):
+                    code = arch.relocated(region, at)
+                    relocated.append(region)
+                    return code
             return arch.relative_jump(at, at + arch.jump_size if target is None else target) + breakpoint_
 
         near = None if target is None else self._text.around(target)
-        code = self._make(head, EntryKind.BREAKPOINT, arch.jump_size + len(breakpoint_), rest, near)
-        if code is not None:
-            code.target = target
+        size = arch.jump_size + len(breakpoint_) if region is None else arch.max_copied
+        code = self._make(head, EntryKind.BREAKPOINT, size, rest, near)
+        if code is None:
+            return None
+        code.target = target
+        if relocated:
+            code.region = region
+            self.relocated[code.copied] = head.address
+        else:
             code.tail = code.address + code.size - len(breakpoint_)
         return code
 
@@ -436,6 +452,7 @@ class Compiler:
         for trap in code.traps:
             del self._breakpoints[trap]
         self._breakpoints.pop(code.tail, None)
+        self.relocated.pop(code.copied, None)
         for access in code.accesses:
             del self.fixups[access]
         self._text.free_text(code.address)

@@ -125,7 +125,7 @@ class BreakpointDispatch:
     def _leads_to(self, head: AggrKprobe) -> int | None:
         """Return the address at which a breakpoint hit continues after its handlers, or None.
 
-        None means that Python continues the hit, because the instruction is emulated.
+        None: the instruction is emulated, by Python or by its relocated form at the end of the stub.
         """
         if head.is_optimized:
             assert head.detour is not None
@@ -179,11 +179,18 @@ class BreakpointDispatch:
         return head.stub is not None
 
     def _make_stub(self, head: AggrKprobe, leads_to: int | None) -> None:
-        """Compile the handlers into a stub that continues at `leads_to`, and route breakpoint hits to it."""
+        """Compile the handlers into a stub that continues at `leads_to`, and route breakpoint hits to it.
+
+        Without `leads_to`, the relocated form of an emulated instruction is the end of the stub if possible.
+        """
         hits = self.hits
         insn = head.insn
         assert insn is not None
-        stub = self._compiler.stub(head, leads_to)
+        region = None
+        if leads_to is None and not head.has_post_assembly:
+            prepared = insn.prepared
+            region = self._arch.emulated_region(prepared.slot_bytes[: prepared.length], head.address)
+        stub = self._compiler.stub(head, leads_to, region)
         head.stub = stub
         head.is_python = stub is None
         if stub is None:
@@ -192,7 +199,7 @@ class BreakpointDispatch:
             hits.compile_post_code(head, head.address + insn.prepared.length)
         self._install_step_end(head, insn)
         self.breakpoints[head.address] = hits.by_stub(head, stub)
-        if leads_to is None:
+        if leads_to is None and stub.region is None:
             self.breakpoints[stub.tail] = partial(hits.emulate, head, insn)
 
     def _first_by_detour(self, head: AggrKprobe, trap: int, regs: Regs) -> None:

@@ -8,6 +8,7 @@
                     emulation -> post_process
       post_process  post_handler -> end
     stub            guest code -> the copy -> the probed code, without any state of the CPU
+                    guest code, with the relocated form of an emulated instruction -> the probed code
                     or begin -> guest code -> singlestep, if Python has a part in the hit
     detour          begin -> pre_handlers -> end
     fentry call     begin -> pre_handler -> post_handler -> end
@@ -64,6 +65,7 @@ class HitHandling:
         self._machine = machine
         self._compiler = compiler
         self._split_jumps = split_jumps
+        self._arch = arch
         self._call_size = arch.call_size
         self._ip_offset = arch.handler_ip_offset
         """Offset in bytes from the probed address to the ip that handlers get at a hit, as in Linux."""
@@ -322,8 +324,10 @@ class HitHandling:
         """Return True if Python handles the instruction or its end at hits that go to a stub."""
         insn = head.insn
         assert insn is not None
-        if stub.target is None or stub_traps(head, stub) == 1:
-            return stub.target is None
+        if stub_traps(head, stub) == 1:
+            return False
+        if stub.target is None:
+            return True
         return self.after_step(head, head.address + insn.prepared.length) is None
 
     # By a jump
@@ -434,16 +438,22 @@ class HitHandling:
     def fix_fault(self, trap: Trap, regs: Regs) -> bool:
         """Handle an exception in a step or in compiled code; return True if the guest continues at `regs`.
 
-        An access of compiled code continues at its fixup. A fault in the step belongs to the probed
-        instruction. If the probe's fault_handler doesn't handle it, the guest gets the fault at the probed
-        address.
+        An access of compiled code continues at its fixup, except a load from user memory that the host
+        executes (see Arch.reads_user). A fault in the relocated form of an emulated instruction belongs to
+        that instruction, and a fault in the step to the probed instruction. If the probe's fault_handler
+        doesn't handle it, the guest gets the fault at the probed address.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
         """
         target = self._compiler.fixups.get(trap.address)
         if target is not None and trap.vector != Vector.DEBUG:
-            regs.ip = target
+            if self._arch.reads_user or not self._load_user(regs, trap.address):
+                regs.ip = target
             return True
         if trap.kind is TrapKind.BUDGET:
+            return False
+        emulated = self._compiler.relocated.get(regs.ip)
+        if emulated is not None:
+            regs.ip = emulated
             return False
         step = self.steps.at(regs.ip)
         if step is None or regs.ip != step.insn.slot:
@@ -457,6 +467,24 @@ class HitHandling:
         if self.ctlblk.running is head:
             self.ctlblk.forget_current()
         return False
+
+    def _load_user(self, regs: Regs, address: int) -> bool:
+        """Execute the load instruction at `address` if it reads user memory; return True in this case."""
+        arch = self._arch
+        memory = self._machine.memory
+        load = arch.decode_load(memory.read(address, arch.word_size))
+        if load is None:
+            return False
+        place = regs.get(load.base) + load.offset & arch.mask
+        if place >= arch.task_size:
+            return False
+        try:
+            data = memory.read(place, load.size)
+        except MemoryFault:
+            return False
+        regs.set(load.register, int.from_bytes(data, "little", signed=load.is_signed) & arch.mask)
+        regs.ip = address + load.length
+        return True
 
     @property
     def is_underway(self) -> bool:
@@ -499,4 +527,6 @@ def stub_traps(head: AggrKprobe, stub: CompiledCode) -> int:
     """Return the number of traps at each hit of a probe whose handlers are compiled into `stub`."""
     insn = head.insn
     assert insn is not None
+    if stub.region is not None:
+        return 1
     return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1

@@ -11,6 +11,7 @@ from typing import Any, Final
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.paging import Arm64PageTables
+from emulated_kernel.machine.memory_layout import MemoryLayout
 from emulated_kernel.machine.traps.trap import HardwareError, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import ARCH_ARM64, MODE_ARM, Engine
 from emulated_kernel.util.abi import Vector
@@ -41,6 +42,8 @@ CLASS_SVC = 0x15
 CLASS_BRK = 0x3C
 _ABORTS = (0x20, 0x21, 0x24, 0x25)
 """Classes of aborts: of a fetch or an access to data, each from user mode and from the kernel."""
+BRK: Final = bytes.fromhex("800020d4")
+"""The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
 FULL_SIZE = 1 << 25
 """Bit of the syndrome that is set for an instruction of 32 bits."""
 
@@ -112,6 +115,18 @@ class Arm64Cpu(CpuModel):
     bits = 64
     engine_mode = (ARCH_ARM64, MODE_ARM)
     page_tables = Arm64PageTables
+    layout = MemoryLayout(
+        user_buffers=0x0000400000000000,
+        direct_map=0xFFFF000000000000,
+        direct_map_size=1 << 46,
+        host_stacks=0xFFFF500000000000,
+        kernel_map=0xFFFF800080000000,
+        text_space=0xFFFF400010000000,
+        module_space=0xFFFF400020000000,
+        host_text=0xFFFF400030000000,
+        record_pages=0xFFFF400040000000,
+        record_pages_size=32 << 20,
+    )
     registers = MappingProxyType({
         **{f"x{number}": _FIRST_X + number for number in range(29)}, "x29": 1, "x30": 2, "sp": 4, "ip": 260,
     })  # fmt: skip
@@ -129,9 +144,9 @@ class Arm64Cpu(CpuModel):
     result = "x0"
     call_stack_gap = 48
     halt = bytes.fromhex("7f2003d5")
-    breakpoints = (bytes.fromhex("000020d4"),)
+    breakpoints = (BRK,)
     fetch_unit = 4
-    filler = breakpoints[0]
+    filler = BRK
 
     def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:  # noqa: ARG002 - it refuses
         """Refuse, because kprobefs's own kernel has no image for arm64. Raises: HardwareError."""

@@ -14,6 +14,9 @@ from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Eng
 
 _ABORTS = 3, 4
 """Unicorn's numbers of an abort of a fetch, and of an access to data."""
+_BREAKPOINT = 7
+"""Unicorn's number of a brk."""
+_SIZE = 4
 
 
 class Syndrome(ExceptionState):
@@ -30,7 +33,10 @@ class Syndrome(ExceptionState):
 
 
 class Arm64TrapHooks(TrapHooks):
-    """Dispatches exceptions; the instruction pointer is that of the exception on real hardware."""
+    """Dispatches brk to `breakpoints`, with regs.ip advanced by its size.
+
+    All other exceptions have the instruction pointer that they have on real hardware.
+    """
 
     family = "arm64"
 
@@ -48,5 +54,16 @@ class Arm64TrapHooks(TrapHooks):
 
     def _exception(self, vector: int) -> None:
         state = self._syndrome
+        if vector == _BREAKPOINT:
+            regs = self.regs
+            ip = regs.ip
+            handler = self.breakpoints.find(ip)
+            if handler is not None:
+                regs.ip = ip + _SIZE
+                if self.guest_callers:
+                    self.defer(handler)
+                else:
+                    handler(regs)
+                return
         address = int(state.bad_address[0]) if vector in _ABORTS else 0
         self.raise_exception(fault(self.regs.ip, state.take(), address))

@@ -184,7 +184,12 @@ class Text:
 
         Raises: MemoryFault (a part isn't mapped executable; nothing was written).
         """
-        self.poke_batch(((va, data),))
+        has_original = self.is_original(va) or self.is_original(va + len(data) - 1)
+        if self._is_recorded or has_original or not self.is_generated(va):
+            self.poke_batch(((va, data),))
+        else:
+            # Each probe has a few pieces of generated code.
+            self.substitute(va, data)
 
     def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None:
         """Perform several pokes with one invalidation of translated code.

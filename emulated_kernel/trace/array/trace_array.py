@@ -105,7 +105,7 @@ class TraceArray(ArrayRings, Recorder):
         """Number of open pipes of all kinds; while it is not 0, the tracer cannot be changed."""
         self._recorded: dict[TraceEvent, None] = {}
         """The events that are enabled in this trace array: keys in the order in which they were enabled."""
-        self.pids = EventPids(self._pids_changed)
+        self.pids = EventPids(self._pids_changed, memory=system.filter_words.memory)
         self._has_pids = False
         self.max_latency_ns = 0
         """Text of tracing_max_latency as a number of nanoseconds: the last value written to it."""

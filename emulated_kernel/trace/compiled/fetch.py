@@ -63,9 +63,14 @@ def fits_displacement(value: int) -> bool:
     return -(1 << 31) <= value < 1 << 31
 
 
-def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
-    """Return True if guest code can fetch the arguments. `registers` are the registers that it can read."""
+def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str], *, reads_user: bool = True) -> bool:
+    """Return True if guest code can fetch the arguments. `registers` are the registers that it can read.
+
+    `reads_user`: see Arch.
+    """
     if sum(arg.count or 1 for arg in args) > MAX_ELEMENTS:
+        return False
+    if not reads_user and any(map(_is_of_user, args)):
         return False
     return all(
         type(arg.type) in _EMITTERS
@@ -73,6 +78,13 @@ def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
         and (arg.stages.load.op is not FetchOp.REG or arg.stages.load.name in registers)
         for arg in args
     )
+
+
+def _is_of_user(arg: ProbeArg) -> bool:
+    """Return True if the argument's definition names user memory."""
+    stages = arg.stages
+    insns = (*stages.derefs, stages.store, *filter(None, (stages.pointer,)))
+    return any(insn.op in (FetchOp.UDEREF, FetchOp.ST_UMEM, FetchOp.ST_USTRING) for insn in insns)
 
 
 class FetchEmitter:

@@ -97,11 +97,6 @@ class CompiledGraph:
     """Pids in set_ftrace_pid; `untraced` has the pids in set_ftrace_notrace_pid."""
     untraced: frozenset[int]
 
-    @property
-    def fits(self) -> bool:
-        """Whether the lists of pids are short enough for guest code."""
-        return len(self.traced) + len(self.untraced) <= MAX_PIDS
-
     def by_kind(self, sites: Collection[int]) -> Mapping[CallKind, Collection[int]]:
         """Divide fentry sites by the kind of their functions.
 

@@ -40,13 +40,14 @@ def compiled_event(
 ) -> CompiledEvent | None:
     """Return the data for an event's guest code, or None if the host has to handle the event.
 
-    The host handles arguments of type `symstr` and arguments with too many array elements. The host also
+    The host handles arguments of type `symstr`, arguments with too many array elements, and arguments in user
+    memory without Arch.reads_user. The host also
     handles arguments from registers that are not general-purpose ones, or that a returning function
     overwrites. The same is true of filters on strings, events with triggers, and recorders without
     Recorder.target.
     """
     registers = arch.valid_at_return if is_return else arch.general_registers
-    if event.needs_entry or not can_fetch(args, registers):
+    if event.needs_entry or not can_fetch(args, registers, reads_user=arch.reads_user):
         return None
     recordings = []
     for recorder in event.recorders:

@@ -37,13 +37,18 @@ class HitContext(ABC):
         interrupt_flag: tuple[str, int],
         *,
         preemption: bool,
+        has_interrupt_mask: bool = False,
+        is_breakpoint_nmi: bool = True,
     ) -> None:
         """Store the masks of the preempt count.
 
-        `interrupt_flag` is a register and its bit that is set while interrupts are enabled.
+        `interrupt_flag` is a register and its bit that is set while interrupts are enabled; with
+        `has_interrupt_mask`, while they are masked. `is_breakpoint_nmi`: see Arch.
         """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag
+        self._is_breakpoint_nmi = is_breakpoint_nmi
+        self._masked = self._interrupts if has_interrupt_mask else 0
         self.disabled_once = int(preemption)
         """Amount that one preempt_disable() adds to preempt_count: 0 in a kernel without preemption."""
         self._hardirq = abi["preempt.hardirq_mask"]
@@ -66,6 +71,9 @@ class HitContext(ABC):
         """
         if not self._ctlblk.by_breakpoint:
             return self.trace_ctx(regs, more)
+        if not self._is_breakpoint_nmi:
+            flags, count = self.trace_ctx(regs, more)
+            return flags | EntryFlag.IRQS_OFF, count
         if not more:
             return self.breakpoint_trace_ctx
         # The count is not 0, so the subtraction has no borrow.
@@ -85,7 +93,8 @@ class HitContext(ABC):
         `more` is the amount that Linux's handler adds to preempt_count.
         """
         count = self.preempt_count()
-        flags = 0 if getattr(regs, self._flags) & self._interrupts else int(EntryFlag.IRQS_OFF)
+        is_on = (getattr(regs, self._flags) ^ self._masked) & self._interrupts
+        flags = 0 if is_on else int(EntryFlag.IRQS_OFF)
         flags |= self.resched_flags()
         if count & self._hardirq:
             flags |= EntryFlag.HARDIRQ

@@ -261,7 +261,7 @@ class EventPidsFile:
     """
 
     def __init__(self, events: ArrayEvents, pids: PidList) -> None:
-        self.records = pids.records
+        self.records_from = pids.records_from
         self.clear = pids.clear
         self._events = events
         self._pids = pids

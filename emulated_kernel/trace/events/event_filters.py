@@ -104,7 +104,7 @@ class EventFilters:
         """Log a parse error, and show it in the event's filter file. Mirrors: append_filter_err (v6.1)."""
         log_filter_error(self._error_log, text, failure)
         shown = self._error_text(text, failure)
-        event.set_filter(self._recorder, EventFilter(shown, None, self._words.memory.charge(shown)))
+        event.set_filter(self._recorder, EventFilter(shown, None, self._words.memory.charge_text(shown)))
 
     def _error_text(self, text: str, failure: FilterParseError) -> str:
         """Return the content of a filter file after a parse error: the filter, a caret and the error.

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.filter.words import NO_WORDS
 from emulated_kernel.trace.text.get_user import take_word
 from emulated_kernel.trace.text.numbers import kstrtoul
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.limits import Charge, MemoryBudget
 
 PID_LIMIT = 1 << 30
 """Exclusive upper bound of the pids in a list. Mirrors: kernel/trace/pid_list.h:MAX_PID (v6.1)."""
+BYTES_PER_PID = 200
+"""Memory of the host that a pid in a list takes at most, in bytes: in a set, in order, and its charge."""
 _PID_MASK = (1 << 32) - 1
 _SWITCH = "sched_switch"
 
@@ -19,63 +24,89 @@ _SWITCH = "sched_switch"
 class PidList:
     """A list of pids that is read and written through a file. An empty list excludes no task."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        """Create an empty list. `changed` is called after each change of the list."""
-        self.pids: frozenset[int] = frozenset()
-        self._changed = changed
+    def __init__(self, changed: Callable[[], None], memory: MemoryBudget = NO_WORDS.memory) -> None:
+        """Create an empty list.
 
-    def _set(self, pids: frozenset[int]) -> None:
-        if pids != self.pids:
-            self.pids = pids
-            self._changed()
+        `changed` is called after each change of the list. The list's memory counts in the budget `memory`.
+        """
+        self.pids = set[int]()
+        self._changed = changed
+        self._memory = memory
+        self._charges: list[Charge] = []
+        self._sorted: list[int] | None = None
+        """The pids in ascending order; None after a change, until they are read."""
+
+    def _note_change(self) -> None:
+        self._sorted = None
+        self._changed()
 
     def write(self, data: bytes) -> int:
         """Add the pids in one written text, and return the number of bytes taken.
 
         If a pid is invalid, add none of them.
-        Raises: KernelError EINVAL (not a number), EPERM (too big). Mirrors: trace_pid_write (v6.1).
+        Raises: KernelError EINVAL (not a number), EPERM (too big), ENOMEM. Mirrors: trace_pid_write (v6.1).
         """
-        pids = set(self.pids)
+        added = set[int]()
         done = 0
         while done < len(data):
-            word, size = take_word(data[done:])
+            word, size = take_word(data, done)
             done += size
             if not word:
                 break
-            pids.add(_pid(word))
-        self._set(frozenset(pids))
+            added.add(_pid(word))
+        added -= self.pids
+        if added:
+            self._charges.append(self._memory.charge(BYTES_PER_PID * len(added)))
+            self.pids |= added
+            self._note_change()
         return done
 
     def clear(self) -> None:
         """Remove all pids, as opening the file with O_TRUNC does."""
-        self._set(frozenset())
+        if self.pids:
+            self.pids = set()
+            self._charges = []
+            self._note_change()
 
     def records(self) -> list[str]:
         """Return the lines of the file, one for each pid in ascending order."""
-        return [f"{pid}\n" for pid in sorted(self.pids)]
+        return [*self.records_from(0)]
+
+    def records_from(self, start: int) -> Iterator[str]:
+        """Return the lines of the file from line `start` on."""
+        if self._sorted is None:
+            self._sorted = sorted(self.pids)
+        return (f"{pid}\n" for pid in islice(self._sorted, start, None))
 
     def follow(self, parent: int, child: int) -> None:
         """Add the pid of a new child if its parent's pid is on the list."""
-        if parent in self.pids:
-            self._set(self.pids | {child})
+        if parent in self.pids and child not in self.pids:
+            self.pids.add(child)
+            self._note_change()
 
     def forget(self, pid: int) -> None:
         """Remove the pid of a task that has ended."""
         if pid in self.pids:
-            self._set(self.pids - {pid})
+            self.pids.remove(pid)
+            self._note_change()
 
 
 class EventPids:
     """The two pid lists of a trace array. Mirrors: kernel/trace/trace_events.c:ignore_task_cpu (v6.1)."""
 
-    def __init__(self, changed: Callable[[], None], kind: type[PidList] = PidList) -> None:
-        """Create two empty lists of class `kind`.
+    def __init__(
+        self,
+        changed: Callable[[], None],
+        kind: type[PidList] = PidList,
+        memory: MemoryBudget = NO_WORDS.memory,
+    ) -> None:
+        """Create two empty lists of class `kind`, whose memory counts in the budget `memory`.
 
         `changed` is called when answers of ignores() may have changed.
         """
-        self.traced = kind(changed)
+        self.traced = kind(changed, memory)
         """The list set_event_pid. If it is not empty, only events of its tasks are recorded."""
-        self.untraced = kind(changed)
+        self.untraced = kind(changed, memory)
         """The list set_event_notrace_pid. Events of its tasks are not recorded."""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import chain
@@ -58,6 +58,11 @@ class EventRegistry:
         self._saved_ids: dict[tuple[str, str], int] = {}
         self._groups: dict[str, dict[str, TraceEvent]] = {}
         self._watchers: list[EventWatcher] = []
+        self.hist_waiters: list[Callable[[], None]] = []
+        """Functions to call at each hit of a histogram, for clients that poll hist files.
+
+        Mirrors: kernel/trace/trace_events.c:hist_poll_wq (v7.2)
+        """
         self.registered = 0
         """Count of all registrations of events so far; removals do not reduce it."""
         self._numbers: dict[TraceEvent, int] = {}

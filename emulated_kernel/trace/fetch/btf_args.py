@@ -24,6 +24,10 @@ class ProbedFunction:
     parameters: tuple[tuple[str, int], ...]
     """Name and type id of each parameter."""
 
+    def typed(self, number: int) -> TypedValue:
+        """Return the type with the id `number`, without typedefs and qualifiers."""
+        return TypedValue(self.btf, self.btf.resolve(number))
+
     def index(self, name: str) -> int | None:
         """Return the index of the parameter `name` from 0 on, or None if there is none."""
         return next((at for at, (own, _) in enumerate(self.parameters) if own == name), None)
@@ -129,8 +133,27 @@ def split_field(text: str) -> tuple[str, str | None, bool]:
     return text[:at], text[at + 2 :], True
 
 
-def follow_fields(value: TypedValue, chain: str) -> Iterator[tuple[int, TypedValue, int]]:
+def find_structure(btf: Btf | None, name: str) -> TypedValue | None:
+    """Return the structure `name` as a type, or None if the BTF lacks it.
+
+    Mirrors: kernel/trace/trace_probe.c:query_btf_struct (v7.2).
+    """
+    if btf is None:
+        return None
+    try:
+        return TypedValue(btf, btf.find(Kind.STRUCT, name))
+    except KernelError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+
+
+def follow_fields(
+    value: TypedValue, chain: str, *, is_cast: bool = False
+) -> Iterator[tuple[int, TypedValue, int]]:
     """Follow `FIELD.FIELD->FIELD` from a pointer to a structure.
+
+    With `is_cast`, the type of `value` is the structure itself.
 
     Yield, for each dereference, its offset in bytes, the type of the value at that offset, and the column of
     its last field in `chain`. Raises: FieldError.
@@ -140,9 +163,10 @@ def follow_fields(value: TypedValue, chain: str) -> Iterator[tuple[int, TypedVal
     column = 0
     left: str | None = chain
     while left is not None:
-        if btf.kind(value.type) is not Kind.PTR:
+        if not is_cast and btf.kind(value.type) is not Kind.PTR:
             raise FieldError(ProbeError.NO_PTR_STRCT, column, errno.EINVAL)
-        structure = btf.referred(value.type)
+        structure = value.type if is_cast else btf.referred(value.type)
+        is_cast = False
         bits = 0
         is_arrow = False
         while left is not None and not is_arrow:

@@ -55,7 +55,7 @@ RESERVED_NAMES = frozenset(
         "__probe_func",
     }
 )
-_RULES_BY_FUNCTION = (InterfaceRule.BTF_ARGS, InterfaceRule.META_ARGS, InterfaceRule.ENTRY_ARGS)
+_RULES_BY_FUNCTION = frozenset({InterfaceRule.BTF_ARGS, InterfaceRule.META_ARGS, InterfaceRule.ENTRY_ARGS})
 """Rules under which the same text can mean different arguments for different functions."""
 _ARRAY_STORES = frozenset({FetchOp.ST_MEM, FetchOp.ST_STRING, FetchOp.ST_USTRING})
 _NumberParser = Callable[[str, int, int], int]
@@ -165,7 +165,7 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
     interface = context.interface
-    if context.on_event or any(rule in interface for rule in _RULES_BY_FUNCTION):
+    if context.on_event or not interface.rules.isdisjoint(_RULES_BY_FUNCTION):
         return _parse_args(words, context)
     kind = (context.on_return, context.on_entry, context.in_kernel, context.in_fprobe)
     with suppress(KernelError):
@@ -376,6 +376,8 @@ class _ArgParser:
                 return self._dereference(text, at)
             case "\\":
                 return [self._immediate(text[1:], at)]
+            case "(" if InterfaceRule.EVENT_TYPECASTS in self._rules:
+                return self._cast(text, at)
         if InterfaceRule.BTF_ARGS in self._rules and is_good_name(text[:1]):
             return self._by_name(text, at)
         raise self._error(at, ProbeError.BAD_FETCH_ARG)
@@ -398,6 +400,17 @@ class _ArgParser:
         if context.btf is None:
             raise self._error(at, ProbeError.NOSUP_BTFARG, errno.EOPNOTSUPP)
         return self._names().named(text, at)
+
+    def _cast(self, text: str, at: int) -> list[FetchInsn]:
+        """Compile `(STRUCTURE)NAME->FIELD`, in which NAME is a field of an event probe's event."""
+        context = self._context
+        if context.has_field is None:
+            raise self._error(at, ProbeError.TYPECAST_NOT_EVENT)
+        structure, closed, inner = text[1:].partition(")")
+        if not closed:
+            raise self._error(at + len(text), ProbeError.DEREF_OPEN_BRACE)
+        at += len(structure) + 2
+        return self._names().cast(context.btf, structure, inner, at, context.has_field)
 
     def _return_value(self, text: str, at: int) -> list[FetchInsn]:
         """Compile `$retval`, with its type and fields if the interface has them. `text` begins with `$`."""

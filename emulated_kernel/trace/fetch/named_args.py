@@ -12,12 +12,17 @@ from emulated_kernel.trace.fetch.btf_args import (
     FieldError,
     ProbedFunction,
     TypedValue,
+    find_structure,
     follow_fields,
     split_field,
 )
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
 
 LogError = Callable[[int, ProbeError, int], KernelError]
 """Function (column, error, errno) that logs an error, and returns the exception to raise."""
@@ -61,7 +66,8 @@ class NamedArgs:
         index = function.index(name)
         if index is None:
             raise self._error(at, ProbeError.NO_BTFARG, errno.ENOENT)
-        return self._fields(self._parameter(index), function, function.parameters[index][1], fields, column)
+        typed = function.typed(function.parameters[index][1])
+        return self._fields(self._parameter(index), typed, fields, column)
 
     def return_value(self, load: FetchInsn, text: str, at: int) -> list[FetchInsn]:
         """Return the operations for `$retval->FIELD.FIELD`.
@@ -79,7 +85,23 @@ class NamedArgs:
             return [load]
         if not function.returns:
             raise self._error(at, ProbeError.NO_RETVAL, errno.ENOENT)
-        return self._fields(load, function, function.returns, fields, column)
+        return self._fields(load, function.typed(function.returns), fields, column)
+
+    def cast(
+        self, btf: Btf | None, structure: str, text: str, at: int, has_field: Callable[[str], bool]
+    ) -> list[FetchInsn]:
+        """Return the operations for `(STRUCTURE)text`, in which `text` at column `at` is `NAME->FIELD.FIELD`.
+
+        NAME is a field of the event of an event probe. `has_field` returns whether the event has a field.
+        Raises: KernelError (logged). Mirrors: kernel/trace/trace_probe.c:handle_typecast (v7.2).
+        """
+        typed = find_structure(btf, structure)
+        if typed is None:
+            raise self._error(at - len(structure) - 1, ProbeError.NO_PTR_STRCT, errno.EINVAL)
+        name, fields, column = self._root(text, at)
+        if not has_field(name):
+            raise self._error(at, ProbeError.BAD_ATTACH_ARG, errno.EINVAL)
+        return self._fields(FetchInsn(FetchOp.TP_ARG, name=name), typed, fields, column, is_cast=True)
 
     def _root(self, text: str, at: int) -> tuple[str, str | None, int]:
         """Split `NAME->FIELDS`. Return the name, the fields or None, and the column of the fields."""
@@ -93,20 +115,20 @@ class NamedArgs:
         return name, fields, column
 
     def _fields(
-        self, root: FetchInsn, function: ProbedFunction, number: int, fields: str | None, column: int
+        self, root: FetchInsn, typed: TypedValue, fields: str | None, column: int, *, is_cast: bool = False
     ) -> list[FetchInsn]:
-        """Return `root` and the operations that follow `fields` from its value.
+        """Return `root` and the operations that follow `fields` from its value, whose type is `typed`.
 
-        The type of the value has the id `number`. `column` is the column of the fields.
+        `column` is the column of the fields. With `is_cast`, the value points to a structure of that type.
         Raises: KernelError (logged).
         """
         code = [root]
-        self.typed = TypedValue(function.btf, function.btf.resolve(number))
+        self.typed = typed
         if fields is None:
             return code
         try:
-            for offset, typed, last in follow_fields(self.typed, fields):
-                self.typed = typed
+            for offset, value, last in follow_fields(typed, fields, is_cast=is_cast):
+                self.typed = value
                 if len(code) == self._limit:
                     raise self._error(column + last, ProbeError.TOO_MANY_OPS, errno.EINVAL)
                 code.append(FetchInsn(FetchOp.DEREF, value=offset))

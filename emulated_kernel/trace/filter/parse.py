@@ -55,7 +55,7 @@ def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWor
     it, is reached).
     """
     program = parse_filter(text, partial(find_event_field, fields), words)
-    return EventFilter(text, program, words.memory.charge(text))
+    return EventFilter(text, program, words.memory.charge_text(text))
 
 
 def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS) -> FilterProgram:

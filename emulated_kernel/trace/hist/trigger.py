@@ -59,6 +59,12 @@ class HistTrigger(HistHolder):
         """
         if entry is not None:
             self.data.count(hit, entry)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Wake the clients that poll hist files. Mirrors: hist_poll_wakeup (v7.2)."""
+        for waiter in tuple(self._command.system.registry.hist_waiters):
+            waiter()
 
     def show(self) -> str:
         name = f"{self.name}:" if self.name is not None else ""
@@ -69,6 +75,7 @@ class HistTrigger(HistHolder):
         if self.synthetic is not None:
             self.synthetic.hist_references -= 1
         self._command.release(self)
+        self._wake()
 
 
 @dataclass(frozen=True)

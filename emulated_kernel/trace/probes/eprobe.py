@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -12,7 +12,7 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import log_filter_error
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
-from emulated_kernel.trace.fetch.fetchargs import COMM_NAMES, FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.fetch.fetchargs import COMM_NAMES, FetchContext, ProbeArg, no_types, parse_args
 from emulated_kernel.trace.fetch.memory import EntryAddress, FetchEnvironment, Value
 from emulated_kernel.trace.fetch.store_args import store
 from emulated_kernel.trace.filter.fields import FilterType, filter_type_of
@@ -30,6 +30,10 @@ from emulated_kernel.trace.text.chars import argv_split, to_text
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import replace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf
 
 EPROBE_EVENT_SYSTEM = "eprobes"
 
@@ -143,9 +147,17 @@ class EventProbes(ProbeKind[Eprobe]):
     Mirrors: kernel/trace/trace_eprobe.c (v6.1).
     """
 
-    def __init__(self, arch: Arch, symbols: KernelSymbols, commands: EventCommands) -> None:
+    def __init__(
+        self,
+        arch: Arch,
+        symbols: KernelSymbols,
+        commands: EventCommands,
+        types: Callable[[], Btf | None] = no_types,
+    ) -> None:
+        """Create the registry. `types` returns the kernel's BTF, or None if it has none."""
         super().__init__(commands)
         self._arch = arch
+        self._types = types
         self.symbols = symbols
 
     def create(self, command: str) -> bool:
@@ -197,6 +209,7 @@ class EventProbes(ProbeKind[Eprobe]):
             log,
             self.interface,
             finish=partial(self._finish, target, log),
+            types=self._types,
             has_field=lambda name: any(field.name == name for field in target.fields),
         )
         args = parse_args(words, context)

@@ -161,7 +161,7 @@ class SyntheticEvents(EventKind[_Entry]):
             raise log.error(SynthError.EVENT_EXISTS, name, errno.EEXIST)
         event = SyntheticEvent(name, _parse_fields(fields or "", self._word_size, log))
         self._check_capacity()
-        entry = _Entry(event, self, self.filter_words.memory.charge(text))
+        entry = _Entry(event, self, self.filter_words.memory.charge_text(text))
         self.registry.add(event)
         self._list(entry)
 

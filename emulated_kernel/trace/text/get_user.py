@@ -38,8 +38,8 @@ class WordParser:
         self.rest = b""
         """The start of a word that no blank has ended yet; b"" if there is none."""
 
-    def take(self, data: bytes, *, is_at_start: bool = False) -> tuple[bytes, int]:
-        """Return the first word that ends in `data`, and the number of bytes taken.
+    def take(self, data: bytes, start: int = 0, *, is_at_start: bool = False) -> tuple[bytes, int]:
+        """Return the first word that ends in `data` after the index `start`, and the number of bytes taken.
 
         The word is b"" if `data` has only blanks. It is also b"" if `data` ends within the word, whose start
         is then in `rest`. The bytes taken include the blanks before the word and one blank or NUL after it. A
@@ -50,13 +50,13 @@ class WordParser:
         """
         before = b"" if is_at_start else self.rest
         self.rest = b""
-        found = (_REST if before else _WORD).match(data)
+        found = (_REST if before else _WORD).match(data, start)
         assert found is not None, "the patterns also match the empty string"
         word = before + found[1]
         if len(word) > self._longest:
             self._has_failed = True
             raise KernelError(errno.EINVAL, f"write: a word has more than {self._longest} bytes")
-        size = min(found.end() + 1, len(data))
+        size = min(found.end() + 1, len(data)) - start
         if self._has_failed:
             return b"", size
         if found.end() == len(data):
@@ -65,13 +65,13 @@ class WordParser:
         return word, size
 
 
-def take_word(data: bytes) -> tuple[bytes, int]:
-    """Return the first word of `data`, and the number of bytes that it takes.
+def take_word(data: bytes, start: int = 0) -> tuple[bytes, int]:
+    """Return the first word of `data` from the index `start` on, and the number of bytes that it takes.
 
     The function is for files that do not join words of several writes.
 
     Raises: KernelError EINVAL (more than WORD_MAX bytes).
     """
     parser = WordParser(WORD_MAX)
-    word, size = parser.take(data)
+    word, size = parser.take(data, start)
     return word or parser.rest, size

@@ -98,6 +98,7 @@ class ProbeError(CommandError):
     NEED_STRING_TYPE = "$comm and immediate-string only accepts string type"
     TOO_MANY_ARGS = "Too many arguments are specified"
     TOO_MANY_EARGS = "Too many entry arguments specified"
+    TYPECAST_NOT_EVENT = "Typecasts are only for eprobe fields"
 
 
 class TraceProbeLog:

@@ -172,10 +172,11 @@ Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1).
 class FunctionPids(PidList):
     """The list of pids in set_ftrace_pid or set_ftrace_notrace_pid, which reads "no pid" if it is empty."""
 
-    def records(self) -> list[str]:
+    def records_from(self, start: int) -> Iterator[str]:
         """Return the lines of the file. As in Linux, "no pid" also replaces the greatest pid + 1.
 
         Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1).
         """
-        lines = super().records() or [_NO_PIDS]
-        return [_NO_PIDS if line == _LAST_PID else line for line in lines]
+        if not self.pids:
+            return islice([_NO_PIDS], start, None)
+        return (_NO_PIDS if line == _LAST_PID else line for line in super().records_from(start))

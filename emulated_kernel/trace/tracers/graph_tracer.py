@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
 from emulated_kernel.trace.array.services import Tracer
 from emulated_kernel.trace.array.trace_array import TraceArray
-from emulated_kernel.trace.compiled.graph import FRAME, CallFlag, CompiledGraph
+from emulated_kernel.trace.compiled.graph import FRAME, MAX_PIDS, CallFlag, CompiledGraph
 from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.output.graph_output import GraphRecords
@@ -101,9 +101,10 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         """
         target = self._array.ring_target()
         pids = self._pids
-        if target is None:
+        # Lists that do not fit are not copied.
+        if target is None or len(pids.traced.pids) + len(pids.untraced.pids) > MAX_PIDS:
             return None
-        compiled = CompiledGraph(
+        return CompiledGraph(
             target=target,
             entry_count=self._context.disabled_once,
             chosen=self.functions.sites,
@@ -111,10 +112,9 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             max_depth=self.max_depth,
             threshold_ns=self.threshold_ns,
             takes_irqs=self._options.is_on(GraphOption.IRQS),
-            traced=pids.traced.pids,
-            untraced=pids.untraced.pids,
+            traced=frozenset(pids.traced.pids),
+            untraced=frozenset(pids.untraced.pids),
         )
-        return compiled if compiled.fits else None
 
     def functions_removed(self, sites: frozenset[int]) -> None:
         """Remove functions that no longer exist from the filters."""

@@ -135,8 +135,8 @@ def single(show: Callable[[], str]) -> Records:
 class WrittenList(Protocol):
     """Interface of a list that a file shows, to which a write adds entries, and which O_TRUNC clears."""
 
-    def records(self) -> Iterable[str]:
-        """Return the lines that the file shows: one for each entry of the list, with its newline."""
+    def records_from(self, start: int) -> Iterable[str]:
+        """Return the lines that the file shows from line `start` on: one for each entry of the list."""
 
     def write(self, data: bytes) -> int:
         """Execute one write, and return the number of bytes taken. Raises: KernelError."""
@@ -268,7 +268,9 @@ class SeqReader:
         self._start = len(self._last.data) + min(missing, 0)
 
 
-class _OpenSeq(OpenFile):
+class OpenSeq(OpenFile):
+    """An open SeqFile."""
+
     node: SeqFile
 
     def __init__(self, node: SeqFile, flags: int, client: Client) -> None:
@@ -288,7 +290,7 @@ class SeqFile(File):
     Linux: root can open the file for writing, and write(2) returns EINVAL.
     """
 
-    opened_as: ClassVar[type[OpenFile]] = _OpenSeq
+    opened_as: ClassVar[type[OpenFile]] = OpenSeq
     __slots__ = ("_records",)
 
     def __init__(self, mode: int, records: Records | None, moves: Moves = Moves.BY_BYTES) -> None:
@@ -330,7 +332,7 @@ class PerClientFile(SeqFile):
         return self._records_for(client)
 
 
-class OpenCommand(_OpenSeq):
+class OpenCommand(OpenSeq):
     """An open CommandFile, whose writes execute commands."""
 
     node: CommandFile
@@ -484,7 +486,7 @@ class LinesFile(GuestCommandFile):
     __slots__ = ()
 
 
-class _OpenEdited(_OpenSeq):
+class _OpenEdited(OpenSeq):
     node: EditedFile
 
     def __init__(self, node: EditedFile, flags: int, client: Client) -> None:
@@ -526,7 +528,7 @@ class EditedFile(SeqFile):
         self.entries = entries
 
 
-class _OpenHostReading(_OpenSeq):
+class _OpenHostReading(OpenSeq):
     node: HostReadingFile
 
     def prepare(self, client: Client, data: bytes) -> Callable[[], Steps]:

@@ -9,10 +9,13 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import GROUP_FILTER_TEXT
+from emulated_kernel.trace.hist.poll import HistPoll
 from emulated_kernel.trace.hist.trigger import hist_records
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
 from emulated_kernel.trace.trace_arrays import Tracing
+from emulated_kernel.trace.trigger.triggers import EventTriggers
+from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import switch
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
@@ -21,6 +24,7 @@ from emulated_kernel.vfs.core.seq_file import (
     AttributeFile,
     CommandFile,
     OneReadFile,
+    OpenSeq,
     SeqFile,
     SteppedAttribute,
     StreamFile,
@@ -45,6 +49,42 @@ def events_directory(tracing: Tracing) -> Directory:
             "header_page": AttributeFile(READ_ONLY, partial(_header_page, tracing.array)),
         },
     )
+
+
+class _OpenHist(OpenSeq):
+    node: _PolledHist
+
+    def __init__(self, node: _PolledHist, flags: int, client: Client) -> None:
+        super().__init__(node, flags, client)
+        self._state = HistPoll(node.triggers, node.event)
+
+    def _read(self, size: int, position: int) -> bytes:
+        data = super()._read(size, position)
+        if not position:
+            self._state.shown()
+        return data
+
+    def poll(self, notify: Callable[[], None] | None = None) -> int:
+        return self._state.poll(notify)
+
+    def release(self) -> None:
+        self._state.forget()
+
+
+class _PolledHist(StreamFile):
+    opened_as = _OpenHist
+    __slots__ = ("event", "triggers")
+
+    def __init__(self, triggers: EventTriggers, event: TraceEvent) -> None:
+        super().__init__(READ_ONLY, lambda: hist_records(triggers, event))
+        self.triggers = triggers
+        self.event = event
+
+
+def _hist_file(triggers: EventTriggers, event: TraceEvent) -> File:
+    if InterfaceRule.HIST_POLL in triggers.array.system.interface:
+        return _PolledHist(triggers, event)
+    return StreamFile(READ_ONLY, lambda: hist_records(triggers, event))
 
 
 def _header_page(array: TraceArray) -> str:
@@ -116,7 +156,7 @@ def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
             **(switchable if event.is_switchable else {}),
             "format": SeqFile(READ_ONLY, single(event.format_text)),
             **(registrable if event.is_registrable else {}),
-            "hist": StreamFile(READ_ONLY, lambda: hist_records(triggers, event)),
+            "hist": _hist_file(triggers, event),
             **(triggerable if event.is_switchable or event.name == "print" else {}),
         },
     )

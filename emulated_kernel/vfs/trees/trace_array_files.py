@@ -173,7 +173,7 @@ def instances_directory(arrays: TraceArrays) -> Directory:
 
 def list_file(lines: WrittenList) -> File:
     """Return a file that shows a list. A write adds entries to the list, and O_TRUNC removes all entries."""
-    return CommandFile(READ_WRITE, listing(lines.records), lines.write, lines.clear, moves=Moves.BY_BYTES)
+    return CommandFile(READ_WRITE, lines.records_from, lines.write, lines.clear, moves=Moves.BY_BYTES)
 
 
 def number_file(

@@ -70,7 +70,10 @@ def test_bad_input(
     assert not cache.exists()
 
 
-def test_no_images_yet(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_images_yet(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kprobefs.cli.images.at_hand", tuple)
     assert main(["images"]) == 0
     assert main(["images", "--clear"]) == 0
     assert capsys.readouterr().out == f"0 images removed from {cache}/kprobefs/kernels\n"

@@ -113,6 +113,34 @@ def test_a_probe_counts_and_records(clean: Mount, engine: LinuxEngine) -> None:
     assert all(line.split()[0].endswith("-5001") and "entry: (vfs_read+0x0/" in line for line in found)
 
 
+@pytest.mark.parametrize("jumps", [b"0", b"1"])
+def test_user_memory_is_fetched(jumps: bytes, clean: Mount, engine: LinuxEngine) -> None:
+    """The kernel's own code could not read it at this place: sstatus.SUM is clear."""
+    write(clean, CLIENT, "/sysctl/debug/kprobes-optimization", jumps)
+    lines = (
+        b"p:kprobes/user do_sys_openat2 a=+0(%a1):ustring b=+u1(%a1):u8\n"
+        b"p:kprobes/any do_sys_openat2+8 a=+0(%a1):string b=+1(%a1):s8 c=+9(%a1):u64\n"
+    )
+    write(clean, CLIENT, "/kprobe_events", lines)
+    write(clean, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
+    with engine.lock:
+        assert engine.kprobes.optimizer is not None
+        engine.kprobes.optimizer.work.flush()
+    for _ in range(3):
+        read(clean, CLIENT, "/scratch/greeting")
+    write(clean, CLIENT, "/sysctl/debug/kprobes-optimization", b"1")
+    word = int.from_bytes(b"greeting", "little")
+    found = [line.partition(") ")[2] for line in records(clean) if "greeting" in line]
+    assert (
+        found
+        == [
+            f'a="/scratch/greeting" b={ord("s")}',
+            f'a="/scratch/greeting" b={ord("s")} c={word}',
+        ]
+        * 3
+    )
+
+
 def test_a_control_file_is_seen(clean: Mount) -> None:
     """The open, read and close of a control file are system calls of the client's task in the guest."""
     write(

@@ -58,7 +58,7 @@ def save(path: Path) -> Path:
     ram[RAM - 3 :] = b"end"
     machine = PcMachine(ram, 7, CELLS, 1.0)
     machine.regs.ax, machine.pc.tsc = 0x1234, 99
-    snapshot.save(path, machine, FACTS, CELLS, "vmlinuz-test", PARTS)
+    snapshot.save(path, machine, FACTS, CELLS, "vmlinuz-test", PARTS, boot_seconds=1.5)
     machine.close()
     return path
 
@@ -76,7 +76,7 @@ def test_other_facts_have_another_number() -> None:
             for abi in ABIS
         ),
     )
-    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 32\n": 789361598}
+    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 33\n": 789361598}
 
 
 def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:
@@ -360,7 +360,10 @@ def test_oldest_go_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(cache.iterdir())
 
 
-def test_images_for_people_and_programs(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_for_people_and_programs(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kprobefs.cli.images.at_hand", tuple)
     assert main(["images", "--json"]) == ExitStatus.OK
     assert json.loads(capsys.readouterr().out) == []
     whole, damaged = save(cache / "whole.booted"), save(cache / "damaged.booted")
@@ -368,13 +371,24 @@ def test_images_for_people_and_programs(cache: Path, capsys: pytest.CaptureFixtu
     os.utime(damaged, (1, 1))
     assert main(["images", "--json"]) == ExitStatus.OK
     sizes = [path.stat().st_blocks * 512 for path in (whole, damaged)]
-    assert json.loads(capsys.readouterr().out) == [
-        {"release": "6.1.0-test", "source": "vmlinuz-test", "size": sizes[0]},
-        {"release": None, "source": None, "size": sizes[1]},
-    ]
+    good, bad = json.loads(capsys.readouterr().out)
+    assert 0 <= good.pop("age_seconds") < bad.pop("age_seconds")
+    assert good == {
+        "release": "6.1.0-test",
+        "architecture": "x86_64",
+        "source": "vmlinuz-test",
+        "size": sizes[0],
+        "boot_seconds": 1.5,
+    }
+    assert bad == {
+        "release": None, "architecture": None, "source": None, "size": sizes[1], "boot_seconds": None
+    }  # fmt: skip
     assert main(["images"]) == ExitStatus.OK
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows == [["0", "MiB", "6.1.0-test", "vmlinuz-test"], ["0", "MiB", "not", "usable", "?"]]
+    _, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert rows[0][:4] == ["6.1.0-test", "x86_64", "0", "MiB"]
+    assert rows[0][-3:] == ["1.5", "s", "vmlinuz-test"]
+    assert rows[1][:5] == ["not", "usable", "?", "0", "MiB"]
+    assert rows[1][-2:] == ["-", "?"]
     assert main(["images", "--json", "--clear"]) == ExitStatus.USAGE
     assert len(snapshot.cached()) == 2
 

@@ -242,6 +242,26 @@ def calls(mount: Mount, tasks: LinuxTasks) -> list[str]:
     return [re.sub(r" +\d+\.\d{6}:", "", line) for line in lines if re.search(r"-420[01]\b", line)]
 
 
+def test_a_kernel_without_jump_labels_tests_a_variable(
+    ours: Mount, engine: LinuxEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kernel that was built without CONFIG_JUMP_LABEL: the text stays as it is."""
+    (event,) = [each for each in engine.kernel.events if each.name == "sched_stat_runtime"]
+    labels = [label.code for label in engine.kernel.jump_labels if label.key == event.key]
+    monkeypatch.setitem(vars(engine.kernel), "jump_labels", ())
+
+    def state() -> tuple[int, list[bytes]]:
+        memory = engine.machine.memory
+        return int.from_bytes(memory.read(event.key, 4), "little"), [memory.read(at, 2) for at in labels]
+
+    before = state()
+    switch(ours, "sched/sched_stat_runtime", on=True)
+    assert state() == (1, before[1])
+    switch(ours, "sched/sched_stat_runtime", on=False)
+    assert state() == before
+    assert before[0] == 0
+
+
 def test_system_calls_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
     found = calls(ours, engine.tasks)
     assert [WHO.sub("", line) for line in found] == [

@@ -6,8 +6,9 @@ import errno
 
 import pytest
 
-from emulated_kernel.trace.events.event_pids import EventPids, PidList
+from emulated_kernel.trace.events.event_pids import BYTES_PER_PID, EventPids, PidList
 from emulated_kernel.trace.text.get_user import take_word
+from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 from tests.trace.events.kernel import errno_of
 from tests.trace.events.plain_event import PlainEvent
 
@@ -78,6 +79,62 @@ def test_writes_append_and_truncating_clears() -> None:
     assert made.pids == {1, 2}
     made.clear()
     assert made.records() == []
+
+
+class Counted(int):
+    """A pid that counts comparisons of its kind."""
+
+    compared = 0
+
+    def __lt__(self, other: int) -> bool:
+        Counted.compared += 1
+        return int(self) < int(other)
+
+
+def test_reading_a_long_list_in_pieces_sorts_it_once() -> None:
+    made = PidList(lambda: None)
+    made.write(b" ".join(b"%d" % pid for pid in range(2000, 0, -1)))
+    made.pids = {Counted(pid) for pid in made.pids}
+    lines = [next(made.records_from(index)) for index in range(2000)]
+    assert lines == [f"{pid}\n" for pid in range(1, 2001)]
+    assert Counted.compared < 40_000
+    made.follow(7, 5000)
+    assert [*made.records_from(1999)] == ["2000\n", "5000\n"]
+
+
+def test_a_change_keeps_the_pids_that_were_there() -> None:
+    """A list of 100,000 pids is neither copied nor compared at each write of one pid."""
+    changes = 0
+
+    def changed() -> None:
+        nonlocal changes
+        changes += 1
+
+    made = PidList(changed)
+    made.write(b"1 2 3")
+    kept = made.pids
+    made.write(b"4")
+    made.write(b"4 1")
+    made.follow(4, 5)
+    made.forget(1)
+    assert made.pids is kept
+    assert kept == {2, 3, 4, 5}
+    assert changes == 4
+
+
+def test_the_memory_of_long_lists_has_a_limit() -> None:
+    limits = Limits()
+    limits[Limit.DEFINITION_BYTES] = 100 * BYTES_PER_PID
+    memory = MemoryBudget(limits, Limit.DEFINITION_BYTES, Limit.USER_DEFINITION_BYTES)
+    pids = EventPids(lambda: None, memory=memory)
+    pids.traced.write(b" ".join(b"%d" % pid for pid in range(90)))
+    pids.traced.write(b"1 2 3")
+    assert errno_of(lambda: pids.untraced.write(b" ".join(b"%d" % pid for pid in range(11)))) == "ENOMEM"
+    assert pids.untraced.pids == set()
+    pids.untraced.write(b"1 2 3")
+    assert memory.used == 93 * BYTES_PER_PID
+    pids.traced.clear()
+    assert memory.used == 3 * BYTES_PER_PID
 
 
 def test_who_is_ignored() -> None:

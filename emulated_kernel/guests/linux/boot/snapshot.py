@@ -37,6 +37,7 @@ from emulated_kernel.guests.linux.pc.exception_cells import STATE_SIZE
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.machines import new_machine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import library_release
@@ -45,7 +46,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
 
-_MAGIC = b"kprobefs booted kernel 32\n"
+_MAGIC = b"kprobefs booted kernel 33\n"
 HEADER = 256 << 10
 """Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10
@@ -74,15 +75,19 @@ T = TypeVar("T")
 class CachedKernel:
     """A snapshot as `kprobefs images` lists it.
 
-    `size`: bytes on disk. `used`: time of the last use, in seconds since 1970. `release` and `source` are
+    `size`: bytes on disk. `made` and `used`: times of the boot and of the last use, in seconds since 1970.
+    `boot_seconds`: CPU time of the boot; None if there was none. `release`, `architecture` and `source` are
     None if the snapshot is damaged, comes from another version, or may have been written by another user.
     """
 
     path: Path
     release: str | None
+    architecture: str | None
     source: str | None
     size: int
+    made: float
     used: float
+    boot_seconds: float | None
 
 
 def directory() -> Path:
@@ -166,14 +171,16 @@ def save(
     source: str,
     parts: Mapping[str, bytes | memoryview],
     shown: ShownCpu | None = None,
+    boot_seconds: float | None = None,
 ) -> None:
     """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
     `facts`: offsets in the kernel's structures. `cells`: offsets that find_cells() returned.
     `source`: the kernel's file. `parts`: name -> further data to keep. `shown`: None if
-    the guest sees the emulated CPU.
+    the guest sees the emulated CPU. `boot_seconds`: see CachedKernel.
     """
     about = {
+        "boot_seconds": boot_seconds,
         "shown": None if shown is None else (shown.cpu.as_text(), *shown[1:]),
         "source": source,
         "facts": asdict(facts),
@@ -198,12 +205,15 @@ def load_tables(source: Path) -> tuple[dict[str, memoryview], ShownCpu | None] |
     return load_as(source, lambda kept: (kept.parts, _shown(kept.about)), with_parts=True)
 
 
-def save_tables(target: Path, release: str, source: str, parts: Mapping[str, bytes | memoryview]) -> None:
+def save_tables(
+    target: Path, kernel: LinuxKernel, source: str, parts: Mapping[str, bytes | memoryview]
+) -> None:
     """Write a snapshot without a machine; it appears at `target` when it is complete. Raises: OSError.
 
-    `release`: the kernel's release; `source`: its file; `parts`: name -> data to keep.
+    `source`: the kernel's file; `parts`: name -> data to keep.
     """
-    about = {"source": source, "facts": {"release": release}}
+    facts = {"release": kernel.release, "architecture": kernel.architecture}
+    about = {"source": source, "facts": facts}
     keep(target, lambda file: finish(file, about, 0, parts))
 
 
@@ -459,17 +469,31 @@ def cached() -> list[CachedKernel]:
     """Return all snapshots, the most recently used first."""
     found = []
     for path in _snapshots():
-        release = None
-        source = None
         with suppress(OSError), open_regular(path) as file:
             about = (_header(file.fileno()) if is_own(file.fileno()) else None) or {}
-            with suppress(KeyError, TypeError):
-                release = str(about["facts"]["release"])
-                source = str(about["source"])
             status = os.fstat(file.fileno())
             used = max(status.st_mtime, last_read(path.parent, file.fileno()))
-            found.append(CachedKernel(path, release, source, status.st_blocks * 512, used))
+            facts = dict.fromkeys(("release", "architecture"))
+            with suppress(TypeError, ValueError):
+                facts |= about.get("facts", {})
+            found.append(
+                CachedKernel(
+                    path,
+                    _as(str, facts["release"]),
+                    _as(str, facts["architecture"]),
+                    _as(str, about.get("source")),
+                    status.st_blocks * 512,
+                    status.st_mtime,
+                    used,
+                    _as(float, about.get("boot_seconds")),
+                )
+            )
     return sorted(found, key=lambda kernel: -kernel.used)
+
+
+def _as(kind: type[T], value: object) -> T | None:
+    """Return a value of a snapshot's header if it has the type `kind`, else None."""
+    return value if isinstance(value, kind) else None
 
 
 def clear() -> int:

@@ -18,9 +18,8 @@ from weakref import WeakKeyDictionary
 
 from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, Service
 from emulated_kernel.guests.linux.initramfs import TRACEFS
-from emulated_kernel.guests.linux.mounts.control_stubs import RISCV_STUBS, ControlStubs
+from emulated_kernel.guests.linux.mounts.control_stubs import ARM64_STUBS, RISCV_STUBS, ControlStubs
 from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
-from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
@@ -35,7 +34,7 @@ log = logging.getLogger("kprobefs.linux")
 READ_SIZE = 128 << 10
 """Maximum number of bytes of one read(2). The host's kernel never requests more."""
 _SYMBOLS = (
-    "_copy_to_user", "d_instantiate", "noop_llseek", "schedule", "simple_lookup", "stream_open",
+    "d_instantiate", "noop_llseek", "schedule", "simple_lookup", "stream_open",
 )  # fmt: skip
 _MEMBERS = (
     "inode.i_op", "inode.i_fop", "inode.i_count", "inode_operations.lookup",
@@ -98,6 +97,8 @@ X86_STUBS = ControlStubs(
     woken=0x65,
     returns=0x66,
 )
+_STUBS = {"arm64": ARM64_STUBS, "riscv64": RISCV_STUBS}
+"""Architecture -> stubs; other architectures have X86_STUBS."""
 _STREAMS = ("trace_marker", "trace_marker_raw")
 """Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
 _LONGEST_PATH = 16 << 10
@@ -146,7 +147,7 @@ class LinuxControlCalls(GuestCalls):
         self._memory = engine.machine.memory
         self._kernel = engine.kernel
         self._calls = engine.replaced_calls
-        self._stubs = RISCV_STUBS if isinstance(guest.tasks.machine, RiscvMachine) else X86_STUBS
+        self._stubs = _STUBS.get(guest.tasks.machine.abi.name, X86_STUBS)
         self._syscalls = guest.syscalls
         self._root = TRACEFS if is_tracefs else ""
         self._inodes: dict[bool, int] = {}
@@ -470,7 +471,8 @@ class LinuxControlCalls(GuestCalls):
         """
         kernel = self._kernel
         machine = self._machine
-        symbols = {name: kernel.required(name) for name in _SYMBOLS}
+        names = (*_SYMBOLS, self._stubs.copy_to_user)
+        symbols = {name: kernel.required(name) for name in names}
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
         stubs = self._stubs
         code = machine.text.alloc_text(stubs.size)

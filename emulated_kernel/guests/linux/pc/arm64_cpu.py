@@ -82,12 +82,16 @@ class Arm64LinuxCpu(LinuxCpu):
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
         """Give the CPU the kernel's rights during the block; see LinuxCpu."""
-        kept = self.pstate[0]
-        self.pstate[0] |= arm64.EL1H
+        if self.pstate[0] & arm64.LEVEL:
+            yield
+            return
+        kept = self.pstate[0], self._hflags[0]
+        self.pstate[0] = arm64.EL1H
+        self._hflags[0] = self._kernel_hflags[0]
         try:
             yield
         finally:
-            self.pstate[0] = kept
+            self.pstate[0], self._hflags[0] = kept
 
     def power_on(self, entry: int, device_tree: int) -> None:
         """Put the CPU into the state that the boot protocol requires, at exception level 1.

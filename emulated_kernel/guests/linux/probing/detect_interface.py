@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from emulated_kernel.arch.analysis.probe_rules import PROBE_RULES, ProbeRule
+from emulated_kernel.image.linux.arm64_image import ARM64
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
-from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, PROFILES, RISCV_PROFILE, Profile
+from emulated_kernel.kprobes.profile import (
+    KERNEL_INTERFACE,
+    PROFILES,
+    RISCV_PROFILE,
+    Profile,
+    arm64_profile,
+)
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
@@ -28,6 +35,8 @@ def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
     wanted = ProbeRule.of(series)
     fitting = [name for name, rules in PROBE_RULES.items() if rules <= wanted]
     rules = max(fitting, key=lambda name: len(PROBE_RULES[name]))
+    if kernel.architecture == ARM64:
+        return arm64_profile(series, rules)
     if kernel.architecture != "x86_64":
         return replace(PROFILES[riscv], interface=KERNEL_INTERFACE, probe_rules=rules)
     return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)

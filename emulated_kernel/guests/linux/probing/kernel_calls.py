@@ -11,8 +11,8 @@ from errno import EFAULT, ENOMEM, ETIMEDOUT
 
 from emulated_kernel.guests.linux.guest.call_arguments import REGISTERS, CallArguments
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
-from emulated_kernel.guests.linux.guest_abi import X86_64, GuestAbi
-from emulated_kernel.guests.linux.probing import riscv_calls
+from emulated_kernel.guests.linux.guest_abi import ARM64, X86_64, GuestAbi
+from emulated_kernel.guests.linux.probing import arm64_calls, riscv_calls
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
@@ -142,6 +142,12 @@ def _code(abi: GuestAbi, symbols: Mapping[str, int]) -> tuple[tuple[int, bytes],
             (0, machine_code(INTERRUPT, symbols=symbols)),
             (_MAKER, machine_code(MAKER, symbols=symbols)),
             (_THREAD, machine_code(THREAD)),
+        )
+    if abi is ARM64:
+        return (
+            (0, machine_code(arm64_calls.INTERRUPT, symbols=symbols)),
+            (_MAKER, machine_code(arm64_calls.MAKER, symbols=symbols)),
+            (_THREAD, machine_code(arm64_calls.THREAD)),
         )
     return (
         (0, riscv_calls.interrupt(symbols)),

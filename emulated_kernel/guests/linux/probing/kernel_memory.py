@@ -88,7 +88,7 @@ class KernelMemory(GuestMemory):
         self.ram = memory.ram
         self.ram_size = host.stop
         self.host_pages = UnitPool(host.start, len(host), PAGE_SIZE)
-        self._tables = memory.tables(memory.ram, self.host_pages, root)
+        self._tables = memory.tables(memory.ram, self.host_pages, memory.kernel_root(root))
         self._memory = memory
         self._cpu = cpu
         self._all = memoryview(memory.ram)
@@ -122,7 +122,9 @@ class KernelMemory(GuestMemory):
 
     def mapped_ranges(self) -> Iterator[MappedRange]:
         memory = self._memory
-        return kernel_ranges(memory, memory.tables(memory.ram, self.host_pages, self._cpu.root))
+        return kernel_ranges(
+            memory, memory.tables(memory.ram, self.host_pages, memory.kernel_root(self._cpu.root))
+        )
 
     def is_mapped(self, va: int) -> bool:
         return self._entry(va) is not None

@@ -17,7 +17,7 @@ from emulated_kernel.machine.task_stacks import TaskStacks
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 _MEMBERS = (
-    "task_struct.tasks", "task_struct.stack", "task_struct.thread.sp", "task_struct.signal",
+    "task_struct.tasks", "task_struct.stack", "task_struct.signal",
     "task_struct.thread_node", "signal_struct.thread_head",
 )  # fmt: skip
 
@@ -42,9 +42,10 @@ class KernelStacks(TaskStacks):
         self._machine = machine
         self._memory = memory
         self._running = running
-        self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
-        first = kernel.kallsyms.lookup_name("init_task")
         abi = machine.abi
+        self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
+        self._saved_sp = kernel.btf.offset(abi.saved_sp)
+        first = kernel.kallsyms.lookup_name("init_task")
         irq_stack = kernel.per_cpu(abi.irq_stack)
         if first is None or irq_stack is None:
             raise unusable(f"its symbols lack init_task or {abi.irq_stack}")
@@ -112,7 +113,7 @@ class KernelStacks(TaskStacks):
                 # The task has ended, and its stack is freed.
                 continue
             if task != current:
-                yield max(base, word(task + offset["task_struct.thread.sp"])), end, False
+                yield max(base, word(task + self._saved_sp)), end, False
             elif in_kernel:
                 # If the CPU uses another stack, the position where it left the task's stack is unknown.
                 is_used = base < sp <= end

@@ -393,7 +393,11 @@ class KernelTracepoints:
             entry = pack("<QQQ", event.probe, batch.file(number), 0)
             self._memory.write(array, entry.ljust(_FUNCS, b"\0"))
             self._memory.write(funcs, pack("<Q", array))
-        self.keys.switch(event.key, on)
+        if self._kernel.jump_labels:
+            self.keys.switch(event.key, on)
+        else:
+            # Linux: without CONFIG_JUMP_LABEL, code tests static_key.enabled, which is the first word.
+            self._memory.write(event.key, pack("<i", on))
         if not on:
             self._memory.write(funcs, bytes(_WORD))
 

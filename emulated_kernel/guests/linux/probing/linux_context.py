@@ -177,7 +177,14 @@ class ThreadContext(HitContext):
         self._count_at = abi[_THREAD_COUNT]
         self._flags_at = abi["task_struct.thread_info.flags"]
         self._need = need_resched
-        super().__init__(ctlblk, abi, arch.interrupt_flag, preemption=preemption)
+        super().__init__(
+            ctlblk,
+            abi,
+            arch.interrupt_flag,
+            preemption=preemption,
+            has_interrupt_mask=arch.has_interrupt_mask,
+            is_breakpoint_nmi=arch.is_breakpoint_nmi,
+        )
 
     def preempt_count(self) -> int:
         """Return the running task's preempt count; see HitContext."""

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from emulated_kernel.guests.linux.guest_abi import abi_named
+from emulated_kernel.guests.linux.guest_abi import X86_64, abi_named
 from emulated_kernel.guests.linux.probing.running_kernel import RunningMemory
 from emulated_kernel.image import text_tables
 from emulated_kernel.image.kallsyms import Symbol, is_mapping_symbol
@@ -139,7 +139,7 @@ class LoadedModules:
             symbols=symbols,
             ex_table=tuple(text_tables.ex_table(*self._table(module, "extable", "num_exentries"))),
             blacklist=tuple(self._blacklist(module, symbols)),
-            mcount=frozenset(self._words(module, "ftrace_callsites")),
+            mcount=frozenset(self._kernel.fentry_sites(self._words(module, "ftrace_callsites"), self._insn)),
             bugs=self._bugs(module),
             code=self._bytes(text, init_text),
             contents=self._bytes(*data, *init_data),
@@ -199,6 +199,9 @@ class LoadedModules:
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
         return {p.start: self._memory.read(p.start, p.end - p.start) for p in parts if p.end > p.start}
 
+    def _insn(self, address: int) -> int:
+        return int.from_bytes(self._memory.read(address, 4), "little")
+
     # Symbols
 
     def _symbols(self, module: int, parts: tuple[Range, ...], per_cpu: Range) -> Iterator[Symbol]:
@@ -224,7 +227,9 @@ class LoadedModules:
                     found.append((name, address, letter, end))
         text = self._names(strings, [name for name, *_ in found])
         named = [(text(name), *rest) for name, *rest in found]
-        named = [each for each in named if each[0] and not is_mapping_symbol(each[0])]
+        # On x86, Linux names addresses by all symbols that the file has.
+        is_marked = self._kernel.architecture != X86_64.name
+        named = [each for each in named if each[0] and not (is_marked and is_mapping_symbol(each[0]))]
         exported = self._exported(module)
         following = dict(pairwise(sorted({address for _, address, _, end in named if end > address})))
         for name, address, letter, end in named:

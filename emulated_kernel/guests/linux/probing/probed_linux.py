@@ -7,12 +7,14 @@ from collections.abc import Callable
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE
+from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
 from emulated_kernel.guests.linux.pc.linux_clock import LinuxClock, linux_clock
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 from emulated_kernel.guests.linux.probing.kernel_memory import KernelMemory
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.machine.cpu.arm64 import Arm64Cpu
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.riscv import Riscv64Cpu
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
@@ -70,6 +72,14 @@ class LinuxRiscvModel(Riscv64Cpu):
         self.layout = layout
 
 
+class LinuxArm64Model(Arm64Cpu):
+    """CPU model of an arm64 Linux, with addresses for the host's own pages; see LinuxX86Model."""
+
+    def __init__(self, layout: MemoryLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
+
 class KernelCode(CodeCache):
     """Drops translated code of the kernel's text, at any privilege level of the CPU.
 
@@ -101,6 +111,9 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
             raise unusable("it is so large that kprobefs's memory has no room after it")
         direct = tasks.machine.direct_map_of(kernel)
         return LinuxRiscvModel(replace(LinuxRiscvModel.layout, direct_map=direct))
+    if isinstance(tasks.machine, Arm64Machine):
+        text = kernel.text.start & -TEXT_SPACE_SIZE
+        return LinuxArm64Model(replace(Arm64Cpu.layout, text_space=text - TEXT_SPACE_SIZE))
     layout = LinuxX86Model.layout
     places = layout.text_space, _OTHER_TEXT
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
@@ -159,10 +172,11 @@ class ProbedLinux(ProbedMachine):
     def _map_cells(self) -> int:
         """Return the address of new memory for cells.
 
-        x86: it is in the direct map, within the reach of an offset from the per-CPU area.
+        x86: it is in the direct map, within the reach of an offset from the per-CPU area. RISC-V: it is
+        within the reach of all code.
         """
         cells = self.alloc_pages(_CELLS_SIZE)
-        if self.running_task is None:
+        if not isinstance(self.model, LinuxRiscvModel):
             return cells
         self.memory.map(_RISCV_CELLS, self.memory.translate(cells), _CELLS_SIZE, Prot.READ | Prot.WRITE)
         return _RISCV_CELLS

@@ -1,0 +1,196 @@
+"""The architecture hooks of a distribution's kernel for arm64: probes are stepped or simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from errno import EINVAL, EOPNOTSUPP, ERANGE
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
+from emulated_kernel.arch.analysis.disassembly import Disassembler
+from emulated_kernel.arch.analysis.probe_rules import ProbeRules
+from emulated_kernel.arch.analysis.stack_frames import IP, Frame, FrameInsn
+from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
+from emulated_kernel.arch.arm64 import ftrace, stack_frames
+from emulated_kernel.arch.arm64.emulate import emulation_of
+from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of
+from emulated_kernel.arch.arm64.probe_checks import Arm64ProbeChecker
+from emulated_kernel.arch.probe_checks import OptimizationPolicy
+from emulated_kernel.arch.program.asm_source import Assembler, Assembly, SourceText
+from emulated_kernel.arch.program.ir import HandlerCode, Program
+from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.util.code_listing import machine_code
+from emulated_kernel.util.errors import KernelError
+
+BREAKPOINT = bytes.fromhex("800020d4")
+"""The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
+_JUMP = 0x14000000
+_CALL = 0x94000000
+_REACH = 1 << 27
+PT_REGS = (*REGISTER_NAMES, "sp", "ip", "flags")
+"""Register names in the order of struct user_pt_regs, one word each."""
+
+
+class _NoAssembler(Assembler):
+    """Refuses handlers in assembly."""
+
+    def cells(self, source: SourceText) -> tuple[str, ...]:  # noqa: ARG002 - it refuses
+        _refuse_code()
+
+    def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:  # noqa: ARG002
+        _refuse_code()
+
+
+def _refuse_code() -> NoReturn:
+    raise KernelError(EOPNOTSUPP, "no code is generated for arm64: its probes have neither jumps nor detours")
+
+
+class Arm64(Arch):
+    """Hooks of a distribution's kernel for arm64. Arguments are in eight registers, then on the stack.
+
+    Python handles each hit, and no jump replaces a breakpoint, as in mainline Linux.
+    """
+
+    name = "arm64"
+    bits = 64
+    word_size = 8
+    breakpoint = BREAKPOINT
+    max_insn_size = SIZE + len(BREAKPOINT)
+    jump_size = SIZE
+    jump_back_size = SIZE
+    call_size = SIZE
+    call_link = "x30"
+    current_register = "sp_el0"
+    strategies: MappingProxyType[str, OptimizationPolicy[Any]] = MappingProxyType({})
+    disassembler = Disassembler("CS_ARCH_ARM64", "CS_MODE_ARM", width=12)
+    assembler = _NoAssembler()
+    return_size = SIZE
+    max_repetition = 0
+    max_detour = 0
+    max_copied = 0
+    max_detoured = 0
+    task_size = 1 << 48
+    interrupt_flag = ("flags", 1 << 7)
+    has_interrupt_mask = True
+    is_breakpoint_nmi = False
+    trap_flag = 0
+    registers = Registers(
+        names=MappingProxyType({name: name for name in (*REGISTER_NAMES, "sp")} | {
+            "lr": "x30", "pc": "ip", "pstate": "flags",
+        }),
+        arguments=tuple(f"x{number}" for number in range(8)),
+        ip="ip",
+        sp="sp",
+        flags="flags",
+        return_value="x0",
+        link="x30",
+    )  # fmt: skip
+    ftrace_regs = (*(f"x{number}" for number in range(9)), "x29", "x30", "sp", "ip")
+    return_regs = ("x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "x29")
+    pt_regs = PT_REGS
+    fixed_registers = MappingProxyType({})
+    general_registers = frozenset(PT_REGS)
+    callee_saved = frozenset(f"x{number}" for number in range(19, 30))
+    unwind_roots = Arch.unwind_roots | {"primary_entry", "__primary_switched", "__primary_switch"}
+    interrupt_entries = frozenset(("el0t_64_sync", "el0t_64_irq", "el1h_64_sync", "el1h_64_irq"))
+    stack_switches = frozenset(("cpu_switch_to", "call_on_irq_stack"))
+    no_return_hook = ("cpu_switch_to",)
+    trampoline_slot = 0
+
+    def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
+        return tuple(range(addr, addr + (len(code) & -SIZE), SIZE))
+
+    def prepare(
+        self,
+        code: bytes,
+        addr: int,
+        slot_addr: int,
+        *,
+        rules: ProbeRules = frozenset(),
+        may_fault: bool = False,
+    ) -> ArchSpecificInsn:
+        """Prepare the instruction at `addr`; see Arch.
+
+        Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, arch_prepare_ss_slot (v6.12).
+        """
+        del slot_addr, rules, may_fault
+        word = int.from_bytes(code[:SIZE], "little")
+        handling = handling_of(word)
+        if handling is Handling.REJECTED:
+            raise KernelError(EINVAL, "neither copied nor simulated")
+        return ArchSpecificInsn(
+            length=SIZE,
+            slot_bytes=code[:SIZE] + BREAKPOINT,
+            boostable=False,
+            emulate=emulation_of(word, addr) if handling is Handling.SIMULATED else None,
+        )
+
+    def relative_jump(self, source: int, target: int) -> bytes:
+        return _branch(_JUMP, source, target)
+
+    def relative_call(self, source: int, target: int) -> bytes:
+        return _branch(_CALL, source, target)
+
+    def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
+        return stack_frames.frame_insns(code, addr, switches_stack=switches_stack)
+
+    def entry_frame(self, *, by_interrupt: bool) -> Frame:
+        return stack_frames.entry_frame(by_interrupt=by_interrupt)
+
+    def ftrace_trampoline(self) -> HandlerStub:
+        """Return the trampoline that armed fentry sites call; see Arch."""
+        save = machine_code(ftrace.SAVE)
+        return HandlerStub(save + BREAKPOINT + machine_code(ftrace.RESTORE), len(save))
+
+    def traced_entry(self) -> Frame:
+        """Return the stack frame before the first instruction of the trampoline; see Arch.
+
+        The link register has the place behind the site, and x9 that of the traced function.
+        """
+        frame = self.entry_frame(by_interrupt=False)
+        frame.regs |= {"x30": (IP, 0), "x9": ("x30", 0)}
+        return frame
+
+    def return_trampoline(self, address: int) -> HandlerStub:  # noqa: ARG002 - it refuses
+        """Refuse: the return trampoline is a breakpoint. Raises: KernelError EOPNOTSUPP."""
+        _refuse_code()
+
+    def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:  # noqa: ARG002
+        """Refuse: Python handles each hit. Raises: KernelError EOPNOTSUPP."""
+        _refuse_code()
+
+    def around_handler(self, region: Region) -> tuple[bytes, bytes]:  # noqa: ARG002 - it refuses
+        """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
+        _refuse_code()
+
+    def relocated(self, region: Region, to: int) -> bytes:  # noqa: ARG002 - it refuses
+        """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
+        _refuse_code()
+
+    def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:  # noqa: ARG002
+        """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
+        _refuse_code()
+
+    def repetition(self, at: int, entry: int, turns: int) -> bytes:  # noqa: ARG002 - it refuses
+        """Refuse: only kprobefs's own kernel is measured by loops. Raises: KernelError EOPNOTSUPP."""
+        _refuse_code()
+
+    def probe_checker(
+        self,
+        image: ProbedTables,
+        strategy: OptimizationPolicy[Any] | None,
+        *,
+        ftrace: bool,
+        rules: ProbeRules = frozenset(),
+    ) -> Arm64ProbeChecker:
+        del rules
+        return Arm64ProbeChecker(image, strategy, self.disassembler, ftrace=ftrace)
+
+
+def _branch(opcode: int, source: int, target: int) -> bytes:
+    """Encode a branch or call. Raises: KernelError ERANGE (it reaches 128 MiB)."""
+    distance = target - source
+    if not -_REACH <= distance < _REACH:
+        raise KernelError(ERANGE, f"a branch from {source:#x} does not reach {target:#x}")
+    return (opcode | distance >> 2 & 0x3FFFFFF).to_bytes(SIZE, "little")

@@ -1,0 +1,137 @@
+"""Instructions of AArch64 as kprobes distinguish them: copied, simulated, or rejected.
+
+Mirrors: arch/arm64/kernel/probes/decode-insn.c, arch/arm64/include/asm/insn.h (v6.12).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import Enum, auto
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+SIZE: Final = 4
+"""Size of an instruction in bytes."""
+REGISTER_NAMES: Final = tuple(f"x{number}" for number in range(31))
+SP_OR_ZERO: Final = 31
+"""Number that stands for the stack pointer or for zero, depending on the instruction."""
+LINK: Final = 30
+
+
+class Pattern(NamedTuple):
+    """The instructions whose bits in `mask` are those of `value`."""
+
+    mask: int
+    value: int
+
+    def fits(self, word: int) -> bool:
+        """Return True if an instruction is one of these."""
+        return word & self.mask == self.value
+
+
+B = Pattern(0xFC000000, 0x14000000)
+BL = Pattern(0xFC000000, 0x94000000)
+B_COND = Pattern(0xFF000010, 0x54000000)
+CBZ = Pattern(0x7E000000, 0x34000000)
+"""cbz and cbnz."""
+TBZ = Pattern(0x7E000000, 0x36000000)
+"""tbz and tbnz."""
+BR = Pattern(0xFFFFFC1F, 0xD61F0000)
+BLR = Pattern(0xFFFFFC1F, 0xD63F0000)
+RET = Pattern(0xFFFFFC1F, 0xD65F0000)
+BR_AUTH = Pattern(0xFEFFF800, 0xD61F0800)
+BLR_AUTH = Pattern(0xFEFFF800, 0xD63F0800)
+RET_AUTH = Pattern(0xFFFFFBFF, 0xD65F0BFF)
+ERET = Pattern(0xFFFFFFFF, 0xD69F03E0)
+ERET_AUTH = Pattern(0xFFFFFBFF, 0xD69F0BFF)
+EXCEPTION = Pattern(0xFF000000, 0xD4000000)
+"""svc, hvc, smc, brk, hlt."""
+MSR_IMMEDIATE = Pattern(0xFFF8F01F, 0xD500401F)
+MSR = Pattern(0xFFF00000, 0xD5100000)
+MRS = Pattern(0xFFF00000, 0xD5300000)
+HINT = Pattern(0xFFFFF01F, 0xD503201F)
+ADR = Pattern(0x9F000000, 0x10000000)
+ADRP = Pattern(0x9F000000, 0x90000000)
+LDR_LITERAL = Pattern(0xBF000000, 0x18000000)
+LDRSW_LITERAL = Pattern(0xFF000000, 0x98000000)
+PREFETCH_LITERAL = Pattern(0xFF000000, 0xD8000000)
+SIMD_LITERAL = Pattern(0x3F000000, 0x1C000000)
+EXCLUSIVE = Pattern(0x3F800000, 0x08000000)
+LOAD_EXCLUSIVE = Pattern(0x3F400000, 0x08400000)
+STORE_EXCLUSIVE = Pattern(0x3F400000, 0x08000000)
+_BRANCH_OR_SYSTEM = Pattern(0x1C000000, 0x14000000)
+_BRANCHES = (B, BL, CBZ, TBZ, RET, RET_AUTH, BR, BR_AUTH, BLR, BLR_AUTH, B_COND)
+_NOT_STEPPED = (*_BRANCHES, MSR_IMMEDIATE, MSR, EXCEPTION, ERET, ERET_AUTH)
+_LITERALS = (LDR_LITERAL, LDRSW_LITERAL, PREFETCH_LITERAL, SIMD_LITERAL, ADR, ADRP)
+_SIMULATED = (B_COND, CBZ, TBZ, ADR, ADRP, B, BL, BR, BLR, RET, LDR_LITERAL, LDRSW_LITERAL)
+_DAIF = 0xDA11
+"""Encoding of the register with the masks of exceptions, in bits 5 to 20 of an mrs."""
+_STEPPED_HINTS = frozenset((0x00, 0x07, 0x08, 0x0A, 0x18, 0x19, 0x1A, 0x1B, 0x20, 0x22, 0x24, 0x26))
+"""Numbers of nop, xpaclri, paci*, and bti: hints that can be executed in an instruction slot."""
+
+
+class Handling(Enum):
+    """Way in which a probed instruction is executed."""
+
+    COPIED = auto()
+    """A copy of it is executed in an instruction slot."""
+    SIMULATED = auto()
+    REJECTED = auto()
+    """It cannot be probed."""
+
+
+@lru_cache(1 << 14)
+def handling_of(word: int) -> Handling:
+    """Return the way in which a probed instruction is executed.
+
+    Deviates: loads of SIMD registers from literals are rejected. Linux copies them, although they load from
+    an address that is relative to the copy.
+    Mirrors: arch/arm64/kernel/probes/decode-insn.c:aarch64_insn_is_steppable, arm_probe_decode_insn (v6.12).
+    """
+    if _is_stepped(word):
+        return Handling.COPIED
+    return Handling.SIMULATED if any(kind.fits(word) for kind in _SIMULATED) else Handling.REJECTED
+
+
+def _is_stepped(word: int) -> bool:
+    if _BRANCH_OR_SYSTEM.fits(word):
+        if any(kind.fits(word) for kind in _NOT_STEPPED):
+            return False
+        if MRS.fits(word):
+            return word >> 5 & 0xFFFF != _DAIF
+        return not HINT.fits(word) or word >> 5 & 0x7F in _STEPPED_HINTS
+    return not EXCLUSIVE.fits(word) and not any(kind.fits(word) for kind in _LITERALS)
+
+
+def words_of(code: bytes) -> Iterator[int]:
+    """Iterate over the instructions of a code; an incomplete one at the end is left out."""
+    return (word for (word,) in struct.iter_unpack("<I", code[: len(code) & -SIZE]))
+
+
+def signed(value: int, bits: int) -> int:
+    """Return the number of `bits` bits in two's complement."""
+    sign = 1 << bits - 1
+    return (value & (1 << bits) - 1 ^ sign) - sign
+
+
+def branch_offset(word: int) -> int | None:
+    """Return the distance to the target of a direct branch or call; None for other instructions."""
+    if B.fits(word) or BL.fits(word):
+        return signed(word, 26) * SIZE
+    if B_COND.fits(word) or CBZ.fits(word):
+        return signed(word >> 5, 19) * SIZE
+    return signed(word >> 5, 14) * SIZE if TBZ.fits(word) else None
+
+
+def literal_offset(word: int) -> int:
+    """Return the distance to the data of a load from a literal."""
+    return signed(word >> 5, 19) * SIZE
+
+
+def taken_address(word: int, address: int) -> int | None:
+    """Return the address that an adr or adrp at `address` takes; None for other instructions."""
+    value = signed(word >> 5, 19) << 2 | word >> 29 & 3
+    if ADR.fits(word):
+        return address + value
+    return (address & -4096) + (value << 12) if ADRP.fits(word) else None

@@ -1,0 +1,148 @@
+"""Probe checks of arm64: where Linux registers a probe, and why not elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.analysis.function import Function
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.xrefs import Reference
+from emulated_kernel.arch.arm64 import insn
+from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of, words_of
+from emulated_kernel.arch.probe_checks import ProbeChecker
+from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.util.fast_dataclass import dataclass
+
+ALL_LIVE = LiveRegisters(frozenset(REGISTER_NAMES), flags=True)
+_ATOMIC_CONTEXT = 32
+"""Number of instructions before a probe in which an exclusive load is searched.
+
+Mirrors: arch/arm64/kernel/probes/decode-insn.c:MAX_ATOMIC_CONTEXT_SIZE (v6.12)
+"""
+_BRANCH = re.compile(b"(?s)(?=...[\\x14-\\x17\\x34-\\x37\\x54\\x94-\\x97\\xb4-\\xb7])")
+"""Matches the first byte of a direct branch or call."""
+_ADDRESS = re.compile(b"(?s)(?=...[\\x10\\x30\\x50\\x70\\x90\\xb0\\xd0\\xf0])")
+"""Matches the first byte of an adr or adrp."""
+_ADD_LOW = insn.Pattern(0xFFC00000, 0x91000000)
+_PAIR_REACH = 8
+"""Number of instructions after an adrp in which the instruction may be that adds the low bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm64FunctionAnalysis:
+    """A function and its instructions."""
+
+    function: Function
+    words: tuple[int, ...]
+
+    @property
+    def insns(self) -> range:
+        """Addresses of the instructions."""
+        return range(self.function.addr, self.function.addr + SIZE * len(self.words), SIZE)
+
+
+class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
+    """Probe checks of a kernel for arm64, which has no jump optimization."""
+
+    all_live = ALL_LIVE
+    fentry_size = SIZE
+    max_insn_size = SIZE
+    bits = 64
+
+    def analyse(self, function: Function) -> Arm64FunctionAnalysis:
+        return Arm64FunctionAnalysis(function, tuple(words_of(function.code)))
+
+    def insns(self, analysis: Arm64FunctionAnalysis) -> Collection[int]:
+        return analysis.insns
+
+    def check_insn(self, analysis: Arm64FunctionAnalysis, addr: int) -> Rejection | None:
+        """Return the rejection of the instruction if it can be neither copied nor simulated.
+
+        Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, decode-insn.c:arm_kprobe_decode_insn
+        (v6.12).
+        """
+        if addr not in analysis.insns:
+            return Rejection(RejectReason.NOT_ALIGNED, addr)
+        if addr in analysis.function.exception_entries:
+            return Rejection(RejectReason.HAS_FIXUP, addr)
+        index = (addr - analysis.function.addr) // SIZE
+        if handling_of(analysis.words[index]) is Handling.REJECTED:
+            return Rejection(RejectReason.NOT_COPYABLE, addr)
+        before = analysis.words[max(index - _ATOMIC_CONTEXT, 0) : index]
+        return Rejection(RejectReason.IN_EXCLUSIVE, addr) if _ends_in_exclusive(before) else None
+
+    def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
+        found = super().check_address_safe(where, addr)
+        if found is not None and found.reason is RejectReason.WITHIN_FENTRY:
+            return self._named(Rejection(RejectReason.NOT_ALIGNED, addr))
+        return found
+
+    def is_entry_site(self, where: Location) -> bool:
+        """Return True if the fentry site at `where` is the second nop at a function's entry."""
+        return SIZE <= where.offset <= 2 * SIZE
+
+    def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
+        """Return the rejection of an fentry site or of a blacklisted address; see ProbeChecker.
+
+        Mirrors: kernel/kprobes.c:check_ftrace_location, without CONFIG_KPROBES_ON_FTRACE (v6.12).
+        """
+        if addr in self.mcount:
+            return Rejection(RejectReason.AT_FENTRY, addr)
+        return super()._forbidden(symbol, addr)
+
+    def _has_forbidden(self, symbol: Symbol) -> bool:  # noqa: ARG002 - it overrides
+        """Return True: nearly each function has an fentry site."""
+        return True
+
+    def live_in(self, analysis: Arm64FunctionAnalysis, addr: int) -> LiveRegisters:  # noqa: ARG002
+        """Return all registers: the code of handlers preserves each register that it changes."""
+        return ALL_LIVE
+
+    def has_jump_table(self, symbol: Symbol) -> bool:
+        return any(map(insn.BR.fits, self._function(symbol).analysis.words))
+
+    def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:  # noqa: ARG002
+        for at, word in _aligned(_BRANCH, addr, code):
+            offset = insn.branch_offset(word)
+            if offset is not None:
+                yield at + offset, at
+
+    def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:  # noqa: ARG002
+        """Implement ProbeChecker.possible_addresses: an adr, or an adrp and an add soon after it."""
+        for at, word in _aligned(_ADDRESS, addr, code):
+            taken = insn.taken_address(word, at)
+            if taken is None:
+                continue
+            if insn.ADR.fits(word):
+                yield taken, at
+                continue
+            start = at - addr + SIZE
+            for behind in words_of(code[start : start + SIZE * _PAIR_REACH]):
+                if _ADD_LOW.fits(behind) and behind >> 5 & 31 == word & 31:
+                    yield taken + (behind >> 10 & 0xFFF), at
+
+    def label_size(self, code: bytes) -> int:  # noqa: ARG002 - all labels have the same size
+        return SIZE
+
+
+def _ends_in_exclusive(words: tuple[int, ...]) -> bool:
+    """Return True if the last exclusive access of a code is a load, so that its sequence is not finished.
+
+    Mirrors: arch/arm64/kernel/probes/decode-insn.c:is_probed_address_atomic (v6.12).
+    """
+    for word in reversed(words):
+        if insn.STORE_EXCLUSIVE.fits(word):
+            return False
+        if insn.LOAD_EXCLUSIVE.fits(word):
+            return True
+    return False
+
+
+def _aligned(pattern: re.Pattern[bytes], addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+    """Iterate over the instructions that a pattern matches: address and word."""
+    for match in pattern.finditer(code):
+        at = match.start()
+        if (addr + at) % SIZE == 0:
+            yield addr + at, int.from_bytes(code[at : at + SIZE], "little")

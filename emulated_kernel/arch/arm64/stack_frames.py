@@ -1,0 +1,170 @@
+"""Effects of AArch64 instructions on a stack frame, for unwinding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from emulated_kernel.arch.analysis.stack_frames import (
+    CFA,
+    IP,
+    Effect,
+    Flow,
+    Frame,
+    FrameInsn,
+    add_to_register,
+    forget_registers,
+    load_word,
+    store_register,
+    unchanged,
+)
+from emulated_kernel.arch.arm64 import insn
+from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Pattern, signed, words_of
+
+EXCEPTION_PC = "elr"
+_WORD = 8
+_SCRATCH = (EXCEPTION_PC, *(f"x{number}" for number in range(19)), "x30")
+"""Registers that a called function may change."""
+_NAMES = (*REGISTER_NAMES, "sp")
+_NO_REGISTER = "zero"
+"""Name of no register, so that its value is unknown."""
+_ADD_IMMEDIATE = Pattern(0x7F000000, 0x11000000)
+_SUB_IMMEDIATE = Pattern(0x7F000000, 0x51000000)
+_MOVE = Pattern(0xFFE0FFE0, 0xAA0003E0)
+_PAIRS = Pattern(0x3A000000, 0x28000000)
+"""Loads and stores of pairs of registers."""
+_SINGLES = Pattern(0x3A000000, 0x38000000)
+"""Loads and stores of a register, and atomic operations."""
+_ORDERED = Pattern(0x3F000000, 0x08000000)
+"""Exclusive and ordered accesses."""
+_IS_LOAD = 1 << 22
+_IS_SIMD = 1 << 26
+_SCALED = 1 << 24
+"""Bit of the access to a register whose offset is a multiple of its size."""
+_WITH_REGISTER = 1 << 21
+"""Bit of the access to a register whose offset is in a register, and of an atomic operation."""
+
+
+def frame_insns(code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
+    """Iterate over a function's instructions: address, and effect on the stack frame.
+
+    `switches_stack`: the function switches to a stack that the same code left earlier.
+    """
+    for number, word in enumerate(words_of(code)):
+        at = addr + SIZE * number
+        yield at, _read(word, at, switches_stack)
+
+
+def _read(word: int, at: int, switches_stack: bool) -> FrameInsn:
+    offset = insn.branch_offset(word)
+    if offset is not None:
+        if insn.BL.fits(word):
+            return FrameInsn(SIZE, forget_registers(_SCRATCH), Flow.CALL)
+        flow = Flow.JUMP if insn.B.fits(word) else Flow.BRANCH
+        return FrameInsn(SIZE, unchanged, flow, at + offset)
+    if insn.BLR.fits(word) or insn.BLR_AUTH.fits(word):
+        return FrameInsn(SIZE, forget_registers(_SCRATCH), Flow.CALL)
+    if any(kind.fits(word) for kind in (insn.RET, insn.RET_AUTH, insn.ERET, insn.ERET_AUTH)):
+        return FrameInsn(SIZE, unchanged, Flow.RETURN)
+    if insn.BR.fits(word) or insn.BR_AUTH.fits(word):
+        return FrameInsn(SIZE, unchanged, Flow.INDIRECT)
+    if insn.EXCEPTION.fits(word):
+        return FrameInsn(SIZE, unchanged, Flow.TRAP)
+    return FrameInsn(SIZE, _effect(word, switches_stack))
+
+
+def _effect(word: int, switches_stack: bool) -> Effect:
+    rd = word & 31
+    rn = word >> 5 & 31
+    if word >> 31 and (_ADD_IMMEDIATE.fits(word) or _SUB_IMMEDIATE.fits(word)):
+        value = (word >> 10 & 0xFFF) << (12 if word >> 22 & 1 else 0)
+        if rd == insn.SP_OR_ZERO and rn != insn.SP_OR_ZERO and switches_stack:
+            return unchanged
+        return add_to_register(_NAMES[rd], _NAMES[rn], -value if _SUB_IMMEDIATE.fits(word) else value)
+    if _MOVE.fits(word):
+        return add_to_register(_NAMES[rd], _NAMES[word >> 16 & 31]) if rd < 31 else unchanged
+    if _PAIRS.fits(word):
+        return _pair(word)
+    if _SINGLES.fits(word):
+        return _single(word)
+    if _ORDERED.fits(word):
+        return forget_registers(_names(rd, word >> 10 & 31, word >> 16 & 31))
+    return forget_registers(_names(rd))
+
+
+def _names(*numbers: int) -> list[str]:
+    """Return the names of registers, without those that are zero."""
+    return [REGISTER_NAMES[number] for number in numbers if number != insn.SP_OR_ZERO]
+
+
+def _access(word: int, register: int, offset: int, size: int) -> Effect:
+    """Return the effect of a load or store of `size` bytes at the base plus `offset`."""
+    base = _NAMES[word >> 5 & 31]
+    if word & _IS_SIMD:
+        return unchanged
+    if not word & _IS_LOAD and not _is_signed_load(word):
+        name = _NO_REGISTER if register == insn.SP_OR_ZERO else REGISTER_NAMES[register]
+        return store_register(name, base, offset, size, _WORD)
+    if size != _WORD or register == insn.SP_OR_ZERO:
+        return forget_registers(_names(register))
+    return load_word(REGISTER_NAMES[register], base, offset)
+
+
+def _is_signed_load(word: int) -> bool:
+    return _SINGLES.fits(word) and bool(word >> 23 & 1)
+
+
+def _pair(word: int) -> Effect:
+    size = 4 << (word >> 30) if word & _IS_SIMD else 4 << (word >> 31)
+    value = signed(word >> 15, 7) * size
+    is_changed = bool(word >> 23 & 1)
+    is_first = bool(word >> 24 & 1)
+    offset = value if is_first or not is_changed else 0
+    effects = [
+        _access(word, word & 31, offset, size),
+        _access(word, word >> 10 & 31, offset + size, size),
+    ]
+    return _all(effects, _moved(word, value if is_changed else 0))
+
+
+def _single(word: int) -> Effect:
+    size = 1 << (word >> 30)
+    register = word & 31
+    if word & _SCALED:
+        return _access(word, register, (word >> 10 & 0xFFF) * size, size)
+    if word & _WITH_REGISTER:
+        # Also atomic operations, which write the register with the old value.
+        return forget_registers(_names(register))
+    value = signed(word >> 12, 9)
+    is_changed = bool(word >> 10 & 1)
+    is_first = bool(word >> 11 & 1)
+    effect = _access(word, register, value if is_first or not is_changed else 0, size)
+    return _all([effect], _moved(word, value if is_changed else 0))
+
+
+def _moved(word: int, change: int) -> Effect:
+    """Return the effect of adding `change` to the base of an access."""
+    base = _NAMES[word >> 5 & 31]
+    return add_to_register(base, base, change) if change else unchanged
+
+
+def _all(accesses: list[Effect], moved: Effect) -> Effect:
+    """Return the effect of accesses, whose offsets are relative to the base before it is moved."""
+    effects = [effect for effect in (*accesses, moved) if effect is not unchanged]
+    if len(effects) == 1:
+        return effects[0]
+
+    def apply(frame: Frame) -> None:
+        for effect in effects:
+            effect(frame)
+
+    return apply if effects else unchanged
+
+
+def entry_frame(*, by_interrupt: bool) -> Frame:
+    """Return the stack frame at a function's entry.
+
+    The return address is in x30; after an interrupt, elr has the ip.
+    """
+    regs = {name: (name, 0) for name in REGISTER_NAMES}
+    regs |= {"sp": (CFA, 0), EXCEPTION_PC if by_interrupt else "x30": (IP, 0)}
+    return Frame(regs, {})

@@ -1,0 +1,77 @@
+"""`kprobefs images`: the kernels that can be mounted, booted into the cache or at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from emulated_kernel.guests.linux.boot import snapshot
+from emulated_kernel.util.fast_dataclass import asdict, dataclass
+from kprobefs.common.errors import escape_for_terminal
+from kprobefs.common.kernel_packages import at_hand
+
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+"""Seconds of a unit of time, and its name; the largest first."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """A line of the list. A value is None if it is unknown, or if the kernel was not booted yet."""
+
+    release: str | None
+    architecture: str | None
+    source: str | None
+    """Path of the kernel's file."""
+    size: int
+    """Bytes of the snapshot on disk; of the kernel's file if there is no snapshot."""
+    age_seconds: float | None
+    """Time since the snapshot was made."""
+    boot_seconds: float | None
+    """CPU time of the boot."""
+
+
+def images() -> Iterator[Image]:
+    """Yield the cached kernels, the most recently used first, and then others that the host has."""
+    now = time.time()
+    known = set()
+    for kernel in snapshot.cached():
+        known.add(kernel.source)
+        age = max(0.0, now - kernel.made)
+        yield Image(kernel.release, kernel.architecture, kernel.source, kernel.size, age, kernel.boot_seconds)
+    for path, release, architecture in at_hand():
+        if str(path) not in known:
+            yield Image(release, architecture, str(path), path.stat().st_size, None, None)
+
+
+def print_images(*, as_json: bool) -> None:
+    """Print the list as a table or as a JSON array."""
+    if as_json:
+        import json
+
+        print(json.dumps([asdict(image) for image in images()], indent=2))
+        return
+    rows = [
+        (
+            image.release or "not usable",
+            image.architecture or "?",
+            f"{image.size >> 20} MiB",
+            "-" if image.age_seconds is None else _age(image.age_seconds),
+            "-" if image.boot_seconds is None else f"{image.boot_seconds:.1f} s",
+            image.source or "?",
+        )
+        for image in images()
+    ]
+    if not rows:
+        return
+    table = [("RELEASE", "ARCH", "SIZE", "AGE", "BOOT", "FILE"), *rows]
+    *widths, _ = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for *words, source in table:
+        begin = "  ".join(word.ljust(width) for word, width in zip(words, widths, strict=True))
+        print(escape_for_terminal(f"{begin}  {source}"))
+
+
+def _age(seconds: float) -> str:
+    for unit, name in _UNITS:
+        if seconds >= unit:
+            return f"{int(seconds // unit)} {name}"
+    return f"{int(seconds)} s"

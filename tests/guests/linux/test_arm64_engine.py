@@ -1,0 +1,268 @@
+"""kprobefs's own kprobes over Debian's arm64 kernel: hits, records, returns, events, calls, modules."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from errno import EINVAL
+
+import pytest
+
+from emulated_kernel.guests.common.host_processes import ProcessWatch
+from emulated_kernel.guests.linux.boot_cache import started, started_with_kernel
+from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.probing.detect_interface import profile_of
+from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
+from tests.guests.linux.debian_kernel import SEED, own_cache
+from tests.guests.linux.probing import armed, chosen, differing, disarmed, ram, workload
+from tests.guests.linux.test_arm64 import META, SUITE, read, write
+from tests.image.linux.debian import package
+from tests.kernel.gdb_client import GdbClient, Request
+
+CLIENT = Client(5001, 0, 0)
+FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_cache_alloc_noprof"
+
+PLACES = "do_exit", "el0_svc_common.constprop.0", "dput", "queued_spin_lock_slowpath", "ksys_read"
+
+
+def new_engine() -> LinuxEngine:
+    path = str(package(META, SUITE, "arm64"))
+    with own_cache(META, SUITE):
+        tasks, kernel = started_with_kernel(path, SEED)
+    return LinuxEngine(tasks, kernel, profile_of(kernel))
+
+
+@pytest.fixture(scope="module")
+def engine() -> LinuxEngine:
+    return new_engine()
+
+
+@pytest.fixture(scope="module")
+def mount(engine: LinuxEngine) -> Iterator[Mount]:
+    modules = ModuleFiles(package(META, SUITE, "arm64"), engine.kernel.release)
+    served = probed_mount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
+    served.release(served.create(CLIENT, "/scratch/greeting", 0o644, os.O_WRONLY))
+    write(served, CLIENT, "/scratch/greeting", b"hello\n")
+    yield served
+    assert not engine.tasks.machine.death
+    served.close()
+
+
+@pytest.fixture
+def clean(mount: Mount) -> Iterator[Mount]:
+    """The mount, with nothing defined or enabled before and afterwards."""
+    yield mount
+    write(mount, CLIENT, "/tracing/events/enable", b"0\n")
+    file = mount.open(CLIENT, "/kprobe_events", os.O_WRONLY | os.O_TRUNC)
+    mount.release(file)
+
+
+@pytest.fixture(scope="module")
+def native() -> Iterator[Mount]:
+    """A mount of the kernel's own kprobes."""
+    path = str(package(META, SUITE, "arm64"))
+    with own_cache(META, SUITE):
+        served = native_mount(started(path, SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    served.release(served.create(CLIENT, "/scratch/greeting", 0o644, os.O_WRONLY))
+    write(served, CLIENT, "/scratch/greeting", b"hello\n")
+    yield served
+    served.close()
+
+
+def records(mount: Mount) -> list[str]:
+    """The records, without their times."""
+    lines = read(mount, CLIENT, "/tracing/trace").decode().splitlines()
+    return [re.sub(r"\s+[\d.]+: ", " ", line, count=1) for line in lines if not line.startswith("#")]
+
+
+def counts(mount: Mount) -> dict[str, tuple[int, int]]:
+    found = (line.split() for line in read(mount, CLIENT, "/kprobe_profile").decode().splitlines())
+    return {name: (int(hits), int(missed)) for name, hits, missed in found}
+
+
+def test_both_engines_record_the_same(clean: Mount, native: Mount) -> None:
+    """An entry, a place behind it, a simulated instruction and a return: contexts and arguments are equal."""
+    shown = []
+    for mount in (clean, native):
+        lines = (
+            b"p:kprobes/entry vfs_read count=%x2 buf=%x1:x64\np:kprobes/inside vfs_read+16\n"
+            b"p:kprobes/call ksys_read+120\nr:kprobes/got vfs_read $retval\n"
+        )
+        write(mount, CLIENT, "/kprobe_events", lines)
+        file = mount.open(CLIENT, "/scratch/greeting", os.O_RDONLY)
+        write(mount, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
+        assert mount.read(CLIENT, file, 64, 0) == b"hello\n"
+        write(mount, CLIENT, "/tracing/events/kprobes/enable", b"0\n")
+        mount.release(file)
+        shown.append([line for line in records(mount) if "0x600000" not in line or "count=0x40 " in line])
+        write(mount, CLIENT, "/kprobe_events", b"")
+    assert len(shown[0]) >= 4
+    assert shown[0] == shown[1]
+
+
+def errno_of(mount: Mount, place: str) -> int:
+    """The errno with which a probe is refused; 0 if it is registered, and removed again."""
+    try:
+        write(mount, CLIENT, "/kprobe_events", f"p:k/a {place}\n".encode())
+        write(mount, CLIENT, "/kprobe_events", b"-:k/a\n", os.O_APPEND)
+    except KernelError as error:
+        return error.errno or 0
+    return 0
+
+
+def test_places_are_those_of_the_kernel(clean: Mount, native: Mount, engine: LinuxEngine) -> None:
+    """Both engines accept and refuse the same places: exclusives, literals, returns, sites, blacklist."""
+    found = Counter[int]()
+    for name in PLACES:
+        where = engine.kernel.kallsyms.lookup(engine.kernel.required(name))
+        assert where is not None
+        for offset in (1, *range(0, min(where.symbol.size, 160), 4)):
+            expected = errno_of(native, f"{name}+{offset}")
+            assert errno_of(clean, f"{name}+{offset}") == expected, (name, offset)
+            found[expected] += 1
+    assert found[0] > 80
+    assert found[EINVAL] > 20
+
+
+def test_a_control_file_is_seen(clean: Mount) -> None:
+    """The open, read and close of a control file are system calls of the client's task in the guest."""
+    write(
+        clean, CLIENT, "/kprobe_events", b"p:kprobes/read vfs_read\nr:kprobes/open do_sys_openat2 $retval\n"
+    )
+    write(clean, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
+    before = counts(clean)
+    after = counts(clean)
+    assert {name: after[name][0] - before[name][0] for name in after} == {"read": 1, "open": 1}
+
+
+def test_returns(clean: Mount) -> None:
+    """Return probes report the result and the caller, and nested calls return to where they came from."""
+    lines = b"r:kprobes/got vfs_read $retval\nr:kprobes/sys ksys_read $retval\n"
+    write(clean, CLIENT, "/kprobe_events", lines)
+    write(clean, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
+    for _ in range(20):
+        assert read(clean, CLIENT, "/scratch/greeting") == b"hello\n"
+    found = [line for line in records(clean) if line.endswith("=6")]
+    assert sum("(ksys_read+0x" in line and "<- vfs_read) arg1=6" in line for line in found) == 20
+    assert sum("<- ksys_read) arg1=6" in line for line in found) == 20
+    assert {missed for _, missed in counts(clean).values()} == {0}
+
+
+def test_events_of_the_kernel(clean: Mount) -> None:
+    """Static keys and the kernel's own functions make the records; call chains lead to the kernel's entry."""
+    write(clean, CLIENT, "/tracing/options/stacktrace", b"1")
+    for event in ("sched/sched_switch", "syscalls/sys_enter_openat", "raw_syscalls/sys_exit"):
+        write(clean, CLIENT, f"/tracing/events/{event}/enable", b"1\n")
+    read(clean, CLIENT, "/scratch/greeting")
+    read(clean, Client(5002, 0, 0), "/scratch/greeting")
+    write(clean, CLIENT, "/tracing/options/stacktrace", b"0")
+    text = "\n".join(records(clean))
+    assert "sched_switch: prev_comm=init prev_pid=5001" in text
+    assert re.search(r"-5002 .*sys_openat\(dfd: ffffffffffffff9c, filename: ", text)
+    assert re.search(r"-5002 .*sys_exit: NR 63 = 6", text)
+    assert " => do_el0_svc\n => el0_svc\n => el0t_64_sync_handler\n => el0t_64_sync\n" in text
+
+
+def test_tracers(clean: Mount) -> None:
+    """Sites call the tracers: some functions, and all functions, whose calls nest."""
+    for function in (b"vfs_open", b"do_dentry_open", b"ksys_read"):
+        write(clean, CLIENT, "/tracing/set_ftrace_filter", function + b"\n", os.O_APPEND)
+    shown = {
+        b"function": (
+            "vfs_open <-path_openat\n",
+            "do_dentry_open <-vfs_open\n",
+            "ksys_read <-__arm64_sys_read\n",
+        ),
+        b"function_graph": ("|  vfs_open() {\n", "|    do_dentry_open();\n", "|  ksys_read();\n"),
+    }
+    for tracer, lines in shown.items():
+        write(clean, CLIENT, "/tracing/current_tracer", tracer + b"\n")
+        read(clean, CLIENT, "/scratch/greeting")
+        text = read(clean, CLIENT, "/tracing/trace").decode()
+        assert all(line in text for line in lines), text
+        write(clean, CLIENT, "/tracing/current_tracer", b"nop\n")
+    file = clean.open(CLIENT, "/tracing/set_ftrace_filter", os.O_WRONLY | os.O_TRUNC)
+    clean.release(file)
+    write(clean, CLIENT, "/tracing/current_tracer", b"function\n")
+    assert read(clean, CLIENT, "/scratch/greeting") == b"hello\n"
+    write(clean, CLIENT, "/tracing/tracing_on", b"0\n")
+    assert len(records(clean)) > 150
+    write(clean, CLIENT, "/tracing/current_tracer", b"nop\n")
+    write(clean, CLIENT, "/tracing/tracing_on", b"1\n")
+
+
+def test_a_function_is_called(clean: Mount) -> None:
+    file = clean.open(CLIENT, "/machine/call", os.O_RDWR)
+    clean.write(CLIENT, file, b"int_sqrt 1764\nstrlen 'word'\n", 0)
+    shown = clean.read(CLIENT, file, 200, 0).decode()
+    clean.release(file)
+    assert re.findall(r"= 0x[0-9a-f]+ \((\d+)\)", shown) == ["42", "4"]
+
+
+def test_modules(clean: Mount) -> None:
+    """A probe in a module counts from its load on; when the module goes, its text does."""
+    write(clean, CLIENT, "/kprobe_events", b"p:kprobes/init dummy:dummy_init_module\n")
+    write(clean, CLIENT, "/tracing/events/kprobes/init/enable", b"1\n")
+    write(clean, CLIENT, "/machine/modules", b"load dummy\n")
+    assert read(clean, CLIENT, "/machine/modules").startswith(b"dummy ")
+    assert counts(clean)["init"] == (1, 0)
+    write(clean, CLIENT, "/machine/modules", b"unload dummy\n")
+    assert b"dummy" not in read(clean, CLIENT, "/machine/modules")
+
+
+def test_gdb(clean: Mount, engine: LinuxEngine) -> None:
+    """A breakpoint of a debugger, at the second instruction of a function, and a step behind a probe."""
+    write(clean, CLIENT, "/kprobe_events", b"p:kprobes/entry vfs_read\n")
+    write(clean, CLIENT, "/tracing/events/kprobes/entry/enable", b"1\n")
+    file = clean.open(CLIENT, "/scratch/greeting", os.O_RDONLY)
+    client = GdbClient(read(clean, CLIENT, "/machine/gdb").decode().strip(), "arm64")
+    place = engine.kernel.required("vfs_read") + 8
+    assert client.ask(f"Z0,{place:x},4") == "OK"
+    client.send("c")
+    request = Request(lambda: clean.read(CLIENT, file, 64, 0))
+    assert client.answer().startswith("T05")
+    assert client.ip == place
+    assert len(client.ask("g")) == 2 * (33 * 8 + 4)
+    client.send("s")
+    assert client.answer().startswith("T05")
+    assert client.ip == place + 4
+    client.close()
+    assert request.done() == b"hello\n"
+    engine.lock.end_debugging()
+    clean.release(file)
+
+
+def places(engine: LinuxEngine) -> Iterator[int]:
+    """Addresses of all instructions of FUNCTIONS."""
+    kallsyms = engine.kernel.kallsyms
+    for start in sorted(filter(None, map(kallsyms.lookup_name, FUNCTIONS))):
+        where = kallsyms.lookup(start)
+        assert where is not None
+        code = engine.machine.text.original(start, where.symbol.size)
+        yield from engine.components.arch.instruction_boundaries(code, start)
+
+
+def test_the_kernel_does_not_notice() -> None:
+    """With all instructions of some functions probed, answers are the same, and so is all memory."""
+    alone = new_engine()
+    alone.machine.text.free_text(alone.machine.text.alloc_text(16))
+    answers = workload(alone)
+    memory = ram(alone)
+    alone.tasks.machine.close()
+    probing = new_engine()
+    probes, found = armed(probing, [*chosen(probing, places(probing))])
+    assert len(probes) > 500
+    with probing.lock:
+        assert workload(probing) == answers
+    disarmed(probing, probes)
+    assert not differing(memory, ram(probing))
+    assert sum(found.values()) > 500
+    probing.tasks.machine.close()
