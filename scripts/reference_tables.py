@@ -359,7 +359,7 @@ def versions() -> str:
     parts = [f"# Rules by version\n\n{head} {NOTE}\n"]
     for title, kind, named in (
         ("Interface of tracefs", InterfaceRule, {each.name: each.rules for each in INTERFACES.values()}),
-        ("Places of probes and jumps", ProbeRule, PROBE_RULES),
+        ("Kprobes: places, jumps and defaults", ProbeRule, PROBE_RULES),
     ):
         rows = (
             (

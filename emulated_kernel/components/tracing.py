@@ -119,7 +119,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         MemoryBudget(kernel.limits, None, Limit.USER_RECORD_BYTES, lambda: lock.user),
     )
     # This must come before any lookup of tracepoints: iterating the events creates them.
-    markers = _register_static_events(registry, kernel, arch)
+    markers = _register_static_events(registry, kernel, arch, interface)
     system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines, interface)
     functions = _build_functions(kernel, engine, arch, interface)
     arrays = _build_arrays(kernel, engine, system, functions)
@@ -168,13 +168,16 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     )
 
 
-def _register_static_events(registry: EventRegistry, kernel: TracedKernel, arch: Arch) -> PrintEvent:
+def _register_static_events(
+    registry: EventRegistry, kernel: TracedKernel, arch: Arch, interface: Interface
+) -> PrintEvent:
     """Register the kernel's static events and ftrace's entry types; return the event for trace_marker."""
     for event in kernel.events:
         registry.add(event)
     marker_ip = kernel.marker_ip or kernel.symbols.lookup_name(MARKER_SYMBOL)
-    markers = PrintEvent(arch.word_size, marker_ip or 0)
-    for own in (markers, *ftrace_entry_events(arch.word_size)):
+    signed_char = InterfaceRule.CHAR_UNSIGNED not in interface
+    markers = PrintEvent(arch.word_size, marker_ip or 0, signed_char=signed_char)
+    for own in (markers, *ftrace_entry_events(arch.word_size, signed_char=signed_char)):
         registry.add_own(own)
     return markers
 

@@ -189,7 +189,11 @@ def _traced_kernel(
     hit = ProbeHit(memory, tasks, context.trace_ctx)
     interface = interface_named(kprobes.profile.interface)
     user_data = UserDataSize() if InterfaceRule.SYSCALL_USER_DATA in interface else None
-    points = Tracepoints(image, memory, machine.breakpoints, keys, hit, arch.registers.arguments, user_data)
+    signed_char = InterfaceRule.CHAR_UNSIGNED not in interface
+    arguments = arch.registers.arguments
+    points = Tracepoints(
+        image, memory, machine.breakpoints, keys, hit, arguments, user_data, signed_char=signed_char
+    )
     return TracedKernel(
         machine=machine,
         live=live,

@@ -273,10 +273,15 @@ class InterfaceRule(LinuxRule):
         "a marker is recorded as long as it is; earlier versions record space for `<faulted>` at least",
         "kernel/trace/trace.c:write_marker_to_buffer, write_raw_marker_to_buffer",
     )
+    NO_MAX_LATENCY = (
+        "7.0",
+        "`tracing_max_latency` exists only with a tracer of latencies; earlier, always",
+        "kernel/trace/trace.c:trace_create_maxlat_file",
+    )
     CHAR_UNSIGNED = (
         "6.8",
-        "`header_page` shows a `char` as unsigned",
-        "kernel/trace/ring_buffer.c:ring_buffer_print_page_header",
+        "a `char` is unsigned in formats of events and in `header_page`",
+        "include/linux/trace_events.h:is_signed_type",
     )
     HEADER_CHAR_OVERWRITE = (
         "7.1",

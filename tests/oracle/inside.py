@@ -618,6 +618,8 @@ def recorded_definitions(engine: LinuxEngine, interface: Interface) -> list[str]
     by_name: Iterable[str] = RECORDED_BY_NAME if InterfaceRule.BTF_ARGS in interface else ()
     if InterfaceRule.DENTRY_TYPES not in interface:
         by_name = (line for line in by_name if "%p" not in line)
+    if InterfaceRule.FPROBE_EVENTS not in interface:
+        by_name = (line for line in by_name if not line.startswith("f"))
     lines = [*(line.format(**offsets) for line in RECORDED), *by_name]
     return [line for line in lines if "*" in line.split()[1] or kallsyms.count_name(_symbol(line)) == 1]
 

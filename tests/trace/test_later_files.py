@@ -17,6 +17,7 @@ from emulated_kernel.trace.interface import INTERFACES
 from emulated_kernel.trace.output.line_formatter import FlagColumns, latency_flags
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.vfs.core.client import Client
 from tests.trace.events.kernel import Function, errno_of, make_kernel
 
@@ -59,6 +60,13 @@ def test_each_file_belongs_to_its_versions(kernel: Kernel, old: Kernel, path: st
     assert failure.value.errno == errno.ENOENT
     assert path in kernel.read_file("tracing/README")
     assert path not in old.read_file("tracing/README")
+
+
+def test_the_longest_latency_is_no_file_since_7_0(kernel: Kernel, old: Kernel) -> None:
+    old.read_file("tracing/tracing_max_latency")
+    assert refused(kernel, "tracing/tracing_max_latency", "0") == errno.ENOENT
+    assert "tracing_max_latency" in old.read_file("tracing/README")
+    assert "tracing_max_latency" not in kernel.read_file("tracing/README")
 
 
 def test_addresses_of_functions_are_those_that_records_have(kernel: Kernel) -> None:
@@ -280,6 +288,14 @@ def test_buffers_by_version(profile: str, fields: tuple[str, ...], size: int, si
             r"field: ((?:int|char) \w+);.*signed:(.);", kernel.read_file("tracing/events/header_page")
         )
         assert tuple(" ".join(each) for each in shown) == fields
+        signs = {
+            sign
+            for event in ("sched/sched_switch", "ftrace/print", "ftrace/branch")
+            for sign in re.findall(
+                r"field:char .*signed:(.);", kernel.read_file(f"tracing/events/{event}/format")
+            )
+        }
+        assert signs == {fields[1][-1]}
         kernel.write_file("tracing/trace_marker", "hello")
         assert f"bytes: {size}\n" in kernel.read_file("tracing/per_cpu/cpu0/stats")
         kernel.trace_arrays.make("one")
@@ -288,6 +304,18 @@ def test_buffers_by_version(profile: str, fields: tuple[str, ...], size: int, si
         assert refused(kernel, "tracing/snapshot", "x") == errno.EINVAL
         read.append(kernel.read_file("tracing/buffer_size_kb"))
         assert [text.rstrip("\n") for text in read] == sizes
+
+
+@pytest.mark.parametrize(
+    ("rules", "preemption", "shown"),
+    [("linux-6.1", True, "r10:"), ("linux-6.1", False, "r1:"), ("linux-6.12", False, "r10:")],
+)
+def test_default_maxactive_by_version(rules: str, preemption: bool, shown: str) -> None:
+    """As a kernel of Debian's sources answers that was built without preemption."""
+    profile = replace(profile_named(rules), preemption=preemption)
+    with Kernel(profile=profile) as kernel:
+        kernel.write_file("tracing/kprobe_events", "r:x vfs_read")
+        assert kernel.read_file("tracing/kprobe_events").startswith(shown)
 
 
 def test_options_belong_to_their_versions() -> None:

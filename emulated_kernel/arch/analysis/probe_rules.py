@@ -13,7 +13,7 @@ _CORE = "arch/x86/kernel/kprobes/core.c"
 
 
 class ProbeRule(LinuxRule):
-    """A rule about where probes and jumps can be placed, which only some versions of Linux have."""
+    """A rule about kprobes, such as where probes and jumps can be placed, which only some versions have."""
 
     EXCEPTION_INSNS = (
         "6.12",
@@ -29,6 +29,11 @@ class ProbeRule(LinuxRule):
         "6.12",
         "an indirect jump is a hazard only in builds with jump tables, without retpolines and landing pads",
         "arch/x86/kernel/kprobes/opt.c:can_optimize",
+    )
+    MAXACTIVE_TEN = (
+        "6.12",
+        "the default maxactive is at least 10; earlier, it is the number of CPUs without preemption",
+        "kernel/kprobes.c:register_kretprobe",
     )
 
 

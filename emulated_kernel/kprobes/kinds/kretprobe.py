@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from emulated_kernel.arch.analysis.probe_rules import ProbeRule, probe_rules_named
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.aggr_kprobe import KRETPROBE
 from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, HandlerPoint
@@ -118,8 +119,9 @@ class Kretprobes:
         self._hits = kprobes.hits
         self.hooks = hooks
         self._blacklist = frozenset(blacklist)
-        preemption = kprobes.profile.preemption
-        self._default_maxactive = max(_MIN_MAXACTIVE, 2 * cpus) if preemption else cpus
+        profile = kprobes.profile
+        has_minimum = profile.preemption or ProbeRule.MAXACTIVE_TEN in probe_rules_named(profile.probe_rules)
+        self._default_maxactive = max(_MIN_MAXACTIVE, 2 * cpus) if has_minimum else cpus
 
     def register_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Register a probe on a function's return.

@@ -126,13 +126,15 @@ _SIZES = {
 _SIGNED = frozenset(("char", "int", "long", "s64"))
 
 
-def ftrace_entry_events(word_size: int) -> Iterator[TraceEvent]:
-    """Yield an event for each entry type in FTRACE_ENTRIES."""
+def ftrace_entry_events(word_size: int, *, signed_char: bool = True) -> Iterator[TraceEvent]:
+    """Yield an event for each entry type in FTRACE_ENTRIES. `signed_char`: whether a char is signed."""
+    signed = _SIGNED if signed_char else _SIGNED - {"char"}
     for entry in FTRACE_ENTRIES:
-        yield FtraceEntryEvent(entry.id, entry.name, _fields(entry, word_size), entry.print_fmt, word_size)
+        fields = _fields(entry, word_size, signed)
+        yield FtraceEntryEvent(entry.id, entry.name, fields, entry.print_fmt, word_size)
 
 
-def _fields(entry: FtraceEntry, word_size: int) -> Iterator[EventField]:
+def _fields(entry: FtraceEntry, word_size: int, signed: frozenset[str]) -> Iterator[EventField]:
     at = COMMON_SIZE
     for declaration in entry.fields.split("; "):
         type_name, _, name = declaration.rpartition(" ")
@@ -142,5 +144,5 @@ def _fields(entry: FtraceEntry, word_size: int) -> Iterator[EventField]:
             at += -at % min(size, word_size)
         total = size * int(length.rstrip("]") or 0) if bracket else size
         shown = f"{name}[{length}" if bracket else name
-        yield EventField(type_name, shown, at, total, type_name in _SIGNED)
+        yield EventField(type_name, shown, at, total, type_name in signed)
         at += total

@@ -49,11 +49,14 @@ class PrintEvent(FtraceEntryEvent):
     Mirrors: kernel/trace/trace_entries.h, the entry `print` (v6.1).
     """
 
-    def __init__(self, word_size: int, marker_ip: int) -> None:
-        """Create the event. `marker_ip` is the address of the code that writes markers."""
+    def __init__(self, word_size: int, marker_ip: int, *, signed_char: bool = True) -> None:
+        """Create the event. `marker_ip` is the address of the code that writes markers.
+
+        `signed_char`: whether a char is signed.
+        """
         fields = (
             EventField("unsigned long", "ip", COMMON_SIZE, word_size, False),
-            EventField("char[]", "buf", COMMON_SIZE + word_size, 0, True),
+            EventField("char[]", "buf", COMMON_SIZE + word_size, 0, signed_char),
         )
         print_fmt = '"%ps: %s", (void *)REC->ip, REC->buf'
         super().__init__(EntryType.PRINT, "print", fields, print_fmt, word_size)

@@ -64,17 +64,19 @@ class Tracepoint:
 
 
 def layout_fields(
-    definitions: Iterable[FieldDefinition], common_size: int = COMMON_SIZE
+    definitions: Iterable[FieldDefinition], common_size: int = COMMON_SIZE, *, signed_char: bool = True
 ) -> Iterator[EventField]:
     """Compute the offsets of an event's fields, and yield the fields.
 
-    `common_size`: size of the kernel's own struct trace_entry in bytes.
+    `common_size`: size of the kernel's own struct trace_entry in bytes. If `signed_char` is not set, a char
+    is unsigned, whatever the definitions say.
     Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1).
     """
     offset = common_size
     for each in definitions:
         offset += -offset % each.align
-        yield EventField(each.type, each.name, offset, each.size, each.is_signed, each.length)
+        is_signed = each.is_signed and (signed_char or not each.type.startswith("char"))
+        yield EventField(each.type, each.name, offset, each.size, is_signed, each.length)
         offset += each.size
 
 

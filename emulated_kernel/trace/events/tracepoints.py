@@ -40,10 +40,14 @@ class Tracepoints:
         hit: ProbeHit,
         argument_registers: Sequence[str],
         user_data: UserDataSize | None = None,
+        *,
+        signed_char: bool = True,
     ) -> None:
         """Create an empty table of tracepoints, which events() fills. Each record sets `hit.regs`."""
         self._user_data = user_data
         """Size of user memory in records of system calls; None if records contain no user memory."""
+        self._signed_char = signed_char
+        """Whether formats show a char as signed."""
         self._image = image
         self._memory = memory
         self._breakpoints = breakpoints
@@ -89,7 +93,7 @@ class Tracepoints:
             self.by_name[f"{each.system}:{each.name}"] = point
             if each.system == RAW_SYSCALLS:
                 raw[each.name] = point
-            fields = layout_fields(each.fields)
+            fields = layout_fields(each.fields, signed_char=self._signed_char)
             yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, self._names, self._word)
         if self._points:
             # The breakpoint is never removed: a CPU may be about to hit it when the last event is disabled.

@@ -93,6 +93,9 @@ def _function_files(interface: Interface) -> str:
 """
 
 
+_LATENCY = "  tracing_max_latency     - longest latency so far, in microseconds\n"
+
+
 def readme_text(interface: Interface, *, has_functions: bool = True) -> str:
     """Return the text of README for an interface. `has_functions`: whether functions can be traced."""
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
@@ -112,6 +115,8 @@ def readme_text(interface: Interface, *, has_functions: bool = True) -> str:
     chain = "; long[] stack" if has_chains else ""
     tracers = _TRACERS if has_functions else ""
     functions = _function_files(interface) if has_functions else ""
+    if InterfaceRule.NO_MAX_LATENCY not in interface:
+        functions += _LATENCY
     return f"""\
 tracing: the files of this directory.
 
@@ -142,8 +147,7 @@ tracing: the files of this directory.
   error_log               - the last writes that failed, with a mark below the cause
   available_tracers       - values for current_tracer
   current_tracer          - nop: records events only{tracers}
-{functions}  tracing_max_latency     - longest latency so far, in microseconds
-  instances/              - mkdir creates a separate buffer with its files, rmdir removes it
+{functions}  instances/              - mkdir creates a separate buffer with its files, rmdir removes it
 
  Defining events:
   kprobe_events           - Create/append/remove/show the events on probes in the kernel

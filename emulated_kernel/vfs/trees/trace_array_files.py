@@ -249,7 +249,7 @@ def _control_files(array: TraceArray) -> dict[str, Node]:
             store=lambda data: array.set_cpumask(cpumask(data, array.cpus)),
             moves=Moves.NOT,
         ),
-        "tracing_max_latency": _max_latency(array),
+        **_max_latency(array),
         "tracing_on": number_file(
             lambda: array.tracing_on, lambda number: array.set_tracing_on(number != 0), Moves.BY_ONE
         ),
@@ -416,11 +416,14 @@ def _buffer_size(array: TraceArray, cpu: int | None) -> File:
     )
 
 
-def _max_latency(array: TraceArray) -> File:
+def _max_latency(array: TraceArray) -> dict[str, Node]:
+    if InterfaceRule.NO_MAX_LATENCY in array.system.interface:
+        return {}
+
     def store(nanoseconds: int) -> None:
         array.max_latency_ns = nanoseconds
 
-    return time_file(lambda: array.max_latency_ns, store)
+    return {"tracing_max_latency": time_file(lambda: array.max_latency_ns, store)}
 
 
 def tracer_name(data: bytes) -> str:
