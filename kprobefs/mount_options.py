@@ -156,8 +156,8 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"
         raise CliError(f"--vmcore: {why}", ExitStatus.USAGE)
-    if options.vmcore is not None and machine.clock == MODEL_CLOCK:
-        raise CliError("--clock model: not possible with --vmcore; leave it out", ExitStatus.USAGE)
+    if options.vmcore is not None and machine.clock != CLOCKS[0]:
+        raise CliError(f"--clock {machine.clock}: not possible with --vmcore; leave it out", ExitStatus.USAGE)
     _check_strategy(options)
     if options.modules and machine.image is None:
         why = "no distribution's kernel given; add --image, or leave it out"

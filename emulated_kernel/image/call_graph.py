@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import cached_property
 
 from emulated_kernel.image.builtin_image import PREBUILT, KernelImage, load_image
+from emulated_kernel.image.kallsyms import TEXT_TYPES
 from emulated_kernel.util.abi import Prot
 from emulated_kernel.util.safe_read import read_regular
 
@@ -101,11 +102,18 @@ class FunctionCalls:
     @cached_property
     def _end(self) -> int:
         """Address after the last function."""
-        return max(symbol.address + symbol.size for symbol in self._image.kallsyms.symbols if symbol.is_text)
+        assert self._known is not None
+        last = self._image.kallsyms.lookup(self._known[0][-1])
+        assert last is not None
+        return last.symbol.address + last.symbol.size
 
 
 def _starts(image: KernelImage) -> list[int]:
-    return sorted({symbol.address for symbol in image.kallsyms.symbols if symbol.is_text})
+    # Each boot needs them, and Symbol objects would take ten times as long.
+    table = image.kallsyms.table
+    return sorted(
+        {at for at, kind in zip(table.addresses, table.types, strict=True) if chr(kind) in TEXT_TYPES}
+    )
 
 
 def file_text(image: KernelImage) -> str:

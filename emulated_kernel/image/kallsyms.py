@@ -37,6 +37,8 @@ _OWN_TABLES = frozenset(
     )
 )
 """Names of the kallsyms tables themselves, which are not listed in kallsyms."""
+TEXT_TYPES = "tTwW"
+"""Letters of the types of symbols that are code."""
 _REMEMBERED = 8192
 """Maximum number of Symbol objects in the cache: all symbols of a kernel would take tens of MiB."""
 
@@ -59,7 +61,7 @@ class Symbol:
     @property
     def is_text(self) -> bool:
         """Whether the symbol is code."""
-        return self.type in "tTwW"
+        return self.type in TEXT_TYPES
 
 
 def is_mapping_symbol(name: str) -> bool:

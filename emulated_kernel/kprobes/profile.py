@@ -131,7 +131,7 @@ _OLD: dict[str, Any] = {
 def arm64_profile(version: str, probe_rules: str) -> Profile:
     """Return the profile for an arm64 kernel of a version, with the kernel's own interface.
 
-    Linux has no jump optimization for arm64. Functions return into a breakpoint, as since v6.13.
+    Linux has no jump optimization for arm64. Functions return into a breakpoint, as in v6.12.
     """
     return Profile(
         f"linux-{version}",

@@ -79,7 +79,9 @@ def run(
 
                 report_results(base / "mnt" / "scratch")
             else:
-                _print_hints(options, directory, command, status)
+                # Hints must not change the status, for example in a working directory that was removed.
+                with suppress(OSError):
+                    _print_hints(options, directory, command, status)
             return status
     except CliError:
         # An interrupt from the terminal ends the start of the daemon too.
@@ -119,8 +121,11 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
     Raises: CliError.
     """
     check_host()
-    base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
-
+    try:
+        base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
+    except OSError as error:
+        why = f"{error.strerror}; set TMPDIR to a writable directory, and see ulimit -f"
+        raise CliError(f"temporary directory: {why}", ExitStatus.RUN_FAILED) from error
     session = os.getsid(0)
 
     def orphaned() -> None:

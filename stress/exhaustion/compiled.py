@@ -161,7 +161,7 @@ class CompiledPlace(Place):
         by_python = is_running or (hooks.is_native and hooks.native_traps == native)
         assert self.head.insn is not None
         is_emulated = self.head.insn.entry is None and stub.region is None
-        if by_python != (hooks.is_native and is_emulated):
+        if by_python != is_emulated:
             self._note("compiled stub", f"Python {'takes' if by_python else 'takes no'} part in its hits")
         return found
 

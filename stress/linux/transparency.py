@@ -430,7 +430,8 @@ class Comparison:
         for mode, caller in self._probed.items():
             places = [*chosen(caller.engine, boundaries(caller.engine, starts))]
             self.places[mode] += len(places)
-            probes, hits = armed(caller.engine, places)
+            # Two punned jumps of a batch may need the same addresses for their detours.
+            probes, hits = armed(caller.engine, places, may_lack_detours=True)
             caller.begin()
             for call, effect in expected:
                 self._check(mode, call, caller.call(call), effect)
@@ -479,7 +480,7 @@ class Comparison:
             traced, _ = self._traced[mode]
             kept = KEPT if expected.end == RETURNED or not traced.is_at_entries else RESTORED
             found = found.without(kept, traced.own_word, expected)
-        elif found is not None and IS_RISCV:
+        elif found is not None and IS_RISCV and mode != "stepped":
             # A jump changes a register that is written before it is read.
             is_free = _is_unused if expected.end == RETURNED else self._is_from_jump
             found = found.with_registers(expected, is_free)

@@ -25,6 +25,7 @@ from tests.fuse.harness import (
     PROGRAM,
     REAL_PROGRAM,
     ROOT,
+    RUN,
     Daemon,
     daemon,
     environment,
@@ -111,6 +112,7 @@ class TestWithoutMount:
             ("djprobe-analyze a b c", "unrecognized arguments: c (kprobefs djprobe-analyze --help)"),
             ("run --clock model --arch i386 true", "--clock model: not on i386; use"),
             ("run --clock model --vmcore /x true", "--clock model: not possible with --vmcore"),
+            ("mount --clock real --vmcore /x /mnt", "--clock real: not possible with --vmcore"),
             ("bench nonsense", "argument WHAT: invalid choice: 'nonsense'"),
             (
                 "bench hit --arch nope",
@@ -424,3 +426,35 @@ class TestRun:
         process.stdout.close()
         eventually(lambda: not is_mounted(path))
         eventually(lambda: not path.parent.exists())
+
+    def test_a_removed_working_directory_does_not_change_the_status(self, tmp_path: Path) -> None:
+        place = tmp_path / "gone"
+        place.mkdir()
+        script = 'rmdir "$1"; shift; exec "$@"'
+        command = [*PROGRAM, "run", "--", "/bin/sh", "-c", "exit 3"]
+        done = subprocess.run(
+            ["sh", "-c", script, "sh", str(place), *command],
+            cwd=place,
+            env=environment(),
+            capture_output=True,
+            timeout=RUN,
+            check=False,
+        )
+        assert done.returncode == 3
+        assert b"kprobefs:" not in done.stderr
+
+    def test_without_a_temporary_directory(self) -> None:
+        script = "trap '' XFSZ; ulimit -f 0; exec \"$@\""
+        done = subprocess.run(
+            ["sh", "-c", script, "sh", *PROGRAM, "run", "--", "true"],
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=RUN,
+            check=False,
+        )
+        assert done.returncode == 125
+        assert done.stderr.startswith("kprobefs: temporary directory: ")
+        assert "TMPDIR" in done.stderr
+        assert done.stderr.count("\n") == 1

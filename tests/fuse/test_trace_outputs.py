@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shlex
@@ -249,6 +250,38 @@ def test_trace_cmd_reads_its_file(work: Path) -> None:
             assert report.stdout.count("got=0x") == 2
             assert report.stdout.count("count=0x20000") == 2
             assert report.stdout.count("=> ksys_read") == 4
+
+
+def of_perfetto(file: Path, query: str) -> list[list[str]]:
+    """The rows that Perfetto's trace processor answers to a query about a file."""
+    command = file.with_name("query.sql")
+    command.write_text(f"{query};\n")
+    done = subprocess.run(
+        ["trace_processor_shell", "-q", command, file], capture_output=True, text=True, timeout=60, check=True
+    )
+    return list(csv.reader(done.stdout.splitlines()))[1:]
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.skipif(
+    shutil.which("trace_processor_shell") is None,
+    reason="no trace_processor_shell, Perfetto's parser",
+)
+def test_perfetto_reads_its_files(graph: Path, chrome: Path) -> None:
+    for file in (graph, chrome):
+        assert of_perfetto(file, "SELECT name FROM stats WHERE severity = 'error' AND value > 0") == []
+        found = of_perfetto(
+            file,
+            "SELECT thread.name, slice.name, slice.dur FROM slice "
+            "JOIN thread_track ON slice.track_id = thread_track.id JOIN thread USING (utid) "
+            "WHERE slice.dur > 0",
+        )
+        expected = sorted((each["name"], each["dur"] * 1000) for each in slices(file) if each["dur"])
+        assert {task for task, _, _ in found} == {"cat"}
+        assert sorted(name for _, name, _ in found) == [name for name, _ in expected]
+        durations = sorted(float(duration) for _, _, duration in found)
+        assert durations == pytest.approx(sorted(duration for _, duration in expected), abs=1)
 
 
 @pytest.fixture(scope="module")

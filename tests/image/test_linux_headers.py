@@ -10,6 +10,8 @@ import pytest
 from emulated_kernel.image.build_images import write_module
 from emulated_kernel.kernel.api import Kernel
 
+INIT_PID = 1
+KTHREADD_PID = 2
 SOURCE = r"""
 #define pr_fmt(fmt) "%s: " fmt, __func__
 
@@ -70,6 +72,93 @@ module_exit(probed_exit)
 MODULE_AUTHOR("a test");
 MODULE_LICENSE("GPL");
 """
+
+
+RETURNS = r"""
+#include <linux/kernel.h>
+#include <linux/module.h>
+#include <linux/kprobes.h>
+#include <linux/ktime.h>
+#include <linux/sched.h>
+
+struct call {
+	ktime_t began;
+	unsigned long first;
+};
+
+static int kernel_threads, tasks;
+
+static int entered(struct kretprobe_instance *ri, struct pt_regs *regs)
+{
+	struct call *call = (struct call *)ri->data;
+
+	if (!current->mm)
+		kernel_threads++;
+	else
+		tasks++;
+	call->began = ktime_get();
+	call->first = regs->di;
+	return call->first == 7;
+}
+NOKPROBE_SYMBOL(entered);
+
+static int left(struct kretprobe_instance *ri, struct pt_regs *regs)
+{
+	struct call *call = (struct call *)ri->data;
+	long long took = ktime_to_ns(ktime_sub(ktime_get(), call->began));
+
+	pr_info("%ps(%lu) = %lu, later by %d, in %s\n", (void *)get_kretprobe(ri)->kp.addr, call->first,
+		regs_return_value(regs), took > 0, current->comm);
+	return 0;
+}
+NOKPROBE_SYMBOL(left);
+
+static struct kretprobe returns = {
+	.handler = left,
+	.entry_handler = entered,
+	.data_size = sizeof(struct call),
+	.maxactive = 1,
+};
+
+static int __init returns_init(void)
+{
+	returns.kp.symbol_name = "gcd";
+	return register_kretprobe(&returns);
+}
+
+static void __exit returns_exit(void)
+{
+	unregister_kretprobe(&returns);
+	pr_info("missed %d, seen %d and %d\n", returns.nmissed, kernel_threads, tasks);
+}
+
+module_init(returns_init)
+module_exit(returns_exit)
+MODULE_LICENSE("GPL");
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_module_with_a_return_probe(tmp_path: Path) -> None:
+    """Data of each call, an entry handler that leaves a call out, and tasks with and without an mm."""
+    directory = tmp_path / "returns"
+    directory.mkdir()
+    (directory / "returns.c").write_text(RETURNS)
+    assert write_module("x86_64", directory) == 0
+    with Kernel() as kernel:
+        kernel.write_file("machine/modules", f"load {directory}/returns.ko")
+        kernel.call("gcd", 12, 18)
+        kernel.call("gcd", 7, 14)
+        kernel.write_file("machine/modules", "unload returns")
+        log = kernel.read_file("machine/dmesg")
+        with kernel.lock:
+            tasks = map(kernel.guest.kernel.find_task, (INIT_PID, KTHREADD_PID))
+            offset = kernel.machine.image.abi["task_struct.mm"]
+            mms = [kernel.machine.memory.read_word(task + offset) for task in tasks]
+    assert list(map(bool, mms)) == [True, False]
+    assert log.count("gcd(") == 1
+    assert "gcd(12) = 6, later by 1, in " in log
+    assert "missed 0, seen 0 and 2\n" in log
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")

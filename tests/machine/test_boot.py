@@ -9,6 +9,7 @@ import pytest
 from emulated_kernel.machine.cpu.registers import FastRegs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.quirks import harness
 from emulated_kernel.machine.quirks.harness import find_cpu_state
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, TrapKind
 from emulated_kernel.machine.unicorn_engine import Engine
@@ -35,6 +36,19 @@ def test_looking_for_registers_leaves_them_as_they_were() -> None:
     engine.close()
     assert left.pop("r12") == 5
     assert set(left.values()) == {0}
+
+
+def test_registers_that_are_elsewhere_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where those of the last engine were is only tried first."""
+    cpu = X86_64Cpu()
+    for place in ((0, 0), (1, 1 << 62), (2, -8)):
+        engine = Engine(*cpu.engine_mode)
+        monkeypatch.setitem(harness._REGISTERS, cpu.name, place)
+        found = find_cpu_state(engine, cpu)
+        assert found is not None
+        assert found == find_cpu_state(engine, cpu)
+        assert harness._REGISTERS[cpu.name] != place
+        engine.close()
 
 
 def test_hypercall_and_answer() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuse.harness import needs_fuse
+from tests.mounted.debian_files import unpacked
 from tests.mounted.linux_source import source
 from tests.mounted.system import SOURCES, as_root, as_system, needs
 
@@ -47,6 +48,12 @@ def surftrace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def go_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache for Go's standard library, which takes seconds to build."""
+    return tmp_path_factory.mktemp("go")
+
+
 def test_one_built_with_address_sanitizer(tmp_path: Path) -> None:
     source = tmp_path / "a.c"
     source.write_text("int main(void) { return 0; }\n")
@@ -68,9 +75,9 @@ def test_copies_by_busybox(tmp_path: Path) -> None:
 
 
 @needs("go")
-def test_detection_by_go(tmp_path: Path) -> None:
+def test_detection_by_go(tmp_path: Path, go_cache: Path) -> None:
     program = tmp_path / "detect"
-    environment = {**os.environ, "GOCACHE": str(tmp_path / "cache"), "CGO_ENABLED": "0"}
+    environment = {**os.environ, "GOCACHE": str(go_cache), "CGO_ENABLED": "0"}
     subprocess.run(
         ["go", "build", "-o", program, SOURCES / "detect.go"], env=environment, check=True, timeout=300
     )
@@ -79,6 +86,53 @@ def test_detection_by_go(tmp_path: Path) -> None:
         "/sys/kernel/tracing <nil> true",
         "/sys/kernel/debug/tracing <nil> true",
     ]
+
+
+@needs("go")
+def test_a_probe_of_a_library_in_go(tmp_path: Path, go_cache: Path) -> None:
+    """evilsocket/ftrace, of which OpenSnitch was made, defines a probe and parses trace_pipe."""
+    library = unpacked("golang-github-evilsocket-ftrace-dev") / "usr/share/gocode"
+    program = tmp_path / "listen"
+    paths = {"GO111MODULE": "off", "GOPATH": str(library), "GOCACHE": str(go_cache)}
+    subprocess.run(
+        ["go", "build", "-o", program, SOURCES / "listen.go"],
+        env={**os.environ, **paths, "CGO_ENABLED": "0"},
+        check=True,
+        timeout=300,
+    )
+    script = f"{program} $KPROBEFS/scratch/a && cat /sys/kernel/tracing/kprobe_events"
+    assert as_system(script, tmp_path) == "true true <nil>\n"
+
+
+def test_cyclictest_marks_its_threshold(tmp_path: Path) -> None:
+    """It stops tracing at the first latency above a threshold, and writes a marker with the two numbers."""
+    program = unpacked("rt-tests") / "usr/bin/cyclictest"
+    numa = unpacked("libnuma1")
+    script = f"""
+        export LD_LIBRARY_PATH=$(echo {numa}/usr/lib/*)
+        {program} -q -t1 -i 1000 -l 20000 -b 1 --tracemark --policy=other >/dev/null || exit 1
+        cat /sys/kernel/tracing/tracing_on
+        grep -c 'tracing_mark_write: hit latency threshold ([0-9]* > 1)' /sys/kernel/tracing/trace
+    """
+    # A user namespace has no right to the host's scheduler.
+    assert as_system(script, tmp_path, "--real-root") == "0\n1\n"
+
+
+@needs("perf")
+def test_perf_ftrace(tmp_path: Path) -> None:
+    script = """
+        cd $KPROBEFS/scratch; echo hi > file
+        perf ftrace trace -T vfs_read -- cat file | grep -c 'cat-.* vfs_read <-ksys_read'
+        perf ftrace trace -G vfs_read -m 64K -- cat file | grep -c ' vfs_read() {$'
+        perf ftrace latency -T vfs_read -- cat file | awk -F'|' '$2 ~ /[0-9]/ { sum += $2 } END { print sum }'
+    """
+    if (
+        "latency"
+        not in subprocess.run(["perf", "ftrace", "-h"], capture_output=True, text=True, check=False).stderr
+    ):
+        pytest.skip("this perf has no ftrace latency")
+    # The data, and the end of the file.
+    assert as_system(script, tmp_path).split() == ["2", "2", "2"]
 
 
 @needs("stress-ng")

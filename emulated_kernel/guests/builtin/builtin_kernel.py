@@ -218,6 +218,13 @@ class BuiltinKernel(TaskStacks):
         """Return the address of init's task_struct."""
         return self._memory.read_word(self._child_reaper)
 
+    def give_mm(self, task: int) -> None:
+        """Give the task at address `task` an `mm`, which its children inherit. Nobody looks into it.
+
+        Mirrors: fs/exec.c:exec_mmap (v6.1).
+        """
+        self._memory.write_word(task + self.image.abi["task_struct.mm"], task)
+
     def find_task(self, pid: int) -> int:
         """Return the address of the task_struct with this pid, or 0 if there is none."""
         with readable("task list"):

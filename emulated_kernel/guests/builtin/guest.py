@@ -303,5 +303,6 @@ def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, l
     if runner.is_dead:
         name = kernel.image.path.name
         raise KernelError(errno.ENOEXEC, f"{name} doesn't boot: it stopped before its first task ran")
+    kernel.give_mm(init.addr)
     processes = ProcessTracker(kernel, runner, watch, init)
     return Guest(kernel, runner, processes, Syscalls(runner, kernel))

@@ -181,8 +181,9 @@ ARM64 = GuestAbi(
     o_directory=0o40000,
     stat=_GENERIC_STAT,
     stat_order=_GENERIC_STAT_ORDER,
-    # Mirrors: arch/arm64/include/asm/memory.h:MODULES_VADDR, MODULES_END (v6.12).
-    modules=range(0xFFFF800000000000, 0xFFFF800080000000),
+    # Mirrors: arch/arm64/include/asm/memory.h:MODULES_VADDR, MODULES_END (v6.12). Without the host's code at
+    # the end, in which no timer may interrupt a hit.
+    modules=range(0xFFFF800000000000, 0xFFFF80007C000000),
     time_read="arch_counter_read",
     irq_stack="irq_stack_ptr",
     irq_stack_size=16 << 10,

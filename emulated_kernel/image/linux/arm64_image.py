@@ -29,10 +29,10 @@ _ENTRY = 24
 """Size in bytes of a relocation: offset, type and addend."""
 _ALIGNMENT = 2 << 20
 """Alignment of an Image in memory in bytes."""
-_LINKED = range(0xFFFF800000000000, 0xFFFF800100000000)
-"""Addresses at which kernels for addresses of 48 bits are linked, after their modules.
+_LINKED = 0xFFFF800080000000
+"""Address at which kernels for addresses of 48 bits are linked: after 2 GiB for their modules.
 
-Mirrors: arch/arm64/include/asm/memory.h:KIMAGE_VADDR (v5.10, v6.1, v6.12)
+Mirrors: arch/arm64/include/asm/memory.h:KIMAGE_VADDR (v6.12)
 """
 
 
@@ -56,17 +56,20 @@ class Arm64Image(FlatImage):
         if pages != _SMALL_PAGES:
             raise unusable(f"its pages have {_PAGE_SIZES[pages]}; use a kernel with pages of 4 KiB")
         if offset:
-            raise unusable(f"its text offset is {offset:#x}; use Linux 5.8 or later")
+            raise unusable(f"its text offset is {offset:#x}; use Linux 6.5 or later")
         relocations = _relocations(data)
-        linked = _lowest(relocations) & -_ALIGNMENT if relocations else 0
-        if linked not in _LINKED:
-            raise unusable(
-                f"it is linked at {linked:#x}; use a relocatable kernel for addresses of 48 bits"
-                if relocations
-                else "it has no table of relocations; a kernel needs CONFIG_RELOCATABLE"
-            )
+        if not relocations:
+            raise unusable("it has no table of relocations; a kernel needs CONFIG_RELOCATABLE")
+        linked = _lowest(relocations) & -_ALIGNMENT
+        check_linked(linked)
         super().__init__(data, size, linked)
         self.segments = relocated(self.segments)
+
+
+def check_linked(address: int) -> None:
+    """Check the address at which a kernel is linked. Raises: KernelError ENOEXEC (it is not supported)."""
+    if address != _LINKED:
+        raise unusable(f"it is linked at {address:#x}; use Linux 6.5 or later for addresses of 48 or 52 bits")
 
 
 def _lowest(relocations: memoryview) -> int:

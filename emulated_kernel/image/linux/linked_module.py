@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from errno import EOPNOTSUPP
 from itertools import pairwise
 
 from emulated_kernel.image import text_tables
@@ -30,6 +31,7 @@ from emulated_kernel.image.linux.linux_kernel import LinuxKernel, ReturnThunks
 from emulated_kernel.image.linux.unusable import read_as, unusable
 from emulated_kernel.image.live_image import Module
 from emulated_kernel.image.text_tables import BlacklistEntry, Range
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 _FIRST = 0xFFFFFFFFC0000000
@@ -74,8 +76,12 @@ class LinkedModule:
 def link_modules(kernel: LinuxKernel, files: list[tuple[str, bytes]]) -> list[LinkedModule]:
     """Link modules with a kernel, in the order of loading. `files`: name and contents of each module.
 
-    Raises: KernelError ENOEXEC (a damaged module, or one for another kernel).
+    Raises: KernelError ENOEXEC (a damaged module, or one for another kernel), EOPNOTSUPP (the kernel is not
+    for x86_64).
     """
+    if kernel.architecture != "x86_64":
+        why = f"modules for {kernel.architecture} cannot be read without a running kernel"
+        raise KernelError(EOPNOTSUPP, f"{why}; mount it and load the module there")
     found: list[LinkedModule] = []
     known: dict[str, int] = {}
     start = _FIRST

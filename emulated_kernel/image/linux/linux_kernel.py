@@ -45,7 +45,7 @@ _NOTES_LIMIT = 1 << 16
 _JUMP = 0xE9
 """Opcode of a jump with a displacement of 32 bits."""
 _NOPS_BEFORE = 8
-"""Size in bytes of the nops in front of a function, in arm64 kernels whose fentry sites name their users."""
+"""Size in bytes of the nops in front of a function, in kernels whose fentry sites name their users."""
 _SAMPLE = 64
 """Number of fentry sites that are examined."""
 _BTI_C = 0xD503245F
@@ -173,21 +173,21 @@ class LinuxKernel:
 
         `word_at` returns the instruction at an address, or None if it is unknown.
 
-        arm64: the table has the address of a function's first nop, which may be in front of the function. The
-        call is in place of the second nop at its entry, which a landing pad may precede.
+        arm64 and riscv64: the table has the address of a function's first nop, which may be in front of the
+        function. On arm64, the call is in place of the second nop at its entry. A landing pad may precede it.
         Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12)
         """
-        if self.architecture != ARM64:
-            yield from entries
-            return
-        before = self._nops_before
+        before = 0 if self.architecture == "x86_64" else self._nops_before
         for entry in entries:
             site = entry + before
+            if self.architecture != ARM64:
+                yield site
+                continue
             yield site + (2 if word_at(site) == _BTI_C else 1) * _ARM64_SIZE
 
     @cached_property
     def _nops_before(self) -> int:
-        """Size in bytes of the nops in front of each function of an arm64 kernel, or 0.
+        """Size in bytes of the nops in front of each function of an arm64 or riscv64 kernel, or 0.
 
         Most entries of the kernel's table tell whether there are such nops.
         """

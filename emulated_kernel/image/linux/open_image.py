@@ -9,7 +9,7 @@ from errno import EINVAL, ENOENT
 from pathlib import Path
 from typing import BinaryIO
 
-from emulated_kernel.image.linux.arm64_image import ARM64, Arm64Image, relocated
+from emulated_kernel.image.linux.arm64_image import ARM64, Arm64Image, check_linked, relocated
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC, is_bzimage, unpack_bzimage
 from emulated_kernel.image.linux.compression import MAGICS, unpack
 from emulated_kernel.image.linux.packages import is_package, read_kernel
@@ -70,6 +70,7 @@ def open_vmlinux(source: str) -> LinkedMemory:
 def _elf(file: BinaryIO) -> Vmlinux:
     vmlinux = Vmlinux(file)
     if vmlinux.architecture == ARM64:
+        check_linked(vmlinux.segments[0].va)
         vmlinux.segments = relocated(vmlinux.segments)
     return vmlinux
 

@@ -23,6 +23,11 @@ CODE_OFFSET = 0x800
 HANDLE_SIZE = 4096
 """Number of bytes of Unicorn's handle that are searched for pointers to the CPU and for the error field."""
 _CPU_SIZE = 64 << 10
+_REGISTERS: dict[str, tuple[int, int]] = {}
+"""Name of the CPU model -> index of a pointer in the handle, and offset of the live registers from there.
+
+They are tried first in the next engine, whose contents prove them.
+"""
 
 
 class Outcome(Enum):
@@ -100,9 +105,16 @@ def find_cpu_state(engine: Engine, cpu: CpuModel) -> int | None:
 
 def _find_registers(engine: Engine, cpu: CpuModel, pattern: bytes) -> int | None:
     handle = own_memory(engine.address, HANDLE_SIZE)
-    for pointer in dict.fromkeys(struct.unpack(f"<{len(handle) // 8}Q", handle)):
-        for found in _search(pointer, pattern):
+    pointers: tuple[int, ...] = struct.unpack(f"<{len(handle) // 8}Q", handle)
+    if cpu.name in _REGISTERS and pointers:
+        slot, offset = _REGISTERS[cpu.name]
+        found = pointers[slot] + offset
+        if next(_search(found, pattern, len(pattern)), None) and _follows_api(engine, cpu, found):
+            return found
+    for pointer in dict.fromkeys(pointers):
+        for found in _search(pointer, pattern, _CPU_SIZE):
             if _follows_api(engine, cpu, found):
+                _REGISTERS[cpu.name] = pointers.index(pointer), found - pointer
                 return found
     return None
 
@@ -178,10 +190,10 @@ def check_halt_ends_run(bench: Bench, nop: bytes) -> None:
         raise HardwareError(f"a halt left the instruction pointer at {end:#x}")
 
 
-def _search(pointer: int, pattern: bytes) -> Iterator[int]:
+def _search(pointer: int, pattern: bytes, size: int) -> Iterator[int]:
     if pointer < 0x10000 or pointer >> 47:
         return
-    data = own_memory(pointer, _CPU_SIZE)
+    data = own_memory(pointer, size)
     at = data.find(pattern)
     while at >= 0:
         yield pointer + at

@@ -118,7 +118,7 @@ class RecordEmitter:
             flags, count = places.breakpoint_context
             emit(StoreImmediate(BASE, at, event_id | flags << _FLAGS_SHIFT | count << _COUNT_SHIFT, 4))
             return
-        usual = event_id | more_count << _COUNT_SHIFT
+        usual = event_id | EntryFlag.IRQS_OFF << _FLAGS_SHIFT | more_count << _COUNT_SHIFT
         builder = self._builder
         known = builder.label()
         with builder.out_of_line() as unusual:
@@ -131,7 +131,7 @@ class RecordEmitter:
         self._branch_unless_usual(unusual, saves_comm=saves_comm)
         emit(SetImmediate(VALUE, usual))
         builder.place(known)
-        self._add_irqs_off()
+        self._clear_irqs_off()
         emit(Store(BASE, at, VALUE, 4))
 
     def _remember_comm(self) -> None:
@@ -168,16 +168,15 @@ class RecordEmitter:
         self._add_flag(Condition.ANY_BIT, _SOFTIRQ_SERVED, EntryFlag.SOFTIRQ)
         self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
 
-    def _add_irqs_off(self) -> None:
-        """Emit code that adds the flag IRQS_OFF to VALUE, by a shift of the inverted interrupt flag."""
+    def _clear_irqs_off(self) -> None:
+        """Emit code that clears the flag IRQS_OFF, which VALUE has, if the interrupt flag is set."""
         flags, interrupts_on = self._places.interrupt_flag
         irqs_off = EntryFlag.IRQS_OFF << _FLAGS_SHIFT
         self._emit(
             GetRegister(TEMP, flags),
-            ComputeImmediate(Arithmetic.XOR, TEMP, -1),
             ComputeImmediate(Arithmetic.AND, TEMP, interrupts_on),
             ComputeImmediate(Arithmetic.SHL, TEMP, irqs_off.bit_length() - interrupts_on.bit_length()),
-            Compute(Arithmetic.OR, VALUE, TEMP),
+            Compute(Arithmetic.XOR, VALUE, TEMP),
         )
 
     def _add_resched_flags(self) -> None:

@@ -270,12 +270,14 @@ LINKED = 0xFFFF800080000000
 PLACES = (0x200, 0x208, 0x1000)
 
 
-def made_image(size: int = 8192, *, flags: int = 2, offset: int = 0, relocations: bool = True) -> bytes:
+def made_image(
+    size: int = 8192, *, flags: int = 2, offset: int = 0, relocations: bool = True, linked: int = LINKED
+) -> bytes:
     """An Image with words that its own relocation fills in; the first of them is its address."""
     header = struct.pack("<8x3Q", offset, size, flags).ljust(0x38, b"\0") + b"ARMd"
     data = bytearray(header.ljust(size, b"\0"))
     if relocations:
-        table = b"".join(struct.pack("<3Q", LINKED + at, 0x403, LINKED + at - PLACES[0]) for at in PLACES)
+        table = b"".join(struct.pack("<3Q", linked + at, 0x403, linked + at - PLACES[0]) for at in PLACES)
         data[0x400 : 0x400 + len(table)] = table
     return bytes(data)
 
@@ -313,6 +315,7 @@ def test_forms_of_an_image(packed: bytes, tmp_path: Path) -> None:
     [
         (made_image() + b"x", "its header says"),
         (made_image(offset=0x80000), "its text offset is 0x80000"),
+        (made_image(linked=0xFFFF800008000000), "use Linux 6.5 or later"),
         (made_image(flags=6), "pages have 64 KiB"),
         (made_image(flags=3), "big-endian"),
         (made_image(relocations=False), "CONFIG_RELOCATABLE"),
@@ -320,7 +323,17 @@ def test_forms_of_an_image(packed: bytes, tmp_path: Path) -> None:
         (gzip.compress(made_image())[:-20], "damaged gzip data"),
         (zboot(gzip.compress(made_image()))[:-20], "truncated"),
     ],
-    ids=["long", "old", "large pages", "big-endian", "not relocatable", "short", "gzip", "zboot"],
+    ids=[
+        "long",
+        "old",
+        "old address",
+        "large pages",
+        "big-endian",
+        "not relocatable",
+        "short",
+        "gzip",
+        "zboot",
+    ],
 )
 def test_bad_images(packed: bytes, why: str, tmp_path: Path) -> None:
     path = tmp_path / "Image"

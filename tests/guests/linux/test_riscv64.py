@@ -9,6 +9,8 @@ import struct
 from collections.abc import Iterator
 from errno import ENOEXEC, EOPNOTSUPP
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -24,7 +26,8 @@ from emulated_kernel.guests.linux.pc.riscv_board import (
     TIMER_INTERRUPT,
     SbiBoard,
 )
-from emulated_kernel.image.linux.linux_kernel import open_kernel
+from emulated_kernel.image.linux.linked_module import link_modules
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -268,6 +271,13 @@ def test_no_production_cpu_is_shown(image: Path) -> None:
     cpu = chosen_cpu("rome")
     with pytest.raises(KernelError, match=r"for riscv64, .* omit --cpu") as refused:
         kernel_as_booted(str(image), SEED, cpu, lambda _done, _total: None)
+    assert refused.value.errno == EOPNOTSUPP
+
+
+def test_module_files_are_refused() -> None:
+    kernel = cast(LinuxKernel, SimpleNamespace(architecture="riscv64"))
+    with pytest.raises(KernelError, match=r"modules for riscv64 cannot be read .*; mount it") as refused:
+        link_modules(kernel, [])
     assert refused.value.errno == EOPNOTSUPP
 
 

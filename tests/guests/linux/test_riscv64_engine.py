@@ -214,6 +214,27 @@ def test_modules(clean: Mount) -> None:
     assert b"dummy" not in read(clean, CLIENT, "/machine/modules")
 
 
+def trace_of_requests() -> bytes:
+    served = probed_mount(new_engine(), ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    write(
+        served, CLIENT, "/kprobe_events", b"p:kprobes/a vfs_read $comm\nr:kprobes/b do_sys_openat2 $retval\n"
+    )
+    for events in ("kprobes", "sched", "kmem"):
+        write(served, CLIENT, f"/tracing/events/{events}/enable", b"1\n")
+    for pid in (5001, 5002, 5001):
+        read(served, Client(pid, 0, 0), "/machine/version")
+    write(served, CLIENT, "/tracing/tracing_on", b"0")
+    found = read(served, CLIENT, "/tracing/trace")
+    served.close()
+    return found
+
+
+def test_the_same_requests_give_the_same_trace() -> None:
+    first, second = trace_of_requests(), trace_of_requests()
+    assert first.count(b" a: ") >= 3
+    assert first == second
+
+
 # With the model clock
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -31,6 +32,8 @@ from tests.kernel.gdb_client import GdbClient, Request
 from tests.oracle.inside import read, write
 
 ROOT = Client(os.getpid(), 0, 0)
+LISTS_TASKS = (8, 0, 6)
+"""Version of crash that lists all tasks of Linux 6.1 and later."""
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +147,12 @@ def test_crash_opens_it(guest: LinuxEngine, debug: Path, tmp_path: Path) -> None
     crash = shutil.which("crash")
     if crash is None:
         pytest.skip("crash is not installed")
-    (tmp_path / "commands").write_text("sys\nrd -8 vfs_read 5\nstruct file.f_pos\nquit\n")
+    said = subprocess.run(
+        [crash, "--version"], capture_output=True, text=True, timeout=60, check=False
+    ).stdout
+    found = re.search(r"crash (\d+)\.(\d+)\.(\d+)", said)
+    assert found is not None, said
+    (tmp_path / "commands").write_text("sys\nps\nrd -8 vfs_read 5\nstruct file.f_pos\nquit\n")
     with guest.lock:
         core = write_core(guest.machine, vmcoreinfo(guest))
         patched = guest.machine.memory.read(guest.kernel.required("vfs_read"), 5)
@@ -155,6 +163,8 @@ def test_crash_opens_it(guest: LinuxEngine, debug: Path, tmp_path: Path) -> None
     assert f"RELEASE: {guest.tasks.release}" in done.stdout, done.stdout + done.stderr
     assert "loff_t f_pos" in done.stdout
     assert f"{patched.hex(' ')} " in done.stdout
+    if tuple(map(int, found.groups())) >= LISTS_TASKS:
+        assert "[kthreadd]" in done.stdout
 
 
 def test_gdb_steps_in_a_distributions_kernel(guest: LinuxEngine) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 from operator import and_
 from typing import Any, NamedTuple
 
-from iced_x86 import RflagsBits
+from iced_x86 import Register, RflagsBits
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.riscv.insn import RiscvOpcode, decode_all
@@ -115,10 +115,17 @@ def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
 
 
 def undefined_flags(code: bytes, addr: int, bits: int) -> int:
-    """Return the flags that some of the instructions leave undefined; all paths are considered."""
+    """Return the flags that some of the instructions leave undefined; all paths are considered.
+
+    Linux: smp_mb() adds 0 to the word below the stack. Interrupts and detours leave their frames there, so
+    the flags of the sum depend on these frames.
+    """
     undefined = 0
     for insn in iced_decoder(code, addr, bits):
         undefined |= insn.rflags_undefined
+        is_below_stack = insn.memory_base == Register.RSP and insn.memory_displacement >> (bits - 1)
+        if is_below_stack:
+            undefined |= insn.rflags_modified
     return sum(flag for flag, bit in _ICED_FLAGS.items() if undefined & bit)
 
 

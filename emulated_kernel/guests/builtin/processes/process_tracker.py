@@ -285,6 +285,7 @@ class ProcessTracker(TaskObserver):
             number = self._nr["host_task_create"]
             addr = self._runner.syscall(self.init, number, pid, INIT_PID, name, uid, gid)
         addr = check(addr, self._memory.word_size)
+        self._kernel.give_mm(addr)
         task = GuestTask(pid, addr, comm, uid, gid)
         self._runner.add(task)
         self._by_pid[pid] = task

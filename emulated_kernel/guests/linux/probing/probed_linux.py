@@ -7,6 +7,7 @@ from collections.abc import Callable
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE
+from emulated_kernel.guests.linux.guest_abi import ARM64
 from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
 from emulated_kernel.guests.linux.pc.linux_clock import LinuxClock, linux_clock
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
@@ -112,8 +113,7 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
         direct = tasks.machine.direct_map_of(kernel)
         return LinuxRiscvModel(replace(LinuxRiscvModel.layout, direct_map=direct))
     if isinstance(tasks.machine, Arm64Machine):
-        text = kernel.text.start & -TEXT_SPACE_SIZE
-        return LinuxArm64Model(replace(Arm64Cpu.layout, text_space=text - TEXT_SPACE_SIZE))
+        return LinuxArm64Model(replace(Arm64Cpu.layout, text_space=ARM64.modules.stop))
     layout = LinuxX86Model.layout
     places = layout.text_space, _OTHER_TEXT
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)

@@ -137,6 +137,7 @@ struct task_struct {
 	unsigned long curr_ret_stack; /* always 0: the array itself says how much of it is in use */
 	struct cred own_cred;
 	struct pid own_pid;
+	struct mm_struct *mm; /* the host gives one to init, and children inherit it; NULL for kernel threads */
 };
 
 struct kernel_clone_args {

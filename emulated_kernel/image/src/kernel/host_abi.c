@@ -61,6 +61,7 @@ const struct host_abi_entry __guest_abi[] __used = {
 	OFFSET(task_struct, start_time),
 	OFFSET(task_struct, utime),
 	OFFSET(task_struct, stime),
+	OFFSET(task_struct, mm),
 	OFFSET(task_struct, rethooks),
 	OFFSET(task_struct, ret_stack),
 	OFFSET(task_struct, curr_ret_stack),
