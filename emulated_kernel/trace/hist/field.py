@@ -177,7 +177,8 @@ class HistField:
         if self.field is not None:
             return self.field.name
         if self.flags & (Flag.LOG2 | Flag.ALIAS | Flag.BUCKET):
-            return self.operands[0].full_name(level + 1)
+            # A call chain has no operand, whatever its modifier is.
+            return self.operands[0].full_name(level + 1) if self.operands else ""
         if self.flags & Flag.CPU:
             return "common_cpu"
         if self.flags & Flag.COMM:

@@ -40,7 +40,7 @@ def _chain_name(key: HistField) -> str:
     """Return the name of a key that is a call chain."""
     if key.field is not None:
         return f"{key.field.name}.stacktrace"
-    return key.full_name() or "stacktrace"
+    return key.full_name() or key.owner.chain_name or "stacktrace"
 
 
 def _sort_texts(data: HistData) -> list[str]:

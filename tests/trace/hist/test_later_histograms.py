@@ -33,6 +33,24 @@ def test_the_number_of_hits_is_not_shown(kernel: Kernel, word: str) -> None:
     assert line.split() == ["{", "a:", "12", "}", "b:", "36"]
 
 
+@pytest.mark.parametrize("modifier", [".log2", ".buckets=5", ".hex"])
+def test_a_call_chain_ignores_modifiers(kernel: Kernel, modifier: str) -> None:
+    """As Debian's 6.12.117 shows it; only a chain without such a modifier has a name to sort by."""
+    kernel.write_file(f"{EVENT}/trigger", f"hist:keys=common_stacktrace{modifier}")
+    assert kernel.read_file(f"{EVENT}/trigger") == (
+        "hist:keys=common_stacktrace:vals=hitcount:sort=hitcount:size=2048 [active]\n"
+    )
+    kernel.call("gcd", 12, 18)
+    assert "Hits: 1\n" in kernel.read_file(f"{EVENT}/hist")
+    kernel.write_file(f"{EVENT}/trigger", f"!hist:keys=common_stacktrace{modifier}")
+    if modifier != ".hex":
+        with pytest.raises(KernelError) as refused:
+            kernel.write_file(
+                f"{EVENT}/trigger", f"hist:keys=common_stacktrace{modifier}:sort=common_stacktrace"
+            )
+        assert refused.value.name == "EINVAL"
+
+
 def test_another_value_is_needed(kernel: Kernel) -> None:
     with pytest.raises(KernelError) as refused:
         kernel.write_file(f"{EVENT}/trigger", "hist:keys=a:nohitcount")
