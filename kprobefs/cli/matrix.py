@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from textwrap import wrap
 from typing import IO
 from xml.etree import ElementTree
 
@@ -34,6 +35,8 @@ _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
 HINT_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE)
 """Patterns for the lines that `run` adds to the command's output."""
+MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
+"""Pattern for the path of a mount that `run` has made."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -61,6 +64,8 @@ class Result:
     log: Path
     line: str
     """The first line of the log with a reason why the command failed, or "" if the command has passed."""
+    hint: str = ""
+    """The first hint that `run` has added to the log, without its prefix; "" if there is none."""
 
     @property
     def verdict(self) -> str:
@@ -205,8 +210,9 @@ def _run_once(
 
 def result(case: Case, status: int, seconds: float, log: Path) -> Result:
     """Return the result of a run with this exit status and log. Raises: OSError."""
-    line = _blamed(_text(log)) if status else ""
-    return Result(case, status, seconds, log, line or f"status {status}" if status else "")
+    text = _text(log)
+    line = _blamed(text) or f"status {status}" if status else ""
+    return Result(case, status, seconds, log, line, _hint(text))
 
 
 def _text(log: Path) -> str:
@@ -215,20 +221,33 @@ def _text(log: Path) -> str:
         return file.read().decode(errors="replace")
 
 
+def _is_hint(line: str) -> bool:
+    """Return True if `run` has added the line as a hint."""
+    return any(hint.fullmatch(line) for hint in HINT_LINES)
+
+
+def _hint(text: str) -> str:
+    """Return the first hint that `run` has added to a log, without its prefix; "" if there is none."""
+    lines = (line.strip() for line in text.splitlines())
+    return next((line.removeprefix("kprobefs: ") for line in lines if _is_hint(line)), "")
+
+
 def _blamed(text: str) -> str:
     """Return the first line that names an error; if there is none, the first line that is not empty.
 
-    A hint of `run` does not count as a line.
+    A hint of `run` does not count as a line. The path of the mount is shown as $KPROBEFS.
     """
     lines = [line.strip() for line in text.splitlines()]
-    written = [line for line in lines if line and not any(hint.fullmatch(line) for hint in HINT_LINES)]
-    return next((line for line in written if BLAMED.search(line)), written[0] if written else "")
+    written = [line for line in lines if line and not _is_hint(line)]
+    blamed = next((line for line in written if BLAMED.search(line)), written[0] if written else "")
+    return MOUNT.sub("$KPROBEFS", blamed)
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
     """Yield the lines of a table with kernel, result, time and the first line of the failure's output.
 
-    If a kernel has not passed, a last line names the directory of the logs.
+    If a kernel has not passed, a line after the table names the directory of the logs. If a run gave a hint,
+    a last line says on how many kernels, with the first hint.
     """
     width = max(len("kernel"), *(len(escape_for_terminal(result.case.name)) for result in results))
     room = max(COLUMNS - width - len("  result   seconds  "), MIN_SHOWN)
@@ -240,6 +259,8 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield f"{name:<{width}}  {result.verdict:<7}{result.seconds:>9.1f}  {shown}".rstrip()
     if failed := [result for result in results if result.status]:
         yield f"logs: {escape_for_terminal(str(failed[0].log.parent))}"
+    if hints := [result.hint for result in results if result.hint]:
+        yield from wrap(escape_for_terminal(f"on {len(hints)} of {len(results)}: {hints[0]}"), COLUMNS)
 
 
 def as_json(results: Sequence[Result]) -> str:

@@ -133,8 +133,8 @@ _STAGES = (
         "Stops between the stages",
         "The optimizer replaces a probe's breakpoint by a jump in three stages. "
         "They are usually too short to be seen. "
-        "The file kprobes/stages stops each change of a jump after each stage, and the kernel goes on "
-        "meanwhile. The optimizer is off at first.",
+        "The file kprobes/stages stops each change of a jump before each further stage, and the kernel goes "
+        "on meanwhile. The optimizer is off at first.",
         ("cd $KPROBEFS; echo 0 > kprobes/optimization", "echo 1 > kprobes/stages; cat kprobes/stages"),
     ),
     Step(

@@ -12,7 +12,7 @@ from typing import Any
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import read_named
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
-from kprobefs.definitions.syntax import Line, read_lines
+from kprobefs.definitions.syntax import SETTING, Line, read_lines
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.check import PENDING, Answer, Finding, check_lines
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
@@ -30,6 +30,8 @@ class CheckedFile:
 
     path: str
     text: str
+    settings: int
+    """Number of lines that write a value to another file; no kernel checks them."""
     answers: tuple[tuple[PlannedKernel, tuple[Answer, ...]], ...]
 
 
@@ -54,7 +56,9 @@ def run(
     found = []
     for path, text in texts.items():
         lines = list(read_lines(path, text))
-        found.append(CheckedFile(path, text, tuple((each, _checked(each, lines)) for each in kernels)))
+        settings = sum(SETTING.match(line.text) is not None for line in lines)
+        answers = tuple((each, _checked(each, lines)) for each in kernels)
+        found.append(CheckedFile(path, text, settings, answers))
     if form == "json":
         print(json.dumps([_as_dict(each) for each in found], indent=1))
     elif form == "sarif":
@@ -135,7 +139,8 @@ def _text(checked: CheckedFile) -> Iterator[str]:
         not finding.is_error for _, answers in checked.answers for _, finding in _findings(answers)
     )
     yield ""
-    yield f"{_counted(errors, 'error')}, {_counted(warnings, 'warning')}"
+    skipped = f"; {_counted(checked.settings, 'setting')} not checked" if checked.settings else ""
+    yield f"{_counted(errors, 'error')}, {_counted(warnings, 'warning')}{skipped}"
 
 
 def _missing(kernel: PlannedKernel) -> str:
@@ -178,6 +183,7 @@ def _counted(number: int, word: str) -> str:
 def _as_dict(checked: CheckedFile) -> dict[str, Any]:
     return {
         "file": checked.path,
+        "settings": checked.settings,
         "kernels": [
             {
                 "kernel": kernel.title,

@@ -17,6 +17,11 @@ from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
 from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import REAL_PROGRAM, eventually, needs_fuse
 
+
+def is_hint(line: str) -> bool:
+    return line.startswith(("kprobefs: the durations", "kprobefs: no hit", "kprobefs: fails has"))
+
+
 SCRIPT = """\
 #!/bin/sh
 set -e
@@ -145,6 +150,8 @@ def test_a_table_shows_what_failed() -> None:
         "logs: .",
     ]
     assert list(matrix.table(results[:1]))[1:] == ["6.1     passed       1.2"]
+    results = [results[0], matrix.Result(case, 0, 2, Path("log"), "", "durations are virtual")]
+    assert list(matrix.table(results))[2:] == ["6.1     passed       2.0", "on 1 of 2: durations are virtual"]
 
 
 @pytest.mark.parametrize(
@@ -158,13 +165,16 @@ def test_a_table_shows_what_failed() -> None:
         (f"kprobefs: {NO_RECORD.format(hits='2 hits', name='fails', filter='error == 1')}\n", "status 3"),
         ("kprobefs: /nosuch: No such file\n", "kprobefs: /nosuch: No such file"),
         ("", "status 3"),
+        ("cat: /t/kprobefs-a1_b2c3d/mnt/x: No such file", "cat: $KPROBEFS/x: No such file"),
     ],
 )
 def test_the_line_of_a_failure(output: str, line: str, tmp_path: Path) -> None:
-    """A hint of `run` is never shown."""
+    """A hint of `run` is never shown there, but below the table."""
     log = tmp_path / "log"
     log.write_text(output)
-    assert matrix.result(matrix.Case("6.1", ()), 3, 1.0, log).line == line
+    found = matrix.result(matrix.Case("6.1", ()), 3, 1.0, log)
+    assert found.line == line
+    assert found.hint == next((each[10:] for each in output.splitlines() if is_hint(each)), "")
 
 
 @pytest.mark.parametrize(

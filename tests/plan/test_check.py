@@ -324,9 +324,10 @@ def test_several_kernels_have_a_column_each(
     typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "x.probes"
-    file.write_text("# comment\np:x f\np:y vfs_read\n")
+    file.write_text("# comment\np:x f\np:y vfs_read\nkprobes/enabled = 0\n")
     assert main(["check", str(file), "--image", typed, "--image", typed]) == 1
     text = capsys.readouterr().out
+    assert text.splitlines()[-1] == "2 errors, 0 warnings; 1 setting not checked"
     rows = [line.split()[:4] for line in text.splitlines() if line[:1].isdigit() and "p:" in line]
     assert rows == [["2", "ftrace", "ftrace", "p:x"], ["3", "ENOENT", "ENOENT", "p:y"]]
     assert max(map(len, text.splitlines())) <= 80

@@ -181,7 +181,10 @@ class EventKind(ABC, Generic[D]):
         if command.startswith("-"):
             release_matching(command, self._listed, self._own)
         elif not self.create(command):
-            raise KernelError(errno.EINVAL, "command: it is for another kind of event; use dynamic_events")
+            raise KernelError(
+                errno.EINVAL,
+                "command: no definition of this file's kind of event; dynamic_events takes all kinds",
+            )
 
     def records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of the kind's file, from line `start` on."""
