@@ -15,7 +15,10 @@ STACK_TOP = "cpu_current_top_of_stack"
 """Key in KernelOffsets.per_cpu of the word with the end of the running task's struct pt_regs."""
 
 ENTRY_TASK = "__entry_task"
-"""Per-CPU variable with the running task, from which an arm64 kernel takes it at an entry."""
+"""Per-CPU variable with the address of the running task's task_struct.
+
+An arm64 kernel reads it when it is entered from user mode.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class GuestAbi:
     irq_stack_size: int
     """Number of bytes from the address in the variable `irq_stack` to the end of the stack."""
     saved_sp: str
-    """Path of the member of task_struct with the stack pointer of a task that does not run."""
+    """Path of the member of task_struct that contains the stack pointer while the task does not run."""
     host_code: int
     """Address at which the host maps its own code and data; Linux leaves the 2 MiB from there on unused."""
     is_word_hashed: bool
@@ -188,7 +191,7 @@ ARM64 = GuestAbi(
     irq_stack="irq_stack_ptr",
     irq_stack_size=16 << 10,
     saved_sp="task_struct.thread.cpu_context.sp",
-    # In the part of the direct map after all RAM that a machine can have.
+    # The address is in the direct map, after the end of the largest possible RAM.
     host_code=0xFFFF400000000000,
     is_word_hashed=True,
     # Of mrs cntfrq_el0, cntpct_el0, cntvct_el0; mrs cntv_*_el0; msr cntv_*_el0.

@@ -127,7 +127,10 @@ class KernelOffsets:
     need_resched: int = 0
     """Bit of TIF_NEED_RESCHED in thread_info.flags, found in the booted kernel; 0 before the boot."""
     executed: dict[str, int] = field(default_factory=dict)
-    """Address, in hexadecimal, of an instruction that the host executes in place of the CPU -> its code."""
+    """Address of an instruction that the host executes in place of the CPU -> the instruction's code.
+
+    The address is a hexadecimal number without a prefix, because JSON keys are strings.
+    """
     syscall_trace: int = 0
     """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
 
@@ -174,9 +177,9 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 
 
 def _instructions_ending(kernel: LinuxKernel, ends: tuple[bytes, ...]) -> Iterator[tuple[int, int]]:
-    """Yield address and code of the words in a kernel that end with one of `ends`, each of three bytes.
+    """Yield (address, value) of each aligned 32-bit word of a kernel whose last three bytes are in `ends`.
 
-    A word that is not an instruction is never executed.
+    Some words may be data, but the host's hooks for them are never called, because they are not executed.
     """
     for segment in kernel.vmlinux.segments:
         data = bytes(segment.data)

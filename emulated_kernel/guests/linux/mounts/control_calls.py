@@ -98,7 +98,7 @@ X86_STUBS = ControlStubs(
     returns=0x66,
 )
 _STUBS = {"arm64": ARM64_STUBS, "riscv64": RISCV_STUBS}
-"""Architecture -> stubs; other architectures have X86_STUBS."""
+"""Architecture -> stubs of control files for it; other architectures use X86_STUBS."""
 _STREAMS = ("trace_marker", "trace_marker_raw")
 """Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
 _LONGEST_PATH = 16 << 10

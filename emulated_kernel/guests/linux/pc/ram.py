@@ -41,7 +41,7 @@ class LinuxMemory:
     frame_shift = 0
     """Number of bits by which a page table entry is shifted left before it is masked to an address."""
     frame = FRAME
-    """Mask of the address in a page table entry, after the shift."""
+    """Mask of the physical address in a page table entry, after the shift by `frame_shift`."""
 
     def __init__(self, ram: mmap.mmap) -> None:
         self.ram = ram
@@ -68,7 +68,10 @@ class LinuxMemory:
         return None
 
     def kernel_root(self, root: int) -> int:
-        """Return the root of the page tables for the kernel's addresses; `root` is that of any task's."""
+        """Return the physical address of the page tables that map kernel addresses.
+
+        `root`: physical address of any task's page tables. Here these also map the kernel.
+        """
         return root
 
     def is_writable(self, entry: int) -> bool:
