@@ -189,7 +189,7 @@ class Kallsyms:
 
     @classmethod
     def of_table(cls, table: SymbolTable, start: int, end: int) -> Self:
-        """Return a Kallsyms object that uses an existing table."""
+        """Return a Kallsyms object that uses an existing table; `start` and `end` as for the constructor."""
         found = cls((), start, end)
         found._table = table
         return found

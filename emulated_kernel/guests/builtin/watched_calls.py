@@ -36,8 +36,8 @@ class WatchedCalls:
         self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text can be executed by more kinds of system calls.
 
-        They run the guest to open in it the files that clients have open. The argument is True if Calls.NAMES
-        is among the added kinds.
+        They open the clients' open files in the guest, too, and so run the guest. The argument is True if
+        Calls.NAMES is one of the added kinds.
         """
         text.before_change = self._before_change
 

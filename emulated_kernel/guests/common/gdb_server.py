@@ -408,9 +408,10 @@ class GdbSession:
         return _ERROR if _ERROR in answers else _OK
 
     def _set(self, number: int, value: int) -> bytes:
-        """Set a general register of the current CPU; other registers can only keep their values.
+        """Set register `number` of the layout; return the reply for gdb: OK, or an error.
 
-        In the middle of a run, the emulator cannot change ip.
+        Only general registers of the current CPU can be changed. Setting any other register to its present
+        value succeeds, because gdb writes all registers at once. ip cannot be changed in the middle of a run.
         """
         name, size = self._layout[number]
         now = self._values().get(name, 0) & (1 << 8 * size) - 1

@@ -26,7 +26,10 @@ TIMEOUT = 0.1
 MAX_ABANDONED = 8
 """Maximum number of abandoned helpers that may still sleep in a read. At the maximum, all reads fail."""
 IDLE = 3
-"""Maximum number of idle helpers that are kept; usually, no more threads serve requests at a time."""
+"""Maximum number of idle helper processes that are kept.
+
+Usually, at most this many threads serve requests at the same time.
+"""
 START_TIMEOUT = 5.0
 """Maximum seconds that a new helper may take until it is ready."""
 

@@ -96,7 +96,7 @@ _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata",
 _OPTIONS = {"__per_cpu_offset": "CONFIG_SMP", "page_offset_base": "CONFIG_RANDOMIZE_MEMORY"}
 """Symbol -> build option without which a kernel does not have the symbol."""
 _LAST = "_end"
-"""Symbol of the end of a kernel. kallsyms only has it with CONFIG_KALLSYMS_ALL, as symbols of variables."""
+"""Symbol of the end of a kernel. kallsyms contains it only with CONFIG_KALLSYMS_ALL: it is not in text."""
 
 
 class LinuxKernel:

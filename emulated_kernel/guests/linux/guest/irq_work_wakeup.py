@@ -167,7 +167,7 @@ class RiscvWakeup(IrqWorkWakeup):
 
 
 class Arm64Wakeup(IrqWorkWakeup):
-    """Wakes tasks of an arm64 guest. Its interprocessor interrupts are SGIs of the interrupt controller (GIC)."""
+    """Wakes tasks of an arm64 guest, whose interprocessor interrupts are software interrupts of the GIC."""
 
     def __init__(self, machine: Arm64Machine, facts: KernelOffsets, structs: KernelStructs) -> None:
         super().__init__(machine, facts, structs)

@@ -54,7 +54,7 @@ class Polled(Protocol):
         """True if the file has not been released."""
 
     def mask(self) -> int:
-        """Return the poll mask of ready events. Lock: needs."""
+        """Return the poll mask of the events for which the file is ready. Lock: needs."""
 
 
 File = TypeVar("File", bound=Closable)

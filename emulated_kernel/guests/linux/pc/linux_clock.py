@@ -148,7 +148,10 @@ class GenericClock(LinuxClock):
     """
 
     def __init__(self, pc: Board, kernel: LinuxKernel, memory: GuestMemory, cell: int) -> None:
-        """Find the kernel's factors."""
+        """Find the words by which the kernel converts cycles of the counter to nanoseconds.
+
+        `cell`: address of the word with the time, a u64 in host-owned guest memory.
+        """
         start = kernel.required("cd")
         offset = kernel.btf.offset
         size = kernel.btf.size("clock_read_data")

@@ -104,7 +104,7 @@ class RiscvMachine(LinuxMachine):
         self.cpu.set_pending(1 << self._let_timer_fire())
 
     def follow_text(self, symbols: Mapping[str, int]) -> None:
-        """Do nothing: the kernel remaps a page to change its text, which drops translated code."""
+        """Do nothing, because the kernel remaps a page to change text, and this drops translated code."""
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:  # noqa: ARG002 - x86 needs it
         """Return a function that returns the address of the running task; see LinuxMachine.

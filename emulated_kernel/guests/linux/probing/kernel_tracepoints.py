@@ -104,7 +104,7 @@ class EventBatch:
     def hold(self) -> None:
         """Take a reference to the module.
 
-        Raises: KernelError EBUSY (the module is going).
+        Raises: KernelError EBUSY (the module is being unloaded).
         Mirrors: try_module_get (v6.1).
         """
         if self._references:

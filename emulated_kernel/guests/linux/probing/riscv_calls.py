@@ -1,4 +1,4 @@
-"""The code of KernelCalls for RISC-V; kernel_calls.py describes its parts."""
+"""Code by which KernelCalls calls functions of a RISC-V kernel; kernel_calls.py has x86's."""
 
 from __future__ import annotations
 
