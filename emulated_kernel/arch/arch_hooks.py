@@ -395,7 +395,7 @@ class Arch(ABC):
 
     @property
     def returned_at(self) -> int:
-        """Offset in bytes from the sp that a return handler sees to the word of the real return address."""
+        """Offset in bytes of the word with the real return address from the sp that a return handler sees."""
         return self.trampoline_slot + (self.word_size if self.registers.link is None else 0)
 
     @abstractmethod

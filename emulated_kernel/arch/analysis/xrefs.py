@@ -255,7 +255,7 @@ class CodeXrefs:
         return XrefIndex(search, windows=self._windows, distance="i")
 
     def _words(self, addr: int, data: bytes) -> Iterator[Reference]:
-        """Iterate over the aligned words of `data`: value and address."""
+        """Iterate over (value, address) of the aligned words of `data`. `addr`: address of its start."""
         word = self._word
         words = memoryview(data[: len(data) // word * word]).cast("Q" if word == 8 else "I")
         return zip(words, range(addr, addr + len(data), word), strict=False)

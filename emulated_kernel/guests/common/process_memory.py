@@ -188,9 +188,10 @@ class ProcessMemory:
         """Start without helpers. `timeout`: seconds after which a read is given up."""
         self._timeout = timeout
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a context manager for a long wait, during which another thread serves requests.
+        """Function that returns a context manager for a long wait, in which another thread serves requests.
 
-        A page of the mount itself can be read only if a thread is left that answers.
+        This is necessary if the memory to read is mapped from a file of the mount, because a thread must then
+        serve the read of this file.
         """
         self._lock = threading.Lock()
         self._idle: list[_Helper] = []

@@ -184,8 +184,8 @@ ARM64 = GuestAbi(
     o_directory=0o40000,
     stat=_GENERIC_STAT,
     stat_order=_GENERIC_STAT_ORDER,
-    # Mirrors: arch/arm64/include/asm/memory.h:MODULES_VADDR, MODULES_END (v6.12). Without the host's code at
-    # the end, in which no timer may interrupt a hit.
+    # Mirrors: arch/arm64/include/asm/memory.h:MODULES_VADDR, MODULES_END (v6.12). The range excludes the
+    # host's code, which is at the end of module space, because no timer may interrupt the host's code.
     modules=range(0xFFFF800000000000, 0xFFFF80007C000000),
     time_read="arch_counter_read",
     irq_stack="irq_stack_ptr",
@@ -194,7 +194,7 @@ ARM64 = GuestAbi(
     # The address is in the direct map, after the end of the largest possible RAM.
     host_code=0xFFFF400000000000,
     is_word_hashed=True,
-    # Of mrs cntfrq_el0, cntpct_el0, cntvct_el0; mrs cntv_*_el0; msr cntv_*_el0.
+    # The instructions: mrs of cntfrq_el0, cntpct_el0 and cntvct_el0; mrs of cntv_*_el0; msr of cntv_*_el0.
     executed=(b"\xe0\x3b\xd5", b"\xe3\x3b\xd5", b"\xe3\x1b\xd5"),
 )
 ABIS = (X86_64, ARM64, RISCV64)

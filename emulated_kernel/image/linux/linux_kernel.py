@@ -112,7 +112,7 @@ class LinuxKernel:
         symtab = vmlinux.symtab if isinstance(vmlinux, Vmlinux) else ()
         found = find_symbols(vmlinux)
         if found:
-            # In the kernel's own order.
+            # The symbols are in the kernel's own order.
             symbols = Kallsyms.of_table(SymbolTable.of(found), 0, 1 << 64)
         elif symtab:
             symbols = Kallsyms(
@@ -156,7 +156,7 @@ class LinuxKernel:
 
     @cached_property
     def mcount(self) -> AddressSet:
-        """Addresses of the fentry sites, each 5 bytes at the start of a function.
+        """Addresses of the fentry sites, which are at or near the start of functions.
 
         Linux: zero entries are padding.
         """
@@ -437,7 +437,7 @@ class LinuxKernel:
 
 
 def open_kernel(source: str) -> LinuxKernel:
-    """Open a kernel: `source` is the path of a vmlinuz, vmlinux or Debian package, or `host`.
+    """Open a kernel: `source` is the path of a vmlinux, vmlinuz, Image or package, or `host`.
 
     Raises: KernelError ENOEXEC (not a kernel), ENOENT (the running kernel's file doesn't exist), OSError.
     """

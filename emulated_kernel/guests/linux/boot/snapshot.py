@@ -100,7 +100,7 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
     """Return the path of the snapshot for the kernel in the file `source`, booted on a production CPU.
 
     The path depends on the hash of the file, the seed, the boot parameters, the CPU with its registers, and
-    the library's version.
+    Unicorn's version.
     Raises: OSError.
     """
     reading, whole = _digest(source, *identity(source))

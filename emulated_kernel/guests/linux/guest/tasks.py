@@ -112,7 +112,7 @@ class LinuxTasks(RunningLinux):
         """End a task whose process has ended on the host. If the task sleeps in a call, kill it."""
         self._life.exit(task, self.init)
         self._exits += 1
-        # These kernels read their clock so rarely that no tick would end an RCU grace period.
+        # Kernels for arm64 and RISC-V read their clock so rarely that no tick would end an RCU grace period.
         if not isinstance(self.machine, PcMachine) and not self._exits % _EXITS:
             self.idle(_GRACE)
 

@@ -36,7 +36,10 @@ _FMODE_STREAM = 1 << 21
 
 @dataclass(frozen=True)
 class ControlStubs:
-    """Offsets in bytes in the code. At `looked_up`, `woken` and those in `traps` are breakpoints."""
+    """Code of the operations of control files in the guest, and offsets in bytes in this code.
+
+    There is a breakpoint, which traps to the host, at the offsets `looked_up`, `woken` and those in `traps`.
+    """
 
     made: Callable[[int, Mapping[str, int]], bytes]
     """Function that returns the code; it takes the code's address and a map: symbol -> address."""

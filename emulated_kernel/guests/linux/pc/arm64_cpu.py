@@ -20,7 +20,7 @@ from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.machine.unicorn_engine import Engine
 
 _CALL = (*ARM64.call, "ip", ARM64.counter, *ARM64.kept)
-"""Names of the registers that a system call sets."""
+"""Names of the registers that set_call() sets before a system call, in the order of its values."""
 _SVC_SYNDROME = arm64.CLASS_SVC << 26 | arm64.FULL_SIZE
 _SVC_SIZE = 4
 _FROM_USER = 0x400

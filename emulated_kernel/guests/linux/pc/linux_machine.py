@@ -60,7 +60,7 @@ class LinuxMachine(ABC):
     ) -> None:
         """Map RAM. `budget`: seconds that one run may take.
 
-        Raises: HardwareError (the library's CPU state cannot be found).
+        Raises: HardwareError (Unicorn's CPU state cannot be found).
         """
         self.abi = abi
         """Tables of the processor's system calls, registers and structures."""
@@ -71,7 +71,7 @@ class LinuxMachine(ABC):
         self.model = model
         self._ram_address = engine.map_ram(0, memory.ram)
         self._state = cpu_state(engine, model)
-        """Address of the library's CPU state."""
+        """Address of Unicorn's CPU state in this process."""
         self.regs: Regs = fast_regs(model, engine, self._state)
         self._handler_time = HandlerTime()
         self._stopped: StopReason | None = None

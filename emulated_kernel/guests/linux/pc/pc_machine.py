@@ -53,7 +53,7 @@ _RDTSCP = 609
 class PcMachine(LinuxMachine):
     """One emulated PC.
 
-    Raises: HardwareError (the library's CPU state cannot be found or has another layout).
+    Raises: HardwareError (Unicorn's CPU state cannot be found or has an unknown layout).
     """
 
     pc: Pc

@@ -32,7 +32,7 @@ _REGISTERS = tuple(Riscv64Cpu.registers)
 class RiscvMachine(LinuxMachine):
     """One emulated RISC-V machine. RAM begins at the physical address 0.
 
-    Raises: HardwareError (the library's CPU state cannot be found).
+    Raises: HardwareError (Unicorn's CPU state cannot be found).
     """
 
     pc: SbiBoard

@@ -35,9 +35,9 @@ _CELLS_SIZE = 64 << 10
 _OTHER_TEXT = 0xFFFFFFFF81000000
 """Alternative virtual address of host code, if the kernel occupies the usual one."""
 _RISCV_TEXT = 0xFFFFFFFF64000000
-"""Virtual address of host code for RISC-V, in module space that Linux does not reach.
+"""Virtual address of host code for RISC-V, in a part of module space that Linux does not use.
 
-Linux allocates the tables of this part at boot, and uses it from its start on.
+Linux allocates the page tables of module space at boot, and allocates modules from its start on.
 """
 _RISCV_CELLS = 0xFFFFFFFFA0000000
 """Virtual address of the cells on RISC-V: after the kernel, where all code can reach them by `lui`."""
