@@ -49,7 +49,7 @@ class OptimizationPolicy(Generic[Analysis]):
     by_code: bool = False
     """Whether addresses that instructions take also count as branches from outside."""
     beyond: OptimizationPolicy[Analysis] | None = None
-    """Policy that decides where this policy rejects a jump; it applies only to functions that ftrace knows.
+    """Policy that decides about the jumps that this policy rejects, in functions that ftrace knows.
 
     That policy may have a `beyond` policy, too. Functions that ftrace knows are compiled. In trampolines of
     ftrace and of static calls, which are assembly, the kernel rewrites calls while it runs, and no table

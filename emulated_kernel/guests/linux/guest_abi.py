@@ -39,11 +39,11 @@ class GuestAbi:
     pt_regs: tuple[str, ...]
     """Names of the first members of struct pt_regs, in order; each is one word."""
     call: tuple[str, ...]
-    """Names of the registers with the arguments of a system call, followed by that with its number."""
+    """Names of the registers with a system call's arguments, and last of the register with its number."""
     result: str
     """Name of the register with the result of a system call."""
     counter: str
-    """Name of the register with the number of pages for the stub's code at UserStub.touch."""
+    """Name of the register in which the stub's code at UserStub.touch takes the number of pages."""
     kept: tuple[str, str]
     """Names of two registers that system calls preserve."""
     syscalls: Mapping[str, int]

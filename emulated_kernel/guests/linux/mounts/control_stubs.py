@@ -1,4 +1,4 @@
-"""ControlStubs: offsets in the code by which the host serves calls on control files.
+"""ControlStubs: the code in the guest that traps to the host in calls on control files, and its offsets.
 
 RISC-V: the code of an operation saves the return address on the stack before it breaks into the host.
 """

@@ -81,9 +81,9 @@ class Arm64Cells(NamedTuple):
 
 
 def find_arm64_cells() -> Arm64Cells:
-    """Return the offsets of the hidden words.
+    """Return the offsets of the words that Arm64Cells names, which differ between versions of Unicorn.
 
-    Raises: HardwareError (not exactly one word has the known values).
+    Raises: HardwareError (for a register, not exactly one word has the values that were written).
     """
     ram = mmap.mmap(-1, _RAM)
     engine = Engine(*Arm64Cpu.engine_mode, CPU_MODEL)

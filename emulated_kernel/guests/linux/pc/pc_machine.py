@@ -227,7 +227,7 @@ class PcMachine(LinuxMachine):
         self.cpu.raise_exception(trap)
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:
-        """Return a function that returns the address of the running task; see LinuxMachine."""
+        """Return a function that returns the address of the running task's task_struct; see LinuxMachine."""
         cell = self._per_cpu(facts) + facts.per_cpu[CURRENT_TASK]
         index = self.memory.translate(self.cpu.root, cell) >> 3
         # Each request calls it several times. A function in Python would take longer.

@@ -1,4 +1,4 @@
-"""RiscvMachine: a RISC-V machine with one hart; the host is its firmware."""
+"""RiscvMachine: a RISC-V machine with one hart. The host executes the calls of its firmware (SBI)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ class RiscvMachine(LinuxMachine):
         self._all = memoryview(ram)
 
     def _exception(self, trap: Trap) -> None:
-        """Handle an exception: the stub, an SBI call, and rdtime; deliver all others to the guest."""
+        """Handle an exception that Unicorn reports.
+
+        The host acts if a task has reached the user stub, or if the exception is an SBI call or an rdtime.
+        All other exceptions are delivered to the guest.
+        """
         cause = trap.error_code
         in_kernel = self.cpu.mode[0]
         if cause == ECALL_FROM_USER and in_kernel:
@@ -107,7 +111,7 @@ class RiscvMachine(LinuxMachine):
         """Do nothing, because the kernel remaps a page to change text, and this drops translated code."""
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:  # noqa: ARG002 - x86 needs it
-        """Return a function that returns the address of the running task; see LinuxMachine.
+        """Return a function that returns the address of the running task's task_struct; see LinuxMachine.
 
         Mirrors: arch/riscv/kernel/entry.S, which exchanges tp and sscratch (v6.12).
         """
@@ -117,7 +121,7 @@ class RiscvMachine(LinuxMachine):
         return lambda: regs.get("tp") if mode[0] else scratch[0]
 
     def regs_end(self, facts: KernelOffsets) -> int:
-        """Return the end of the running task's stack; see LinuxMachine.
+        """Return the address of the end of the running task's kernel stack, where its pt_regs ends.
 
         Mirrors: arch/riscv/include/asm/processor.h:task_pt_regs (v6.12).
         """
