@@ -78,7 +78,7 @@ STUBS = """
 """
 """Code stubs for the operations of the host's directories and files, at the offsets in X86_STUBS.
 
-`lookup` is at 0. The stubs of `open`, `read` and `write` only break into the host. `open` of a file with a
+`lookup` is at 0. The stubs of `open`, `read` and `write` only trap to the host. `open` of a file with a
 position calls stream_open, so that the kernel takes no lock for the position. Afterwards the stub clears
 FMODE_STREAM (bit 21) again.
 """

@@ -1,6 +1,6 @@
 """ControlStubs: the code in the guest that traps to the host in calls on control files, and its offsets.
 
-RISC-V: the code of an operation saves the return address on the stack before it breaks into the host.
+RISC-V: the code of a file operation saves the return address on the stack before it traps to the host.
 """
 
 from __future__ import annotations

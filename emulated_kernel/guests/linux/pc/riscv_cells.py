@@ -1,7 +1,7 @@
 """Finds words of Unicorn's RISC-V CPU state: trap registers, privilege level, address of a page fault.
 
 Unicorn ignores writes of supervisor registers by its API in user mode, and returns wrong values for them. So
-the host accesses the words themselves. Their places are found in a separate engine.
+the host accesses the words in Unicorn's memory. A separate engine is used to find their offsets.
 """
 
 from __future__ import annotations
