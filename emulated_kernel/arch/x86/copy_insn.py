@@ -22,7 +22,7 @@ from emulated_kernel.util.errors import KernelError
 
 _CS_PREFIX = 0x2E
 
-# One row per high digit of the second opcode byte; bit 0x8000 stands for low digit 0.
+# One row for each high digit of the second opcode byte. Bit 0x8000 is that of the low digit 0.
 _TWO_BYTE_ROWS = (
     0x32C0, 0x0001, 0xF000, 0x4000, 0xFFFF, 0x0000, 0xFFF3, 0x0F03,
     0x0000, 0xFFFF, 0xDCDD, 0xFF1F, 0xC0FF, 0x74DD, 0x64DD, 0x74EE,

@@ -32,7 +32,7 @@ KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 """
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
-"""Symbols of switches. If one is set, a page must keep the pattern that freeing it has written."""
+"""Symbols of kernel switches. If one is set, a free page must keep the pattern written when it was freed."""
 _OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
 _MEMBERS = (
     "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.comm",
@@ -222,7 +222,9 @@ def _per_cpu_offsets(kernel: LinuxKernel, needed: tuple[str, ...]) -> dict[str, 
 
 
 def _stack_top(kernel: LinuxKernel) -> int | None:
-    """Return the offset of the word with the end of the running task's struct pt_regs.
+    """Return the per-CPU offset of the word with the address of the end of the running task's struct pt_regs.
+
+    Return None if the kernel has no known symbol for the word.
 
     Mirrors: arch/x86/include/asm/processor.h:cpu_current_top_of_stack (v5.10, v6.1),
     arch/x86/include/asm/current.h:struct pcpu_hot (v6.12)

@@ -184,7 +184,7 @@ class _Writer:
             case Kind.ARRAY:
                 element, count = btf.array_of(number)
                 dwarf.begin(_ARRAY, (self._type(element),), children=True, number=number)
-                # BTF does not tell [0] from []. No count is right for the second, which is frequent.
+                # BTF does not distinguish [0] from []. A missing count is right for [], which is frequent.
                 dwarf.entry(_SUBRANGE, ((_UPPER_BOUND, _UDATA, count - 1 if count else None),))
                 dwarf.end()
             case Kind.STRUCT | Kind.UNION:

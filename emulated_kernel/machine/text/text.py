@@ -19,7 +19,10 @@ _FLUSH_FROM = 32
 """Minimum number of pokes in a batch that flush all translated code, not only the code of each site."""
 _SLOT_ALIGN = 16
 _REACH = 1 << 30
-"""Distance in bytes that a jump certainly reaches: half of its range, so that other code near it fits too."""
+"""Maximum distance in bytes from generated code to further code that must reach it by a jump.
+
+It is half of the range of a jump, so that there is a margin for the sizes of both pieces of code.
+"""
 _NO_PAGE = (0, 0, 0)
 _DIFFERS = b"\0" + b"\xff" * 255
 

@@ -131,9 +131,10 @@ def tables_place(source: Path) -> Path:
 
 @lru_cache(maxsize=1)
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
-    """Return the SHA-256 of a whole file in hexadecimal, and the Reading with which to remember() it.
+    """Return (reading, digest) of the file `source`. The digest is the file's SHA-256 in hexadecimal.
 
-    The digest is cached, because both the command and its daemon need it.
+    If the digest was not remembered before, the caller can pass the reading to remember(). The result is also
+    cached in this process; `_unchanged`, the file's identity, is a part of the key.
     Raises: OSError (also if the file is not regular), KernelError ENOEXEC (it is too large for a kernel).
     """
     with open_regular(source) as file:

@@ -127,7 +127,10 @@ class LinuxTasks(RunningLinux):
 
     @property
     def sleep_in_call(self) -> int | None:
-        """Address of the guest code in which a task sleeps while its call waits for the host."""
+        """Address of the guest code in which a task sleeps while its system call waits for the host.
+
+        The value is None until the host has written the code.
+        """
         return self._scheduler.sleep_in_call
 
     @sleep_in_call.setter

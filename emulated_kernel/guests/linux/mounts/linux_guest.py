@@ -43,7 +43,7 @@ class Closable(Protocol):
 
     @property
     def task(self) -> LinuxTask | None:
-        """The task that made the last call on the file."""
+        """The task that made the last call on the file; None if no task has made one."""
 
 
 class Polled(Protocol):

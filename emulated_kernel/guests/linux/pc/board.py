@@ -127,7 +127,7 @@ class Board(ABC):
 
     @property
     def follower(self) -> TimeFollower | None:
-        """The object that shows the time to guest code, if any; with it, Python executes rdtsc."""
+        """The object that shows the time to guest code, or None. If there is one, Python executes rdtsc."""
         return self._follower
 
     @follower.setter

@@ -94,7 +94,7 @@ class PcMachine(LinuxMachine):
 
         def syscall(_engine: int, _data: int) -> int:
             self.cpu.syscall(regs.ip)
-            # The library advances the instruction pointer over the instruction afterwards.
+            # Unicorn advances the instruction pointer over the instruction afterwards.
             regs.ip -= SYSCALL_SIZE
             return 0
 
@@ -178,7 +178,8 @@ class PcMachine(LinuxMachine):
                 regs.sp -= 8
                 self.memory.write(self.cpu.root, regs.sp, address.to_bytes(8, "little"))
                 regs.di = argument
-                # A write by the API leaves the current block, unlike one to the registers in memory.
+                # Unicorn: a write of ip by reg_write() ends the current basic block; a write to regs.ip does
+                # not.
                 self.engine.reg_write(self.model.registers["ip"], function)
 
         self.call_at(address, arrive)

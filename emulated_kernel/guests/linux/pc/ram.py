@@ -48,7 +48,7 @@ class LinuxMemory:
         self.words = memoryview(ram).cast("Q")
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
-        """Return the physical address of `va`, its last page table entry and its page's size in bytes.
+        """Return (physical address, last page table entry, size in bytes of the page) of the address `va`.
 
         Return None if `va` is not mapped.
         """

@@ -79,13 +79,14 @@ class KernelEngine:
         )
         self._clock = RequestClock(self.machine.clock)
         self._modules = ModuleWatch(self.machine, self.kernel)
-        # Before the engine, whose checks of addresses and table of traceable functions include modules.
+        # Modules are adopted before the engine is built, because the engine's address checks and table of
+        # traceable functions include modules.
         loaded = self._adopt_loaded_modules()
         engine = self._build_engine(profile)
         tracing, points = self._build_tracing(engine)
         self.kprobes = engine.kprobes
         self._hook_sets = engine.hook_sets
-        # After tracing, which has the static keys and the event registry that modules' events join.
+        # Events of modules are added after tracing is built, because they use its static keys and registry.
         self._module_events = self._add_module_events(loaded, tracing, points)
         self.components = KernelComponents(
             arch=self._arch, machine=self.machine, engine=engine, tracing=tracing
