@@ -318,7 +318,7 @@ class JumpTo(Op):
     """Leave the program for the code whose address a virtual register holds.
 
     The registers are restored first. If the program runs in a register frame, the frame stays on the stack,
-    and code that was made for such a frame continues.
+    so the code at the address must be made for such a frame.
     """
 
     address: int

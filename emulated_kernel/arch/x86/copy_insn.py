@@ -42,9 +42,9 @@ _BOOSTED_REGS = {
 
 
 def can_boost(insn: X86Insn, rules: ProbeRules, *, may_fault: bool = False) -> bool:
-    """Return True if `insn` neither transfers control nor depends on its address.
+    """Return True if Linux boosts `insn`: a jump back can follow its copy in place of a breakpoint.
 
-    `may_fault`: the instruction is in __ex_table, so it can't be boosted.
+    `rules`: the kernel's probe rules. `may_fault`: the instruction is in __ex_table, so it can't be boosted.
     Mirrors: arch/x86/kernel/kprobes/core.c:can_boost (v6.1, v6.12)
     """
     if may_fault or len(insn.opcode) > 2:
