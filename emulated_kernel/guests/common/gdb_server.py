@@ -410,8 +410,9 @@ class GdbSession:
     def _set(self, number: int, value: int) -> bytes:
         """Set register `number` of the layout; return the reply for gdb: OK, or an error.
 
-        Only general registers of the current CPU can be changed. Setting any other register to its present
-        value succeeds, because gdb writes all registers at once. ip cannot be changed in the middle of a run.
+        Only general registers of the current CPU except ip can be changed. The emulator cannot change ip in
+        the middle of a run. Setting any other register to its present value succeeds, because gdb writes all
+        registers at once.
         """
         name, size = self._layout[number]
         now = self._values().get(name, 0) & (1 << 8 * size) - 1
@@ -460,7 +461,7 @@ class GdbSession:
 
 
 def _unescaped(body: bytes) -> bytes:
-    """Return a packet's body without escapes of binary data."""
+    """Return the body of a packet, in which the escape sequences of binary data are decoded."""
     if b"}" not in body:
         return body
     found = bytearray()

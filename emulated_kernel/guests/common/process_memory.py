@@ -190,8 +190,8 @@ class ProcessMemory:
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Function that returns a context manager for a long wait, in which another thread serves requests.
 
-        This is necessary if the memory to read is mapped from a file of the mount, because a thread must then
-        serve the read of this file.
+        The memory to read may be mapped from a file of the mount. Then a thread must serve the read of this
+        file.
         """
         self._lock = threading.Lock()
         self._idle: list[_Helper] = []

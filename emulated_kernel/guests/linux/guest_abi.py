@@ -189,7 +189,7 @@ ARM64 = GuestAbi(
     stat=_GENERIC_STAT,
     stat_order=_GENERIC_STAT_ORDER,
     # Mirrors: arch/arm64/include/asm/memory.h:MODULES_VADDR, MODULES_END (v6.12). The range excludes the
-    # host's code, which is at the end of module space, because no timer may interrupt the host's code.
+    # host's code, which is at the end of module space, because no timer may interrupt a hit there.
     modules=range(0xFFFF800000000000, 0xFFFF80007C000000),
     time_read="arch_counter_read",
     irq_stack="irq_stack_ptr",

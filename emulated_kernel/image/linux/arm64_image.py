@@ -39,8 +39,8 @@ Mirrors: arch/arm64/include/asm/memory.h:KIMAGE_VADDR (v6.12)
 class Arm64Image(FlatImage):
     """The memory of an arm64 kernel that is given as an Image, after its relocations.
 
-    Raises: KernelError ENOEXEC (the Image is truncated or big-endian, has no sensible size, has pages of
-    other than 4 KiB, has no relocations, or is linked at an address that is not supported).
+    Raises: KernelError ENOEXEC (the Image is truncated or big-endian, its size is not sensible, its pages do
+    not have 4 KiB, it has no relocations, or its link address is not supported).
     """
 
     architecture = ARM64

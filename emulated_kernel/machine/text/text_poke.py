@@ -52,7 +52,7 @@ class TextPoker:
         return va in self._patched
 
     def replace(self, va: int, insn: bytes) -> None:
-        """Replace one instruction: breakpoint, tail, first byte."""
+        """Replace the instruction at `va` by `insn`, in three steps: breakpoint, tail, first byte."""
         self.replace_all({va: insn})
 
     def replace_all(self, insns: Mapping[int, bytes], restored: Collection[int] = (), size: int = 0) -> None:

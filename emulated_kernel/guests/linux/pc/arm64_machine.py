@@ -65,8 +65,8 @@ class Arm64Machine(LinuxMachine):
     def __init__(self, ram: mmap.mmap, seed: int, cells: Sequence[int], budget: float) -> None:
         """Create the machine without starting it.
 
-        `seed`: seed of random numbers for the guest. `cells`: result of find_arm64_cells(). `budget`: limit
-        of a run's CPU time in seconds.
+        `seed`: seed of the random steps of the time counter. `cells`: result of find_arm64_cells().
+        `budget`: seconds that one run may take.
         """
         engine = Engine(*Arm64Cpu.engine_mode, CPU_MODEL)
         super().__init__(ARM64, Arm64Cpu(), engine, Arm64Memory(ram), budget)

@@ -39,7 +39,11 @@ class RiscvMachine(LinuxMachine):
     cpu: RiscvLinuxCpu
 
     def __init__(self, ram: mmap.mmap, seed: int, cells: Sequence[int], budget: float) -> None:
-        """Create the machine without starting it. `cells`: result of find_riscv_cells()."""
+        """Create the machine without starting it.
+
+        `seed`: seed of the random steps of the time counter. `cells`: result of find_riscv_cells().
+        `budget`: seconds that one run may take.
+        """
         engine = Engine(*Riscv64Cpu.engine_mode, CPU_MODEL)
         super().__init__(RISCV64, Riscv64Cpu(), engine, Sv39Memory(ram), budget)
         found = RiscvCells(*cells)

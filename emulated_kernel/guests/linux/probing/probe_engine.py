@@ -72,7 +72,7 @@ class KernelEngine:
         self.machine = ProbedLinux(guest, self.kernel)
         self._arch = linux_arch(kernel.architecture)
         self.replaced_calls = ReplacedCalls(self._arch, self.machine.memory)
-        """Calling convention of the kernel."""
+        """Reads the arguments, and sets the results, of kernel functions that the host replaces."""
         self._abi = linux_abi(self.kernel, guest) | {"host_clock": self.machine.clock.cell}
         self._stacks = KernelStacks(
             self.kernel, guest.machine, self.machine.memory, guest.per_cpu, guest.running
