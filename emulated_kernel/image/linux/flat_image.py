@@ -1,4 +1,4 @@
-"""FlatImage: the memory of a kernel whose file is an Image, a copy of the memory that begins with a header."""
+"""FlatImage: the memory of a kernel whose file is an Image, a copy of memory that begins with a header."""
 
 from __future__ import annotations
 
