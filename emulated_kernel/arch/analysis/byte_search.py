@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 _FIELD = 4
-"""Size in bytes of a displacement."""
+"""Size in bytes of the displacements that displacements_into() finds."""
 _HALF = 16
 _LOWER = (1 << _HALF) - 1
 

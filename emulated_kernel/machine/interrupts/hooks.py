@@ -132,7 +132,7 @@ class TrapHooks:
         words.callback = handler
 
     def stop_charging(self) -> None:
-        """Undo charge()."""
+        """Undo charge(): no longer add time at each trap."""
         assert self._native is not None
         kind, hook = self._native
         self.engine.remove_hook(hook)

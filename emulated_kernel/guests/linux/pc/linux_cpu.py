@@ -41,9 +41,9 @@ This model has the most features of server CPUs: SMAP, popcnt, rdtscp.
 _CS = 1
 _SS = 2
 _LONG_CODE = 0xAF9B00
-"""Attributes of a 64-bit code segment, in the emulator's form."""
+"""Attributes of a 64-bit code segment, in the form in which Unicorn stores them."""
 _DATA = 0xCF9300
-"""Attributes of a data segment, in the emulator's form."""
+"""Attributes of a data segment, in the form in which Unicorn stores them."""
 _ALL = 0xFFFFFFFF
 _ISOLATED = 1 << 12
 """Bit of CR3 that selects the page tables of user mode, if page table isolation is on."""
