@@ -239,15 +239,16 @@ class Arch(ABC):
     interrupt_flag: tuple[str, int] = ("flags", 1 << 9)
     """pt_regs name and bit mask of the interrupt flag, which is set while interrupts are enabled."""
     has_interrupt_mask = False
-    """Whether the interrupt flag is set while interrupts are masked instead."""
+    """Whether `interrupt_flag` is set while interrupts are masked, and not while they are enabled."""
     is_breakpoint_nmi = True
-    """Whether Linux handles a breakpoint of the kernel as an NMI, which the context of records shows."""
+    """Whether Linux handles a breakpoint in kernel mode as an NMI, so that trace records show NMI context."""
     has_ops_trampolines = False
     """Whether Linux makes a trampoline for each user of fentry sites. Mirrors: ARCH_SUPPORTS_FTRACE_OPS."""
     reads_user = True
-    """Whether code in the kernel may read user memory at any time.
+    """Whether kernel code can read user memory at any time, without functions such as copy_from_user().
 
-    Otherwise the host executes such loads of compiled code, and fetches arguments from user memory.
+    If this is False, a compiled handler's load from user memory faults, and the host executes the load.
+    The host also fetches probe arguments in user memory.
     """
     trap_flag: int
     """Mask of the flag that makes the CPU trap after the next instruction."""
@@ -266,7 +267,7 @@ class Arch(ABC):
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
     def decode_load(self, code: bytes) -> MemoryLoad | None:  # noqa: ARG002 - only without reads_user
-        """Return the load instruction that compiled code has at `code`, or None if it is no load."""
+        """Return the load instruction of a compiled handler at `code`, or None if no load is there."""
         return None
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
@@ -394,7 +395,7 @@ class Arch(ABC):
 
     @property
     def returned_at(self) -> int:
-        """Offset in bytes from the sp that a return handler sees to the word of the real return address."""
+        """Offset in bytes of the word with the real return address from the sp that a return handler sees."""
         return self.trampoline_slot + (self.word_size if self.registers.link is None else 0)
 
     @abstractmethod
@@ -461,9 +462,9 @@ class Arch(ABC):
         """
 
     def emulated_region(self, code: bytes, addr: int) -> Region | None:  # noqa: ARG002 - x86 has regions
-        """Return the region that consists of an emulated instruction alone, or None.
+        """Return the region that consists only of the emulated instruction `code` at `addr`.
 
-        None: relocated() would not have the effect of the instruction `code` at `addr` in each case.
+        Return None if relocated() would not have the effect of the instruction in all cases.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""The supported architectures. The modules of each are imported only when they are needed."""
+"""The supported architectures. The modules of an architecture are imported only when they are needed."""
 
 from __future__ import annotations
 

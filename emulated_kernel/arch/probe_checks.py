@@ -49,7 +49,7 @@ class OptimizationPolicy(Generic[Analysis]):
     by_code: bool = False
     """Whether addresses that instructions take also count as branches from outside."""
     beyond: OptimizationPolicy[Analysis] | None = None
-    """Policy that decides where this policy rejects a jump; it applies only to functions that ftrace knows.
+    """Policy that decides about the jumps that this policy rejects, in functions that ftrace knows.
 
     That policy may have a `beyond` policy, too. Functions that ftrace knows are compiled. In trampolines of
     ftrace and of static calls, which are assembly, the kernel rewrites calls while it runs, and no table
@@ -195,15 +195,16 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
         """Iterate over (target, source) of all bit patterns in `code` that look like direct branches.
 
-        Patterns may start in the middle of an instruction. Unless `window` is None, branches whose target is
-        not in it may be left out.
+        `addr`: address of `code`. Patterns may start in the middle of an instruction. `window`: range of
+        addresses; branches to other addresses may be omitted. If it is None, no branch may be omitted.
         """
 
     @abstractmethod
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
         """Iterate over (target, source) of all bit patterns in `code` that may take an address of text.
 
-        Unless `window` is None, addresses that are not in it may be left out.
+        `addr`: address of `code`. `window`: range of targets; other targets may be omitted. If it is None, no
+        target may be omitted.
         """
 
     @abstractmethod

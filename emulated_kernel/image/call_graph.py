@@ -109,7 +109,7 @@ class FunctionCalls:
 
 
 def _starts(image: KernelImage) -> list[int]:
-    # Each boot needs them, and Symbol objects would take ten times as long.
+    # Each boot needs the addresses, and reading them from Symbol objects would take ten times as long.
     table = image.kallsyms.table
     return sorted(
         {at for at, kind in zip(table.addresses, table.types, strict=True) if chr(kind) in TEXT_TYPES}

@@ -38,7 +38,7 @@ _OWN_TABLES = frozenset(
 )
 """Names of the kallsyms tables themselves, which are not listed in kallsyms."""
 TEXT_TYPES = "tTwW"
-"""Letters of the types of symbols that are code."""
+"""Type letters (as nm prints them) of symbols that are code."""
 _REMEMBERED = 8192
 """Maximum number of Symbol objects in the cache: all symbols of a kernel would take tens of MiB."""
 
@@ -65,9 +65,9 @@ class Symbol:
 
 
 def is_mapping_symbol(name: str) -> bool:
-    """Return True if a symbol of this name marks a place in a function, and is not the name of a function.
+    """Return True if a symbol named `name` only marks a place in a function, and is not a function's name.
 
-    Assemblers put such symbols into files for RISC-V and ARM, and some linkers keep them.
+    Assemblers for RISC-V and ARM create symbols of this kind, and some linkers keep them.
     Mirrors: include/linux/module_symbol.h:is_mapping_symbol (v6.12)
     """
     return name.startswith((".L", "L0", "$"))
@@ -189,7 +189,7 @@ class Kallsyms:
 
     @classmethod
     def of_table(cls, table: SymbolTable, start: int, end: int) -> Self:
-        """Return a Kallsyms object that uses an existing table."""
+        """Return a Kallsyms object that uses an existing table; `start` and `end` as for the constructor."""
         found = cls((), start, end)
         found._table = table
         return found

@@ -52,7 +52,7 @@ class DebuggedMachine(Protocol):
 
     @property
     def per_cpu_bases(self) -> Sequence[int]:
-        """Sequence with one item for each CPU."""
+        """Addresses of the per-CPU areas, one for each CPU. A debugger uses only their number."""
 
     def all_registers(self) -> list[dict[str, int]]:
         """Return the registers of all CPUs, indexed by number: name in pt_regs -> value."""
@@ -61,10 +61,11 @@ class DebuggedMachine(Protocol):
         """Call a function before the emulator is freed."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return the instructions that a step from the probe's breakpoint at the current ip passes.
+        """Return a function that decides which instructions a debugger's step passes without a stop.
 
-        The result is a function that is called before each instruction with its address. The step ends at
-        the first address for which the function returns False.
+        The step begins at the breakpoint of a probe, which is at the current ip. The debugger calls the
+        function before each instruction, with the instruction's address. The step ends at the first address
+        for which the function returns False.
         """
 
 
@@ -90,7 +91,10 @@ class Debugger:
         """Whether the guest is held in the middle of a run, where ip cannot be changed."""
         self._steps = False
         self._passes: Callable[[int], bool] | None = None
-        """Function that returns True for an address that the current step passes; None if it passes none."""
+        """Function that returns True if the current step passes an address without a stop.
+
+        The value is None if the step ends at the next instruction.
+        """
         self._interrupts = False
         self._hook: HookRange | None = None
         self._resumed = threading.Event()

@@ -95,10 +95,7 @@ class ProbedMachine(ABC):
         """Call `may_end` at each end of a quantum; if it returns False, the CPU runs one more instruction."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return a function for a debugger's step over a breakpoint: whether an address is in generated code.
-
-        See DebuggedMachine.
-        """
+        """Implement DebuggedMachine.passed_in_step: a step over a breakpoint passes generated code."""
         return self.text.is_generated
 
     @property

@@ -225,9 +225,10 @@ class Engine(CodeCache):
     def map_device(
         self, address: int, size: int, read: Callable[[int], int], write: Callable[[int, int], None]
     ) -> None:
-        """Map registers of a device at a physical address; accesses call `read` and `write`.
+        """Map `size` bytes of device registers at a physical address.
 
-        `read` takes the offset of the register and returns its value. `write` takes both.
+        An access to a register calls `read` with the register's offset, which returns the value, or `write`
+        with the offset and the new value.
         """
 
         def reading(_engine: int, offset: int, _size: int, _data: int) -> int:

@@ -1,17 +1,23 @@
-"""Searches of machine code for bytes that lead into a window, without a look at each instruction."""
+"""Searches machine code for byte strings, and for displacements to a range of offsets.
+
+The searches use bytes.find(), because decoding each instruction would take longer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 _FIELD = 4
-"""Size in bytes of a displacement."""
+"""Size in bytes of the displacements that displacements_into() finds."""
 _HALF = 16
 _LOWER = (1 << _HALF) - 1
 
 
 def positions(data: bytes, pattern: bytes, start: int, stop: int) -> Iterator[int]:
-    """Iterate over the positions of `pattern` within `data[start:stop]`, which may overlap."""
+    """Iterate over the offsets in `data` at which `pattern` lies within `data[start:stop]`.
+
+    Occurrences of the pattern may overlap.
+    """
     find = data.find
     at = find(pattern, start, stop)
     while at >= 0:
@@ -20,13 +26,13 @@ def positions(data: bytes, pattern: bytes, start: int, stop: int) -> Iterator[in
 
 
 def displacements_into(code: bytes, window: range) -> Iterator[tuple[int, int]]:
-    """Iterate over all four bytes of `code` that are the distance from their own offset into `window`.
+    """Iterate over the 32-bit words of `code` whose value plus their own offset is in `window`.
 
-    `window` contains offsets in `code`, which may be negative or after its end. Yields the offset of the four
-    bytes, and the offset to which they lead.
+    A word may start at any byte. `window` contains offsets in `code`, which may be negative or after the end
+    of `code`. Yields the offset of the word, and the sum of offset and value.
 
-    Displacements with the same upper half lie within 64 KiB and the size of the window. So the code is
-    searched for each upper half in turn, and hardly more than once.
+    Words with the same upper half lead into the window from a part of the code that is 64 KiB longer than the
+    window. So for each upper half, only this part is searched.
     """
     from_bytes = int.from_bytes
     first = window.start

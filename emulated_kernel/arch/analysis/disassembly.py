@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"(?<![\w%.])(-?(?:0x[0-9a-f]+|[0-9]+))(\(%[re]ip\))?(?![\w
 _MAX_DECIMAL = 9
 _UPPER_HALF = 1 << 63
 _ADDRESS = re.compile(r"#(0x[89a-f][0-9a-f]{15})\b")
-"""Pattern for an address of the kernel in an AArch64 instruction."""
+"""Pattern for a kernel address in the text of an AArch64 instruction."""
 _DISTANCE = re.compile(r"(?:c\.)?(?:b[a-z]+|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
 """Pattern for a RISC-V branch or jump, whose last operand is the distance to the target in bytes."""
 _UPPER = re.compile(r"auipc (?P<register>\w+), (?P<pages>0x[0-9a-f]+|[0-9]+)")
@@ -130,7 +130,10 @@ class Disassembler:
 
 
 def _with_address(text: str, name: AddressName) -> str:
-    """Return the text of an AArch64 instruction, with names in place of the addresses in it."""
+    """Return the text of an AArch64 instruction, with the names of kernel addresses in place of the numbers.
+
+    An address without a name stays a number.
+    """
 
     def shown(found: re.Match[str]) -> str:
         return name(int(found[1], 16)) or found[1]

@@ -13,7 +13,7 @@ _CORE = "arch/x86/kernel/kprobes/core.c"
 
 
 class ProbeRule(LinuxRule):
-    """A rule about kprobes, such as where probes and jumps can be placed, which only some versions have."""
+    """A rule about kprobes that only some versions of Linux have, such as a reason to refuse a probe."""
 
     EXCEPTION_INSNS = (
         "6.12",

@@ -20,16 +20,17 @@ Reference = tuple[int, int]
 """Target address and source address of a reference."""
 
 PossibleReferences = Callable[[int, bytes, range | None], Iterator[Reference]]
-"""Function (address, code there, window) that yields references from bit patterns in the code.
+"""Function (address, code at the address, window) that yields references from bit patterns in the code.
 
 A pattern looks like a direct branch, for example. It may start at any byte, even in the middle of an
-instruction. The references into `window` are among the yielded ones; None stands for all addresses.
+instruction. The function yields all references to addresses in the window, and maybe other ones. If the
+window is None, it yields the references to all addresses.
 """
 
 WINDOWS = 8
-"""Maximum number of windows into which references are searched one by one, before all are indexed.
+"""Maximum number of windows to which references are searched separately, before all are indexed.
 
-In a distribution's kernel, a search takes 5 % of the time that the index of all references takes.
+In a distribution's kernel, the search for one window takes 5 % of the time of indexing all references.
 """
 
 _PART_BITS = 14
@@ -39,16 +40,16 @@ _ADDRESSES = 1 << 64
 _LEAST = -1 << 63
 """Lowest distance between two addresses, as a signed number of 64 bits."""
 Ways = tuple["array[int]", "array[int]"]
-"""Target offsets within one window of 16 KiB, and the distance from each target to its source."""
+"""References into one window of 16 KiB: offsets of the targets in it, and distances from target to source."""
 _NONE: Ways = array("H"), array("q")
 
 
 class XrefIndex:
     """References, ordered by target.
 
-    A kernel can have a million references. So the first requests only search for the references into one
-    window of 16 KiB, if such a search is fast. A request for a further window indexes all references, and
-    each window is sorted on first use.
+    A kernel can have a million references. So each of the first requests, up to a limit, only searches for
+    the references into one window of 16 KiB. The request for a further window indexes all references. The
+    references into a window are sorted on first use.
     """
 
     def __init__(
@@ -56,15 +57,18 @@ class XrefIndex:
     ) -> None:
         """Prepare the index of the references that `search` returns.
 
-        `search` takes a window, and returns at least the references into this window. It takes None for all
-        addresses. `windows` is the number of windows that are searched before all references are indexed.
-        `distance` is the array type code that can hold the distance between target and source.
+        `search`: function that returns at least the references into a window, or all references if it is
+        called with None. `windows`: number of windows that are searched before all references are indexed.
+        `distance`: type code of an array that can hold the distances between targets and sources.
         """
         self._search = search
         self._windows = windows
         self._distance = distance
         self._unsorted: dict[int, Ways] | None = None
-        """Window -> its references; None before all references are indexed."""
+        """Number of a window -> references into it, not sorted. None before all references are indexed.
+
+        Windows that have been sorted are removed.
+        """
         self._sorted: dict[int, Ways] = {}
 
     def into(self, region: range) -> list[int]:
@@ -89,7 +93,7 @@ class XrefIndex:
         return self._sorted[part]
 
     def _part(self, part: int) -> Ways:
-        """Return the references into a window in the order in which they were found."""
+        """Return the references into window number `part`, in the order in which they were found."""
         if self._unsorted is None and len(self._sorted) < self._windows:
             window = range(part << _PART_BITS, (part + 1) << _PART_BITS)
             return self._by_window(self._search(window)).get(part, _NONE)
@@ -103,7 +107,8 @@ class XrefIndex:
         for target, source in ways:
             part = target >> _PART_BITS
             targets[part].append(target & _PART_MASK)
-            # Modulo 2**64: per-CPU data of a distribution's kernel is linked at address 0.
+            # The distance is computed modulo 2**64, because a distribution's kernel links per-CPU data at
+            # address 0.
             sources[part].append((source - target - _LEAST) % _ADDRESSES + _LEAST)
         return {part: (targets[part], sources[part]) for part in targets}
 
@@ -133,8 +138,8 @@ class CodeXrefs:
     ) -> None:
         """Prepare the references of `image`.
 
-        `bits`: size of a word. `windows`: number of windows into which references of each kind are searched
-        before all are indexed.
+        `bits`: size of a word in bits. `windows`: for each kind of reference, the number of windows that are
+        searched separately before all references are indexed.
         """
         self._image = image
         self._word = bits // 8
@@ -250,13 +255,16 @@ class CodeXrefs:
         return XrefIndex(search, windows=self._windows, distance="i")
 
     def _words(self, addr: int, data: bytes) -> Iterator[Reference]:
-        """Iterate over the aligned words of `data`: value and address."""
+        """Iterate over (value, address) of the aligned words of `data`. `addr`: address of its start."""
         word = self._word
         words = memoryview(data[: len(data) // word * word]).cast("Q" if word == 8 else "I")
         return zip(words, range(addr, addr + len(data), word), strict=False)
 
     def _words_into(self, window: range, addr: int, data: bytes) -> Iterator[Reference]:
-        """Iterate over the aligned words of `data` whose value is in `window`: value and address."""
+        """Yield value and address of each aligned word in `data` whose value is in `window`.
+
+        `addr`: address of the start of `data`.
+        """
         word = self._word
         for upper in range(window.start >> 16, (window.stop - 1 >> 16) + 1):
             for at in positions(data, upper.to_bytes(word - 2, "little"), 2, len(data)):

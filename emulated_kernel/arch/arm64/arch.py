@@ -29,11 +29,11 @@ _JUMP = 0x14000000
 _CALL = 0x94000000
 _REACH = 1 << 27
 PT_REGS = (*REGISTER_NAMES, "sp", "ip", "flags")
-"""Register names in the order of struct user_pt_regs, one word each."""
+"""Names of the registers in the order of struct user_pt_regs. Each register has one word."""
 
 
 class _NoAssembler(Assembler):
-    """Refuses handlers in assembly."""
+    """Refuses all handlers in assembly with KernelError EOPNOTSUPP."""
 
     def cells(self, source: SourceText) -> tuple[str, ...]:  # noqa: ARG002 - it refuses
         _refuse_code()
@@ -47,7 +47,7 @@ def _refuse_code() -> NoReturn:
 
 
 class Arm64(Arch):
-    """Hooks of a distribution's kernel for arm64. Arguments are in eight registers, then on the stack.
+    """Hooks of a distribution's kernel for arm64. The first eight arguments of a function are in registers.
 
     Python handles each hit, and no jump replaces a breakpoint, as in mainline Linux.
     """
@@ -110,8 +110,9 @@ class Arm64(Arch):
         rules: ProbeRules = frozenset(),
         may_fault: bool = False,
     ) -> ArchSpecificInsn:
-        """Prepare the instruction at `addr`; see Arch.
+        """Analyse the instruction at `addr`; return its copy for an instruction slot, or its emulation.
 
+        Raises: KernelError EINVAL (the instruction can be neither copied nor simulated).
         Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, arch_prepare_ss_slot (v6.12).
         """
         del slot_addr, rules, may_fault
@@ -139,14 +140,14 @@ class Arm64(Arch):
         return stack_frames.entry_frame(by_interrupt=by_interrupt)
 
     def ftrace_trampoline(self) -> HandlerStub:
-        """Return the trampoline that armed fentry sites call; see Arch."""
+        """Return the trampoline that armed fentry sites call, and the offset of its breakpoint; see Arch."""
         save = machine_code(ftrace.SAVE)
         return HandlerStub(save + BREAKPOINT + machine_code(ftrace.RESTORE), len(save))
 
     def traced_entry(self) -> Frame:
         """Return the stack frame before the first instruction of the trampoline; see Arch.
 
-        The link register has the place behind the site, and x9 that of the traced function.
+        x30 contains the address after the fentry site. x9 contains the return address of the traced function.
         """
         frame = self.entry_frame(by_interrupt=False)
         frame.regs |= {"x30": (IP, 0), "x9": ("x30", 0)}
@@ -189,7 +190,10 @@ class Arm64(Arch):
 
 
 def _branch(opcode: int, source: int, target: int) -> bytes:
-    """Encode a branch or call. Raises: KernelError ERANGE (it reaches 128 MiB)."""
+    """Encode a branch or call from `source` to `target`; `opcode` selects which.
+
+    Raises: KernelError ERANGE (the distance is more than 128 MiB).
+    """
     distance = target - source
     if not -_REACH <= distance < _REACH:
         raise KernelError(ERANGE, f"a branch from {source:#x} does not reach {target:#x}")

@@ -1,4 +1,4 @@
-"""Emulation of the AArch64 instructions that depend on their address.
+"""Emulates the AArch64 instructions whose effect depends on their address.
 
 Mirrors: arch/arm64/kernel/probes/simulate-insn.c (v6.12). Deviates: the emulation follows the processor. In
 v6.12, blr writes the link before it reads its target, which is wrong if both are the same register.
@@ -22,7 +22,7 @@ _V = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Arm64Emulation(Emulation):
-    """An AArch64 instruction to emulate, with its address."""
+    """Emulation of the AArch64 instruction `word` at `address`."""
 
     address: int
     word: int
@@ -51,7 +51,10 @@ class Arm64Emulation(Emulation):
         return int.from_bytes(data, "little", signed=is_signed)
 
     def _target(self, regs: Any) -> int:
-        """Return the address after a branch, call or return."""
+        """Return the address at which execution continues after the branch, call or return.
+
+        This is the next instruction if a conditional branch is not taken.
+        """
         word = self.word
         offset = insn.branch_offset(word)
         if offset is None:
@@ -71,11 +74,14 @@ class Arm64Emulation(Emulation):
 
 
 def holds(condition: int, flags: int) -> bool:
-    """Return True if a condition (0 to 15) holds for the processor state `flags`."""
+    """Return True if the condition code `condition` (0 to 15) holds.
+
+    `flags`: the processor state, whose bits 31 to 28 are the flags N, Z, C and V.
+    """
     n, z, c, v = (bool(flags & bit) for bit in (_N, _Z, _C, _V))
     kind = condition >> 1
     found = (z, c, n, v, c and not z, n == v, n == v and not z, True)[kind]
-    # The lowest bit inverts each condition except the one that always holds.
+    # The lowest bit inverts each condition, except the condition that always holds.
     return found != (bool(condition & 1) and kind != 7)
 
 
@@ -89,5 +95,5 @@ def _set(regs: Any, number: int, value: int) -> None:
 
 
 def emulation_of(word: int, address: int) -> Arm64Emulation:
-    """Return the emulation of an instruction at an address; its handling must be SIMULATED."""
+    """Return the emulation of the instruction `word` at `address`; handling_of(word) must be SIMULATED."""
     return Arm64Emulation(address + SIZE, address, word)

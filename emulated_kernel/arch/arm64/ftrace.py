@@ -1,8 +1,8 @@
-"""The trampoline that armed fentry sites of an arm64 kernel call.
+"""Code of the trampoline that armed fentry sites of an arm64 kernel call.
 
-The instruction in front of a site has copied the link register to x9, and the site's call has overwritten it.
-The trampoline saves a struct user_pt_regs with the link register of the traced function. It may change x9,
-x10 and the flags, as ftrace's own trampoline.
+The instruction before an fentry site copies the link register to x9. The call at the site then overwrites the
+link register. The trampoline saves a struct user_pt_regs, in which x30 is the link register of the traced
+function. It may change x9, x10 and the flags, as Linux's own trampoline may.
 Mirrors: arch/arm64/kernel/entry-ftrace.S:ftrace_caller (v6.12)
 """
 

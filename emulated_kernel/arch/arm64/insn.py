@@ -15,12 +15,12 @@ SIZE: Final = 4
 """Size of an instruction in bytes."""
 REGISTER_NAMES: Final = tuple(f"x{number}" for number in range(31))
 SP_OR_ZERO: Final = 31
-"""Number that stands for the stack pointer or for zero, depending on the instruction."""
+"""Register number that means the stack pointer or the zero register, depending on the instruction."""
 LINK: Final = 30
 
 
 class Pattern(NamedTuple):
-    """The instructions whose bits in `mask` are those of `value`."""
+    """A set of instructions: those that are equal to `value` in the bits of `mask`."""
 
     mask: int
     value: int
@@ -34,9 +34,9 @@ B = Pattern(0xFC000000, 0x14000000)
 BL = Pattern(0xFC000000, 0x94000000)
 B_COND = Pattern(0xFF000010, 0x54000000)
 CBZ = Pattern(0x7E000000, 0x34000000)
-"""cbz and cbnz."""
+"""Pattern of cbz and cbnz: branches if a register is zero, or not zero."""
 TBZ = Pattern(0x7E000000, 0x36000000)
-"""tbz and tbnz."""
+"""Pattern of tbz and tbnz: branches if one bit of a register is zero, or not zero."""
 BR = Pattern(0xFFFFFC1F, 0xD61F0000)
 BLR = Pattern(0xFFFFFC1F, 0xD63F0000)
 RET = Pattern(0xFFFFFC1F, 0xD65F0000)
@@ -46,7 +46,7 @@ RET_AUTH = Pattern(0xFFFFFBFF, 0xD65F0BFF)
 ERET = Pattern(0xFFFFFFFF, 0xD69F03E0)
 ERET_AUTH = Pattern(0xFFFFFBFF, 0xD69F0BFF)
 EXCEPTION = Pattern(0xFF000000, 0xD4000000)
-"""svc, hvc, smc, brk, hlt."""
+"""Pattern of the instructions that cause an exception: svc, hvc, smc, brk and hlt."""
 MSR_IMMEDIATE = Pattern(0xFFF8F01F, 0xD500401F)
 MSR = Pattern(0xFFF00000, 0xD5100000)
 MRS = Pattern(0xFFF00000, 0xD5300000)
@@ -66,27 +66,30 @@ _NOT_STEPPED = (*_BRANCHES, MSR_IMMEDIATE, MSR, EXCEPTION, ERET, ERET_AUTH)
 _LITERALS = (LDR_LITERAL, LDRSW_LITERAL, PREFETCH_LITERAL, SIMD_LITERAL, ADR, ADRP)
 _SIMULATED = (B_COND, CBZ, TBZ, ADR, ADRP, B, BL, BR, BLR, RET, LDR_LITERAL, LDRSW_LITERAL)
 _DAIF = 0xDA11
-"""Encoding of the register with the masks of exceptions, in bits 5 to 20 of an mrs."""
+"""Encoding of the system register DAIF, the exception masks, in bits 5 to 20 of an mrs instruction."""
 _STEPPED_HINTS = frozenset((0x00, 0x07, 0x08, 0x0A, 0x18, 0x19, 0x1A, 0x1B, 0x20, 0x22, 0x24, 0x26))
-"""Numbers of nop, xpaclri, paci*, and bti: hints that can be executed in an instruction slot."""
+"""Numbers of the hint instructions that can be executed in an instruction slot.
+
+The hints are nop, xpaclri, the paci* instructions and bti.
+"""
 
 
 class Handling(Enum):
     """Way in which a probed instruction is executed."""
 
     COPIED = auto()
-    """A copy of it is executed in an instruction slot."""
+    """A copy of the instruction is executed in an instruction slot."""
     SIMULATED = auto()
     REJECTED = auto()
-    """It cannot be probed."""
+    """The instruction cannot be probed."""
 
 
 @lru_cache(1 << 14)
 def handling_of(word: int) -> Handling:
-    """Return the way in which a probed instruction is executed.
+    """Return the way in which the instruction `word` is executed if it is probed.
 
-    Deviates: loads of SIMD registers from literals are rejected. Linux copies them, although they load from
-    an address that is relative to the copy.
+    Deviates: loads of SIMD registers from literals are rejected. Linux copies them, although the copy loads
+    from another address, because the address is relative to the instruction.
     Mirrors: arch/arm64/kernel/probes/decode-insn.c:aarch64_insn_is_steppable, arm_probe_decode_insn (v6.12).
     """
     if _is_stepped(word):
@@ -105,18 +108,21 @@ def _is_stepped(word: int) -> bool:
 
 
 def words_of(code: bytes) -> Iterator[int]:
-    """Iterate over the instructions of a code; an incomplete one at the end is left out."""
+    """Iterate over the instructions in `code` as 32-bit numbers; omit an incomplete one at the end."""
     return (word for (word,) in struct.iter_unpack("<I", code[: len(code) & -SIZE]))
 
 
 def signed(value: int, bits: int) -> int:
-    """Return the number of `bits` bits in two's complement."""
+    """Return the lower `bits` bits of `value`, read as a signed number (two's complement)."""
     sign = 1 << bits - 1
     return (value & (1 << bits) - 1 ^ sign) - sign
 
 
 def branch_offset(word: int) -> int | None:
-    """Return the distance to the target of a direct branch or call; None for other instructions."""
+    """Return the distance in bytes from a direct branch or call to its target.
+
+    Return None if the instruction `word` is neither.
+    """
     if B.fits(word) or BL.fits(word):
         return signed(word, 26) * SIZE
     if B_COND.fits(word) or CBZ.fits(word):
@@ -125,12 +131,15 @@ def branch_offset(word: int) -> int | None:
 
 
 def literal_offset(word: int) -> int:
-    """Return the distance to the data of a load from a literal."""
+    """Return the distance in bytes from a load of a literal to its data; `word` is the instruction."""
     return signed(word >> 5, 19) * SIZE
 
 
 def taken_address(word: int, address: int) -> int | None:
-    """Return the address that an adr or adrp at `address` takes; None for other instructions."""
+    """Return the address that an adr or adrp at `address` writes to its register.
+
+    Return None if the instruction `word` is neither.
+    """
     value = signed(word >> 5, 19) << 2 | word >> 29 & 3
     if ADR.fits(word):
         return address + value

@@ -1,4 +1,4 @@
-"""Probe checks of arm64: where Linux registers a probe, and why not elsewhere."""
+"""Probe checks of arm64: decides whether Linux would register a probe at an address, and why not."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 ALL_LIVE = LiveRegisters(frozenset(REGISTER_NAMES), flags=True)
 _ATOMIC_CONTEXT = 32
-"""Number of instructions before a probe in which an exclusive load is searched.
+"""Number of instructions before a probe that are searched for an exclusive load (ldxr).
 
 Mirrors: arch/arm64/kernel/probes/decode-insn.c:MAX_ATOMIC_CONTEXT_SIZE (v6.12)
 """
 _BRANCH = re.compile(b"(?s)(?=...[\\x14-\\x17\\x34-\\x37\\x54\\x94-\\x97\\xb4-\\xb7])")
-"""Matches the first byte of a direct branch or call."""
+"""Regular expression that matches at the first byte of a direct branch or call."""
 _ADDRESS = re.compile(b"(?s)(?=...[\\x10\\x30\\x50\\x70\\x90\\xb0\\xd0\\xf0])")
-"""Matches the first byte of an adr or adrp."""
+"""Regular expression that matches at the first byte of an adr or adrp."""
 _ADD_LOW = insn.Pattern(0xFFC00000, 0x91000000)
 _PAIR_REACH = 8
-"""Number of instructions after an adrp in which the instruction may be that adds the low bits."""
+"""Number of instructions after an adrp that are searched for the add of the address's lower 12 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm64FunctionAnalysis:
-    """A function and its instructions."""
+    """A function, and its instructions as 32-bit numbers."""
 
     function: Function
     words: tuple[int, ...]
 
     @property
     def insns(self) -> range:
-        """Addresses of the instructions."""
+        """Addresses of the function's instructions."""
         return range(self.function.addr, self.function.addr + SIZE * len(self.words), SIZE)
 
 
@@ -58,8 +58,11 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return analysis.insns
 
     def check_insn(self, analysis: Arm64FunctionAnalysis, addr: int) -> Rejection | None:
-        """Return the rejection of the instruction if it can be neither copied nor simulated.
+        """Return the reason why Linux rejects a probe on the instruction at `addr`, or None if it does not.
 
+        Linux rejects an address that is not aligned, an instruction with a fixup in the exception table, and
+        one that can be neither copied nor simulated. It also rejects instructions between an exclusive load
+        and its store.
         Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, decode-insn.c:arm_kprobe_decode_insn
         (v6.12).
         """
@@ -84,8 +87,9 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return SIZE <= where.offset <= 2 * SIZE
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
-        """Return the rejection of an fentry site or of a blacklisted address; see ProbeChecker.
+        """Return the reason to reject a probe at `addr`: an fentry site, or a reason of ProbeChecker.
 
+        Return None if there is no reason.
         Mirrors: kernel/kprobes.c:check_ftrace_location, without CONFIG_KPROBES_ON_FTRACE (v6.12).
         """
         if addr in self.mcount:
@@ -93,11 +97,11 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return super()._forbidden(symbol, addr)
 
     def _has_forbidden(self, symbol: Symbol) -> bool:  # noqa: ARG002 - it overrides
-        """Return True: nearly each function has an fentry site."""
+        """Return True, because nearly each function has an fentry site, whose address is forbidden."""
         return True
 
     def live_in(self, analysis: Arm64FunctionAnalysis, addr: int) -> LiveRegisters:  # noqa: ARG002
-        """Return all registers: the code of handlers preserves each register that it changes."""
+        """Return all registers as live, without an analysis, because arm64 has no jump optimization."""
         return ALL_LIVE
 
     def has_jump_table(self, symbol: Symbol) -> bool:
@@ -110,7 +114,10 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
                 yield at + offset, at
 
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:  # noqa: ARG002
-        """Implement ProbeChecker.possible_addresses: an adr, or an adrp and an add soon after it."""
+        """Implement ProbeChecker.possible_addresses: find each adr, and each adrp with an add after it.
+
+        The add must be one of the next _PAIR_REACH instructions.
+        """
         for at, word in _aligned(_ADDRESS, addr, code):
             taken = insn.taken_address(word, at)
             if taken is None:
@@ -128,7 +135,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
 
 
 def _ends_in_exclusive(words: tuple[int, ...]) -> bool:
-    """Return True if the last exclusive access of a code is a load, so that its sequence is not finished.
+    """Return True if the last exclusive access in `words` is a load, so that its store is still to come.
 
     Mirrors: arch/arm64/kernel/probes/decode-insn.c:is_probed_address_atomic (v6.12).
     """
@@ -141,7 +148,10 @@ def _ends_in_exclusive(words: tuple[int, ...]) -> bool:
 
 
 def _aligned(pattern: re.Pattern[bytes], addr: int, code: bytes) -> Iterator[tuple[int, int]]:
-    """Iterate over the instructions that a pattern matches: address and word."""
+    """Yield (address, instruction) for each match of `pattern` at an aligned address of `code`.
+
+    `addr`: address of the start of `code`.
+    """
     for match in pattern.finditer(code):
         at = match.start()
         if (addr + at) % SIZE == 0:

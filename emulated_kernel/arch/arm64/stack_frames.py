@@ -26,22 +26,22 @@ _SCRATCH = (EXCEPTION_PC, *(f"x{number}" for number in range(19)), "x30")
 """Registers that a called function may change."""
 _NAMES = (*REGISTER_NAMES, "sp")
 _NO_REGISTER = "zero"
-"""Name of no register, so that its value is unknown."""
+"""Name that no register has. A store from it stores an unknown value."""
 _ADD_IMMEDIATE = Pattern(0x7F000000, 0x11000000)
 _SUB_IMMEDIATE = Pattern(0x7F000000, 0x51000000)
 _MOVE = Pattern(0xFFE0FFE0, 0xAA0003E0)
 _PAIRS = Pattern(0x3A000000, 0x28000000)
-"""Loads and stores of pairs of registers."""
+"""Pattern of the instructions that load or store a pair of registers."""
 _SINGLES = Pattern(0x3A000000, 0x38000000)
-"""Loads and stores of a register, and atomic operations."""
+"""Pattern of the instructions that load or store one register, and of atomic operations."""
 _ORDERED = Pattern(0x3F000000, 0x08000000)
-"""Exclusive and ordered accesses."""
+"""Pattern of exclusive, load-acquire and store-release instructions."""
 _IS_LOAD = 1 << 22
 _IS_SIMD = 1 << 26
 _SCALED = 1 << 24
-"""Bit of the access to a register whose offset is a multiple of its size."""
+"""Bit of a _SINGLES instruction whose offset from the base is a multiple of the access's size."""
 _WITH_REGISTER = 1 << 21
-"""Bit of the access to a register whose offset is in a register, and of an atomic operation."""
+"""Bit of a _SINGLES instruction whose offset is in a register, and of an atomic operation."""
 
 
 def frame_insns(code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
@@ -92,12 +92,15 @@ def _effect(word: int, switches_stack: bool) -> Effect:
 
 
 def _names(*numbers: int) -> list[str]:
-    """Return the names of registers, without those that are zero."""
+    """Return the names of registers, given by their numbers; omit the zero register."""
     return [REGISTER_NAMES[number] for number in numbers if number != insn.SP_OR_ZERO]
 
 
 def _access(word: int, register: int, offset: int, size: int) -> Effect:
-    """Return the effect of a load or store of `size` bytes at the base plus `offset`."""
+    """Return the effect of the access `word` to `register`: a load or store of `size` bytes.
+
+    The access is at the base register plus `offset`.
+    """
     base = _NAMES[word >> 5 & 31]
     if word & _IS_SIMD:
         return unchanged
@@ -132,7 +135,7 @@ def _single(word: int) -> Effect:
     if word & _SCALED:
         return _access(word, register, (word >> 10 & 0xFFF) * size, size)
     if word & _WITH_REGISTER:
-        # Also atomic operations, which write the register with the old value.
+        # This includes atomic operations, which write the memory's old value to the register.
         return forget_registers(_names(register))
     value = signed(word >> 12, 9)
     is_changed = bool(word >> 10 & 1)
@@ -142,13 +145,16 @@ def _single(word: int) -> Effect:
 
 
 def _moved(word: int, change: int) -> Effect:
-    """Return the effect of adding `change` to the base of an access."""
+    """Return the effect of adding `change` to the base register of the access `word`."""
     base = _NAMES[word >> 5 & 31]
     return add_to_register(base, base, change) if change else unchanged
 
 
 def _all(accesses: list[Effect], moved: Effect) -> Effect:
-    """Return the effect of accesses, whose offsets are relative to the base before it is moved."""
+    """Return the effect of `accesses`, followed by `moved`.
+
+    The offsets of the accesses are relative to the base register before `moved` changes it.
+    """
     effects = [effect for effect in (*accesses, moved) if effect is not unchanged]
     if len(effects) == 1:
         return effects[0]
@@ -163,7 +169,7 @@ def _all(accesses: list[Effect], moved: Effect) -> Effect:
 def entry_frame(*, by_interrupt: bool) -> Frame:
     """Return the stack frame at a function's entry.
 
-    The return address is in x30; after an interrupt, elr has the ip.
+    The return address is in x30. At the entry of an interrupt handler, the interrupted ip is in elr instead.
     """
     regs = {name: (name, 0) for name in REGISTER_NAMES}
     regs |= {"sp": (CFA, 0), EXCEPTION_PC if by_interrupt else "x30": (IP, 0)}

@@ -1,4 +1,4 @@
-"""CpuWords: where guest code finds the running task, the CPU's number and the preempt count."""
+"""CpuWords: the per-CPU offsets by which guest code finds the running task, CPU number and preempt count."""
 
 from __future__ import annotations
 

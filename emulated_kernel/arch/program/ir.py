@@ -317,8 +317,8 @@ class RunAssembly(Op):
 class JumpTo(Op):
     """Leave the program for the code whose address a virtual register holds.
 
-    The registers are restored first. If the program runs in a register frame, the frame stays on the stack,
-    and code that was made for such a frame continues.
+    The registers are restored first. If the program runs in a register frame, the frame stays on the stack.
+    The code at the address must expect the frame.
     """
 
     address: int

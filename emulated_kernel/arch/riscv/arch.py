@@ -150,9 +150,9 @@ class RISCV64(Riscv):
 class LinuxRISCV64(RISCV64):
     """Hooks of a distribution's riscv64 kernel with one CPU: tp holds the running task's address.
 
-    No register holds the address of per-CPU data, so the code of handlers contains the addresses of its
-    cells. The kernel clears sstatus.SUM except in its own accesses to user memory, so other loads from there
-    fault. Unicorn: each change of SUM would flush the TLB.
+    No register holds the address of per-CPU data, so the code of a handler contains the addresses of the
+    handler's cells. The kernel clears sstatus.SUM except in its own accesses to user memory, so a handler's
+    load from user memory faults. Unicorn: if handlers set SUM, each change of it would flush the TLB.
     """
 
     current_register = "tp"

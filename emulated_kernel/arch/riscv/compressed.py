@@ -192,7 +192,10 @@ def _store_sp(opcode: int, funct3: int) -> Callable[[int], int]:
 
 
 def _jump_or_move(half: int) -> int | None:
-    """Expand the 16-bit instruction `half`, which is a jr, mv, ebreak, jalr or add."""
+    """Return the 32-bit form of the instruction `half`, which is a jr, mv, ebreak, jalr or add.
+
+    Return None if the encoding is reserved.
+    """
     first = _rd(half)
     second = _rs2(half)
     link = half >> 12 & 1

@@ -167,7 +167,7 @@ def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> b
 
 
 def decode_load(code: bytes) -> MemoryLoad | None:
-    """Return the instruction of load() at `code`, or None if another instruction is there."""
+    """Decode a load instruction like those that load() encodes; None if `code` starts with no such load."""
     word = int.from_bytes(code[:RVI_SIZE], "little")
     kind = word >> 12 & 7
     destination = word >> 7 & 31

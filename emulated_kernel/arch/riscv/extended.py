@@ -47,7 +47,7 @@ class _Replaced:
 
 
 def region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that a jump at `addr` replaces with the tactics, or the rejection of the jump."""
+    """Return the region that a jump at `addr` replaces by the strategy's tactics, or the jump's rejection."""
     for reason in (RejectReason.UNDECODABLE, RejectReason.INDIRECT_JUMP):
         if reason in analysis.hazards:
             return Rejection(reason, analysis.hazards[reason])

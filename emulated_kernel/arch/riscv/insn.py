@@ -387,4 +387,4 @@ def attributes_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, 
 
 
 _NOT_RVI = re.compile(b"[^%s]" % re.escape(bytes(range(3, 256, 4))))
-"""Matches the first byte of a 16-bit instruction."""
+"""Regular expression that matches the first byte of a 16-bit instruction."""

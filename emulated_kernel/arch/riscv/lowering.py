@@ -50,7 +50,10 @@ _ORDER = (T1, T2, *range(T3, T6 + 1), *range(A7, A0 - 1, -1), RA, *range(18, T3)
 t0 is missing, because a handler that an fentry site calls returns through it.
 """
 LEAVING = T0
-"""Register with which JumpTo leaves the program; it must not be live."""
+"""Register to which the op JumpTo moves the address where execution continues after the program.
+
+It must not be live in the probed code.
+"""
 _PLAIN = {
     Arithmetic.ADD: asm.ArithmeticFunct3.ADD,
     Arithmetic.SUB: asm.ArithmeticFunct3.SUB,

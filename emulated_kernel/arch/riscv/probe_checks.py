@@ -252,7 +252,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return self._function(symbol).analysis.has_jump_table
 
     def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
-        """Implement ProbeChecker.possible_branches by regular expressions."""
+        """Implement ProbeChecker.possible_branches by regular expressions.
+
+        If there is a window, search only the code from which a branch can reach it.
+        """
         if window is None:
             yield from self._branches(_BRANCH, addr, code, 0, len(code))
             return
@@ -264,7 +267,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def _branches(
         self, pattern: re.Pattern[bytes], addr: int, code: bytes, first: int, last: int
     ) -> Iterator[Reference]:
-        """Iterate over (target, source) of the branches that `pattern` finds in `code[first:last]`."""
+        """Iterate over (target, source) of the branches that `pattern` finds in `code[first:last]`.
+
+        `addr`: address of the start of `code`.
+        """
         step = RVC_SIZE if self._compressed else RVI_SIZE
         for match in pattern.finditer(code, first, last):
             at = match.start()
@@ -393,10 +399,10 @@ def _auipcs(code: bytes) -> Iterator[int]:
 
 
 def _auipcs_into(window: range, addr: int, code: bytes) -> Iterator[int]:
-    """Iterate over those of _auipcs() that may take an address in `window`, for code at `addr`.
+    """Iterate over the offsets of the auipcs in the code at `addr` that may take an address in `window`.
 
-    The next instruction adds a number of 12 bits with a sign. The lower 12 bits of the auipc itself are not
-    part of the address.
+    The search reads an auipc as a 32-bit distance. Its lower 12 bits are not part of the distance, and a
+    later instruction adds a signed 12-bit number. So the search covers some pages around the window, too.
     """
     start = window.start - addr
     stop = window.stop - addr
@@ -406,7 +412,7 @@ def _auipcs_into(window: range, addr: int, code: bytes) -> Iterator[int]:
 
 
 _LOW_PART = 1 << 12
-"""Size in bytes of the pages to whose addresses auipc leads."""
+"""Unit of the distances that auipc adds to ip, in bytes: 4 KiB."""
 
 
 def _opcodes(opcode: int) -> bytes:
@@ -418,9 +424,9 @@ _NEAR = b"[%s].|[%s][\xa0-\xff]" % (
     b"".join(re.escape(bytes((low,))) for low in range(1, 256, 4)),
 )
 _NEAR_BRANCH = re.compile(b"(?s)(?=%s)" % _NEAR)
-"""Regular expression that finds the first two bytes of a branch, c.j, c.beqz or c.bnez."""
+"""Regular expression that finds the first two bytes of a branch other than jal: b*, c.j, c.beqz or c.bnez."""
 _NEAR_REACH = 1 << 12
-"""Maximum distance in bytes from a branch to its target."""
+"""Maximum distance in bytes from a branch other than jal to its target."""
 _JAL = re.compile(b"(?s)(?=[%s].)" % _opcodes(RiscvOpcode.JAL))
 _JAL_REACH = 1 << 20
 _BRANCH = re.compile(b"(?s)(?=%s|[%s].)" % (_NEAR, _opcodes(RiscvOpcode.JAL)))

@@ -103,7 +103,7 @@ def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
 def entry_frame(*, by_interrupt: bool) -> Frame:
     """Return the stack frame at a function's entry.
 
-    The return address is in ra; after an interrupt, sepc holds the ip.
+    The return address is in ra. At the entry of an interrupt handler, the interrupted ip is in sepc instead.
     """
     regs = {name: (name, 0) for name in REGISTER_NAMES[1:]}
     regs |= {"sp": (CFA, 0), EXCEPTION_PC if by_interrupt else "ra": (IP, 0)}

@@ -22,7 +22,7 @@ from emulated_kernel.util.errors import KernelError
 
 _CS_PREFIX = 0x2E
 
-# One row per high digit of the second opcode byte; bit 0x8000 stands for low digit 0.
+# One row for each high digit of the second opcode byte. Bit 0x8000 is that of the low digit 0.
 _TWO_BYTE_ROWS = (
     0x32C0, 0x0001, 0xF000, 0x4000, 0xFFFF, 0x0000, 0xFFF3, 0x0F03,
     0x0000, 0xFFFF, 0xDCDD, 0xFF1F, 0xC0FF, 0x74DD, 0x64DD, 0x74EE,
@@ -42,9 +42,9 @@ _BOOSTED_REGS = {
 
 
 def can_boost(insn: X86Insn, rules: ProbeRules, *, may_fault: bool = False) -> bool:
-    """Return True if `insn` neither transfers control nor depends on its address.
+    """Return True if Linux boosts `insn`: a jump back can follow its copy in place of a breakpoint.
 
-    `may_fault`: the instruction is in __ex_table, so it can't be boosted.
+    `rules`: the kernel's probe rules. `may_fault`: the instruction is in __ex_table, so it can't be boosted.
     Mirrors: arch/x86/kernel/kprobes/core.c:can_boost (v6.1, v6.12)
     """
     if may_fault or len(insn.opcode) > 2:

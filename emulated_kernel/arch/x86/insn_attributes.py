@@ -247,9 +247,9 @@ def _refusal(insn: X86Insn, bits: int) -> RejectReason | None:
 
 
 def _branch(insn: X86Insn) -> ControlTransfer | None:
-    """Classify a branch by its opcode bytes, as Linux does.
+    """Return the kind of branch that `insn` is, or None if it is no branch.
 
-    A VEX instruction with opcode 70 therefore counts as a jo.
+    As in Linux, the opcode bytes decide. A VEX instruction with opcode 70 therefore counts as a jo.
     """
     if is_indirect_jump(insn):
         return ControlTransfer.INDIRECT_JUMP

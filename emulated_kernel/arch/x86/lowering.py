@@ -121,7 +121,10 @@ _USING_FLAGS = frozenset(
 )
 _CARRIES = {Arithmetic.ADD: asm.ADC, Arithmetic.SUB: asm.SBB}
 LEAVING = CX
-"""Register with which JumpTo leaves the program; it must not be live."""
+"""Register to which the op JumpTo moves the address where execution continues after the program.
+
+It must not be live in the probed code.
+"""
 
 _DISPLACEMENT = Struct("<i")
 _SPARE = -1

@@ -283,7 +283,10 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return analysis.liveness.at(addr)
 
     def has_jump_table(self, symbol: Symbol) -> bool:
-        """Implement ProbeChecker.has_jump_table: a table contains the addresses of its targets."""
+        """Implement ProbeChecker.has_jump_table: a table contains the addresses of its targets.
+
+        Return True if the function has an indirect jump, and data has a pointer into the function's body.
+        """
         facts = self._function(symbol).analysis.flow.facts.values()
         if not any(fact.branch is ControlTransfer.INDIRECT_JUMP for fact in facts):
             return False

@@ -20,13 +20,17 @@ _DISPLACEMENT_SIZE = 4
 def branches(addr: int, code: bytes) -> Iterator[Reference]:
     """Iterate over (target, source) of all bit patterns in the code at `addr` that look like direct branches.
 
-    Decoding the whole kernel would take ten times as long, and few of the branches matter.
+    Patterns may start in the middle of an instruction. Decoding all instructions of a kernel would take ten
+    times as long, and few of the branches matter.
     """
     return _relative(addr, code, _BRANCH)
 
 
 def branches_into(window: range, addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over those of branches() whose target is in `window`; takes 2 % of the time."""
+    """Iterate over the items of branches() whose target is in `window`.
+
+    The search takes 2 % of the time that branches() takes.
+    """
     first = max(window.start - addr - _SHORT_SIZE - 0x7F, 0)
     last = max(window.stop - addr + 0x80, 0)
     for target, source in _relative(addr, code, _SHORT_BRANCH, first, last):
@@ -45,7 +49,7 @@ def rip_relative(addr: int, code: bytes) -> Iterator[Reference]:
 
 
 def rip_relative_into(window: range, addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over those of rip_relative() whose target is in `window`."""
+    """Iterate over the items of rip_relative() whose target is in `window`."""
     for at, target in _displacements(window, addr, code):
         if at >= 2 and code[at - 2] == 0x8D and code[at - 1] & 0xC7 == 0x05:
             yield target, addr + at - 2
@@ -65,7 +69,7 @@ def immediates(sign: int, text: Iterable[tuple[int, int]], addr: int, code: byte
 
 
 def immediates_into(sign: int, window: range, addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over those of immediates() whose value is in `window`."""
+    """Iterate over the items of immediates() whose value is in `window`."""
     for upper in range(window.start >> 16, (window.stop - 1 >> 16) + 1):
         for at in positions(code, (upper & 0xFFFF).to_bytes(2, "little"), 2, len(code)):
             value = sign | int.from_bytes(code[at - 2 : at + 2], "little")
@@ -76,7 +80,11 @@ def immediates_into(sign: int, window: range, addr: int, code: bytes) -> Iterato
 def _relative(
     addr: int, code: bytes, pattern: re.Pattern[bytes], first: int = 0, last: int | None = None
 ) -> Iterator[Reference]:
-    """Iterate over (target, source) of the instructions that `pattern` finds in `code[first:last]`."""
+    """Iterate over (target, source) of the instructions that `pattern` finds in `code[first:last]`.
+
+    `addr`: address of the start of `code`. The displacement is at the end of an instruction: one byte if the
+    instruction has two bytes, otherwise four.
+    """
     from_bytes = int.from_bytes
     for match in pattern.finditer(code, first, len(code) if last is None else last):
         insn = match[1]
@@ -86,7 +94,11 @@ def _relative(
 
 
 def _displacements(window: range, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
-    """Iterate over the displacements in the code at `addr` that lead into `window`: offset and target."""
+    """Yield (offset, target) of each 32-bit word in the code at `addr` that may be a displacement.
+
+    The target is the address after the word plus the word's value, and is in `window`. A word may start at
+    any byte.
+    """
     behind = addr + _DISPLACEMENT_SIZE
     for at, target in displacements_into(code, range(window.start - behind, window.stop - behind)):
         yield at, behind + target
@@ -94,5 +106,8 @@ def _displacements(window: range, addr: int, code: bytes) -> Iterator[tuple[int,
 
 @cache
 def _with_upper(uppers: frozenset[int]) -> re.Pattern[bytes]:
-    """Return a regular expression that finds four bytes of which the last is one of `uppers`."""
+    """Return a regular expression that finds all 32-bit words whose upper byte is one of `uppers`.
+
+    Group 1 of a match is the word. A word may start at any byte.
+    """
     return re.compile(b"(?s)(?=(...[%s]))" % b"".join(re.escape(bytes((upper,))) for upper in sorted(uppers)))

@@ -23,7 +23,10 @@ _LOOPS = range(0xE0, 0xE4)
 _SHORT_JUMP_SIZE = 2
 _ADDRESS_SIZE_PREFIX = 0x67
 _INEXACT = (0x9D, 0xCA, 0xCB)
-"""Opcodes of popf, which may set the trap flag, and lret. A trap would come one instruction too early."""
+"""Opcodes of popf and lret, which cannot be relocated exactly.
+
+popf may set the trap flag. Then the trap would occur at the jump after the copy, one instruction too early.
+"""
 
 
 def relocate(code: bytes, addr: int, to: int, bits: int) -> tuple[bytes, int]:
@@ -61,10 +64,11 @@ def is_relocated_call(code: bytes, bits: int) -> bool:
 
 
 def is_exact(code: bytes, bits: int) -> bool:
-    """Return True if relocate() keeps the effect of an instruction that kprobes emulate, in each case.
+    """Return True if the code of relocate() always has the effect of the first instruction of `code`.
 
-    An operand of 16 bits truncates the target of a branch, which relocate() does not. A call of the address
-    in sp would read it after the push.
+    The instruction must be one that kprobes emulate. Return False for a branch with a 16-bit operand, because
+    the CPU truncates its target, and relocate() does not. Also return False for a call through sp, because
+    relocate() reads sp after the push.
     """
     insn = decode_insn(code, bits)
     calls_sp = insn.opcode[0] == _GROUP_5 and insn.reg == _CALL_NEAR and insn.rm == SP

@@ -219,8 +219,9 @@ class BuiltinKernel(TaskStacks):
         return self._memory.read_word(self._child_reaper)
 
     def give_mm(self, task: int) -> None:
-        """Give the task at address `task` an `mm`, which its children inherit. Nobody looks into it.
+        """Give the task at address `task` an `mm`, which its children inherit.
 
+        The mm only marks a task with user memory: the pointer is not null, but points to no mm_struct.
         Mirrors: fs/exec.c:exec_mmap (v6.1).
         """
         self._memory.write_word(task + self.image.abi["task_struct.mm"], task)

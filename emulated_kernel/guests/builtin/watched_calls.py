@@ -16,8 +16,9 @@ If more words are patched, all calls are watched.
 
 
 class WatchedCalls:
-    """Follows the patches of the guest's text. Lock: the methods leave it.
+    """Finds the kinds of clients' system calls that a probe or tracer could notice. Lock: leaves.
 
+    A call is watched if it can execute patched text.
     If a module is loaded, all calls are watched while any text is patched, because the kernel may call the
     module's code from anywhere.
     """
@@ -36,8 +37,8 @@ class WatchedCalls:
         self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text can be executed by more kinds of system calls.
 
-        They run the guest to open in it the files that clients have open. The argument is True if Calls.NAMES
-        is among the added kinds.
+        Each function opens the files that clients have open in the guest, too, and so runs the guest. Its
+        argument is True if Calls.NAMES is one of the added kinds.
         """
         text.before_change = self._before_change
 

@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
 
 def gdb_file(machine: DebuggedMachine, lock: ControlLock) -> SeqFile:
-    """Return the file machine/gdb for a machine."""
+    """Return the file machine/gdb of a machine: reading it starts a server for gdb, and returns its socket.
+
+    `lock`: the control lock of the machine.
+    """
     return SeqFile(0o400, single(gdb_path(machine, lock)))
 
 
 def gdb_path(machine: DebuggedMachine, lock: ControlLock) -> Callable[[], str]:
-    """Return a function that returns the path of a socket as a line. Its first call starts the server.
+    """Return a function that returns the path of the gdb server's socket, followed by a newline.
 
-    The end of the machine also ends the debugger's session.
+    The first call of the function starts the server. The server is closed before the machine is freed.
     """
     servers: list[GdbServer] = []
 

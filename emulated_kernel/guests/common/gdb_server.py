@@ -180,7 +180,7 @@ class GdbSession:
         self._closing = closing
         self._received = bytearray()
         self._stops, self._stop_writer = os.pipe()
-        """Pipe that gets a byte when the guest stops by itself."""
+        """Ends of a pipe, for reading and writing. It gets a byte when the guest stops by itself."""
         self._acknowledges = True
         self._thread = 1
         """Number of the virtual CPU whose registers the debugger reads and writes, plus 1."""
@@ -216,12 +216,12 @@ class GdbSession:
             self._send(self._answer(packet))
 
     def _note_stop(self) -> None:
-        # The session may have ended.
+        # If the session has ended, the pipe is closed.
         with suppress(OSError):
             os.write(self._stop_writer, _STOP)
 
     def close(self) -> None:
-        """Free the pipe, after the debugger was detached."""
+        """Close the session's pipe. Precondition: the debugger has been detached from the guest."""
         self._debugger.on_stop = lambda: None
         os.close(self._stops)
         os.close(self._stop_writer)
@@ -229,11 +229,12 @@ class GdbSession:
     # Packets
 
     def _next(self, timeout: float) -> bytes | None:
-        """Return the next packet, the byte 3 for an interrupt, or None if none is complete in time.
+        """Return the next packet, or the byte 3 if the debugger asks for an interrupt.
 
-        Also return None if the guest stops.
+        Return None if no packet is complete after `timeout` seconds, or if the guest stops before.
 
-        Raises: ConnectionError (the debugger is gone, or sends no protocol).
+        Raises: ConnectionError (the debugger has closed the connection, or sends too much data that is no
+        packet).
         """
         found = self._parsed()
         if found is not None:
@@ -407,9 +408,11 @@ class GdbSession:
         return _ERROR if _ERROR in answers else _OK
 
     def _set(self, number: int, value: int) -> bytes:
-        """Set a general register of the current CPU; other registers can only keep their values.
+        """Set register `number` of the layout; return the reply for gdb: OK, or an error.
 
-        In the middle of a run, the emulator cannot change ip.
+        Only general registers of the current CPU except ip can be changed. The emulator cannot change ip in
+        the middle of a run. Setting any other register to its present value succeeds, because gdb writes all
+        registers at once.
         """
         name, size = self._layout[number]
         now = self._values().get(name, 0) & (1 << 8 * size) - 1
@@ -458,7 +461,7 @@ class GdbSession:
 
 
 def _unescaped(body: bytes) -> bytes:
-    """Return a packet's body without escapes of binary data."""
+    """Return the body of a packet, in which the escape sequences of binary data are decoded."""
     if b"}" not in body:
         return body
     found = bytearray()

@@ -26,7 +26,10 @@ TIMEOUT = 0.1
 MAX_ABANDONED = 8
 """Maximum number of abandoned helpers that may still sleep in a read. At the maximum, all reads fail."""
 IDLE = 3
-"""Maximum number of idle helpers that are kept; usually, no more threads serve requests at a time."""
+"""Maximum number of idle helper processes that are kept.
+
+Usually, at most this many threads serve requests at the same time.
+"""
 START_TIMEOUT = 5.0
 """Maximum seconds that a new helper may take until it is ready."""
 
@@ -185,9 +188,10 @@ class ProcessMemory:
         """Start without helpers. `timeout`: seconds after which a read is given up."""
         self._timeout = timeout
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a context manager for a long wait, during which another thread serves requests.
+        """Function that returns a context manager for a long wait, in which another thread serves requests.
 
-        A page of the mount itself can be read only if a thread is left that answers.
+        The memory to read may be mapped from a file of the mount. Then a thread must serve the read of this
+        file.
         """
         self._lock = threading.Lock()
         self._idle: list[_Helper] = []

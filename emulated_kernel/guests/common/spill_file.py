@@ -51,8 +51,9 @@ def _places() -> Iterator[str]:
 
 
 def has_space(directory: str, size: int, whole: int) -> bool:
-    """Return True if a directory has space for a file and its tables, and for its holes if these need it.
+    """Return True if a directory has space for a file, and for the tables that are appended to it.
 
+    In a file system in memory, the holes of the file also need space.
     `size`: bytes that the file takes on disk. `whole`: length of the file in bytes, including holes.
 
     Hazard: in a file in memory, reading a mapped hole allocates a page. If there is no memory, the reader is

@@ -49,7 +49,7 @@ class WorkloadKind(Enum):
 
 
 class Workload(Protocol):
-    """A workload of one kind, whose system calls one guest task and its children make."""
+    """A workload of one kind. One guest task and its children make the workload's system calls."""
 
     def round(self) -> None:
         """Make the calls of one round; if the task was killed, replace it first. Raises: KernelError."""

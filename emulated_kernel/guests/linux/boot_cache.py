@@ -205,7 +205,7 @@ def _booted(
         machine.follow_text(facts.symbols)
         machine.execute(facts.executed)
         sites = _load(machine, kernel, cpu)
-        # The guest runs without Python's global lock.
+        # The guest runs without Python's global lock, so another thread can decode the tables meanwhile.
         decoding = start_thread("tables", decode_tables, kernel)
         boot(machine, kernel, progress)
         decoding.join()
@@ -227,8 +227,8 @@ def _booted(
 def _load(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu | None) -> tuple[int, ...]:
     """Load a kernel into the machine; return the addresses of the rdmsr instructions that the host emulates.
 
-    `cpu`: the production machine's CPU that an x86 guest is shown. Without it, or if the guest is not an x86
-    guest, return ().
+    `cpu`: production CPU that an x86 guest sees in place of the emulated CPU. If it is None, or the guest is
+    not an x86 guest, return ().
     """
     if isinstance(machine, RiscvMachine):
         riscv_boot.load(machine, kernel)

@@ -15,7 +15,10 @@ STACK_TOP = "cpu_current_top_of_stack"
 """Key in KernelOffsets.per_cpu of the word with the end of the running task's struct pt_regs."""
 
 ENTRY_TASK = "__entry_task"
-"""Per-CPU variable with the running task, from which an arm64 kernel takes it at an entry."""
+"""Per-CPU variable with the address of the running task's task_struct.
+
+An arm64 kernel reads it when it is entered from user mode.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,11 @@ class GuestAbi:
     pt_regs: tuple[str, ...]
     """Names of the first members of struct pt_regs, in order; each is one word."""
     call: tuple[str, ...]
-    """Names of the registers with the arguments of a system call, followed by that with its number."""
+    """Names of the registers with a system call's arguments, and last of the register with its number."""
     result: str
     """Name of the register with the result of a system call."""
     counter: str
-    """Name of the register with the number of pages for the stub's code at UserStub.touch."""
+    """Name of the register in which the stub's code at UserStub.touch takes the number of pages."""
     kept: tuple[str, str]
     """Names of two registers that system calls preserve."""
     syscalls: Mapping[str, int]
@@ -63,7 +66,7 @@ class GuestAbi:
     irq_stack_size: int
     """Number of bytes from the address in the variable `irq_stack` to the end of the stack."""
     saved_sp: str
-    """Path of the member of task_struct with the stack pointer of a task that does not run."""
+    """Path of the member of task_struct that contains the stack pointer while the task does not run."""
     host_code: int
     """Address at which the host maps its own code and data; Linux leaves the 2 MiB from there on unused."""
     is_word_hashed: bool
@@ -185,17 +188,17 @@ ARM64 = GuestAbi(
     o_directory=0o40000,
     stat=_GENERIC_STAT,
     stat_order=_GENERIC_STAT_ORDER,
-    # Mirrors: arch/arm64/include/asm/memory.h:MODULES_VADDR, MODULES_END (v6.12). Without the host's code at
-    # the end, in which no timer may interrupt a hit.
+    # Mirrors: arch/arm64/include/asm/memory.h:MODULES_VADDR, MODULES_END (v6.12). The range excludes the
+    # host's code, which is at the end of module space, because no timer may interrupt a hit there.
     modules=range(0xFFFF800000000000, 0xFFFF80007C000000),
     time_read="arch_counter_read",
     irq_stack="irq_stack_ptr",
     irq_stack_size=16 << 10,
     saved_sp="task_struct.thread.cpu_context.sp",
-    # In the part of the direct map after all RAM that a machine can have.
+    # The address is in the direct map, after the end of the largest possible RAM.
     host_code=0xFFFF400000000000,
     is_word_hashed=True,
-    # Of mrs cntfrq_el0, cntpct_el0, cntvct_el0; mrs cntv_*_el0; msr cntv_*_el0.
+    # The instructions: mrs of cntfrq_el0, cntpct_el0 and cntvct_el0; mrs of cntv_*_el0; msr of cntv_*_el0.
     executed=(b"\xe0\x3b\xd5", b"\xe3\x3b\xd5", b"\xe3\x1b\xd5"),
 )
 ABIS = (X86_64, ARM64, RISCV64)

@@ -32,7 +32,7 @@ KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 """
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
-"""Symbols of switches. If one is set, a page must keep the pattern that freeing it has written."""
+"""Symbols of kernel switches. If one is set, a free page must keep the pattern written when it was freed."""
 _OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
 _MEMBERS = (
     "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.comm",
@@ -127,7 +127,10 @@ class KernelOffsets:
     need_resched: int = 0
     """Bit of TIF_NEED_RESCHED in thread_info.flags, found in the booted kernel; 0 before the boot."""
     executed: dict[str, int] = field(default_factory=dict)
-    """Address, in hexadecimal, of an instruction that the host executes in place of the CPU -> its code."""
+    """Address of an instruction that the host executes in place of the CPU -> the instruction's code.
+
+    The address is a hexadecimal number without a prefix, because JSON keys are strings.
+    """
     syscall_trace: int = 0
     """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
 
@@ -174,9 +177,9 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 
 
 def _instructions_ending(kernel: LinuxKernel, ends: tuple[bytes, ...]) -> Iterator[tuple[int, int]]:
-    """Yield address and code of the words in a kernel that end with one of `ends`, each of three bytes.
+    """Yield (address, value) of each aligned 32-bit word of a kernel whose last three bytes are in `ends`.
 
-    A word that is not an instruction is never executed.
+    Some words may be data, but the host's hooks for them are never called, because they are not executed.
     """
     for segment in kernel.vmlinux.segments:
         data = bytes(segment.data)
@@ -219,7 +222,9 @@ def _per_cpu_offsets(kernel: LinuxKernel, needed: tuple[str, ...]) -> dict[str, 
 
 
 def _stack_top(kernel: LinuxKernel) -> int | None:
-    """Return the offset of the word with the end of the running task's struct pt_regs.
+    """Return the per-CPU offset of the word with the address of the end of the running task's struct pt_regs.
+
+    Return None if the kernel has no known symbol for the word.
 
     Mirrors: arch/x86/include/asm/processor.h:cpu_current_top_of_stack (v5.10, v6.1),
     arch/x86/include/asm/current.h:struct pcpu_hot (v6.12)

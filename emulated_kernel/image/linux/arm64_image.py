@@ -1,4 +1,4 @@
-"""Arm64Image: reading of an Image, the flat form of an arm64 kernel, and the relocations of arm64 kernels.
+"""Arm64Image: reads an Image, the flat form of an arm64 kernel, and applies the kernel's relocations.
 
 Source: Documentation/arm64/booting.rst (v6.1).
 """
@@ -20,26 +20,27 @@ _HEADER = struct.Struct("<8x3Q")
 _BIG_ENDIAN = 1
 _PAGE_SIZE_AT = 1
 _PAGE_SIZES = {0: "an unknown size", 2: "16 KiB", 3: "64 KiB"}
-"""Number in the header's flags -> size of pages that the host does not support."""
+"""Page sizes that the host does not support: value of the page size field in the header's flags -> text."""
 _SMALL_PAGES = 1
-"""Number in the header's flags for pages of 4 KiB."""
+"""Value of the page size field in the header's flags for pages of 4 KiB."""
 _RELATIVE = struct.pack("<Q", 0x403)
-"""Type of a relocation that stores an address: R_AARCH64_RELATIVE."""
+"""The relocation type R_AARCH64_RELATIVE, which stores an address, as bytes in the file."""
 _ENTRY = 24
-"""Size in bytes of a relocation: offset, type and addend."""
+"""Size in bytes of an entry of the relocation table (Elf64_Rela): offset, type and addend."""
 _ALIGNMENT = 2 << 20
-"""Alignment of an Image in memory in bytes."""
+"""Alignment in bytes of the address at which an Image is loaded."""
 _LINKED = 0xFFFF800080000000
-"""Address at which kernels for addresses of 48 bits are linked: after 2 GiB for their modules.
+"""Address at which kernels with 48-bit virtual addresses are linked. The 2 GiB before it are for modules.
 
 Mirrors: arch/arm64/include/asm/memory.h:KIMAGE_VADDR (v6.12)
 """
 
 
 class Arm64Image(FlatImage):
-    """The memory of an arm64 kernel that is given as an Image. Its relocations are applied.
+    """The memory of an arm64 kernel that is given as an Image, after its relocations.
 
-    Raises: KernelError ENOEXEC (no sensible size, other pages than the host's, or no relocations).
+    Raises: KernelError ENOEXEC (the Image is truncated or big-endian, its size is not sensible, its pages do
+    not have 4 KiB, it has no relocations, or its link address is not supported).
     """
 
     architecture = ARM64
@@ -67,24 +68,28 @@ class Arm64Image(FlatImage):
 
 
 def check_linked(address: int) -> None:
-    """Check the address at which a kernel is linked. Raises: KernelError ENOEXEC (it is not supported)."""
+    """Check that kernels linked at `address` are supported. Raises: KernelError ENOEXEC (they are not)."""
     if address != _LINKED:
         raise unusable(f"it is linked at {address:#x}; use Linux 6.5 or later for addresses of 48 or 52 bits")
 
 
 def _lowest(relocations: memoryview) -> int:
-    """Return the lowest place or value of relocations, which is near the start of the kernel."""
+    """Return the lowest address in a table of relocations, which is near the start of the kernel.
+
+    The table has the address of each relocated word, and the address to store there.
+    """
     places = relocations[0::3].tolist()
     return min(places + relocations[2::3].tolist())
 
 
 def relocated(segments: Sequence[LoadSegment]) -> tuple[LoadSegment, ...]:
-    """Return segments of an arm64 kernel after its own relocation, which stores addresses in its data.
+    """Return the segments of an arm64 kernel as they are after the kernel has relocated itself at boot.
 
-    An arm64 kernel relocates itself at boot. Its file may have zeros in place of the addresses.
+    The relocation stores addresses in the kernel's data. In the kernel's file, there may be zeros in place of
+    the addresses.
     Mirrors: arch/arm64/kernel/head.S:__relocate_kernel (v6.1), arch/arm64/kernel/pi/relocate.c (v6.12)
 
-    Raises: KernelError ENOEXEC (a relocation of a place that is not aligned).
+    Raises: KernelError ENOEXEC (a relocation of a word that is not aligned).
     """
     table = max((_relocations(segment.data) for segment in segments), key=len)
     changed = [bytearray(segment.data) for segment in segments]
@@ -104,7 +109,11 @@ def relocated(segments: Sequence[LoadSegment]) -> tuple[LoadSegment, ...]:
 
 
 def _relocations(data: bytes | memoryview) -> memoryview:
-    """Return the words of the longest table of relocations: place, type and value of each of them."""
+    """Find the longest table of relocations in `data`; return it as 64-bit words.
+
+    A relocation has three words: the address to relocate, the type, and the address to store. The result is
+    empty if there is no table.
+    """
     text = bytes(data)
     first = 0
     count = 0

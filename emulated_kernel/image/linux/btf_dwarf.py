@@ -17,7 +17,7 @@ _NO, _YES = 0, 1
 _ADDR, _DATA8, _STRING, _DATA1, _FLAG, _SDATA, _STRP, _UDATA, _REF4, _EXPRLOC, _PRESENT = (
     0x01, 0x07, 0x08, 0x0B, 0x0C, 0x0D, 0x0E, 0x0F, 0x13, 0x18, 0x19,
 )  # fmt: skip
-"""Forms of attributes. Source: DWARF 4, section 7.5.4."""
+"""Numbers of the forms of DWARF attributes (DW_FORM). Source: DWARF 4, section 7.5.4."""
 _NAME, _BYTE_SIZE, _LANGUAGE, _CONST_VALUE, _PRODUCER, _PROTOTYPED = 0x03, 0x0B, 0x13, 0x1C, 0x25, 0x27
 _LOW_PC, _HIGH_PC, _BIT_SIZE, _UPPER_BOUND, _MEMBER_LOCATION = 0x11, 0x12, 0x0D, 0x2F, 0x38
 _DECLARATION, _ENCODING, _EXTERNAL, _TYPE, _LOCATION, _BIT_OFFSET = 0x3C, 0x3E, 0x3F, 0x49, 0x02, 0x6B
@@ -128,7 +128,7 @@ class DwarfSections:
 
 
 class _Writer:
-    """Writes the types of a BTF."""
+    """Writes the types of a BTF as DWARF."""
 
     def __init__(self, btf: Btf, word_size: int) -> None:
         self.btf = btf
@@ -184,7 +184,7 @@ class _Writer:
             case Kind.ARRAY:
                 element, count = btf.array_of(number)
                 dwarf.begin(_ARRAY, (self._type(element),), children=True, number=number)
-                # BTF does not tell [0] from []. No count is right for the second, which is frequent.
+                # BTF does not distinguish [0] from []. A missing count is right for [], which is frequent.
                 dwarf.entry(_SUBRANGE, ((_UPPER_BOUND, _UDATA, count - 1 if count else None),))
                 dwarf.end()
             case Kind.STRUCT | Kind.UNION:

@@ -63,9 +63,12 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
 
 
 def decode_tables(kernel: LinuxKernel) -> None:
-    """Decode the tables that cached_parts() needs, so that `kernel` and later copies of it have them."""
+    """Decode the tables that cached_parts() needs. `kernel` keeps them, and copies of it have them, too.
+
+    Ignore tables that cannot be decoded.
+    """
     for name in (*_ADDRESSES, *_ENTRIES, *_DEFINITIONS, "bugs"):
-        # A table that cannot be read is reported to whoever uses it.
+        # Each later use of a table that cannot be decoded raises the error again.
         with suppress(KernelError):
             getattr(kernel, name)
 

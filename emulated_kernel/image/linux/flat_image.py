@@ -1,4 +1,4 @@
-"""FlatImage: the memory of a kernel whose file is one flat range of memory, with a small header."""
+"""FlatImage: the memory of a kernel whose file is an Image, a copy of memory that begins with a header."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ALL_RIGHTS = 7
 
 
 class FlatImage(LinkedMemory):
-    """The memory of a kernel that is given as an Image.
+    """The memory of a kernel that is given as an Image. There is a subclass for each architecture.
 
-    Raises: KernelError ENOEXEC (no sensible size).
+    Raises: KernelError ENOEXEC (the header contains no sensible size).
     """
 
     magic_at: ClassVar[int]
@@ -24,7 +24,10 @@ class FlatImage(LinkedMemory):
     magic: ClassVar[bytes]
 
     def __init__(self, data: bytes, size: int, linked: int) -> None:
-        """Take the file's data. `size`: size in memory by the header. `linked`: address of the first byte."""
+        """Store the kernel's memory. `data`: contents of the file.
+
+        `size`: size in bytes in memory, from the header. `linked`: virtual address of the first byte.
+        """
         if not len(data) <= size <= _MEMORY_LIMIT:
             raise unusable(f"its header says that it takes {size:#x} bytes; the file has {len(data):#x}")
         super().__init__(linked, (LoadSegment(linked, 0, data, size, _ALL_RIGHTS),), {})

@@ -190,7 +190,7 @@ def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> 
         if not kind or not structures.vmlinux.has(kind):
             return
         text = with_values(structures.string(kind), values)
-        # Before v5.16, only the type tells the length of an array.
+        # Before v5.16, the length of an array is only in the text of its type.
         count = _ARRAY.search(text)
         length = (
             structures.value(field, "trace_event_fields.len", 4)

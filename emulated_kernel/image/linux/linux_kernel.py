@@ -45,9 +45,9 @@ _NOTES_LIMIT = 1 << 16
 _JUMP = 0xE9
 """Opcode of a jump with a displacement of 32 bits."""
 _NOPS_BEFORE = 8
-"""Size in bytes of the nops in front of a function, in kernels whose fentry sites name their users."""
+"""Size in bytes of the nops before a function, in kernels with CONFIG_DYNAMIC_FTRACE_WITH_CALL_OPS."""
 _SAMPLE = 64
-"""Number of fentry sites that are examined."""
+"""Number of fentry sites that are examined to find out whether there are nops before functions."""
 _BTI_C = 0xD503245F
 _ARM64_SIZE = 4
 _SECOND_HALF = 0x20
@@ -96,7 +96,7 @@ _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata",
 _OPTIONS = {"__per_cpu_offset": "CONFIG_SMP", "page_offset_base": "CONFIG_RANDOMIZE_MEMORY"}
 """Symbol -> build option without which a kernel does not have the symbol."""
 _LAST = "_end"
-"""Symbol of the end of a kernel; only CONFIG_KALLSYMS_ALL keeps it, as it keeps those of variables."""
+"""Symbol of the end of a kernel. kallsyms contains it only with CONFIG_KALLSYMS_ALL: it is not in text."""
 
 
 class LinuxKernel:
@@ -112,7 +112,7 @@ class LinuxKernel:
         symtab = vmlinux.symtab if isinstance(vmlinux, Vmlinux) else ()
         found = find_symbols(vmlinux)
         if found:
-            # In the kernel's own order.
+            # The symbols are in the kernel's own order.
             symbols = Kallsyms.of_table(SymbolTable.of(found), 0, 1 << 64)
         elif symtab:
             symbols = Kallsyms(
@@ -156,7 +156,7 @@ class LinuxKernel:
 
     @cached_property
     def mcount(self) -> AddressSet:
-        """Addresses of the fentry sites, each 5 bytes at the start of a function.
+        """Addresses of the fentry sites, which are at or near the start of functions.
 
         Linux: zero entries are padding.
         """
@@ -189,9 +189,10 @@ class LinuxKernel:
 
     @cached_property
     def _nops_before(self) -> int:
-        """Size in bytes of the nops in front of each function of an arm64 or riscv64 kernel, or 0.
+        """Size in bytes of the nops before each function of an arm64 or riscv64 kernel, or 0.
 
-        Most entries of the kernel's table tell whether there are such nops.
+        There are nops before functions if most of the examined entries in the table of fentry sites are
+        _NOPS_BEFORE bytes before the start of a function.
         """
         entries = islice(filter(None, text_tables.words(self._table(_MCOUNT)[1])), _SAMPLE)
         behind = [self.kallsyms.lookup(entry + _NOPS_BEFORE) for entry in entries]
@@ -438,7 +439,7 @@ class LinuxKernel:
 
 
 def open_kernel(source: str) -> LinuxKernel:
-    """Open a kernel: `source` is the path of a vmlinuz, vmlinux or Debian package, or `host`.
+    """Open a kernel: `source` is the path of a vmlinux, vmlinuz, Image or package, or `host`.
 
     Raises: KernelError ENOEXEC (not a kernel), ENOENT (the running kernel's file doesn't exist), OSError.
     """

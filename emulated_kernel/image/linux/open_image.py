@@ -25,7 +25,7 @@ _START = 0x210
 _FOREIGN = ((0x30, b"RISCV", "another RISC-V"),)
 """Offset and bytes in the header of a kernel that is no ELF file, and the machine that it is for."""
 _IMAGES = (RiscvImage, Arm64Image)
-"""Classes of the flat forms of kernels."""
+"""Classes for kernels in the form of an Image, one for each architecture that has this form."""
 _OWN_SYMBOL = "__guest_abi"
 """Name of the symbol of the ABI table, which only images built from image/src have."""
 

@@ -58,10 +58,10 @@ class CoreSegment(NamedTuple):
 
 
 def _merged(loads: Iterable[CoreSegment]) -> Iterator[CoreSegment]:
-    """Yield sorted segments, and merge those that overlap and have the common pages once in the file.
+    """Yield segments, and merge overlapping segments whose common pages are in the file only once.
 
-    A core for gdb has a segment for each range of virtual addresses. Memory that is mapped twice is therefore
-    in two segments.
+    `loads`: segments sorted by physical address. A core for gdb has a segment for each range of virtual
+    addresses. Memory that is mapped twice is therefore in two segments.
     """
     last: CoreSegment | None = None
     for load in loads:

@@ -238,7 +238,7 @@ def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, 
 class Vmlinux(LinkedMemory):
     """The memory, sections and symbols of a vmlinux, which is a linked ELF file for x86_64, arm64 or riscv64.
 
-    The file can be closed after the object was made.
+    The file can be closed after the object has been created.
 
     Raises: KernelError ENOEXEC (any other kind of file).
     """

@@ -1,4 +1,4 @@
-"""The arm64 CPU: exception levels 0 and 1, with the registers of Linux's pt_regs."""
+"""Model of the arm64 CPU with exception levels 0 (user mode) and 1 (kernel), and access to its registers."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ _CP_REG = 290
 _FIRST_X = 199
 
 EL1H = 5
-"""Value of PSTATE.M at exception level 1 with its own stack pointer."""
+"""Value of PSTATE.M at exception level 1 if sp is sp_el1, as always in Linux."""
 LEVEL = 0xC
-"""Mask of the exception level in PSTATE."""
+"""Mask of the bits of PSTATE that contain the exception level."""
 DAIF = 0x3C0
-"""Mask in PSTATE of the bits that mask debug exceptions, SErrors, interrupts and fast interrupts."""
+"""Mask of the four bits of PSTATE that mask debug exceptions, SErrors, IRQs and FIQs."""
 IRQ_MASKED = 0x80
 _CLASS_SHIFT = 26
 CLASS_UNKNOWN = 0
 CLASS_SVC = 0x15
 CLASS_BRK = 0x3C
 _ABORTS = (0x20, 0x21, 0x24, 0x25)
-"""Classes of aborts: of a fetch or an access to data, each from user mode and from the kernel."""
+"""Exception classes of aborts, which are page faults in Linux.
+
+The order is: instruction abort in user mode and in the kernel, data abort in user mode and in the kernel.
+"""
 BRK: Final = bytes.fromhex("800020d4")
 """The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
 FULL_SIZE = 1 << 25
-"""Bit of the syndrome that is set for an instruction of 32 bits."""
+"""Bit IL of a syndrome (esr_el1), which is set if the instruction has 32 bits."""
 
 
 class _SystemRegister(ctypes.Structure):
-    """Unicorn's uc_arm64_cp_reg: the encoding of a system register, and its value."""
+    """Unicorn's struct uc_arm64_cp_reg: the encoding of a system register, and the register's value."""
 
     _fields_ = (
         ("crn", ctypes.c_uint32),
@@ -66,35 +69,35 @@ Encoding = tuple[int, int, int, int, int]
 SPSR_EL1: Final = (3, 0, 4, 0, 0)
 HCR_EL2: Final = (3, 4, 1, 1, 0)
 HCR_64_BITS: Final = 1 << 31
-"""Value of hcr_el2 for a level 1 of 64 bits (RW)."""
+"""Value of hcr_el2 that makes exception level 1 use AArch64: only bit RW is set."""
 HCR_IRQ_ROUTED: Final = 1 << 4
-"""Bit of hcr_el2 that lets virtual interrupts occur (IMO)."""
+"""Bit IMO of hcr_el2, which enables virtual interrupts."""
 HCR_IRQ_PENDING: Final = 1 << 7
-"""Bit of hcr_el2 that makes a virtual interrupt pending (VI)."""
+"""Bit VI of hcr_el2, which makes a virtual interrupt pending."""
 SCR_EL3: Final = (3, 6, 1, 1, 0)
 SCR_64_BITS: Final = 0x431
-"""Value of scr_el3 for lower levels of 64 bits that are not secure (RW, NS)."""
+"""Value of scr_el3 that makes the lower exception levels use AArch64 (RW) in non-secure state (NS)."""
 
 
 def write_system_register(engine: Engine, encoding: Encoding, value: int) -> None:
-    """Set a system register, for which Unicorn has no id, by its encoding."""
+    """Set the system register with this encoding, for registers to which Unicorn gives no id."""
     op0, op1, crn, crm, op2 = encoding
     engine.reg_write_raw(_CP_REG, _SystemRegister(crn, crm, op0, op1, op2, value))
 
 
 def read_system_register(engine: Engine, encoding: Encoding) -> int:
-    """Return the value of a system register, for which Unicorn has no id, by its encoding."""
+    """Return the value of the system register with this encoding, for registers without an id in Unicorn."""
     op0, op1, crn, crm, op2 = encoding
     return int(engine.reg_read_raw(_CP_REG, _SystemRegister(crn, crm, op0, op1, op2, 0)).value)
 
 
 def syndrome_class(syndrome: int) -> int:
-    """Return the class of an exception from its syndrome, the value of esr_el1."""
+    """Return the exception class (EC) in `syndrome`, the value of esr_el1."""
     return syndrome >> _CLASS_SHIFT
 
 
 def vector_of(syndrome: int) -> Vector:
-    """Return the Vector (x86's number) of an exception; `syndrome` is the value of esr_el1."""
+    """Return the x86 vector that corresponds to an exception; `syndrome` is the value of esr_el1."""
     kind = syndrome_class(syndrome)
     if kind in _ABORTS:
         return Vector.PAGE_FAULT
@@ -104,7 +107,10 @@ def vector_of(syndrome: int) -> Vector:
 
 
 def fault(ip: int, syndrome: int, address: int = 0) -> Trap:
-    """Return the trap of an exception at `ip`. `syndrome` and `address`: values of esr_el1 and far_el1."""
+    """Return the Trap of an exception at `ip`.
+
+    `syndrome`: value of esr_el1. `address`: value of far_el1, the address whose access failed.
+    """
     return Trap(TrapKind.FAULT, ip, vector_of(syndrome), syndrome, address)
 
 
@@ -149,11 +155,11 @@ class Arm64Cpu(CpuModel):
     filler = BRK
 
     def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:  # noqa: ARG002 - it refuses
-        """Refuse, because kprobefs's own kernel has no image for arm64. Raises: HardwareError."""
+        """Raise HardwareError, because kprobefs's own kernel has no image for arm64."""
         raise HardwareError("kprobefs's own kernel does not run on arm64")
 
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:  # noqa: ARG002
-        """Return the trap for an exception: `error_code` is the syndrome."""
+        """Return the trap for an exception at `ip`; `error_code` is the syndrome. Ignore `vector`."""
         return fault(ip, error_code)
 
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
@@ -165,7 +171,7 @@ class Arm64Cpu(CpuModel):
         return fault(ip, 0x25 << _CLASS_SHIFT | FULL_SIZE | int(write) << 6 | status, address)
 
     def trap_number(self, trap: Trap) -> int:
-        """Return the syndrome of a trap."""
+        """Return the syndrome (esr_el1) of `trap`."""
         return trap.error_code
 
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:  # noqa: ARG002

@@ -36,7 +36,7 @@ class CpuModel(ABC):
     fixed_flags: int
     """Mask of the flags that are always set."""
     interrupt_flag: int
-    """Mask of the flag that enables interrupts."""
+    """Mask of the flag that enables interrupts, in the register `flags_register`."""
     special_registers: Mapping[str, int]
     """Name of a register that probes can only read -> Unicorn's id of the register."""
     segment_bases: Mapping[str, int] = MappingProxyType({})

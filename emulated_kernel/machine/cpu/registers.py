@@ -175,7 +175,7 @@ def api_regs(cpu: CpuModel, engine: Engine) -> Regs:
 
 
 def fast_regs(cpu: CpuModel, engine: Engine, address: int) -> Regs:
-    """Return the registers of a CPU, accessed in Unicorn's CPU structure, which find_cpu_state() found.
+    """Return the registers of a CPU as an object that accesses Unicorn's CPU structure directly.
 
     `address`: result of find_cpu_state().
     """

@@ -1,4 +1,4 @@
-"""Traps of arm64: breakpoints and exceptions as the emulator reports them."""
+"""Traps of arm64: handles the breakpoints and exceptions that Unicorn reports."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from emulated_kernel.machine.run_watchdog import HandlerTime
 from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Engine
 
 _ABORTS = 3, 4
-"""Unicorn's numbers of an abort of a fetch, and of an access to data."""
+"""Unicorn's numbers of an instruction abort and of a data abort."""
 _BREAKPOINT = 7
-"""Unicorn's number of a brk."""
+"""Unicorn's number of the exception that brk causes."""
 _SIZE = 4
 
 
 class Syndrome(ExceptionState):
-    """Views of the words of Unicorn's CPU structure that describe the exception."""
+    """Views of the words in Unicorn's CPU structure that describe the current exception."""
 
     def __init__(self, syndrome: memoryview, bad_address: memoryview) -> None:
         self._syndrome = syndrome
         self.bad_address = bad_address
-        """View of the faulting address, which only aborts set."""
+        """View of the word with the faulting address, which only instruction and data aborts set."""
 
     def take(self) -> int:
-        """Return the syndrome."""
+        """Return the syndrome of the current exception: the value for esr_el1."""
         return int(self._syndrome[0])
 
 
 class Arm64TrapHooks(TrapHooks):
-    """Dispatches brk to `breakpoints`, with regs.ip advanced by its size.
+    """Dispatches exceptions: brk at an address in `breakpoints` to its handler, all others to the guest.
 
-    All other exceptions have the instruction pointer that they have on real hardware.
+    A handler sees regs.ip after the brk. An exception for the guest has the ip that it has on a real CPU.
     """
 
     family = "arm64"

@@ -65,7 +65,10 @@ class Delivery:
             regs.flags = flags & ~self._cleared
 
     def deliver(self, trap: Trap) -> Trap | None:
-        """Deliver an exception; if that is impossible, return the trap with which the run must end."""
+        """Deliver an exception to the guest, and return None.
+
+        If that is impossible, return the trap with which the run must end.
+        """
         if not self.possible:
             return trap
         if self._looping(trap.address):

@@ -132,7 +132,7 @@ class TrapHooks:
         words.callback = handler
 
     def stop_charging(self) -> None:
-        """Undo charge()."""
+        """Undo charge(): no longer add time at each trap."""
         assert self._native is not None
         kind, hook = self._native
         self.engine.remove_hook(hook)
@@ -146,7 +146,10 @@ class TrapHooks:
             ctypes.c_uint64.from_address(words.time).value += words.trap_ns + words.handler_ns
 
     def take_back_charge(self) -> None:
-        """Subtract the time of the present trap, because the host executes its instruction for the guest."""
+        """Undo the charge of time for the current trap, if traps are charged.
+
+        The host calls this if it executes an instruction for the guest, which does not trap on a real CPU.
+        """
         words = self.words
         if self._charges:
             ctypes.c_uint64.from_address(words.time).value -= words.trap_ns + words.handler_ns

@@ -201,7 +201,7 @@ class GuestPool:
 
     @property
     def mapped(self) -> range:
-        """Address range of the mapped part of the window."""
+        """Address range of the mapped part of the window from which the pool allocates memory."""
         return range(self._pool.base, self._mapped)
 
     def _extend(self, missing: int) -> None:

@@ -24,7 +24,7 @@ class PageTables(ABC):
     shifts: tuple[int, ...]
     """Bit positions of the index fields, from the root down."""
     kernel_entries: int = 256
-    """Index of the root table's first entry for the kernel."""
+    """Index of the first entry of the root table that maps kernel addresses."""
     page_step: int = PAGE_SIZE
     """Difference between the values of the entries for adjacent 4 KiB pages."""
 
@@ -234,10 +234,10 @@ class Sv39PageTables(PageTables):
 
 
 class Arm64PageTables(PageTables):
-    """4-level paging with pages of 4 KiB. The tables for the kernel have a root of their own.
+    """4-level paging with pages of 4 KiB. Kernel addresses and user addresses have separate root tables.
 
-    Memory has the attribute number 0, which Linux gives to normal memory. Bit AF (accessed) is set in
-    advance, so that the CPU raises no fault for it.
+    The attribute index of each entry is 0, that of normal memory in Linux. Each new entry has the bit AF
+    (accessed), because the CPU would raise a fault on an access without it.
     Mirrors: arch/arm64/include/asm/pgtable-hwdef.h, arch/arm64/include/asm/memory.h:MT_NORMAL (v6.1)
     """
 
@@ -245,7 +245,7 @@ class Arm64PageTables(PageTables):
     kernel_entries = 0
     _VALID = 1
     _TABLE = 2
-    """Bit of an entry that points to a table; also set in the entry of a 4 KiB page."""
+    """Bit that is set in an entry that points to a table, and in the entry of a 4 KiB page."""
     _USER = 1 << 6
     _READ_ONLY = 1 << 7
     _INNER_SHAREABLE = 3 << 8

@@ -124,8 +124,9 @@ class RecordMemory:
 
     @contextmanager
     def exchanged_pages(self, old: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-        """Free pages, allocate pages of `sizes` bytes, which aren't cleared, and return the new addresses.
+        """Free the pages at the addresses `old`, allocate pages of `sizes` bytes, and yield their addresses.
 
+        The new pages are not cleared.
         The new pages may overlap the old ones. The old data is intact at the start of the `with` block, and
         gone after its end. An exception in the block undoes the exchange.
 

@@ -14,10 +14,10 @@ _NOWHERE = 1 << 63, 1 << 63
 
 
 class HookRange:
-    """The fields of a Unicorn hook with its address range, which can be moved away and back.
+    """The address range of a Unicorn hook, which can be moved to no address and back.
 
-    Unicorn: translated code calls a hook only if the hook covered its address at the translation. Unicorn
-    cannot remove the hook when this code is dropped.
+    Unicorn: code calls a hook only if the hook's range contained the code's address when the code was
+    translated. So moving the range, and dropping the translated code, turns the hook off and on.
     """
 
     def __init__(self, hook: int, at: range) -> None:

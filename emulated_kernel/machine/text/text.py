@@ -19,7 +19,10 @@ _FLUSH_FROM = 32
 """Minimum number of pokes in a batch that flush all translated code, not only the code of each site."""
 _SLOT_ALIGN = 16
 _REACH = 1 << 30
-"""Distance in bytes that a jump certainly reaches: half of its range, so that other code near it fits too."""
+"""Maximum distance in bytes from generated code to further code that must reach it by a jump.
+
+It is half of the range of a jump, so that there is a margin for the sizes of both pieces of code.
+"""
 _NO_PAGE = (0, 0, 0)
 _DIFFERS = b"\0" + b"\xff" * 255
 
@@ -82,7 +85,7 @@ class OriginalBytes(Mapping[int, int]):
             done = stop
 
     def write_in_word(self, va: int, data: bytes, before: bytes) -> None:
-        """Update the ledger for a change within one word."""
+        """Update the ledger for a change from `before` to `data` at `va`, within one aligned 8-byte word."""
         shift = (va & 7) << 3
         kept = self.words.get(va >> 3, 0)
         original = int.from_bytes(before, "little")
@@ -101,7 +104,7 @@ class OriginalBytes(Mapping[int, int]):
         self.changes += 1
 
     def originals(self, va: int, now: bytes) -> bytes:
-        """Return the originals of the text at `va`, which is `now`."""
+        """Return the original bytes of the text at `va`. `now`: the bytes that are there now."""
         found = bytearray(now)
         end = va + len(now)
         for word in range(va >> 3, end + 7 >> 3):
@@ -192,9 +195,9 @@ class Text:
             self.substitute(va, data)
 
     def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None:
-        """Perform several pokes with one invalidation of translated code.
+        """Write text at several places, and drop the translated code once. `pokes`: (address, bytes).
 
-        Pokes in the order of their addresses take less time, because each page is then located once.
+        Pokes in the order of their addresses take less time, because each page is then looked up only once.
         Raises: MemoryFault (as `poke`; the pokes before the bad one are done).
         """
         words = self.ledger.words
@@ -228,7 +231,9 @@ class Text:
             self._end_batch(done, pages, before)
 
     def restore_batch(self, places: Sequence[int], size: int) -> None:
-        """Write the original bytes of the instructions at `places`, which have `size` bytes, as poke_batch().
+        """Restore the instructions at the addresses `places`, of `size` bytes each, from the ledger.
+
+        Like poke_batch(), drop the translated code once.
 
         Raises: MemoryFault (as `poke`; the instructions before the bad one are restored).
         """
@@ -238,7 +243,8 @@ class Text:
         words = self.ledger.words
         ram = self._ram
         start, end, offset = _NO_PAGE
-        # Bits of an instruction in the ledger's entry of its word, for each position in the word.
+        # For each position in a word: the bits that an instruction there has in the word's entry of the
+        # ledger. 0 if the instruction extends to the next word.
         bits = (1 << 8 * size) - 1
         spans = [(bits << 64 | bits) << 8 * at if at + size <= 8 else 0 for at in range(8)]
         done: list[tuple[int, int]] = []
@@ -271,17 +277,18 @@ class Text:
             self._end_batch(done, pages, before)
 
     def _end_batch(self, done: list[tuple[int, int]], pages: set[int], before: int) -> None:
-        """Drop translated code after pokes, and give back memory.
+        """Drop the translated code after pokes; after many pokes, also free unused memory.
 
-        `done`: address and size of the first _FLUSH_FROM pokes. `pages`: pages of all pokes. `before`: number
-        of the ledger's words before the pokes.
+        `done`: (address, size) of the first _FLUSH_FROM pokes; there were many if it has as many items.
+        `pages`: addresses of the pages of all pokes. `before`: number of words in the ledger before the
+        pokes.
         """
         words = self.ledger.words
         self.ledger.changes += 1
         if len(done) >= _FLUSH_FROM:
             self._engine.flush_code()
             if shrink_dict(words, before):
-                # Another thread may have read the dict while it was empty.
+                # shrink_dict() empties the dict for a moment, in which another thread may have read it.
                 self.ledger.changes += 1
                 self._memory.give_back(pages - {word * 8 & -PAGE_SIZE for word in words})
         else:
@@ -290,14 +297,15 @@ class Text:
 
     @property
     def _is_recorded(self) -> bool:
-        """Whether each single change of text is recorded."""
+        """Whether each change of text is recorded separately, so that changes cannot be made in batches."""
         return self.watcher is not None or self._written is not None
 
     def _adopted_page(self, va: int) -> tuple[int, int, int]:
-        """Return start, end and offset of the part of a page that belongs to one piece of adopted text.
+        """Return (start, end, offset) of the part of va's page that belongs to the same adopted text as `va`.
 
-        `va`: an address in the page. The offset leads from virtual to physical addresses. Return an empty
-        range if there is no such part, or if each change of text is recorded.
+        The offset is the difference between physical and virtual addresses. Return _NO_PAGE, an empty range,
+        if `va` is not in adopted text, if the page is not mapped executable, or if changes are recorded
+        separately.
         """
         if self._is_recorded or not self.is_original(va):
             return _NO_PAGE

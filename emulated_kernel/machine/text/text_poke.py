@@ -52,14 +52,14 @@ class TextPoker:
         return va in self._patched
 
     def replace(self, va: int, insn: bytes) -> None:
-        """Replace one instruction: breakpoint, tail, first byte."""
+        """Replace the instruction at `va` by `insn`, in three steps: breakpoint, tail, first byte."""
         self.replace_all({va: insn})
 
     def replace_all(self, insns: Mapping[int, bytes], restored: Collection[int] = (), size: int = 0) -> None:
-        """Replace several instructions, with one synchronisation per step.
+        """Replace and restore several instructions, with one synchronisation of the CPUs after each step.
 
-        `insns`: address -> new bytes. `restored`: addresses of instructions that get their original bytes
-        again, each of which has `size` bytes.
+        `insns`: address -> new bytes. `restored`: addresses of instructions that get their original bytes,
+        `size` bytes each.
         """
         with self._patching(chain(insns, restored)):
             if self.takes_one_step(len(insns) + len(restored)):
@@ -71,9 +71,9 @@ class TextPoker:
             self._write(PokeStep.FIRST_BYTE, insns)
 
     def takes_one_step(self, count: int) -> bool:
-        """Return True if so many instructions are written in one step, because no CPU can fetch meanwhile.
+        """Return True if `count` instructions are written in one step, without temporary breakpoints.
 
-        Then no CPU can meet a breakpoint.
+        This requires many instructions, and that no CPU can fetch one during the write.
         """
         return count >= _MANY and not self._text.is_fetched_meanwhile
 

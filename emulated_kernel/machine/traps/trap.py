@@ -17,9 +17,9 @@ class TrapKind(Enum):
     DOUBLE_FAULT = "double fault"
     """An exception whose frame could not be pushed, or whose delivery faults repeatedly."""
     PREEMPTED = "preempted"
-    """The CPU's quantum is used up; the next run continues it."""
+    """The CPU's quantum is used up; the CPU's next run continues where this run ended."""
     BUDGET = "budget"
-    """The run took longer than its budget; the next run continues it."""
+    """The run took longer than its budget; the next run continues where this run ended."""
 
 
 @dataclass(frozen=True)

@@ -208,8 +208,8 @@ class BuiltinCalls(GuestCalls):
     def _fd_to_read(self, task: GuestTask, file: ControlFile) -> int | None:
         """Return the guest's descriptor from which the task reads a file, or None if there is none.
 
-        All control files of the guest are read by the same functions. So a probe that sees neither registers
-        nor memory cannot notice which of them the task reads, and one open file stands in for all.
+        The guest reads all control files by the same functions. So a probe that sees neither registers nor
+        memory cannot notice which control file the task reads. Then the task reads one file in place of all.
         """
         if task.request is not None and task.request.wanted is file:
             return self._stand_in

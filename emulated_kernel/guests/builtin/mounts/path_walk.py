@@ -90,11 +90,11 @@ def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
 
 
 def _beside(text: str, walk: str, other: str) -> str:
-    """Return another path of the call, relative to the mount's root.
+    """Return the second path of a system call, such as rename(2), relative to the mount's root.
 
-    Both paths should start in one directory. `text`: the path that was looked up, as the client passed it.
-    `walk`: the same path, relative to the mount's root. `other`: the other path of the call, as the client
-    passed it.
+    `text`: the first path, which has been looked up, as the client passed it. `walk`: the first path,
+    relative to the mount's root. `other`: the second path, as the client passed it. The result is only a
+    guess if the paths do not begin at the same directory.
     """
     if text.startswith("/") and other.startswith("/") and text.endswith(walk):
         root = text[: -len(walk)]

@@ -454,7 +454,7 @@ class ScratchFs(FileSystem):
     def _make(self, client: Client, name: str, path: str, *args: int) -> None:
         """Create a file or directory by the system call `name`.
 
-        The task's umask must be 0, because the front end has applied the client's umask.
+        Set the task's umask to 0, because the client's umask has been applied to the mode already.
         """
         task = self._task(client)
         self._sys.set_umask(task, 0)

@@ -95,7 +95,7 @@ class Request:
     """
     result: int | None = None
     killed: bool = False
-    """Whether the task died in the call."""
+    """Whether the task died in the system call."""
     failure: BaseException | None = None
     """Unexpected exception of `hostfs`; it is raised again when the guest's call has ended."""
 

@@ -86,7 +86,7 @@ class SmpGuestRunner(GuestRunner):
         self._at, self._user = self._seats[number]
 
     def _seat(self, number: int) -> tuple[CpuPosition, GuestTask | None]:
-        """Return the position of CPU `number`, and its task in user mode or None."""
+        """Return (position, task) of CPU `number`. The task is None if the CPU is not in user mode."""
         return (self._at, self._user) if number == self._machine.cpu else self._seats[number]
 
     def _step(self) -> None:

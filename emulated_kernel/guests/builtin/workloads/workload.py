@@ -71,7 +71,7 @@ class BuiltinWorkloads:
 
 
 class BackgroundWorkload:
-    """A workload of one kind, whose system calls one guest task and its children make.
+    """A workload of one kind. One guest task and its children make the workload's system calls.
 
     The task gets `pid`, which no host process may have. After `end`, the pids of the task and its children
     are free.

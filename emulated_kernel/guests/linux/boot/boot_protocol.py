@@ -27,9 +27,9 @@ COMMAND_LINE = (
 )
 """Kernel command line.
 
-The line leaves out the self-tests of crypto algorithms, which take a tenth of a boot, and jent_mod_init,
-which measures the jitter of a real CPU's time. It also leaves out random stack offsets, which would slow down
-each call.
+It disables the self-tests of crypto algorithms, which take a tenth of a boot, and jent_mod_init, which
+measures the jitter of a real CPU's time. It also disables random stack offsets, which would slow down each
+system call.
 """
 _LONGEST_LINE = 2048
 """Size in bytes of the kernel's buffer for the command line. Mirrors: COMMAND_LINE_SIZE (v6.1)."""

@@ -1,4 +1,4 @@
-"""Boot with a device tree: loads an Image into RAM, with a device tree that describes the machine.
+"""Boot with a device tree: writes a device tree, and loads it into RAM with the kernel and the initramfs.
 
 Source: Devicetree Specification 0.4; Documentation/arch/riscv/boot.rst, Documentation/arch/arm64/booting.rst.
 """
@@ -61,7 +61,7 @@ class DeviceTree:
     def blob(self) -> bytes:
         """Return the finished tree as the bytes of a device tree blob."""
         structure = bytes(self._structure) + struct.pack(">I", _END)
-        # An empty list of reserved memory precedes the structure.
+        # The list of reserved memory ranges, which is empty, precedes the structure.
         start = _HEADER + 16
         names = start + len(structure)
         sizes = len(self._names), len(structure)
@@ -69,7 +69,7 @@ class DeviceTree:
         return struct.pack(">10I", *head) + bytes(16) + structure + bytes(self._names)
 
     def begin_root(self, architecture: str) -> None:
-        """Begin the root node of the machine for an architecture."""
+        """Begin the root node of the device tree of kprobefs's machine for `architecture`."""
         self.begin(
             "",
             {
@@ -81,7 +81,10 @@ class DeviceTree:
         )
 
     def add_start(self, command_line: str, ram_size: int, initrd: range) -> None:
-        """Add the nodes that describe RAM, the kernel's command line and the initrd."""
+        """Add the nodes `chosen` (kernel command line, initrd, random seed) and `memory@0` (RAM).
+
+        `ram_size`: size of RAM in bytes. `initrd`: physical addresses of the initrd.
+        """
         chosen: dict[str, Value] = {"bootargs": command_line, "rng-seed": _RANDOM_SEED}
         chosen |= {"linux,initrd-start": word(initrd.start), "linux,initrd-end": word(initrd.stop)}
         self.begin("chosen", chosen)
@@ -95,14 +98,15 @@ def _padded(data: bytes) -> bytes:
 
 
 def word(value: int) -> bytes:
-    """Return a number of 64 bits as the value of a property."""
+    """Encode a 64-bit number as the value of a device tree property, in big-endian order."""
     return struct.pack(">Q", value)
 
 
 def load_image(machine: LinuxMachine, kernel: LinuxKernel, tree: Callable[[int, range], bytes]) -> int:
     """Load the kernel, the initramfs and the device tree; return the physical address of the device tree.
 
-    `tree` returns the device tree for a size of RAM in bytes and physical addresses of the initrd.
+    `tree`: function that takes the size of RAM in bytes and the physical addresses of the initrd, and returns
+    the device tree.
     Raises: KernelError ENOEXEC (the kernel does not fit into RAM).
     """
     ram = machine.memory.ram
@@ -115,7 +119,7 @@ def load_image(machine: LinuxMachine, kernel: LinuxKernel, tree: Callable[[int, 
     segments = kernel.vmlinux.segments
     first = segments[0].va
     for segment in segments:
-        # The kernel's image is one range of memory, whatever its ELF file says about physical addresses.
+        # The physical addresses in the ELF file are ignored, because the kernel is loaded as one range.
         at = LOAD_ADDRESS + segment.va - first
         if at + segment.mem_size > tree_at:
             raise unusable(f"a segment at physical {at:#x} is outside of the {len(ram) >> 20} MiB of RAM")
@@ -131,5 +135,5 @@ def load_image(machine: LinuxMachine, kernel: LinuxKernel, tree: Callable[[int, 
 def _tell_time(machine: LinuxMachine) -> None:
     """Make read_persistent_clock64() return the time BOOTED, because the machine has no clock chip."""
     machine.memory.write(machine.cpu.root, machine.argument(0), struct.pack("<2q", BOOTED, 0))
-    # A write by the API leaves the current block, unlike one to the registers in memory.
+    # Unicorn: a write of ip by reg_write() ends the current basic block, unlike a write to regs.ip.
     machine.engine.reg_write(machine.model.registers["ip"], machine.return_address())

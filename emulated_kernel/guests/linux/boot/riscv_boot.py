@@ -17,8 +17,8 @@ COMMAND_LINE: Final = (
 )
 """Kernel command line.
 
-`no4lvl` selects Sv39. The line leaves out the self-tests of crypto algorithms, which take most of a boot,
-and two functions that measure a real CPU's time.
+`no4lvl` selects Sv39. The line disables the self-tests of crypto algorithms, which take most of a boot. It
+also disables two functions that measure a real CPU's time, and random stack offsets.
 """
 _ISA = "rv64imafdc_zicntr_zicsr_zifencei"
 _TIMEBASE = 1_000_000_000

@@ -76,8 +76,9 @@ class CachedKernel:
     """A snapshot as `kprobefs images` lists it.
 
     `size`: bytes on disk. `made` and `used`: times of the boot and of the last use, in seconds since 1970.
-    `boot_seconds`: CPU time of the boot; None if there was none. `release`, `architecture` and `source` are
-    None if the snapshot is damaged, comes from another version, or may have been written by another user.
+    `boot_seconds`: CPU time of the boot; None if the kernel was not booted for the snapshot. `source`: path
+    of the kernel's file. `release`, `architecture` and `source` are None if the snapshot is damaged, comes
+    from another version, or may have been written by another user.
     """
 
     path: Path
@@ -99,7 +100,7 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
     """Return the path of the snapshot for the kernel in the file `source`, booted on a production CPU.
 
     The path depends on the hash of the file, the seed, the boot parameters, the CPU with its registers, and
-    the library's version.
+    Unicorn's version.
     Raises: OSError.
     """
     reading, whole = _digest(source, *identity(source))
@@ -130,9 +131,10 @@ def tables_place(source: Path) -> Path:
 
 @lru_cache(maxsize=1)
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
-    """Return the SHA-256 of a whole file in hexadecimal, and the Reading with which to remember() it.
+    """Return (reading, digest) of the file `source`. The digest is the file's SHA-256 in hexadecimal.
 
-    The digest is cached, because both the command and its daemon need it.
+    If the digest was not remembered before, the caller can pass the reading to remember(). The result is also
+    cached in this process; `_unchanged`, the file's identity, is a part of the key.
     Raises: OSError (also if the file is not regular), KernelError ENOEXEC (it is too large for a kernel).
     """
     with open_regular(source) as file:
@@ -175,9 +177,9 @@ def save(
 ) -> None:
     """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
-    `facts`: offsets in the kernel's structures. `cells`: offsets that find_cells() returned.
-    `source`: the kernel's file. `parts`: name -> further data to keep. `shown`: None if
-    the guest sees the emulated CPU. `boot_seconds`: see CachedKernel.
+    `facts`: offsets in the kernel's structures. `cells`: offsets of hidden words in Unicorn's CPU state.
+    `source`: path of the kernel's file. `parts`: name -> further data to keep. `shown`: the production CPU
+    that the guest sees; None if it sees the emulated CPU. `boot_seconds`: CPU time of the boot.
     """
     about = {
         "boot_seconds": boot_seconds,
@@ -208,9 +210,10 @@ def load_tables(source: Path) -> tuple[dict[str, memoryview], ShownCpu | None] |
 def save_tables(
     target: Path, kernel: LinuxKernel, source: str, parts: Mapping[str, bytes | memoryview]
 ) -> None:
-    """Write a snapshot without a machine; it appears at `target` when it is complete. Raises: OSError.
+    """Write a snapshot of a kernel's tables, without a machine. Raises: OSError.
 
-    `source`: the kernel's file; `parts`: name -> data to keep.
+    The file appears at `target` when it is complete. `source`: path of the kernel's file. `parts`: name of a
+    table -> its data.
     """
     facts = {"release": kernel.release, "architecture": kernel.architecture}
     about = {"source": source, "facts": facts}
@@ -492,7 +495,7 @@ def cached() -> list[CachedKernel]:
 
 
 def _as(kind: type[T], value: object) -> T | None:
-    """Return a value of a snapshot's header if it has the type `kind`, else None."""
+    """Return `value`, which was read from a snapshot's header, if it has the type `kind`; otherwise None."""
     return value if isinstance(value, kind) else None
 
 

@@ -50,7 +50,7 @@ class ProductionCpu:
     vulnerabilities: Mapping[str, str] = field(default_factory=dict)
     """File of /sys/devices/system/cpu/vulnerabilities -> its text, as that kernel shows it."""
     notes: tuple[str, ...] = ()
-    """Facts that were derived or are not known, for the output."""
+    """Sentences about facts that were derived or are not known, for the output of commands."""
 
     @property
     def is_virtual(self) -> bool:

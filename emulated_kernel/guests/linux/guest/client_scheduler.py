@@ -144,7 +144,11 @@ class ClientScheduler:
         on_arrival: Callable[[], None] | None = None,
         on_idle: Callable[[], bool] | None = None,
     ) -> bool:
-        """Continue run_until() after its first run, which returned `arrived`."""
+        """Continue run_until() after its first run, and return its result.
+
+        `arrived`: the result of the first run: the task that has arrived at its stub, or None if the CPU is
+        idle. The other parameters are those of run_until().
+        """
         for _ in range(_ROUNDS):
             if is_done():
                 return True

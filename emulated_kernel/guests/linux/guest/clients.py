@@ -49,7 +49,7 @@ class LinuxClients:
         self._settle = settle
         self._executions = ExecObserver(tasks)
         self._watch = watch
-        # The front end sets lock.waiting later.
+        # lock.waiting is set later, by the FUSE server.
         watch.set_wait_context(lambda: lock.waiting())  # noqa: PLW0108
         self._owner = owner
         self._by_pid: dict[int, LinuxTask] = {}

@@ -92,7 +92,9 @@ class DcacheReader:
         return None
 
     def _found(self, path: str) -> Stat | None:
-        """Look a path up in the dentries; the result is that of lstat().
+        """Return the attributes of the file at `path`, which is looked up in the dentries.
+
+        Return None if the file does not exist, or if only the kernel can look it up.
 
         Raises: MemoryFault (damaged dentry or inode).
         """

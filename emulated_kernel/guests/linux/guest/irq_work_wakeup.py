@@ -1,8 +1,8 @@
-"""IrqWorkWakeup: wakes a task by an irq_work, which an interprocessor interrupt runs, on arm64 and RISC-V.
+"""IrqWorkWakeup: wakes a task of an arm64 or RISC-V guest by an irq_work, which an IPI runs.
 
-The host writes the address of a task_struct into a word, queues its own irq_work as a CPU would, and makes
-the interrupt pending. The kernel's own entry code runs the work, whose function calls
-wake_up_process().
+The host writes the address of a task_struct into a word, queues its own irq_work as irq_work_queue() does,
+and makes the interprocessor interrupt (IPI) pending. The guest kernel's entry code then runs the irq_work,
+whose function calls wake_up_process().
 """
 
 from __future__ import annotations
@@ -59,14 +59,17 @@ _FLAGS = 8
 Mirrors: include/linux/smp_types.h:__call_single_node (v6.12)
 """
 _CLAIMED = 3
-"""Flags of a queued work. Mirrors: include/linux/irq_work.h:IRQ_WORK_CLAIMED (v6.12)"""
+"""Flags of a queued irq_work. Mirrors: include/linux/irq_work.h:IRQ_WORK_CLAIMED (v6.12)"""
 _MASK = (1 << 64) - 1
 _TABLES_AT = 2 * PAGE
-"""Offset in bytes of the page tables, which follow the pages of code and data."""
+"""Offset in bytes of the page tables from the code page. The data page is between them."""
 
 
 class IrqWorkWakeup(Wakeup):
-    """Owns a page of code, a page of data and page tables, at the start of the host's memory."""
+    """Wakes tasks by an irq_work. A code page, a data page and page tables are at the start of host memory.
+
+    The host memory is the end of RAM, which the guest does not use.
+    """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
         self._machine = machine
@@ -77,7 +80,7 @@ class IrqWorkWakeup(Wakeup):
         self._task = self._base + PAGE
         self._text = machine.abi.host_code
         self._data = self._text + PAGE
-        """Virtual addresses of the code and data pages, which Linux leaves unused."""
+        """Virtual address of the data page, after that of the code page. Linux uses neither address."""
         self.host_room = self._task + _ROOM, self._data + _ROOM
         self.stub_text = self._base + _ROOM, self._text + _ROOM
         self._node = self._task + _WORK + facts.offsets["irq_work.node"]
@@ -85,7 +88,7 @@ class IrqWorkWakeup(Wakeup):
         self._per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
         self._list = structs.physical(self._per_cpu + facts.per_cpu["raised_list"] & _MASK)
         self._interrupt = facts.offsets["IPI_IRQ_WORK"]
-        """Number of the interprocessor interrupt that runs queued works."""
+        """Number of the interprocessor interrupt that runs queued irq_works."""
 
     def install(self) -> None:
         """Map the pages and write the code; snapshots of the guest keep it."""
@@ -96,7 +99,7 @@ class IrqWorkWakeup(Wakeup):
 
     @abstractmethod
     def _map(self) -> None:
-        """Map the page of code and the page of data in the kernel, by page tables in the next pages."""
+        """Map the code page and the data page into the kernel, by page tables in the pages after them."""
 
     @abstractmethod
     def _code(self) -> bytes:
@@ -104,11 +107,12 @@ class IrqWorkWakeup(Wakeup):
 
     @abstractmethod
     def _raise(self) -> None:
-        """Make the interprocessor interrupt pending that runs queued works."""
+        """Make the interprocessor interrupt that runs queued irq_works pending."""
 
     def wake(self, task: int) -> None:
-        """Begin the next run with the interrupt that wakes a task; see Wakeup.
+        """Queue the irq_work for `task`, and make its interrupt pending; see Wakeup.
 
+        The guest wakes the task when it runs again.
         Mirrors: kernel/irq_work.c:irq_work_queue (v6.12)
         """
         self._words[self._task >> 3] = task
@@ -129,7 +133,7 @@ class IrqWorkWakeup(Wakeup):
 
 
 class RiscvWakeup(IrqWorkWakeup):
-    """Wakes tasks of a RISC-V kernel, whose interprocessor interrupts share the software interrupt."""
+    """Wakes tasks of a RISC-V guest. All its interprocessor interrupts use the one software interrupt."""
 
     def __init__(self, machine: RiscvMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
         super().__init__(machine, facts, structs)
@@ -140,7 +144,7 @@ class RiscvWakeup(IrqWorkWakeup):
     def _map(self) -> None:
         text, data, table = (self._base + PAGE * number for number in range(3))
         store = self._structs.store
-        # All page tables share the kernel's directories, which Linux allocates in advance.
+        # The root tables of all processes share the kernel's lower tables, which Linux allocates in advance.
         slot, _ = self._machine.memory.last(self._machine.cpu.root, self._text)
         store("<Q", slot << 3, table >> 2 | _VALID)
         store("<Q", table, text >> 2 | _EXECUTABLE)
@@ -152,7 +156,10 @@ class RiscvWakeup(IrqWorkWakeup):
         return code + long_jump(ZERO, T1, self._text + len(code), self._symbols["wake_up_process"])
 
     def _raise(self) -> None:
-        """Make the interrupt pending. Mirrors: kernel/irq/ipi-mux.c:ipi_mux_send_mask (v6.12)."""
+        """Make the IPI pending: set its bit in ipi_mux_cpu.bits, and raise the software interrupt.
+
+        Mirrors: kernel/irq/ipi-mux.c:ipi_mux_send_mask (v6.12).
+        """
         ram = self._machine.memory.ram
         bits = struct.unpack_from("<I", ram, self._bits)[0]
         struct.pack_into("<I", ram, self._bits, bits | 1 << self._interrupt)
@@ -160,7 +167,7 @@ class RiscvWakeup(IrqWorkWakeup):
 
 
 class Arm64Wakeup(IrqWorkWakeup):
-    """Wakes tasks of an arm64 kernel, whose interprocessor interrupts are those of the GIC for software."""
+    """Wakes tasks of an arm64 guest, whose interprocessor interrupts are software interrupts of the GIC."""
 
     def __init__(self, machine: Arm64Machine, facts: KernelOffsets, structs: KernelStructs) -> None:
         super().__init__(machine, facts, structs)

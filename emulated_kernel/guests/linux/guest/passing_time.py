@@ -147,7 +147,10 @@ class RealTime:
     """Makes the guest's clock follow the host's: the real time between two requests passes in the guest."""
 
     def __init__(self, tasks: LinuxTasks, wall: Callable[[], int] = monotonic_ns) -> None:
-        """Tie the guest's current time to the present. `wall` returns the real time in nanoseconds."""
+        """Take the present real time as that of the guest's current time, and count from there.
+
+        `wall`: function that returns the real time in nanoseconds.
+        """
         self._tasks = tasks
         self._pc = tasks.machine.pc
         self._pc.follow_wall(wall)

@@ -20,7 +20,7 @@ class RunningLinux(ABC):
     per_cpu: int
     """Virtual address of the CPU's per-CPU area."""
     need_resched: int
-    """Bit of TIF_NEED_RESCHED in thread_info.flags: a return to user mode calls schedule() first."""
+    """Bit of TIF_NEED_RESCHED in thread_info.flags. If it is set, a return to user mode calls schedule()."""
     syscall_trace: int = 0
     """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if it is unknown or the kernel has none."""
     current_cell: int

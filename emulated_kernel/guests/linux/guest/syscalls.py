@@ -44,7 +44,7 @@ Mirrors: include/uapi/asm-generic/statfs.h:struct statfs (v6.1).
 _DIRENT = struct.Struct("<QqHB")
 _POLLFD = struct.Struct("<ihh")
 _OPEN_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK
-"""Flags of open(2) that have the same value on all processors."""
+"""Mask of the flags of open(2) that the host uses and that have the same value on all processors."""
 _PATHS = 500
 """Maximum number of paths that are cached as C strings."""
 _UTIME_OMIT = (1 << 30) - 2

@@ -116,7 +116,7 @@ class LinuxTasks(RunningLinux):
         """End a task whose process has ended on the host. If the task sleeps in a call, kill it."""
         self._life.exit(task, self.init)
         self._exits += 1
-        # These kernels read their clock so rarely that no tick would end an RCU grace period.
+        # Kernels for arm64 and RISC-V read their clock so rarely that no tick would end an RCU grace period.
         if not isinstance(self.machine, PcMachine) and not self._exits % _EXITS:
             self.idle(_GRACE)
 
@@ -127,7 +127,10 @@ class LinuxTasks(RunningLinux):
 
     @property
     def sleep_in_call(self) -> int | None:
-        """Address of the guest code in which a task sleeps while its call waits for the host."""
+        """Address of the guest code in which a task sleeps while its system call waits for the host.
+
+        The value is None until the host has written the code.
+        """
         return self._scheduler.sleep_in_call
 
     @sleep_in_call.setter

@@ -80,7 +80,10 @@ class Wakeup(ABC):
 
 
 class WakeupThunk(Wakeup):
-    """Owns a page of code, a page of data and two pages of page tables, at the start of the host's memory."""
+    """Wakes tasks of an x86 guest by an interrupt whose callback is code of the host.
+
+    A code page, a data page and two pages of page tables are at the start of host memory, the end of RAM.
+    """
 
     def __init__(self, machine: PcMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
         self._machine = machine

@@ -65,7 +65,7 @@ ARM64_TRACE = """
     imm64:syscall_unregfunc | second_at: .quad syscall_unregfunc
 """
 _ARM64_TAIL = 20
-"""Size in bytes of the last instruction and of two words of data."""
+"""Size in bytes of the last instruction of an arm64 code and the two 8-byte constants after it."""
 
 
 def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:

@@ -78,7 +78,7 @@ STUBS = """
 """
 """Code stubs for the operations of the host's directories and files, at the offsets in X86_STUBS.
 
-`lookup` is at 0. The stubs of `open`, `read` and `write` only break into the host. `open` of a file with a
+`lookup` is at 0. The stubs of `open`, `read` and `write` only trap to the host. `open` of a file with a
 position calls stream_open, so that the kernel takes no lock for the position. Afterwards the stub clears
 FMODE_STREAM (bit 21) again.
 """
@@ -98,7 +98,7 @@ X86_STUBS = ControlStubs(
     returns=0x66,
 )
 _STUBS = {"arm64": ARM64_STUBS, "riscv64": RISCV_STUBS}
-"""Architecture -> stubs; other architectures have X86_STUBS."""
+"""Architecture -> stubs of control files for it; other architectures use X86_STUBS."""
 _STREAMS = ("trace_marker", "trace_marker_raw")
 """Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
 _LONGEST_PATH = 16 << 10

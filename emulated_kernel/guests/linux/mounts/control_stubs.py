@@ -1,6 +1,6 @@
-"""ControlStubs: offsets in the code by which the host serves calls on control files.
+"""ControlStubs: the code in the guest that traps to the host in calls on control files, and its offsets.
 
-RISC-V: the code of an operation saves the return address on the stack before it breaks into the host.
+RISC-V: the code of a file operation saves the return address on the stack before it traps to the host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _FMODE_STREAM = 1 << 21
 
 @dataclass(frozen=True)
 class ControlStubs:
-    """Offsets in bytes in the code. At `looked_up`, `woken` and those in `traps` are breakpoints."""
+    """Code of the operations of control files in the guest, and offsets in bytes in this code.
+
+    There is a breakpoint, which traps to the host, at the offsets `looked_up`, `woken` and those in `traps`.
+    """
 
     made: Callable[[int, Mapping[str, int]], bytes]
     """Function that returns the code; it takes the code's address and a map: symbol -> address."""
@@ -58,7 +61,7 @@ class ControlStubs:
     woken: int
     returns: int
     copy_to_user: str = "_copy_to_user"
-    """Symbol of the function that copies data to user memory and returns the number of bytes left."""
+    """Symbol of the function that copies data to user memory; it returns the number of bytes not copied."""
 
 
 _SIZE = 0x280
@@ -187,15 +190,18 @@ ARM64_LISTINGS = {
     c0 03 5f d6 | ret
 """,
 }
-"""Name of each part of the code -> its listing.
+"""Name of a part of the code for arm64 -> its assembly listing.
 
-As on RISC-V, the code of an operation makes a stack frame before it breaks into the host.
+As on RISC-V, the code of a file operation creates a stack frame before its breakpoint traps to the host.
 """
 _ARM64_ROOM = 0x40
 
 
 def _arm64_code(at: int, symbols: Mapping[str, int]) -> bytes:
-    """Return the code for the address `at`, with each part at a multiple of _ARM64_ROOM."""
+    """Return the machine code of all parts for the address `at`.
+
+    The offset of each part is a multiple of _ARM64_ROOM. `symbols`: name -> address.
+    """
     known = {**symbols, "copy_to_user": symbols[_ARM64_COPY]}
     parts = (machine_code(part, at, known) for part in ARM64_LISTINGS.values())
     return b"".join(part.ljust(_ARM64_ROOM, b"\0") for part in parts)

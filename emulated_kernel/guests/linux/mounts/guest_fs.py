@@ -146,7 +146,7 @@ class GuestFile(FileDescription):
         return self in self.fs.opened
 
     def mask(self) -> int:
-        """Return the poll mask of ready events. Lock: needs."""
+        """Return the poll mask of the events for which the file is ready. Lock: needs."""
         return self.fs.guest.syscalls.poll(self.fd, POLLED)
 
     def poll(self, notify: Callable[[], None] | None) -> int:

@@ -43,7 +43,7 @@ class Closable(Protocol):
 
     @property
     def task(self) -> LinuxTask | None:
-        """The task that made the last call on the file."""
+        """The task that made the last call on the file; None if no task has made one."""
 
 
 class Polled(Protocol):
@@ -54,7 +54,7 @@ class Polled(Protocol):
         """True if the file has not been released."""
 
     def mask(self) -> int:
-        """Return the poll mask of ready events. Lock: needs."""
+        """Return the poll mask of the events for which the file is ready. Lock: needs."""
 
 
 File = TypeVar("File", bound=Closable)

@@ -1,4 +1,4 @@
-"""NativeCore: a distribution's kernel with its own kprobes, for machine/vmcore and machine/gdb."""
+"""NativeCore: state of a distribution's kernel with its own kprobes, for machine/vmcore and machine/gdb."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 
 _KERNEL_TEXT = range(0xFFFFFFFF80000000, 0xFFFFFFFFA0000000)
-"""Addresses of the kernel's text on x86-64. Insn slots, detours and modules are above."""
+"""Addresses that the kernel's image can have on x86-64. Insn slots, detours and modules have higher ones."""
 _MAX_INSN_SIZE = 15
 _CALL_SIZE = 8
-"""Bytes by which a call moves the stack pointer."""
+"""Size in bytes of a return address on the stack."""
 
 
 class NativeCore:
-    """Memory and registers of a guest for an ELF core and for a debugger. No host mapping is in them."""
+    """Memory and registers of a guest, for an ELF core and for a debugger.
+
+    In contrast to a kernel that kprobefs probes, the guest's memory contains no code or data of the host.
+    """
 
     cpu = 0
     per_cpu_bases = (0,)
@@ -39,11 +42,14 @@ class NativeCore:
 
     @property
     def memory(self) -> NativeCore:
-        """The memory of a core's content and of a debugger, which is this object itself."""
+        """The object that reads and writes memory for a core dump or a debugger: this object itself."""
         return self
 
     def _root_of(self, va: int) -> int:
-        """Return the page tables for an address: the kernel's for its half, and else the current task's."""
+        """Return the physical address of the page tables that map `va`.
+
+        They are the kernel's for an address in the kernel's half, and the current task's for other addresses.
+        """
         return self._root if va >> 63 else self._machine.cpu.root
 
     def read(self, va: int, size: int) -> bytes:
@@ -51,7 +57,10 @@ class NativeCore:
         return self._memory.read(self._root_of(va), va, size)
 
     def write(self, va: int, data: bytes) -> None:
-        """Write bytes at the virtual address `va`. Raises: MemoryFault (also if a page is read-only)."""
+        """Write bytes at the virtual address `va`.
+
+        Raises: MemoryFault (a page is not mapped, or is read-only; nothing was written).
+        """
         root = self._root_of(va)
         for page in range(va - va % PAGE_SIZE, va + len(data), PAGE_SIZE):
             found = self._memory.walk(root, page)
@@ -60,10 +69,11 @@ class NativeCore:
         self._memory.write(root, va, data)
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return a function for a debugger's step over a breakpoint: whether an address belongs to its hit.
+        """Implement DebuggedMachine.passed_in_step: a step over a breakpoint passes the handling of the hit.
 
-        A hit consists of the exceptions, in which the stack is deeper, and of the insn slot. Branches do not
-        use a slot, because Linux emulates them. On other processors a step enters the exception.
+        On x86-64, the handling consists of exception handlers, in which the stack pointer is lower, and of
+        the copied instruction, which is outside of _KERNEL_TEXT. Branches are not copied, because Linux
+        emulates them. On other processors the step passes nothing, and stops in the exception handler.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
         if self.model.name != X86_64Cpu.name:

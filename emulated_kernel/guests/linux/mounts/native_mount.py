@@ -166,9 +166,9 @@ class _CoreFile(FileDescription):
 
 
 class MachineFs(FileSystem):
-    """File system of machine/, with the files dmesg, cpu, limits, load (starts workloads), gdb and vmcore.
+    """File system of the directory machine/: dmesg, cpu, limits, load (starts workloads), gdb and vmcore.
 
-    Other files are mounted there from the guest's /proc.
+    Further files of the directory are files of the guest's /proc, which are mounted there.
     """
 
     guest: LinuxGuest

@@ -1,7 +1,7 @@
-"""Finds hidden words of an arm64 CPU in Unicorn: system registers, processor state, syndrome of an exception.
+"""Finds words of Unicorn's arm64 CPU state: system registers, processor state, syndrome of an exception.
 
-Unicorn's API has no registers for the syndrome and the address of an exception, and calls are slow. So the
-host accesses the words themselves. Their places are found in a separate engine.
+Unicorn's API does not give access to the syndrome and the faulting address of an exception, and its calls are
+slow. So the host accesses the words in Unicorn's memory. A separate engine is used to find their offsets.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _CODE = 0x1000
 _ROOT = 0x2000
 _DIRECTORY = 0x3000
 _WINDOW = 1 << 30
-"""Virtual address of RAM; addresses below are not mapped."""
+"""Virtual address of RAM during the search. Lower addresses are not mapped."""
 _TABLE = 3
 _BLOCK = 0x401
-"""Bits of a page table entry that maps 1 GiB: valid, accessed."""
+"""Bits of a page table entry that maps a block of 1 GiB: valid and accessed."""
 _SCTLR_EL1 = 3, 0, 1, 0, 0
 _TCR_EL1 = 3, 0, 2, 0, 2
 _USE_48_BITS = 0x800010
-"""Value of tcr_el1: addresses of 48 bits, and no page tables for the kernel's half."""
+"""Value of tcr_el1 for 48-bit addresses without page tables for the kernel's half."""
 _MMU = 1
 _SVC = 0xD4000001
 _LOAD = 0xF9400000  # ldr x0, [x0]
@@ -45,18 +45,25 @@ _REGISTERS = (
 )  # fmt: skip
 _PSTATE_AFTER_IP = 8
 _HFLAGS_AFTER_IP = 16
-"""Distances in bytes from the program counter to the processor state and to the translator's flags."""
+"""Offset in bytes of the translator's flags (hflags) from the program counter.
+
+_PSTATE_AFTER_IP is the offset of the processor state from the program counter.
+"""
 
 
 class Arm64Cells(NamedTuple):
-    """Offsets in bytes in the CPU state, from the first register."""
+    """Offsets in bytes of words in Unicorn's CPU state, from the first register.
+
+    A field that has the name of a system register without `_el1` is the offset of this register.
+    """
 
     ttbr0: int
     ttbr1: int
     vbar: int
     elr: int
     spare: int
-    """Offset of elr_el3, which no kernel uses, because the CPU never gets to exception level 3."""
+    """Offset of elr_el3, in which the host can store a value, because the CPU never enters exception level 3.
+    """
     esr: int
     far: int
     sp_el0: int
@@ -64,9 +71,9 @@ class Arm64Cells(NamedTuple):
     spsr: int
     daif: int
     pstate: int
-    """Offset of the processor state without flags and without masks of exceptions."""
+    """Offset of the processor state PSTATE, without the condition flags and the exception masks."""
     hflags: int
-    """Offset of the flags for which the translator translates code, which has the exception level."""
+    """Offset of the translator's flags, on which translated code depends, such as the exception level."""
     syndrome: int
     """Offset of the syndrome of the last exception."""
     bad_address: int
@@ -74,9 +81,9 @@ class Arm64Cells(NamedTuple):
 
 
 def find_arm64_cells() -> Arm64Cells:
-    """Return the offsets of the hidden words.
+    """Return the offsets of the words that Arm64Cells names, which differ between versions of Unicorn.
 
-    Raises: HardwareError (not exactly one word has the known values).
+    Raises: HardwareError (for a register, not exactly one word has the values that were written).
     """
     ram = mmap.mmap(-1, _RAM)
     engine = Engine(*Arm64Cpu.engine_mode, CPU_MODEL)
@@ -140,9 +147,9 @@ def _daif(engine: Engine, state: int) -> int:
 
 
 def become_aarch64(engine: Engine) -> None:
-    """Make the CPU treat exception level 1 as AArch64.
+    """Make the CPU use AArch64 at exception level 1.
 
-    Unicorn: after power-on the levels above have the width 32, so that page tables have another form.
+    Unicorn: after power-on, the higher exception levels select AArch32, whose page tables have another form.
     """
     write_system_register(engine, arm64.SCR_EL3, arm64.SCR_64_BITS)
     write_system_register(engine, arm64.HCR_EL2, arm64.HCR_64_BITS)
@@ -155,7 +162,11 @@ def _run(engine: Engine, ram: mmap.mmap, *code: int, at: int = 0) -> None:
 
 
 def _check_level(engine: Engine, ram: mmap.mmap, state: int, ip: int) -> None:
-    """Check that the words after the program counter follow the exception level. Raises: HardwareError."""
+    """Check that the processor state and the translator's flags are at the expected offsets from `ip`.
+
+    The check runs code at exception levels 1 and 0, and compares the words. `ip`: offset of the program
+    counter in the CPU state, which is at the host's address `state`. Raises: HardwareError (they are not).
+    """
     seen: list[tuple[int, int]] = []
 
     def interrupt(_engine: int, _number: int, _data: int) -> None:
@@ -175,7 +186,11 @@ def _check_level(engine: Engine, ram: mmap.mmap, state: int, ip: int) -> None:
 
 
 def _exception(engine: Engine, ram: mmap.mmap, state: int) -> tuple[int, int]:
-    """Return the offsets of the syndrome and of the faulting address of the last exception."""
+    """Return the offsets of the words with the syndrome and with the faulting address of the last exception.
+
+    The search runs code that causes exceptions with known values. `state`: the host's address of the CPU
+    state. Raises: HardwareError (no word or several words have the values).
+    """
     hook = engine.add_hook(HOOK_INTR, INTR_CALLBACK(lambda *_: engine.stop()))
     syndromes = set(range(0, _STATE_SIZE, 4))
     for number in (0x1234, 0x4321, 0x2222):

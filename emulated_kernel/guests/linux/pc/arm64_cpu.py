@@ -1,7 +1,7 @@
-"""Arm64LinuxCpu: exception levels and exceptions of an arm64 CPU that runs a distribution's kernel.
+"""Arm64LinuxCpu: delivers exceptions and interrupts to a distribution's arm64 kernel.
 
-Unicorn executes eret, tlbi, ttbr writes and virtual interrupts as a CPU does. It leaves exceptions to its
-hooks.
+Unicorn itself executes eret, tlbi, writes of ttbr and virtual interrupts. For other exceptions it only calls
+a hook, which must change the CPU's state as a CPU does.
 Source: Arm Architecture Reference Manual for A-profile (DDI 0487), AArch64.TakeException.
 """
 
@@ -20,17 +20,17 @@ from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.machine.unicorn_engine import Engine
 
 _CALL = (*ARM64.call, "ip", ARM64.counter, *ARM64.kept)
-"""Names of the registers that a system call sets."""
+"""Names of the registers that set_call() sets before a system call, in the order of its values."""
 _SVC_SYNDROME = arm64.CLASS_SVC << 26 | arm64.FULL_SIZE
 _SVC_SIZE = 4
 _FROM_USER = 0x400
-"""Offset in the vector table of the handler of exceptions of user mode."""
+"""Offset in bytes in the vector table of the handler of synchronous exceptions from user mode."""
 _FROM_KERNEL = 0x200
 _TABLE = 0x0000FFFFFFFFF000
 
 
 class Arm64LinuxCpu(LinuxCpu):
-    """The live CPU of an arm64 machine. Use it only while the guest is stopped, or inside a hook."""
+    """The state of the CPU of an arm64 machine. Use it only while the guest is stopped, or inside a hook."""
 
     def __init__(self, engine: Engine, regs: Regs, state: int, cells: Arm64Cells) -> None:
         self._engine = engine
@@ -43,15 +43,15 @@ class Arm64LinuxCpu(LinuxCpu):
             return memoryview(ctypes.c_uint32.from_address(state + offset)).cast("B").cast("I")
 
         self.pstate = half(cells.pstate)
-        """View of the processor state: its bits of arm64.LEVEL are 0 in user mode."""
+        """View of the processor state PSTATE, whose bits arm64.LEVEL are 0 in user mode."""
         self.kernel_tables = word(cells.ttbr1)
-        """View of ttbr1_el1, the address of the kernel's page tables."""
+        """View of ttbr1_el1, which contains the physical address of the kernel's page tables."""
         self.user_stack = word(cells.sp_el0)
-        """View of sp_el0, in which Linux keeps the running task while it is in the kernel."""
+        """View of sp_el0: the stack pointer in user mode, or the running task's address in the kernel."""
         self.syndrome = half(cells.syndrome)
-        """View of the syndrome of the exception for which Unicorn calls a hook."""
+        """View of the word with the syndrome of the exception for which Unicorn calls a hook."""
         self.bad_address = word(cells.bad_address)
-        """View of the faulting address of the exception for which Unicorn calls a hook."""
+        """View of the word with the faulting address of the exception for which Unicorn calls a hook."""
         self._user_tables = word(cells.ttbr0)
         self._kernel_stack = word(cells.sp_el1)
         self._hflags = half(cells.hflags)
@@ -71,7 +71,7 @@ class Arm64LinuxCpu(LinuxCpu):
 
     @property
     def root(self) -> int:
-        """Physical address of the page tables for user addresses; see Arm64Memory."""
+        """Physical address of the current page tables for user addresses, from ttbr0_el1."""
         return self._user_tables[0] & _TABLE
 
     @property
@@ -94,9 +94,10 @@ class Arm64LinuxCpu(LinuxCpu):
             self.pstate[0], self._hflags[0] = kept
 
     def power_on(self, entry: int, device_tree: int) -> None:
-        """Put the CPU into the state that the boot protocol requires, at exception level 1.
+        """Put the CPU into the state that the boot protocol requires at the kernel's start.
 
-        `entry` and `device_tree`: physical addresses.
+        The CPU is at exception level 1. `entry`: physical address of the kernel's first instruction.
+        `device_tree`: physical address of the device tree.
         Source: Documentation/arch/arm64/booting.rst.
         """
         become_aarch64(self._engine)
@@ -104,7 +105,10 @@ class Arm64LinuxCpu(LinuxCpu):
         self.regs.ip = entry
 
     def see_interrupt(self, is_pending: bool) -> None:
-        """Make an interrupt pending or not; the library delivers it when the guest takes interrupts."""
+        """Make an interrupt pending, or not pending if `is_pending` is False.
+
+        Unicorn delivers a pending interrupt as soon as the guest has enabled interrupts.
+        """
         if is_pending != self._has_interrupt:
             self._has_interrupt = is_pending
             value = arm64.HCR_64_BITS | arm64.HCR_IRQ_ROUTED | (arm64.HCR_IRQ_PENDING if is_pending else 0)
@@ -116,21 +120,25 @@ class Arm64LinuxCpu(LinuxCpu):
             self.regs.set(name, value)
 
     def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
-        """Execute the svc instruction at `ip`; see LinuxCpu."""
+        """Execute the svc instruction at `ip`: enter the kernel's handler of system calls.
+
+        `values`: values for set_call(), or None if the registers are set already.
+        """
         if values is not None:
             self.set_call(values)
         self._enter(_SVC_SYNDROME, ip + _SVC_SIZE)
 
     def raise_exception(self, trap: Trap) -> None:
-        """Deliver an exception to the guest's handler."""
+        """Enter the kernel's handler of the exception `trap`."""
         self._far[0] = trap.cr2
         self._enter(trap.error_code, trap.address)
 
     def note_kernel(self) -> None:
-        """Note the state of the translator at an exception in the kernel, for later entries.
+        """Store the translator's flags for kernel mode, for later entries into the kernel.
 
-        Unicorn: the translator's flags do not follow a write of the processor state. They are kept in
-        elr_el3, a register that only snapshots use.
+        Call it when the kernel has caused an exception. Unicorn: a write of the processor state by the host
+        does not change the translator's flags. They are stored in elr_el3, which the guest does not use, so
+        that snapshots contain them.
         """
         self._kernel_hflags[0] = self._hflags[0]
 

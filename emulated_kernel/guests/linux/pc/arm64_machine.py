@@ -1,4 +1,4 @@
-"""Arm64Machine: an arm64 machine with one CPU; the host is its firmware."""
+"""Arm64Machine: an arm64 machine with one CPU. The host executes the calls of its firmware (PSCI)."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ _LOW = 0xFFFFFFFF
 _HVC = 0xD4000002
 _IMMEDIATE = 0x1FFFE0
 _RT = 31
-"""Mask of the register in an instruction that moves to or from a system register; 31 stands for zero."""
+"""Mask of the general register's number in mrs and msr. The value 31 means the zero register."""
 _MRS = 1
 _MSR = 2
-"""Unicorn's numbers of the instructions that read and write system registers."""
+"""Unicorn's number of the instruction msr, for HOOK_INSN. _MRS is the number of mrs."""
 _DEVICE_SIZE = 0x1000
 _PSCI_VERSION = 0x84000000
 _PSCI_MIGRATE_INFO_TYPE = 0x84000006
 _PSCI_ENDS = 0x84000008, 0x84000009
 _PSCI_ANSWERS = {_PSCI_VERSION: 0x10001, _PSCI_MIGRATE_INFO_TYPE: 2}
-"""Call of the firmware -> result: version 1.1, and no trusted operating system.
+"""Function of the firmware (PSCI) -> its result.
 
+The results mean: version 1.1, and no trusted operating system.
 Source: Arm Power State Coordination Interface (DEN 0022).
 """
 _NOT_SUPPORTED = -1
@@ -54,7 +55,7 @@ _USER_BITS = 48
 class Arm64Machine(LinuxMachine):
     """One emulated arm64 machine. RAM begins at the physical address 0.
 
-    Raises: HardwareError (the library's CPU state cannot be found).
+    Raises: HardwareError (Unicorn's CPU state cannot be found).
     """
 
     pc: GicBoard
@@ -62,7 +63,11 @@ class Arm64Machine(LinuxMachine):
     memory: Arm64Memory
 
     def __init__(self, ram: mmap.mmap, seed: int, cells: Sequence[int], budget: float) -> None:
-        """Create the machine without starting it. `cells`: result of find_arm64_cells()."""
+        """Create the machine without starting it.
+
+        `seed`: seed of the random steps of the time counter. `cells`: result of find_arm64_cells().
+        `budget`: seconds that one run may take.
+        """
         engine = Engine(*Arm64Cpu.engine_mode, CPU_MODEL)
         super().__init__(ARM64, Arm64Cpu(), engine, Arm64Memory(ram), budget)
         self.pc = GicBoard(seed)
@@ -103,15 +108,15 @@ class Arm64Machine(LinuxMachine):
         return function
 
     def update_interrupt(self) -> None:
-        """Show the CPU whether an interrupt is pending."""
+        """Tell the CPU whether an enabled interrupt is pending in the interrupt controller."""
         self.cpu.see_interrupt(self.pc.has_interrupt)
 
     # Instructions that the host executes
 
     def execute(self, sites: Mapping[str, int]) -> None:
-        """Execute the instructions for the counter and the timer in place of the CPU; see LinuxMachine.
+        """Make the host execute the accesses to the counter and the timer; see LinuxMachine.
 
-        Unicorn: the CPU's own counter is the host's clock, and its timer raises no interrupt.
+        Unicorn: its own counter is the host's clock, and its timer raises no interrupt.
         """
         for place, code in sites.items():
             address = int(place, 16)
@@ -125,7 +130,10 @@ class Arm64Machine(LinuxMachine):
         self.update_interrupt()
 
     def _read_of(self, code: int) -> Callable[..., int]:
-        """Return the callback for an mrs instruction, which returns 1 because it executes the instruction."""
+        """Return a callback that executes the mrs instruction `code`.
+
+        The callback returns 1, so Unicorn does not execute the instruction.
+        """
         regs = self.regs
         read = _READS[code & _ENCODING]
         pc = self.pc
@@ -140,7 +148,10 @@ class Arm64Machine(LinuxMachine):
         return mrs
 
     def _write_of(self, code: int) -> Callable[..., int]:
-        """Return the callback for an msr instruction, which returns 1 because it executes the instruction."""
+        """Return a callback that executes the msr instruction `code`.
+
+        The callback returns 1, so Unicorn does not execute the instruction.
+        """
         regs = self.regs
         write = _WRITES[code & _ENCODING]
         pc = self.pc
@@ -155,7 +166,11 @@ class Arm64Machine(LinuxMachine):
     # Exceptions
 
     def _exception(self, trap: Trap) -> None:
-        """Handle an exception: the stub, and a call of the firmware; deliver all others to the guest."""
+        """Handle an exception that Unicorn reports.
+
+        If a task has reached the user stub, or the kernel calls the firmware, the host acts. All other
+        exceptions are delivered to the guest.
+        """
         kind = arm64.syndrome_class(trap.error_code)
         if not self.cpu.privilege:
             self.cpu.note_kernel()
@@ -177,7 +192,11 @@ class Arm64Machine(LinuxMachine):
         return code & ~_IMMEDIATE == _HVC
 
     def _call_firmware(self) -> None:
-        """Execute an hvc instruction, which is not defined without a hypervisor."""
+        """Execute the function of the firmware (PSCI) that an hvc instruction calls.
+
+        x0 contains the function's number, and then its result. Without a hypervisor, hvc is an undefined
+        instruction of the CPU.
+        """
         function = self.regs.get("x0") & _LOW
         if function in _PSCI_ENDS:
             self._is_reset = True
@@ -185,7 +204,7 @@ class Arm64Machine(LinuxMachine):
         self.regs.set("x0", _PSCI_ANSWERS.get(function, _NOT_SUPPORTED) & _WORD)
 
     def _is_idle(self) -> bool:
-        # Linux halts with interrupts masked, and takes them afterwards.
+        # Linux executes wfi with interrupts masked, and enables them afterwards.
         return True
 
     def timer(self) -> None:
@@ -194,13 +213,17 @@ class Arm64Machine(LinuxMachine):
         self.update_interrupt()
 
     def follow_text(self, symbols: Mapping[str, int]) -> None:
-        """Do nothing: the kernel writes text through another mapping, which drops translated code."""
+        """Do nothing, because the kernel writes text through a second mapping.
+
+        Unicorn drops translated code at such writes.
+        """
 
     # The kernel's data
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:
-        """Return a function that returns the address of the running task; see LinuxMachine.
+        """Return a function that returns the address of the running task's task_struct; see LinuxMachine.
 
+        In the kernel, the address is in sp_el0. In user mode, it is in a per-CPU variable.
         Mirrors: arch/arm64/include/asm/current.h:get_current, arch/arm64/kernel/entry.S:kernel_entry (v6.12)
         """
         cpu = self.cpu
@@ -212,7 +235,7 @@ class Arm64Machine(LinuxMachine):
         return lambda: stack[0] if pstate[0] & arm64.LEVEL else words[slot]
 
     def regs_end(self, facts: KernelOffsets) -> int:
-        """Return the end of the running task's stack; see LinuxMachine.
+        """Return the address of the end of the running task's kernel stack, where its pt_regs ends.
 
         Mirrors: arch/arm64/include/asm/processor.h:task_pt_regs (v6.12).
         """
@@ -220,9 +243,9 @@ class Arm64Machine(LinuxMachine):
         return self.memory.read_word(self.cpu.root, stack) + _THREAD_SIZE
 
     def direct_map(self, facts: KernelOffsets) -> int:  # noqa: ARG002 - others look it up
-        """Return the start of the direct map; see LinuxMachine.
+        """Return the virtual address at which the direct map starts; see LinuxMachine.
 
-        It is the start of the kernel's half, because RAM starts at the physical address 0.
+        The address is the start of the kernel's half, because RAM starts at the physical address 0.
         Mirrors: arch/arm64/mm/init.c:arm64_memblock_init, without KASLR (v6.12).
         """
         return -(1 << _USER_BITS) & _WORD
@@ -233,7 +256,7 @@ class Arm64Machine(LinuxMachine):
 
 
 def _name(code: int) -> str | None:
-    """Return the name of the register of an mrs or msr instruction, or None for the zero register."""
+    """Return the name of the general register in the mrs or msr `code`, or None for the zero register."""
     number = code & _RT
     return None if number == _RT else f"x{number}"
 
@@ -256,10 +279,10 @@ _READS: Mapping[int, Callable[[GicBoard], int]] = {
     0xD53BE320: lambda pc: pc.timer_status,  # cntv_ctl_el0
     0xD53BE340: lambda pc: pc.compare,  # cntv_cval_el0
 }
-"""Encoding of an mrs instruction without its register -> value that it reads."""
+"""Encoding of an mrs instruction, with 0 as general register -> function that returns the value to read."""
 _WRITES: Mapping[int, Callable[[GicBoard, int], None]] = {
     0xD51BE300: _set_left,  # cntv_tval_el0
     0xD51BE320: lambda pc, value: pc.set_timer(value, pc.compare),  # cntv_ctl_el0
     0xD51BE340: lambda pc, value: pc.set_timer(pc.control, value),  # cntv_cval_el0
 }
-"""Encoding of an msr instruction without its register -> function that writes the value."""
+"""Encoding of an msr instruction, with 0 as general register -> function that writes the value."""

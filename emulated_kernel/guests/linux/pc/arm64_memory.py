@@ -1,4 +1,4 @@
-"""Arm64Memory: the RAM of an arm64 guest; the kernel's half of the addresses has page tables of its own."""
+"""Arm64Memory: the RAM of an arm64 guest, in which kernel and user addresses have separate page tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 _READ_ONLY = 1 << 7
 _NO_KERNEL_EXEC = 1 << 53
 _OWNED = 1 << 51
-"""Bit by which Linux marks the entry of a page that its task may write: PTE_WRITE."""
+"""Bit of a page table entry by which Linux marks a page that its task may write: PTE_WRITE."""
 _TABLE = 2
 _SHIFTS = (39, 30, 21, 12)
 _HALF = 1 << 48
@@ -21,10 +21,10 @@ _FRAME = 0x0000FFFFFFFFF000
 
 
 class Arm64Memory(LinuxMemory):
-    """Reads and writes RAM by virtual addresses of 48 bits.
+    """Reads and writes RAM by virtual addresses of 48 bits; see LinuxMemory.
 
-    `root` is the root of the tables for user addresses. Addresses of the kernel are looked up in the tables
-    that the CPU uses for them.
+    `root`: physical address of the page tables for user addresses. Kernel addresses are looked up in the page
+    tables to which the CPU's register ttbr1_el1 points.
     """
 
     tables = Arm64PageTables
@@ -34,10 +34,13 @@ class Arm64Memory(LinuxMemory):
     def __init__(self, ram: mmap.mmap) -> None:
         super().__init__(ram)
         self.kernel_tables = memoryview(ctypes.c_uint64()).cast("B").cast("Q")
-        """View of the register with the address of the kernel's page tables."""
+        """View of ttbr1_el1, which contains the physical address of the kernel's page tables.
+
+        The machine replaces this view of a zero by one of the CPU's register.
+        """
 
     def kernel_root(self, root: int) -> int:  # noqa: ARG002 - both halves of other processors share a root
-        """Return the physical address of the kernel's page tables; see LinuxMemory."""
+        """Return the physical address of the kernel's page tables, from ttbr1_el1; `root` is ignored."""
         return self.kernel_tables[0] & _FRAME
 
     def is_writable(self, entry: int) -> bool:
@@ -45,11 +48,11 @@ class Arm64Memory(LinuxMemory):
         return not entry & _READ_ONLY
 
     def is_executable(self, entry: int) -> bool:
-        """Return True if the kernel can execute code in the page of a page table entry."""
+        """Return True if the kernel can execute code in the page that the page table entry `entry` maps."""
         return not entry & _NO_KERNEL_EXEC
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
-        """Return physical address, last entry and page size of an address; see LinuxMemory."""
+        """Return (physical address, last page table entry, page size) of an address; see LinuxMemory."""
         if _HALF <= va < _WORD - _HALF or not 0 <= va < _WORD:
             return None
         table = (self.kernel_tables[0] if va >> 63 else root) & _FRAME

@@ -25,7 +25,7 @@ _STEPS = TscWords.steps.offset // 8
 
 
 class TimeFollower(Protocol):
-    """Interface of an object that shows the machine's time to guest code, which can advance that time."""
+    """Interface of an object that shows the machine's time to guest code. The code can advance the time."""
 
     @property
     def host_address(self) -> int:
@@ -127,7 +127,7 @@ class Board(ABC):
 
     @property
     def follower(self) -> TimeFollower | None:
-        """The object that shows the time to guest code, if any; with it, Python executes rdtsc."""
+        """The object that shows the time to guest code, or None. If there is one, Python executes rdtsc."""
         return self._follower
 
     @follower.setter

@@ -1,6 +1,7 @@
 """GicBoard: the time, the interrupt controller and the console of an arm64 machine.
 
-The machine has one CPU, a GICv2 with the interrupts of that CPU alone, the virtual timer and a PL011.
+The machine has one CPU, a GICv2 with only the private interrupts of this CPU, the virtual timer, and a PL011
+as console.
 Source: ARM Generic Interrupt Controller Architecture Specification 2.0 (IHI 0048), PL011 (DDI 0183).
 """
 
@@ -13,15 +14,15 @@ from emulated_kernel.guests.linux.pc.board import Board
 DISTRIBUTOR: Final = 0x40000000
 CPU_INTERFACE: Final = 0x40010000
 CONSOLE: Final = 0x40020000
-"""Physical addresses of the devices, which are above RAM."""
+"""Physical address of the console, a PL011. The addresses of all devices are above RAM."""
 TIMER_INTERRUPT: Final = 27
 """Number of the virtual timer's interrupt."""
 TIMER_ON: Final = 1
 TIMER_MASKED: Final = 2
 TIMER_FIRED: Final = 4
-"""Bits of cntv_ctl_el0: ENABLE, IMASK and ISTATUS."""
+"""Bit ISTATUS of cntv_ctl_el0: the timer has fired. TIMER_ON is ENABLE, and TIMER_MASKED is IMASK."""
 _NONE = 1023
-"""Number that the CPU interface returns if no interrupt is pending."""
+"""Interrupt number that the GIC's CPU interface returns if no interrupt is pending."""
 _MASK = (1 << 64) - 1
 _LOW = 0xFFFFFFFF
 _ID = 8
@@ -36,7 +37,7 @@ _GICV2 = 0x43B
 _VERSION_2 = 2 << 16
 _UART_FLAGS = 0x18
 _UART_EMPTY = 0x90
-"""Flags of the PL011: both of its buffers are empty."""
+"""Value of the PL011's flag register: the buffers for receiving and for sending are empty."""
 _UART_ID: Final = {
     0xFE0: 0x11, 0xFE4: 0x10, 0xFE8: 0x14, 0xFF0: 0x0D, 0xFF4: 0xF0, 0xFF8: 0x05, 0xFFC: 0xB1,
 }  # fmt: skip
@@ -51,13 +52,13 @@ class GicBoard(Board):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.pending = 0
-        """Mask of the pending interrupts."""
+        """Mask of the pending interrupts; bit N is interrupt number N."""
         self.enabled = 0
-        """Mask of the enabled interrupts."""
+        """Mask of the interrupts that the interrupt controller has enabled; bit N is interrupt number N."""
         self.control = 0
-        """Value of cntv_ctl_el0 without TIMER_FIRED."""
+        """Value of the timer's control register cntv_ctl_el0, without the bit TIMER_FIRED."""
         self.compare = 0
-        """Value of cntv_cval_el0: the time of the timer's interrupt."""
+        """Value of cntv_cval_el0: the time in cycles of the counter at which the timer fires."""
 
     @property
     def timer_vector(self) -> int | None:
@@ -66,7 +67,7 @@ class GicBoard(Board):
 
     @property
     def has_interrupt(self) -> bool:
-        """Whether an interrupt is pending for the CPU."""
+        """Whether an enabled interrupt is pending."""
         return bool(self.pending & self.enabled)
 
     def timer_fires(self) -> None:
@@ -75,7 +76,7 @@ class GicBoard(Board):
         self.pending |= 1 << TIMER_INTERRUPT
 
     def set_timer(self, control: int, compare: int) -> None:
-        """Set the registers of the virtual timer."""
+        """Set the virtual timer's registers cntv_ctl_el0 and cntv_cval_el0; clear its pending interrupt."""
         self.control = control & (TIMER_ON | TIMER_MASKED)
         self.compare = compare & _MASK
         self.due = self.compare if self.control == TIMER_ON else None
@@ -83,20 +84,20 @@ class GicBoard(Board):
 
     @property
     def timer_status(self) -> int:
-        """Value of cntv_ctl_el0."""
+        """Value of cntv_ctl_el0, with TIMER_FIRED if the time of the timer has come."""
         return self.control | (TIMER_FIRED if self.tsc >= self.compare else 0)
 
     def read_distributor(self, offset: int) -> int:
-        """Return a register of the interrupt controller's distributor."""
+        """Return the value of the register at `offset` of the interrupt controller's distributor."""
         if offset in (_SET_ENABLED, _CLEAR_ENABLED):
             return self.enabled
         if offset in _TARGETS:
             return _ALL_ON_THIS_CPU
-        # The type: 32 interrupts and one CPU. Other registers are written only.
+        # Value of the type register: 32 interrupts and one CPU. The guest only writes the other registers.
         return _GICV2 if offset == _ID else 0
 
     def write_distributor(self, offset: int, value: int) -> None:
-        """Set a register of the interrupt controller's distributor."""
+        """Set the register at `offset` of the interrupt controller's distributor."""
         if offset == _SET_ENABLED:
             self.enabled |= value
         elif offset == _CLEAR_ENABLED:
@@ -105,7 +106,10 @@ class GicBoard(Board):
             self.pending |= 1 << (value & 15)
 
     def read_interface(self, offset: int) -> int:
-        """Return a register of the interrupt controller's CPU interface; acknowledge an interrupt."""
+        """Return the value of the register at `offset` of the interrupt controller's CPU interface.
+
+        A read of the acknowledge register returns the number of an interrupt, which is then not pending.
+        """
         if offset == _ACKNOWLEDGE:
             waiting = self.pending & self.enabled
             if not waiting:
@@ -116,10 +120,10 @@ class GicBoard(Board):
         return _GICV2 | _VERSION_2 if offset == _CPU_ID else 0
 
     def read_console(self, offset: int) -> int:
-        """Return a register of the PL011."""
+        """Return the value of the register at `offset` of the console, a PL011."""
         return _UART_EMPTY if offset == _UART_FLAGS else _UART_ID.get(offset, 0)
 
     def write_console_register(self, offset: int, value: int) -> None:
-        """Set a register of the PL011: the first one is the next character on the console."""
+        """Set the register at `offset` of the console: a write of register 0 prints a character."""
         if offset == 0:
             self.write_console(bytes((value & 0xFF,)))

@@ -112,7 +112,11 @@ class Cyc2nsClock(LinuxClock):
     """
 
     def __init__(self, pc: Board, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
-        """Find the kernel's factors. `per_cpu`: address of the per-CPU area."""
+        """Find the words by which the kernel converts cycles of the TSC to nanoseconds.
+
+        `per_cpu`: address of the per-CPU area. `cell`: address of the word with the time, a u64 in host-owned
+        guest memory.
+        """
         start = kernel.per_cpu("cyc2ns")
         if start is None:
             raise unusable("its symbols lack cyc2ns")
@@ -148,7 +152,10 @@ class GenericClock(LinuxClock):
     """
 
     def __init__(self, pc: Board, kernel: LinuxKernel, memory: GuestMemory, cell: int) -> None:
-        """Find the kernel's factors."""
+        """Find the words by which the kernel converts cycles of the counter to nanoseconds.
+
+        `cell`: address of the word with the time, a u64 in host-owned guest memory.
+        """
         start = kernel.required("cd")
         offset = kernel.btf.offset
         size = kernel.btf.size("clock_read_data")

@@ -2,7 +2,7 @@
 
 Unicorn 2.1 executes sysret, iret, swapgs, lidt, ltr, wrmsr and mov to control registers as a CPU does. It
 leaves `syscall` and all exceptions to its hooks, and its API cannot set a privilege level. The hooks need to
-set it, so they write to the library's own CPU state. The layout of this state is checked for each machine.
+set it, so they write to Unicorn's own CPU state. The layout of this state is checked for each machine.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ This model has the most features of server CPUs: SMAP, popcnt, rdtscp.
 _CS = 1
 _SS = 2
 _LONG_CODE = 0xAF9B00
-"""Attributes of a 64-bit code segment, in the emulator's form."""
+"""Attributes of a 64-bit code segment, in the form in which Unicorn stores them."""
 _DATA = 0xCF9300
-"""Attributes of a data segment, in the emulator's form."""
+"""Attributes of a data segment, in the form in which Unicorn stores them."""
 _ALL = 0xFFFFFFFF
 _ISOLATED = 1 << 12
 """Bit of CR3 that selects the page tables of user mode, if page table isolation is on."""
@@ -78,7 +78,7 @@ class _Segment(ctypes.Structure):
 
 
 class _State(ctypes.Structure):
-    """Layout of the beginning of the library's CPUX86State."""
+    """Layout of the beginning of Unicorn's CPUX86State."""
 
     _fields_ = (
         ("registers", ctypes.c_uint64 * 17),
@@ -253,7 +253,7 @@ class PcCpu(LinuxCpu):
         """Give the CPU the kernel's memory and rights during the block, in which it must not run.
 
         With page table isolation, the tables of user mode lack the host's pages. An access through these
-        tables would leave a page fault pending in the library, which turns the next exception into a double
+        tables would leave a page fault pending in Unicorn, which turns the next exception into a double
         fault.
         """
         state = self._state
@@ -322,7 +322,7 @@ class PcCpu(LinuxCpu):
         self._code_and_stack[:] = segments
         self._state.hflags = self._state.hflags & ~_CPL | _KERNEL_MODE
 
-    # Instructions and exceptions that the library does not execute
+    # Instructions and exceptions that Unicorn does not execute
 
     def set_call(self, values: tuple[int, ...]) -> None:
         """Set the registers of a system call; see LinuxCpu."""

@@ -60,7 +60,7 @@ class LinuxMachine(ABC):
     ) -> None:
         """Map RAM. `budget`: seconds that one run may take.
 
-        Raises: HardwareError (the library's CPU state cannot be found).
+        Raises: HardwareError (Unicorn's CPU state cannot be found).
         """
         self.abi = abi
         """Tables of the processor's system calls, registers and structures."""
@@ -71,7 +71,7 @@ class LinuxMachine(ABC):
         self.model = model
         self._ram_address = engine.map_ram(0, memory.ram)
         self._state = cpu_state(engine, model)
-        """Address of the library's CPU state."""
+        """Address of Unicorn's CPU state in this process."""
         self.regs: Regs = fast_regs(model, engine, self._state)
         self._handler_time = HandlerTime()
         self._stopped: StopReason | None = None
@@ -97,9 +97,9 @@ class LinuxMachine(ABC):
         """Reason why the guest cannot run any more, or "" while it can."""
 
     def count_instructions(self) -> None:
-        """Advance the time with the guest's instructions, traps and handlers of the host from now on.
+        """From now on, advance the guest's time by a fixed time for each instruction, trap and host handler.
 
-        Raises: KernelError EOPNOTSUPP (the host has no routines for that).
+        Raises: KernelError EOPNOTSUPP (the host has no routines for counting).
         """
         pc = self.pc
         follower = CountedTime(pc.khz) if pc.follower is None else pc.follower
@@ -335,7 +335,10 @@ class LinuxMachine(ABC):
         """Drop translated code whenever the guest has changed its text. `symbols`: addresses by name."""
 
     def execute(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only arm64 has such instructions
-        """Execute instructions of the kernel in place of the CPU. `sites`: KernelOffsets.executed."""
+        """Make the host execute some instructions of the kernel in place of the CPU.
+
+        `sites`: KernelOffsets.executed, a map of their addresses.
+        """
 
     def run_to_stub(self) -> None:
         """Run until a process waits at the stub; while the guest is idle, advance the time.

@@ -31,8 +31,8 @@ def new_machine(
 ) -> LinuxMachine:
     """Return a machine that has not been started.
 
-    `cells`: result of find_cells(). `budget`: seconds that one run may take. `is_production`: a ProductionCpu
-    will be shown. Raises: HardwareError (the emulator has another layout).
+    `cells`: result of find_cells(). `budget`: seconds that one run may take. `is_production`: the guest will
+    see a ProductionCpu. Raises: HardwareError (Unicorn's CPU state has an unknown layout).
     """
     if abi is not X86_64:
         assert not is_production, "the command refuses --cpu"

@@ -53,7 +53,7 @@ _RDTSCP = 609
 class PcMachine(LinuxMachine):
     """One emulated PC.
 
-    Raises: HardwareError (the library's CPU state cannot be found or has another layout).
+    Raises: HardwareError (Unicorn's CPU state cannot be found or has an unknown layout).
     """
 
     pc: Pc
@@ -94,7 +94,7 @@ class PcMachine(LinuxMachine):
 
         def syscall(_engine: int, _data: int) -> int:
             self.cpu.syscall(regs.ip)
-            # The library advances the instruction pointer over the instruction afterwards.
+            # Unicorn advances the instruction pointer over the instruction afterwards.
             regs.ip -= SYSCALL_SIZE
             return 0
 
@@ -178,7 +178,8 @@ class PcMachine(LinuxMachine):
                 regs.sp -= 8
                 self.memory.write(self.cpu.root, regs.sp, address.to_bytes(8, "little"))
                 regs.di = argument
-                # A write by the API leaves the current block, unlike one to the registers in memory.
+                # Unicorn: a write of ip by reg_write() ends the current basic block; a write to regs.ip does
+                # not.
                 self.engine.reg_write(self.model.registers["ip"], function)
 
         self.call_at(address, arrive)
@@ -227,7 +228,7 @@ class PcMachine(LinuxMachine):
         self.cpu.raise_exception(trap)
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:
-        """Return a function that returns the address of the running task; see LinuxMachine."""
+        """Return a function that returns the address of the running task's task_struct; see LinuxMachine."""
         cell = self._per_cpu(facts) + facts.per_cpu[CURRENT_TASK]
         index = self.memory.translate(self.cpu.root, cell) >> 3
         # Each request calls it several times. A function in Python would take longer.

@@ -41,14 +41,14 @@ class LinuxMemory:
     frame_shift = 0
     """Number of bits by which a page table entry is shifted left before it is masked to an address."""
     frame = FRAME
-    """Mask of the address in a page table entry, after the shift."""
+    """Mask of the physical address in a page table entry, after the shift by `frame_shift`."""
 
     def __init__(self, ram: mmap.mmap) -> None:
         self.ram = ram
         self.words = memoryview(ram).cast("Q")
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
-        """Return the physical address of `va`, its last page table entry and its page's size in bytes.
+        """Return (physical address, last page table entry, size in bytes of the page) of the address `va`.
 
         Return None if `va` is not mapped.
         """
@@ -68,7 +68,10 @@ class LinuxMemory:
         return None
 
     def kernel_root(self, root: int) -> int:
-        """Return the root of the page tables for the kernel's addresses; `root` is that of any task's."""
+        """Return the physical address of the page tables that map kernel addresses.
+
+        `root`: physical address of any task's page tables. Here these also map the kernel.
+        """
         return root
 
     def is_writable(self, entry: int) -> bool:

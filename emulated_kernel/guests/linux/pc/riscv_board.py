@@ -56,7 +56,10 @@ class SbiBoard(Board):
     def call(
         self, extension: int, function: int, arguments: tuple[int, int], ram: memoryview
     ) -> tuple[int, int]:
-        """Execute an SBI call; return its error and its value."""
+        """Execute the SBI call `function` of `extension`; return (error, value).
+
+        `arguments`: the first two arguments. `ram`: RAM, to which pointer arguments refer.
+        """
         self.pending = 0
         self.cleared = 0
         first, second = arguments

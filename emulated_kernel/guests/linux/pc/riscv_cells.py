@@ -1,7 +1,7 @@
-"""Finds hidden words of a RISC-V CPU in Unicorn: trap registers, privilege level, address of a page fault.
+"""Finds words of Unicorn's RISC-V CPU state: trap registers, privilege level, address of a page fault.
 
 Unicorn ignores writes of supervisor registers by its API in user mode, and returns wrong values for them. So
-the host accesses the words themselves. Their places are found in a separate engine.
+the host accesses the words in Unicorn's memory. A separate engine is used to find their offsets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MSTATUS: Final = 116
 _SSCRATCH = 139
 _RAM = 1 << 20
 _WINDOW = 1 << 30
-"""Virtual address of RAM; addresses below are not mapped."""
+"""Virtual address of RAM during the search. Lower addresses are not mapped."""
 _ROOT = 0x1000
 _EBREAK = 0x100
 _LOAD = bytes.fromhex("03350500")  # ld a0, 0(a0)
@@ -67,9 +67,9 @@ class RiscvCells(NamedTuple):
 
 
 def find_riscv_cells() -> RiscvCells:
-    """Return the offsets of the hidden words.
+    """Return the offsets of the words that RiscvCells names, which differ between versions of Unicorn.
 
-    Raises: HardwareError (not exactly one word has the known values).
+    Raises: HardwareError (for a register, not exactly one word has the values that were written).
     """
     ram = mmap.mmap(-1, _RAM)
     engine = Engine(*Riscv64Cpu.engine_mode, CPU_MODEL)

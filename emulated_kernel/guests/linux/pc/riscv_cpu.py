@@ -20,7 +20,7 @@ from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.machine.unicorn_engine import Engine
 
 _CALL = (*RISCV64.call, "ip", RISCV64.counter, *RISCV64.kept)
-"""Names of the registers that a system call sets."""
+"""Names of the registers that set_call() sets before a system call, in the order of its values."""
 ECALL_FROM_USER: Final = 8
 """Value of scause for a system call."""
 _SUPERVISOR = 1
@@ -95,7 +95,7 @@ class RiscvLinuxCpu(LinuxCpu):
         self.regs.ip = entry
 
     def set_pending(self, interrupts: int, *, cleared: int = 0) -> None:
-        """Change the mask of pending interrupts; the library delivers them when the guest takes them.
+        """Change the mask of pending interrupts; Unicorn delivers them when the guest has enabled them.
 
         Unicorn: a write of the word alone would not interrupt the CPU.
         """

@@ -1,4 +1,4 @@
-"""RiscvMachine: a RISC-V machine with one hart; the host is its firmware."""
+"""RiscvMachine: a RISC-V machine with one hart. The host executes the calls of its firmware (SBI)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ _REGISTERS = tuple(Riscv64Cpu.registers)
 class RiscvMachine(LinuxMachine):
     """One emulated RISC-V machine. RAM begins at the physical address 0.
 
-    Raises: HardwareError (the library's CPU state cannot be found).
+    Raises: HardwareError (Unicorn's CPU state cannot be found).
     """
 
     pc: SbiBoard
     cpu: RiscvLinuxCpu
 
     def __init__(self, ram: mmap.mmap, seed: int, cells: Sequence[int], budget: float) -> None:
-        """Create the machine without starting it. `cells`: result of find_riscv_cells()."""
+        """Create the machine without starting it.
+
+        `seed`: seed of the random steps of the time counter. `cells`: result of find_riscv_cells().
+        `budget`: seconds that one run may take.
+        """
         engine = Engine(*Riscv64Cpu.engine_mode, CPU_MODEL)
         super().__init__(RISCV64, Riscv64Cpu(), engine, Sv39Memory(ram), budget)
         found = RiscvCells(*cells)
@@ -53,7 +57,11 @@ class RiscvMachine(LinuxMachine):
         self._all = memoryview(ram)
 
     def _exception(self, trap: Trap) -> None:
-        """Handle an exception: the stub, an SBI call, and rdtime; deliver all others to the guest."""
+        """Handle an exception that Unicorn reports.
+
+        The host acts if a task has reached the user stub, or if the exception is an SBI call or an rdtime.
+        All other exceptions are delivered to the guest.
+        """
         cause = trap.error_code
         in_kernel = self.cpu.mode[0]
         if cause == ECALL_FROM_USER and in_kernel:
@@ -104,10 +112,10 @@ class RiscvMachine(LinuxMachine):
         self.cpu.set_pending(1 << self._let_timer_fire())
 
     def follow_text(self, symbols: Mapping[str, int]) -> None:
-        """Do nothing: the kernel remaps a page to change its text, which drops translated code."""
+        """Do nothing, because the kernel remaps a page to change text, and this drops translated code."""
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:  # noqa: ARG002 - x86 needs it
-        """Return a function that returns the address of the running task; see LinuxMachine.
+        """Return a function that returns the address of the running task's task_struct; see LinuxMachine.
 
         Mirrors: arch/riscv/kernel/entry.S, which exchanges tp and sscratch (v6.12).
         """
@@ -117,7 +125,7 @@ class RiscvMachine(LinuxMachine):
         return lambda: regs.get("tp") if mode[0] else scratch[0]
 
     def regs_end(self, facts: KernelOffsets) -> int:
-        """Return the end of the running task's stack; see LinuxMachine.
+        """Return the address of the end of the running task's kernel stack, where its pt_regs ends.
 
         Mirrors: arch/riscv/include/asm/processor.h:task_pt_regs (v6.12).
         """

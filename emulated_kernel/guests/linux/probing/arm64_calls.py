@@ -1,4 +1,4 @@
-"""The code of KernelCalls for arm64; kernel_calls.py describes its parts."""
+"""Assembly code by which KernelCalls calls functions of an arm64 kernel; kernel_calls.py has x86's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MAKER = """
     imm64:kthread_create_on_node | kthread_create_on_node_at: .quad kthread_create_on_node
     imm64:wake_up_process        | wake_up_process_at: .quad wake_up_process
 """
-"""Code of the work: make the thread and wake it, or store the error."""
+"""Code of the work's function: create the kernel thread and wake it, or store the error in the mailbox."""
 THREAD = """
     fd 7b be a9 | stp x29, x30, [sp, #-32]!
     f3 0b 00 f9 | str x19, [sp, #16]
@@ -63,4 +63,4 @@ THREAD = """
     fd 7b c2 a8 | ldp x29, x30, [sp], #32
     c0 03 5f d6 | ret
 """
-"""Code of the thread: call the function at the start of the mailbox."""
+"""Code of the thread: call the function whose address and arguments are in the mailbox; store the result."""

@@ -109,7 +109,7 @@ THREAD = """
     5b                              | pop rbx
     c3                              | ret
 """
-"""Code of the thread: call the function at the start of the mailbox.
+"""Code of the thread: call the function whose address and arguments are at the start of the mailbox.
 
 It stores the function's result at _RESULT, and _RETURNED at _STATE.
 """

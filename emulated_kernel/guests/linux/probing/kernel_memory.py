@@ -17,7 +17,10 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 _ENTRIES = 512
 _WORD = (1 << 64) - 1
 _MAX_RUN = 16 * PAGE_SIZE
-"""Maximum size in bytes of contiguous pages that are given back at once; the host maps so many at a fault."""
+"""Maximum size in bytes of contiguous pages that are given back at once.
+
+A page fault of the host's kernel maps as many pages around the address (fault_around_bytes).
+"""
 
 
 def kernel_ranges(memory: LinuxMemory, tables: PageTables) -> Iterator[MappedRange]:
@@ -229,7 +232,7 @@ class KernelMemory(GuestMemory):
             if not is_same:
                 ram[run.start : run.stop] = now
         if is_same:
-            # Comparing has mapped the file's pages; unmap them until the guest uses them.
+            # The comparison has mapped the file's pages. Unmap them until the guest uses them.
             with suppress(OSError):
                 ram.madvise(mmap.MADV_DONTNEED, run.start, len(run))
         elif len(run) > PAGE_SIZE:

@@ -62,7 +62,7 @@ _FUNC = 24
 _FUNCS = 3 * _FUNC
 """Size in bytes of an array with the event's function, the tracepoint's stub and the terminator."""
 _FILE = 8
-"""Distance in bytes of the addresses that serve as trace_event_files."""
+"""Distance in bytes between the addresses that the kernel's functions get as trace_event_files."""
 _DEPTH = 4
 """Maximum number of records under construction; making a record may hit another tracepoint."""
 Switch = Callable[[bool], None]
@@ -104,7 +104,7 @@ class EventBatch:
     def hold(self) -> None:
         """Take a reference to the module.
 
-        Raises: KernelError EBUSY (the module is going).
+        Raises: KernelError EBUSY (the module is being unloaded).
         Mirrors: try_module_get (v6.1).
         """
         if self._references:

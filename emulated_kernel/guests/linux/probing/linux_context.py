@@ -134,7 +134,7 @@ class FoldedContext(PerCpuContext):
         preemption: bool,
         need_resched: int,
     ) -> None:
-        """Read the context of hits; see linux_context()."""
+        """Find the variables from which the context is read; the parameters are those of linux_context()."""
         self._task_flag = need_resched
         self._memory = machine.memory
         self._damage = machine.damage
@@ -169,7 +169,7 @@ class ThreadContext(HitContext):
         preemption: bool,
         need_resched: int,
     ) -> None:
-        """Read the context of hits; see linux_context()."""
+        """Find the variables from which the context is read; the parameters are those of linux_context()."""
         assert machine.running_task is not None
         self._task = machine.running_task
         self._read = machine.memory.read_u32

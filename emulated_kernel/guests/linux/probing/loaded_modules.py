@@ -205,9 +205,9 @@ class LoadedModules:
     # Symbols
 
     def _symbols(self, module: int, parts: tuple[Range, ...], per_cpu: Range) -> Iterator[Symbol]:
-        """Yield the symbols in the module's memory.
+        """Yield the symbols of the module at `module` that are in `parts` of its memory or in `per_cpu`.
 
-        Each symbol extends to the next symbol, or to the end of its part.
+        The size of a symbol extends to the next symbol, or to the end of its part of memory.
         Mirrors: kernel/module/kallsyms.c:find_kallsyms_symbol (v6.1)
         Deviates: Linux also shows the file's other symbols while the init function runs.
         """
@@ -227,7 +227,7 @@ class LoadedModules:
                     found.append((name, address, letter, end))
         text = self._names(strings, [name for name, *_ in found])
         named = [(text(name), *rest) for name, *rest in found]
-        # On x86, Linux names addresses by all symbols that the file has.
+        # On x86, Linux names addresses by all symbols of the file. Elsewhere, it ignores mapping symbols.
         is_marked = self._kernel.architecture != X86_64.name
         named = [each for each in named if each[0] and not (is_marked and is_mapping_symbol(each[0]))]
         exported = self._exported(module)

@@ -72,20 +72,21 @@ class KernelEngine:
         self.machine = ProbedLinux(guest, self.kernel)
         self._arch = linux_arch(kernel.architecture)
         self.replaced_calls = ReplacedCalls(self._arch, self.machine.memory)
-        """Calling convention of the kernel."""
+        """Reads the arguments, and sets the results, of kernel functions that the host replaces."""
         self._abi = linux_abi(self.kernel, guest) | {"host_clock": self.machine.clock.cell}
         self._stacks = KernelStacks(
             self.kernel, guest.machine, self.machine.memory, guest.per_cpu, guest.running
         )
         self._clock = RequestClock(self.machine.clock)
         self._modules = ModuleWatch(self.machine, self.kernel)
-        # Before the engine, whose checks of addresses and table of traceable functions include modules.
+        # Modules are adopted before the engine is built, because the engine's address checks and table of
+        # traceable functions include modules.
         loaded = self._adopt_loaded_modules()
         engine = self._build_engine(profile)
         tracing, points = self._build_tracing(engine)
         self.kprobes = engine.kprobes
         self._hook_sets = engine.hook_sets
-        # After tracing, which has the static keys and the event registry that modules' events join.
+        # Events of modules are added after tracing is built, because they use its static keys and registry.
         self._module_events = self._add_module_events(loaded, tracing, points)
         self.components = KernelComponents(
             arch=self._arch, machine=self.machine, engine=engine, tracing=tracing

@@ -35,9 +35,9 @@ _CELLS_SIZE = 64 << 10
 _OTHER_TEXT = 0xFFFFFFFF81000000
 """Alternative virtual address of host code, if the kernel occupies the usual one."""
 _RISCV_TEXT = 0xFFFFFFFF64000000
-"""Virtual address of host code for RISC-V, in module space that Linux does not reach.
+"""Virtual address of host code for RISC-V, in a part of module space that Linux does not use.
 
-Linux allocates the tables of this part at boot, and uses it from its start on.
+Linux allocates the page tables of module space at boot, and allocates modules from its start on.
 """
 _RISCV_CELLS = 0xFFFFFFFFA0000000
 """Virtual address of the cells on RISC-V: after the kernel, where all code can reach them by `lui`."""
@@ -74,7 +74,7 @@ class LinuxRiscvModel(Riscv64Cpu):
 
 
 class LinuxArm64Model(Arm64Cpu):
-    """CPU model of an arm64 Linux, with addresses for the host's own pages; see LinuxX86Model."""
+    """CPU model of an arm64 Linux, with addresses for the host's own pages that Linux does not use."""
 
     def __init__(self, layout: MemoryLayout) -> None:
         super().__init__()
@@ -170,10 +170,10 @@ class ProbedLinux(ProbedMachine):
         self.clock = linux_clock(machine.pc, kernel, memory, tasks.per_cpu, time)
 
     def _map_cells(self) -> int:
-        """Return the address of new memory for cells.
+        """Allocate memory for the variables of handlers (cells); return its virtual address.
 
-        x86: it is in the direct map, within the reach of an offset from the per-CPU area. RISC-V: it is
-        within the reach of all code.
+        x86, arm64: the address is in the direct map. On x86, a 32-bit offset from the per-CPU area must reach
+        it. RISC-V: the address is _RISCV_CELLS, which all code can reach.
         """
         cells = self.alloc_pages(_CELLS_SIZE)
         if not isinstance(self.model, LinuxRiscvModel):

@@ -17,11 +17,11 @@ class ReplacedCalls:
         self._mask = arch.mask
         registers = arch.registers
         self.argument_names = registers.arguments
-        """Names of the registers with the first arguments."""
+        """Names of the registers with a function's first arguments."""
         self.arguments = attrgetter(*registers.arguments[:3])
         """Function that takes the registers, and returns the first three arguments in them."""
         self.result = registers.return_value
-        """Name of the register with the result."""
+        """Name of the register with a function's result."""
         self._link = registers.link
 
     def end(self, regs: Any, result: int) -> None:

@@ -1,4 +1,4 @@
-"""The code of KernelCalls for RISC-V; kernel_calls.py describes its parts."""
+"""Code by which KernelCalls calls functions of a RISC-V kernel; kernel_calls.py has x86's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def maker(symbols: Mapping[str, int], work: int, result: int, state: int, task: 
 
 
 def thread(result: int, state: int, returned: int) -> bytes:
-    """Return the code of the thread: call the function at the start of the mailbox.
+    """Return the code of the thread: call the function whose address and arguments are in the mailbox.
 
     `result` and `state`: offsets in a mailbox. `returned`: state after the call.
     """

@@ -91,7 +91,7 @@ def linux_tracing(
         events=points.events(),
         points=points.by_name,
         syscall_name=lambda number: _syscall_names(kernel).get(number),
-        # Without the functions that ran at boot, whose text has been freed.
+        # Functions that ran only at boot are excluded, because their text has been freed.
         fentry=kernel.mcount.between(*kernel.text),
         resched=linux_need_resched(kernel, guest.need_resched),
         limits=limits,
