@@ -116,7 +116,10 @@ class AggrKprobe(AssemblyOwner):
     has_post_handler: bool = field(default=False, init=False, repr=False)
     """Whether a member has a post_handler or `post_code`, disabled or not. This prevents boosting."""
     detour: DetourBuffer | None = field(default=None, init=False, repr=False)
-    """The detour; None without one, and while nobody has asked for that of a probe registered disabled."""
+    """The detour, or None if the address has none.
+
+    If the probe was registered disabled, the detour is created when the probe is enabled or examined.
+    """
     has_used_detour: bool = field(default=False, init=False, repr=False)
     """Whether the detour has been in use since it was created, so that a CPU may be executing its code."""
     is_patched: bool = field(default=False, init=False)

@@ -237,14 +237,15 @@ class Kprobes:
         if not self.table.all_disarmed and not head.is_disabled:
             self._arming.arm(head)
         if kprobe.length or not head.is_disabled:
-            # The registration of other djprobes depends on a djprobe's region.
+            # The region of a djprobe decides whether another djprobe can be registered near it.
             self._try_to_optimize(head, kprobe)
 
     def _finish_registration(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         """Create the detour of a probe that was registered disabled, if its address can have one.
 
-        Linux: the registration creates the detour. Deviates: it is created when somebody asks for it, or
-        before the probe is enabled. Many events are never enabled, and a detour takes memory and time.
+        Linux creates the detour at the registration. Deviates: the detour is created when a user asks for its
+        state, or before the probe is enabled. Many events are never enabled, and a detour takes memory and
+        time.
         """
         if not (head.is_aggregated or head.rejection or head.is_gone):
             self._try_to_optimize(head, kprobe)
@@ -252,7 +253,7 @@ class Kprobes:
     def _try_to_optimize(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         """Create a detour for the only probe at an address, and queue the probe for optimization.
 
-        If the address cannot have a detour, store the reason. A disabled probe is not queued.
+        If the address cannot have a detour, store the reason in `rejection`. A disabled probe is not queued.
         Mirrors: kernel/kprobes.c:try_to_optimize_kprobe (v6.1).
         """
         if self.optimizer is None or head.is_ftrace or not self.optimizer.wants(kprobe):

@@ -89,7 +89,7 @@ class Compiler:
         self.fixups: dict[int, int] = {}
         """Address of an instruction that may fault -> address at which the CPU continues after the fault."""
         self.relocated: dict[int, int] = {}
-        """Address of the relocated form of an emulated instruction -> address of the instruction."""
+        """Address of the relocated form of an emulated instruction -> probed address of this instruction."""
         self.codes: dict[CompiledCode, None] = {}
         """All existing code in the order of its creation, including code that waits to be freed."""
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
@@ -154,11 +154,12 @@ class Compiler:
         return True
 
     def stub(self, head: AggrKprobe, target: int | None, region: Region | None = None) -> CompiledCode | None:
-        """Compile a handler for breakpoint hits that continues at `target`; None if Python must handle them.
+        """Compile a handler for breakpoint hits, or return None if Python must handle the hits.
 
-        `region`: an emulated instruction, whose relocated form takes the place of a target. Without both, or
-        if the instruction cannot be relocated, the code ends in a breakpoint at `CompiledCode.tail`. The
-        caller sets the route of the breakpoint.
+        `target`: address at which the guest continues after the handler, or None. `region`: an emulated
+        instruction, or None. The relocated form of the instruction follows the handler if it can be compiled.
+        If there is neither a target nor a relocated form, the guest continues at a breakpoint at
+        `CompiledCode.tail`. The caller sets the handler of this breakpoint.
         """
         arch = self._arch
         breakpoint_ = self._arch.breakpoint

@@ -123,9 +123,10 @@ class FtraceSites:
     # Handling of calls
 
     def _make_on_call(self) -> Callable[[Any], None]:
-        """Return the handler of the trampoline's breakpoint.
+        """Return the handler of the breakpoint in ftrace's trampoline.
 
-        The saved ip is the address after the site, at which the trampoline returns.
+        At the breakpoint, sp points at the saved registers. The saved ip is the address after the fentry
+        site. The trampoline returns to the saved ip, which handlers may change.
         """
         find = self._calls.get
         frames = self._hits.frames
@@ -150,9 +151,10 @@ class FtraceSites:
         return [ops for ops in self._ops if site in ops.sites]
 
     def _by_users(self, sites: set[int]) -> list[tuple[list[FtraceOps], set[int]]]:
-        """Return groups of sites that have the same users, newest first.
+        """Divide sites into groups; the sites of a group have the same users.
 
-        Tracers have tens of thousands of sites, so no work is done for each of them.
+        Return the users, newest first, and the sites of each group. Only whole sets are computed, because a
+        loop over the tens of thousands of sites of a tracer would be slow.
         """
         groups: list[tuple[list[FtraceOps], set[int]]] = [([], sites)]
         for ops in self._ops:
@@ -167,7 +169,10 @@ class FtraceSites:
         return groups
 
     def _route(self, users: Sequence[FtraceOps], sites: set[int]) -> None:
-        """Route the calls from sites to their users, which are the same for all of `sites`."""
+        """Set the handler of the calls from `sites`, which all have the same users.
+
+        The handler calls `users`. If there are no users, remove the handler of each site.
+        """
         if not users:
             for site in sites & self._calls.keys():
                 del self._calls[site]
@@ -183,7 +188,7 @@ class FtraceSites:
             self._calls.update({head.address: partial(self._first_by_call, head) for head in heads})
 
     def _handler_for(self, users: Sequence[FtraceOps]) -> Called:
-        """Return a handler that calls the users of a site in their order."""
+        """Return a handler of calls from a site. It calls all `users` of the site in this order."""
         at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
         if len(users) == 1:
             handler = users[0].func
@@ -435,7 +440,7 @@ class FtraceSites:
         self._deferred_sites |= busy
         starting = {}
         for users, members in groups:
-            # A site with several users calls the trampoline. Compiled handlers of a probe start at a hit.
+            # A site with several users calls the trampoline. A probe's site does so until its first hit.
             codes = users[0].codes if len(users) == 1 else {}
             for site in members & calls - busy:
                 target = codes.get(site, self.trampoline)

@@ -300,8 +300,9 @@ class HitHandling:
     def by_stub(self, head: AggrKprobe, stub: CompiledCode) -> Callable[[Regs], object]:
         """Return the handler of breakpoint hits for a probe whose handlers are compiled into a stub.
 
-        The handler is a Redirect if no part of the hit needs Python. It is a closure over known values,
-        because no other Python code runs at such a hit.
+        If no part of a hit needs Python, the handler is a Redirect to the stub. Otherwise it is a Python
+        function that enters the stub. For speed, this function is a closure over values that are known
+        before the hit.
         """
         ctlblk = self.ctlblk
         by_python = self.by_breakpoint(head)
@@ -438,10 +439,11 @@ class HitHandling:
     def fix_fault(self, trap: Trap, regs: Regs) -> bool:
         """Handle an exception in a step or in compiled code; return True if the guest continues at `regs`.
 
-        An access of compiled code continues at its fixup, except a load from user memory that the host
-        executes (see Arch.reads_user). A fault in the relocated form of an emulated instruction belongs to
-        that instruction, and a fault in the step to the probed instruction. If the probe's fault_handler
-        doesn't handle it, the guest gets the fault at the probed address.
+        If a memory access of compiled code faults, the guest continues at the fixup of the access. If guest
+        code cannot read user memory (see Arch.reads_user), the host executes a load from it, and the guest
+        continues after the load.
+        A fault in a step is handled by the probe's fault_handler, or reported to the guest at the probed
+        address. A fault in the relocated form of an emulated instruction is reported there, too.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
         """
         target = self._compiler.fixups.get(trap.address)
@@ -469,7 +471,10 @@ class HitHandling:
         return False
 
     def _load_user(self, regs: Regs, address: int) -> bool:
-        """Execute the load instruction at `address` if it reads user memory; return True in this case."""
+        """Execute the instruction at `address` if it is a load from readable user memory.
+
+        Return False, with nothing changed, if it is not.
+        """
         arch = self._arch
         memory = self._machine.memory
         load = arch.decode_load(memory.read(address, arch.word_size))

@@ -40,10 +40,11 @@ class HitContext(ABC):
         has_interrupt_mask: bool = False,
         is_breakpoint_nmi: bool = True,
     ) -> None:
-        """Store the masks of the preempt count.
+        """Store the masks of the preempt count, which `abi` has, and the place of the interrupt flag.
 
-        `interrupt_flag` is a register and its bit that is set while interrupts are enabled; with
-        `has_interrupt_mask`, while they are masked. `is_breakpoint_nmi`: see Arch.
+        `interrupt_flag`: name of a register, and the mask of one of its bits. The bit is set while interrupts
+        are enabled, or while they are masked if `has_interrupt_mask` is set.
+        `is_breakpoint_nmi`: see Arch.
         """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag

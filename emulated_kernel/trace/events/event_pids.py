@@ -16,7 +16,10 @@ from emulated_kernel.util.limits import Charge, MemoryBudget
 PID_LIMIT = 1 << 30
 """Exclusive upper bound of the pids in a list. Mirrors: kernel/trace/pid_list.h:MAX_PID (v6.1)."""
 BYTES_PER_PID = 200
-"""Memory of the host that a pid in a list takes at most, in bytes: in a set, in order, and its charge."""
+"""Maximum memory of the host, in bytes, that one pid in a list takes.
+
+The pid is in a set and in a sorted list, and a Charge accounts for its memory.
+"""
 _PID_MASK = (1 << 32) - 1
 _SWITCH = "sched_switch"
 
@@ -73,7 +76,7 @@ class PidList:
         return [*self.records_from(0)]
 
     def records_from(self, start: int) -> Iterator[str]:
-        """Return the lines of the file from line `start` on."""
+        """Return the lines of the file from line `start` on; the first line is 0."""
         if self._sorted is None:
             self._sorted = sorted(self.pids)
         return (f"{pid}\n" for pid in islice(self._sorted, start, None))

@@ -151,10 +151,9 @@ def find_structure(btf: Btf | None, name: str) -> TypedValue | None:
 def follow_fields(
     value: TypedValue, chain: str, *, is_cast: bool = False
 ) -> Iterator[tuple[int, TypedValue, int]]:
-    """Follow `FIELD.FIELD->FIELD` from a pointer to a structure.
+    """Follow `chain`, a text like `FIELD.FIELD->FIELD`, from a pointer to a structure.
 
-    With `is_cast`, the type of `value` is the structure itself.
-
+    `value`: type of the pointer, or of the structure itself if `is_cast` is set.
     Yield, for each dereference, its offset in bytes, the type of the value at that offset, and the column of
     its last field in `chain`. Raises: FieldError.
     Mirrors: kernel/trace/trace_probe.c:parse_btf_field (v6.12).

@@ -117,9 +117,10 @@ class NamedArgs:
     def _fields(
         self, root: FetchInsn, typed: TypedValue, fields: str | None, column: int, *, is_cast: bool = False
     ) -> list[FetchInsn]:
-        """Return `root` and the operations that follow `fields` from its value, whose type is `typed`.
+        """Return `root`, which loads a value, and the operations that follow `fields` from this value.
 
-        `column` is the column of the fields. With `is_cast`, the value points to a structure of that type.
+        `typed`: type of the value. If `is_cast` is set, it is the type that the value points to.
+        `fields`: a text like `FIELD.FIELD->FIELD` at `column`, or None.
         Raises: KernelError (logged).
         """
         code = [root]

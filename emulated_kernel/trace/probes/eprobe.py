@@ -154,7 +154,7 @@ class EventProbes(ProbeKind[Eprobe]):
         commands: EventCommands,
         types: Callable[[], Btf | None] = no_types,
     ) -> None:
-        """Create the registry. `types` returns the kernel's BTF, or None if it has none."""
+        """Create an empty registry. `types` returns the kernel's BTF, or None if the kernel has none."""
         super().__init__(commands)
         self._arch = arch
         self._types = types

@@ -249,9 +249,10 @@ class RingBuffer(RingWriter):
         return [self._page_in((head + i) % count) for i in range(used)]
 
     def read_page(self, *, full: bool = False) -> bytes | None:
-        """Consume the rest of one sub-buffer, and return it as a page of 4096 << order bytes.
+        """Consume the unread events of one sub-buffer, and return them as a page of 4096 << order bytes.
 
-        Return None if there is no unread event. If `full` is set, ignore the tail page, which is not full.
+        Return None if there is no unread event, or if `full` is set and all unread events are on the tail
+        page, which is not full.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_page (v6.1)
         """
         if not self._take_reader_page():
