@@ -361,7 +361,7 @@ class Kprobes:
     def commit_kprobes(self) -> None:
         """Write the jumps of registered djprobes.
 
-        Raises: KernelError EOPNOTSUPP (this kernel has no djprobes), EBUSY (a task is in the way).
+        Raises: KernelError EOPNOTSUPP (this kernel has no djprobes), EBUSY (a task stays in a region).
 
         Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.4.
         """

@@ -1,7 +1,7 @@
 """Compiler of handlers to guest code: it compiles at a probe's first hit, and again after changes.
 
-Until then, the trap into Python handles the hits, and also if a handler can't be compiled. No other guest
-code runs during a handler in Python, so that compiled code never meets a hit within a hit. Compiling takes as
+Python handles the hits until then, and all hits if a handler can't be compiled. No other guest code runs
+during a handler in Python, so that compiled code never meets a hit within a hit. Compiling takes as
 long as many hits in Python. One request therefore compiles at most MAX_HANDLERS handlers.
 """
 
@@ -93,7 +93,10 @@ class Compiler:
         self.codes: dict[CompiledCode, None] = {}
         """All existing code in the order of its creation, including code that waits to be freed."""
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
-        """Owners, with further parts of a key -> compiled assembly handlers for hits that Python handles."""
+        """(owners of handlers, ..., further parts of a key) -> the compiled assembly handlers of the owners.
+
+        Python handles the hits at which these handlers run.
+        """
         self._garbage = garbage
         self._lock = lock
         self._turn = 0
@@ -323,9 +326,9 @@ class Compiler:
     def trampoline(self, builder: ProgramBuilder, own: int | None) -> tuple[CompiledCode, int | None] | None:
         """Compile a return trampoline that looks for compiled handlers, and traps to Python if it finds none.
 
-        `own` is the address that functions return to; None: they return to the trampoline itself. Return the
-        code, and the address at which handlers in the trampoline's frame continue, or None without a frame.
-        If there is no room for the code, return None instead of both.
+        `own` is the address that functions return to; None: they return to the trampoline itself.
+        Return the code, and the address at which handlers that use the trampoline's frame continue. The
+        address is None if the trampoline has no frame. If there is no room for the code, return None.
         """
         program = builder.program()
         saves_all = self.saves_all

@@ -50,7 +50,7 @@ class BreakpointDispatch:
         self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
         self.may_lead_jumps = True
-        """Whether a hit may lead the jump in the text to a compiled handler."""
+        """Whether a hit may redirect the jump in the text to a compiled handler."""
         # Bound once, because thousands of probes keep them.
         self._on_first_breakpoint = self._first_by_breakpoint
         self._on_step_end = hits.on_step_end

@@ -62,7 +62,7 @@ class KprobeCtlblk:
         self.python[0] = 1
 
     def resume(self) -> None:
-        """Continue the current hit in Python, after the guest has run within it."""
+        """Undo stay(), because the guest has finished its run within the current hit."""
         self.python[0] = 0
 
     def reset_current(self, head: AggrKprobe) -> None:

@@ -94,7 +94,7 @@ class FtraceSites:
         self._by_call: dict[int, CallHandler] = {}
         """Site -> function that handles the hits of its probes in Python; set from the first hit on."""
         self._deferred_sites: set[int] = set()
-        """Sites that a hit wanted to change while they were being patched; the change follows afterwards."""
+        """Sites whose users changed while the sites were being patched; they are updated afterwards."""
         self._calling: dict[int, int] = {}
         """Site that is armed -> target of its call."""
         self._with_regs: set[int] = set()
@@ -423,7 +423,8 @@ class FtraceSites:
     def _update(self, sites: Iterable[int]) -> None:
         """Write at sites the calls or nops that their users require.
 
-        A user is routed before the text calls it, and stays routed until the text has stopped calling it.
+        The handler of a site's calls is set before the text calls, and removed after the text has stopped
+        calling.
         """
         sites = set(sites)
         routed = len(self._calls)

@@ -24,7 +24,7 @@ class InsnSlots:
     def __init__(
         self, text: Text, size: int, breakpoint_: bytes, garbage: DeferredFree, lead: bytes = b""
     ) -> None:
-        """Create no slots yet. `size`: minimum size of a slot in bytes; `lead`: code before each slot."""
+        """Start without slots. `size`: minimum size of a slot in bytes; `lead`: code before each slot."""
         self._text = text
         self._waiting = garbage
         self._lead = lead

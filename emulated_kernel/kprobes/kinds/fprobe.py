@@ -103,9 +103,12 @@ class Fprobe(FailureCount, Generic[RegsT]):
     is_disabled: bool = False
     """Whether the fprobe is disabled, so that its handlers are not called; see Kernel.disable_fprobe."""
     is_over_fgraph: bool = False
-    """Whether enabled_functions shows the functions of Linux 7.2, which uses the function graph."""
+    """Whether enabled_functions shows the handlers of Linux 7.2, whose fprobes use the function graph."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
-    """The variables of `code` and `return_code` by name: the sum over all CPUs of 64-bit numbers."""
+    """Name of a variable of `code` and `return_code` -> its value, the sum of the numbers of all CPUs.
+
+    Each CPU has an unsigned 64-bit number for each variable. The sum is modulo 2**64.
+    """
     _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
     """The assembled handlers of a registered fprobe, which count the calls whose code faulted."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)

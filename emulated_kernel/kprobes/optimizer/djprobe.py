@@ -121,9 +121,10 @@ class Djprobes(Optimizer):
         return nullcontext(True)
 
     def _write_if_quiescent(self) -> bool:
-        """Write the jumps and free detours; return False if a CPU or task is in the way.
+        """Write the queued jumps, free unused detours, and return True.
 
-        Deviates: the paper doesn't check this, but threads that don't freeze may be in the way.
+        Return False, with nothing done, if a CPU or task may be in the text or in a detour.
+        Deviates: the paper doesn't check this, but threads that don't freeze may be there.
         """
         if not self._scheduler.is_quiescent(self._affected()):
             return False
@@ -132,9 +133,9 @@ class Djprobes(Optimizer):
         return True
 
     def flush(self) -> None:
-        """Write the queued jumps if no CPU or task is in the way now.
+        """Write the queued jumps if no CPU or task is in the text that they replace.
 
-        The control files have no commit_kprobes(), and can't freeze the tasks that write to them.
+        This replaces commit_kprobes() for control files, which can't freeze the tasks that write to them.
         """
         if self.optimizing:
             self._write_if_quiescent()

@@ -125,8 +125,8 @@ RET_STACK = 1
 class TaskFields:
     """Finds the fields `rethooks` and `ret_stack` of a task; if task_structs lack both, the host keeps them.
 
-    If the image does not show which task runs, all tasks share one shadow stack. If task_structs have only
-    `rethooks`, there is no RetStack.
+    If the image's ABI table lacks `percpu.current_task`, all tasks share one shadow stack. If task_structs
+    have only `rethooks`, there is no RetStack.
     Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack (v6.1).
     """
 

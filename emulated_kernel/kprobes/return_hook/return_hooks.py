@@ -284,8 +284,9 @@ class ReturnHooks:
     def _run_asm_handlers(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
     ) -> bool:
-        """Run in the guest the assembly handlers of the calls that return through `frame`.
+        """Run the assembly handlers of the hooked calls that return now, in the guest.
 
+        `frame` is the address of the stack slot whose return address was replaced for these calls.
         Return False if there are no such handlers; then `on_return` is not called.
         """
         if self._has_assembly is None:
@@ -329,7 +330,7 @@ class ReturnHooks:
     # Tasks
 
     def real_return_address(self, task: int, slot: int, address: int) -> int:
-        """Return the content that a task's stack slot had before its function was hooked.
+        """Return the content that a task's stack slot had before the call was hooked.
 
         `slot`: address of the stack slot. `address`: the slot's present content. If no hook has replaced the
         content, return `address`.

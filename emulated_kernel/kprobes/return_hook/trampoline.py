@@ -158,9 +158,9 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """Return the saved registers, the address of the stack slot, and that of the trampoline's target.
+        """Return the saved registers, the address of the stack slot, and the address of a word after them.
 
-        The real return address must be written to the last address, from which the trampoline reads it.
+        The trampoline jumps to the content of this word, so the real return address must be written to it.
         """
         saved = self._frames[regs.sp]
         after = regs.sp + len(self._arch.pt_regs) * self._word

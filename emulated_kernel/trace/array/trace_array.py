@@ -108,7 +108,7 @@ class TraceArray(ArrayRings, Recorder):
         self.pids = EventPids(self._pids_changed, memory=system.filter_words.memory)
         self._has_pids = False
         self.max_latency_ns = 0
-        """Text of tracing_max_latency as a number of nanoseconds: the last value written to it."""
+        """Value of tracing_max_latency in nanoseconds, as it was last written to the file."""
         self._stamp = system.clocks.converter(LOCAL)
         self._time_start = 0
         self._records_comm = True

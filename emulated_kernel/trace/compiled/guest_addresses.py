@@ -72,7 +72,7 @@ class GuestAddresses:
     comm: int
     """Offset of the task's name in task_struct."""
     need_resched: int | None
-    """Per-CPU offset of the u32 that `resched` describes; None if it has only a task flag."""
+    """Per-CPU offset of the u32 that `resched` describes; None if the kernel uses only a flag of the task."""
     resched: NeedResched
     hardirq_mask: int
     """Bits of the preempt count that are set in a hard interrupt."""

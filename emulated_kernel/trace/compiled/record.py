@@ -228,7 +228,10 @@ class RecordEmitter:
         emit(BranchImmediate(Condition.NE, TEMP, 0, unusual))
 
     def _emit_count_and_need(self, need_resched: int) -> None:
-        """Emit code that sets TEMP to 0 if the u32s preempt_count and `need_resched` are both 0."""
+        """Emit code that sets TEMP to 0 if preempt_count is 0 and no reschedule is needed, and else to non-0.
+
+        `need_resched`: per-CPU offset of the u32 that shows whether a reschedule is needed.
+        """
         emit = self._emit
         not_needed = self._places.resched.not_needed
         (offset, size), *others = self._count_loads(need_resched)

@@ -136,7 +136,8 @@ class EventPids:
         """Return True if an event of task `pid` is not recorded.
 
         `payload` is the entry without its common fields.
-        Some events of the scheduler concern a second task: the task that is switched to or woken up.
+        If an event of the scheduler concerns a second task, which is switched to or woken up, the event is
+        recorded also for this task.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_wakeup_probe_pre (v6.1).
         """
         other = event.other_task(payload)

@@ -251,7 +251,7 @@ class HistField:
 
 
 class Histogram:
-    """Base class of histograms: the fields and the map, which fields, actions and other histograms use."""
+    """Base class of histograms, with the parts that fields, actions and other histograms use."""
 
     def __init__(
         self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, attrs: HistAttrs

@@ -122,7 +122,7 @@ class TraceProbe(DynEvent):
     @property
     @abstractmethod
     def place_text(self) -> str:
-        """The place as the probe's line shows it; `-:EVENT PLACE` requires the same text."""
+        """The place as the probe's line shows it. PLACE in `-:EVENT PLACE` must equal this text."""
 
     @property
     @abstractmethod

@@ -196,9 +196,9 @@ class _DamagedBuffer:
         return 0 if self.is_changing else self._end_by_count(page)
 
     def _end_by_count(self, page: int) -> int:
-        """Return the size of a page's data with as many events as were counted, in bytes.
+        """Return the size in bytes of the tail page's data, computed from the counter of its events.
 
-        This replaces the write pointer if it is invalid.
+        The size is used if the write pointer is invalid.
         """
         low = 0
         high = self.capacity

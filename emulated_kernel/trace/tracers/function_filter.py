@@ -79,7 +79,7 @@ class WordEdit(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Remove all functions from the open file's copy of the set; close() then replaces the set by it."""
+        """Remove all functions from the open file's copy of the set; close() then empties the set."""
 
 
 class EditedSet(ABC):
