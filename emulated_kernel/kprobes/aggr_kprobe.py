@@ -306,7 +306,7 @@ class AggrKprobe(AssemblyOwner):
         return None
 
     def run_all_pre_handlers(self, regs: Regs) -> None:
-        """Call the members' pre_handlers in Python, whatever their results are."""
+        """Call the pre_handlers of all members in Python, regardless of their results."""
         for pre_handler, kprobe in self._pre_handlers:
             try:
                 pre_handler(kprobe, regs)

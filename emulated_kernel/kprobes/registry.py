@@ -290,7 +290,7 @@ class Kprobes:
         if not head.members:
             if not head.is_disabled:
                 # A jump was reused for a disabled probe.
-                # Linux: it stays in the text for good.
+                # Linux: it stays in the text permanently.
                 self._disarm(head)
             # Linux: while the jump exists, the aggregator stays until the worker has removed the jump.
             if optimizer is None or not optimizer.is_queued(head):

@@ -224,7 +224,10 @@ class BreakpointDispatch:
             self.compile_detour(head)
 
     def compile_detour(self, head: AggrKprobe) -> None:
-        """Compile the handlers into a detour, if possible, and lead the jump to this detour."""
+        """Compile the handlers into a detour, and redirect the jump to it.
+
+        If the handlers cannot be compiled, Python continues to handle the hits.
+        """
         code = self._compiler.detour(head)
         detour = head.detour
         head.compiled = code

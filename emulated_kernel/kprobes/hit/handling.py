@@ -1,13 +1,15 @@
 """The state machine of a hit: from the breakpoint, the detour or the fentry call back into the probed code.
 
-    begin           running = the probe -> handlers, as below; if another hit is being handled, the hit is
-                    missed and only the probed instruction runs
+Each row has a state or a kind of hit, and then the steps that follow. Further lines are alternatives.
+
+    begin           KprobeCtlblk.running = the probe -> the row of the kind of hit
+                    if another hit is being handled: the hit is missed, and only the probed instruction runs
     breakpoint      begin -> pre_handler -> end -> the copy -> the probed code, if no Python follows
                     begin -> pre_handler -> singlestep
       singlestep    a copy in a slot -> end of the step -> post_process
                     emulation -> post_process
       post_process  post_handler -> end
-    stub            guest code -> the copy -> the probed code, without any state of the CPU
+    stub            guest code -> the copy -> the probed code; KprobeCtlblk has no state of such a hit
                     guest code, with the relocated form of an emulated instruction -> the probed code
                     or begin -> guest code -> singlestep, if Python has a part in the hit
     detour          begin -> pre_handlers -> end
@@ -56,7 +58,7 @@ class HitHandling:
 
     Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler, opt.c:optimized_callback,
     ftrace.c:kprobe_ftrace_handler (v6.1). Deviates: the interrupt flag isn't cleared around the step; instead
-    `may_interrupt` keeps the machine from delivering an interrupt.
+    The machine delivers interrupts only while may_interrupt() returns True.
     """
 
     def __init__(
@@ -375,9 +377,9 @@ class HitHandling:
     def by_call(self, head: AggrKprobe) -> CallHandler:
         """Return the handler of hits by a call of ftrace's trampoline; it returns False for a missed hit.
 
-        The handler takes the site's address, the saved registers, and a function that calls the site's users
-        that were attached before the probe, or None. It calls this function after the probe's handlers, and
-        not at all if the hit is missed. The trampoline returns to the frame's ip, after the site.
+        The handler takes the site's address, the saved registers, and a function or None. The function calls
+        the site's users that were attached before the probe. The handler calls it after the probe's handlers,
+        but not if the hit is missed. The trampoline returns to the ip of the saved registers.
         """
         ctlblk = self.ctlblk
         keep_cost = head.cost.kept().append

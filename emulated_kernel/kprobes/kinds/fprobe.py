@@ -36,7 +36,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 class FprobeRegs(Enum):
-    """Sets of registers that handlers of an fprobe can get; others raise AttributeError on access."""
+    """Sets of registers that handlers of an fprobe get. Access to other registers raises AttributeError."""
 
     PT_REGS = auto()
     """All registers."""
@@ -87,12 +87,16 @@ class Fprobe(FailureCount, Generic[RegsT]):
     exit_registers: Sequence[str] = ()
     """Names of the registers that the exit_handler reads."""
     entry_program: CompileHandler | None = None
-    """Emits the entry handler as guest code, for EntryKind.CALL; see Fprobes.handler_changed.
+    """Emits the entry handler as guest code, for EntryKind.CALL.
+
+    After a change of the emitted code, call Fprobes.handler_changed().
 
     The virtual register CALLED has the function's address; ip is unknown.
     """
     exit_program: CompileHandler | None = None
-    """Emits the exit handler as guest code, for EntryKind.RETURN; see Fprobes.handler_changed.
+    """Emits the exit handler as guest code, for EntryKind.RETURN.
+
+    After a change of the emitted code, call Fprobes.handler_changed().
 
     The virtual register CALLED has the function's address; ip is unknown.
     """
@@ -129,7 +133,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
 
 
 class PartialRegs:
-    """View of a hit's registers that has only the saved ones; access to others raises AttributeError."""
+    """View of the registers that were saved at a hit. Access to other registers raises AttributeError."""
 
     __slots__ = ("_names", "_regs")
 

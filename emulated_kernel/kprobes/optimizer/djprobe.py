@@ -87,7 +87,7 @@ class Djprobes(Optimizer):
         return next((addr for addr in inner if self._table.get(addr) is not None), None)
 
     def unoptimize(self, head: AggrKprobe, *, force: bool) -> None:
-        """Remove the probe's jump at once, whatever `force` is. Source: section 3.6.2."""
+        """Remove the probe's jump at once, regardless of `force`. Source: section 3.6.2."""
         del force
         super().unoptimize(head, force=True)
 

@@ -175,7 +175,7 @@ class Optimizer:
     # Queries
 
     def wants(self, kprobe: Kprobe) -> bool:  # noqa: ARG002 - djprobe's answer depends on it
-        """Return True if the probe shall get a detour, provided that its address can have one."""
+        """Return True if the probe must get a detour, provided that its address can have a detour."""
         return True
 
     def ask(self, kprobe: Kprobe) -> str:  # noqa: ARG002 - a djprobe gets its length
@@ -348,7 +348,7 @@ class Optimizer:
         if self._scheduler.is_quiescent(self._affected()):
             self._optimize_all()
             self._free_all()
-        # Changes that have stopped go on without this worker.
+        # Changes that have stopped do not need this worker to continue.
         if len(self.optimizing) + len(self.unoptimizing) > len(self.stages) or self.freeing:
             self._kick()
 

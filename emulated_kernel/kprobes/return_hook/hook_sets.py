@@ -56,7 +56,7 @@ class HookSets(TaskObserver):
         if isinstance(self.first.stack, RetStack):
             return self.first
         if self._graph is None:
-            # Guest code that asks for a caller means the trampoline of the first set, so install that one.
+            # The guest's unwinder only knows the trampoline of the first set, so install that trampoline.
             self.first.install()
             self._graph = self._make(stack=RetStack.name)
         return self._graph
@@ -105,7 +105,7 @@ class HookSets(TaskObserver):
             hooks.look_from(cpu)
 
     def _abandon(self) -> None:
-        """Forget the hits and hooked calls of a guest function that the host called and gave up."""
+        """Forget the hits and hooked calls of a guest function that the host called and does not continue."""
         self._hits.ctlblk.abandon()
         for hooks in self._sets:
             hooks.abandon()

@@ -250,8 +250,8 @@ class ReturnHooks:
         try:
             ret_addr, frame = self.trampoline.replace_return_address(regs)
         except MemoryFault:
-            # Linux: a fault in the handler.
-            # Deviates: a call without a stack is only missed, as it has no return.
+            # Linux: the write to the stack faults in the handler.
+            # Deviates: if the stack cannot be written, the call only counts as missed.
             stack.put_back(hook.address, node)
             hook.miss()
             return False
@@ -413,7 +413,7 @@ class ReturnHooks:
         self._tasks.look_from(cpu, self._machine.per_cpu_bases[cpu])
 
     def abandon(self) -> None:
-        """Remove the hooked calls of a guest function that the host has called and given up."""
+        """Remove the hooked calls of a guest function that the host has called and does not continue."""
         if not self.stack.hooks or "task_struct.stack" not in self._abi:
             return
         with self._machine.damage.left_out("current task"):

@@ -59,7 +59,7 @@ class EventFilters:
         """Set the event's filter to the written text. "0" clears the filter.
 
         If the text cannot be parsed, the event has no filter afterwards, and the file shows the error.
-        Raises: KernelError EINVAL (a page or more), ENOMEM, FilterParseError, as parse_event_filter().
+        Raises: KernelError EINVAL (a page or more), ENOMEM, errors of parse_event_filter().
         Mirrors: apply_event_filter (v6.1).
         """
         text = _written(data)

@@ -105,7 +105,7 @@ class Eprobe(TraceProbe):
         """Add the trigger to the target event, in the first trace array that enables this event.
 
         Deviates: in Linux, other trace arrays that enable this event later get no hits. Here they get them.
-        Raises: KernelError, as TraceEvent.enable().
+        Raises: errors of TraceEvent.enable().
         """
         self.target.file(self.event.recorders[0]).add(self._trigger, last=True)
 

@@ -209,7 +209,7 @@ class TraceTprobe(TraceKprobe):
         return False
 
     def enable(self) -> None:
-        """Switch the tracepoint on, and probe its stub. Raises: KernelError, as register_kprobe()."""
+        """Switch the tracepoint on, and probe its stub. Raises: errors of register_kprobe()."""
         point = self.kind.tracepoint(self.symbol)
         stub = None if point is None else point.stub
         if self._point is not None or point is None or stub is None:

@@ -337,7 +337,7 @@ class TraceKprobe(TraceProbe):
     # kprobes are disarmed.
 
     def enable(self) -> None:
-        """Enable the probe in the engine, unless it is gone. Raises: KernelError, as enable_kprobe()."""
+        """Enable the probe in the engine, unless it is gone. Raises: errors of enable_kprobe()."""
         if self.handle is not None and not self.handle.is_gone:
             if isinstance(self.handle, EventKprobe):
                 # Not set before, because a bound method takes memory, and many events are never enabled.
@@ -345,7 +345,7 @@ class TraceKprobe(TraceProbe):
             self.engine.kprobes.enable_kprobe(self.handle)
 
     def disable(self) -> None:
-        """Disable the probe in the engine, unless it is gone. Raises: KernelError, as disable_kprobe()."""
+        """Disable the probe in the engine, unless it is gone. Raises: errors of disable_kprobe()."""
         if self.handle is not None and not self.handle.is_gone:
             self.engine.kprobes.disable_kprobe(self.handle)
 

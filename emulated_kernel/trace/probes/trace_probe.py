@@ -82,7 +82,7 @@ class ProbeTraceEvent(TraceEvent):
     def start(self) -> None:
         """Enable all probes of the event, or none if one cannot be enabled.
 
-        Raises: KernelError, as TraceProbe.enable().
+        Raises: errors of TraceProbe.enable().
         Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).
         """
         done: list[TraceProbe] = []

@@ -325,7 +325,7 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
     """Recover the ring buffer of a control block, or return None if the block is empty.
 
     `read` takes an address and a size, and returns memory of the machine.
-    Raises: UnreadableControlBlock, OSError, as `read`.
+    Raises: UnreadableControlBlock, OSError (by `read`).
     """
     if not any(block[: offset_of("aside")]):
         return None

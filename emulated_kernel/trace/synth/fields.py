@@ -113,7 +113,7 @@ class SyntheticField(ABC):
 
 
 class NumberField(SyntheticField):
-    """A number, which takes 8 bytes in an entry whatever its type is."""
+    """A number, which takes 8 bytes in an entry regardless of its declared type."""
 
     @property
     def print_fmt(self) -> str:

@@ -78,7 +78,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._graph.user_changed()
 
     def start(self) -> None:
-        """Begin to record calls. Raises: KernelError, as FunctionGraph.register()."""
+        """Begin to record calls. Raises: errors of FunctionGraph.register()."""
         self._graph.register(self)
 
     def stop(self) -> None:
