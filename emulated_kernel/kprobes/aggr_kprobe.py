@@ -83,7 +83,7 @@ class AggrKprobe(AssemblyOwner):
     flags: KprobeFlag
     """The flags of the address, which may differ from the members' flags."""
     members: tuple[Kprobe, ...] | dict[Kprobe, None] = field(default=(), init=False)
-    """The members, in the reverse order of their handlers' runs.
+    """The members. Their handlers run in the reverse of this order; see `by_run`.
 
     Several members are in a dict, because one of thousands of members must be removed quickly. Most addresses
     have one member, which is in a tuple, because a tuple takes less memory.

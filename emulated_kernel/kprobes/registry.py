@@ -53,7 +53,7 @@ class ProbedPlace(NamedTuple):
     address: int
     """Address of the original instruction that the CPU is about to execute."""
     detour: tuple[int, range] | None = None
-    """Entry address of the detour or stub, and range of its addresses. None after the detour's handlers."""
+    """Entry address of the detour or stub, and range of its addresses; None if its handlers have ended."""
     pushed: int = 0
     """Number of bytes that the copy of the instruction has pushed so far."""
     is_calling: bool = False

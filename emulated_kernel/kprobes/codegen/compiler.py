@@ -93,7 +93,7 @@ class Compiler:
         self.codes: dict[CompiledCode, None] = {}
         """All existing code in the order of its creation, including code that waits to be freed."""
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
-        """(owners of handlers, ..., further parts of a key) -> the compiled assembly handlers of the owners.
+        """(owners of handlers, ..., `in_frame` or target address) -> the owners' compiled assembly handlers.
 
         Python handles the hits at which these handlers run.
         """
@@ -306,9 +306,9 @@ class Compiler:
 
     @_or_none
     def as_handler(self, builder: ProgramBuilder, address: int, target: int) -> CompiledCode | None:
-        """Compile a program as a handler of a probe at `address` would be compiled; it continues at `target`.
+        """Compile a program as if it were a handler of a probe at `address`.
 
-        Return None if there is no room for the code.
+        The code continues at `target`. Return None if there is no room for the code.
         """
         handler = self._handler(builder, address)
         return self._write(builder, handler, self._arch.jump_size, self._going_on_at(target))

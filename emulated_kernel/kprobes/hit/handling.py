@@ -57,8 +57,9 @@ class HitHandling:
     """Handles the hits of all CPUs; `BreakpointDispatch` and `FtraceSites` route traps to this class.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler, opt.c:optimized_callback,
-    ftrace.c:kprobe_ftrace_handler (v6.1). Deviates: the interrupt flag isn't cleared around the step; instead
-    The machine delivers interrupts only while may_interrupt() returns True.
+    ftrace.c:kprobe_ftrace_handler (v6.1).
+    Deviates: the interrupt flag isn't cleared around the step. Instead, the machine delivers interrupts only
+    while may_interrupt() returns True.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def compiled_event(
     - An argument is from user memory, and guest code cannot read it (see Arch.reads_user).
     - An argument is from a register that is not a general-purpose one, or that a returning function has
       overwritten.
-    - A filter of the event compares strings, or the event has a trigger that needs entries.
+    - A filter of the event compares strings, or the event has a trigger or is in soft mode.
     - Guest code cannot write to the buffers of a trace array that records the event (see Recorder.target).
     """
     registers = arch.valid_at_return if is_return else arch.general_registers

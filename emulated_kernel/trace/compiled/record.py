@@ -228,7 +228,7 @@ class RecordEmitter:
         emit(BranchImmediate(Condition.NE, TEMP, 0, unusual))
 
     def _emit_count_and_need(self, need_resched: int) -> None:
-        """Emit code that sets TEMP to 0 if preempt_count is 0 and no reschedule is needed, and else to non-0.
+        """Emit code that sets TEMP to 0 if and only if preempt_count is 0 and no reschedule is needed.
 
         `need_resched`: per-CPU offset of the u32 that shows whether a reschedule is needed.
         """

@@ -184,9 +184,9 @@ def follow_fields(
 
 
 def _find_member(btf: Btf, structure: int, name: str, column: int) -> tuple[int, Member]:
-    """Return the member `name`, and before it the offset in bits of the structure that contains it.
+    """Find the member `name`. Return the offset in bits of the structure that contains it, and the member.
 
-    That structure is `structure` itself (a type id) or an anonymous member of it.
+    The containing structure is `structure` (a type id) itself or an anonymous member of `structure`.
     Raises: FieldError BAD_BTF_TID (no structure), NO_BTF_FIELD; both with `column`.
     Mirrors: kernel/trace/trace_btf.c:btf_find_struct_member (v6.12).
     """

@@ -463,8 +463,8 @@ class TraceKprobe(TraceProbe):
     ) -> bool:
         """Emit a copy of emit()'s code that uses `places` and `counter`, and writes all records to `target`.
 
-        HandlerCosts measures the copy. Return False if emit() does, and for return probes, because the
-        handler is the smaller part of their cost.
+        HandlerCosts measures the copy. Return False if emit() would return False. Return False also for
+        return probes, because the handler is the smaller part of their cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)
