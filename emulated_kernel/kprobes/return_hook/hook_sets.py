@@ -56,7 +56,7 @@ class HookSets(TaskObserver):
         if isinstance(self.first.stack, RetStack):
             return self.first
         if self._graph is None:
-            # The guest's unwinder only knows the trampoline of the first set, so install that trampoline.
+            # Guest code that asks for a caller means the trampoline of the first set, so install that one.
             self.first.install()
             self._graph = self._make(stack=RetStack.name)
         return self._graph
@@ -93,10 +93,7 @@ class HookSets(TaskObserver):
             hooks.flush(task)
 
     def drop(self, task: int) -> None:
-        """Remove all pending calls of a living task, because they will never return.
-
-        The calls are counted as flushed, and their return handlers are not called.
-        """
+        """Remove all pending calls of a task, because they will never return; see ReturnHooks.drop()."""
         for hooks in self._sets:
             hooks.drop(task)
 
@@ -105,7 +102,7 @@ class HookSets(TaskObserver):
             hooks.look_from(cpu)
 
     def _abandon(self) -> None:
-        """Forget the hits and hooked calls of a guest function that the host called and does not continue."""
+        """Forget the hits and hooked calls of a guest function that the host called and gave up."""
         self._hits.ctlblk.abandon()
         for hooks in self._sets:
             hooks.abandon()
