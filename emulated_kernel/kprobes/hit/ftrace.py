@@ -214,10 +214,10 @@ class FtraceSites:
             on_return(site, frame)
 
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:
-        """Return a handler that calls the handlers of several users of a site, with `in_ops_list` set.
+        """Return a handler that calls `calls`, the handlers of several users of a site.
 
-        `in_ops_list` is that of the KprobeCtlblk. `ends`: clear it after the last call. If False, one of
-        `calls` clears it.
+        KprobeCtlblk.in_ops_list is set during the calls. `ends`: clear it after the last call. If `ends` is
+        False, one of `calls` clears it.
         Mirrors: kernel/trace/ftrace.c:__ftrace_ops_list_func (v6.1).
         """
         call_each = _each([*calls, self._list_ends] if ends else calls)

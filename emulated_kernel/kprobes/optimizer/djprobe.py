@@ -1,7 +1,7 @@
 """Djprobe: jumps that users request by a probe's `length`, and that commit_kprobes() writes.
 
-Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3. Unlike the optimizer, Djprobes does nothing later
-or by itself: the length comes from a tool, and the user decides when the system may wait for the jumps.
+Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3. Unlike the optimizer, Djprobes
+writes no jump by itself: a tool computes the length, and the user decides when commit_kprobes() is called.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ class PerCpuContext(HitContext):
     ) -> None:
         """Map the variables of each CPU.
 
-        `interrupt_flag` is a register and its bit that is set while interrupts are enabled. `areas` are the
-        addresses of the per-CPU areas.
+        `interrupt_flag`: name of a register, and mask of its bit that is set while interrupts are enabled.
+        `areas`: addresses of the per-CPU areas.
         """
         self._variables = [
             (_variable(memory, abi, area, "preempt_count"), _variable(memory, abi, area, "need_resched"))

@@ -20,7 +20,7 @@ _MODULE = ":mod:"
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The events that a word of set_event names. None matches any name."""
+    """The events that a word of set_event names. A field that is None matches any name."""
 
     match: str | None
     """Name of a group or of events."""

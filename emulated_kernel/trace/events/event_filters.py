@@ -31,7 +31,7 @@ _CLEAR = "0"
 class EventFilters:
     """Sets, clears and shows the filters of one trace array's events.
 
-    `recorder` is the trace array. The events hold their filters, so a removed event takes its filter along.
+    `recorder` is the trace array. The events hold their filters, so a filter is removed with its event.
     Callers hold the control lock, in the place of Linux's event_mutex.
     Mirrors: kernel/trace/trace_events_filter.c (v6.1).
     """

@@ -123,7 +123,7 @@ class EventPids:
         return (bool(traced) and pid not in traced) or pid in self.untraced.pids
 
     def ignores_switch(self, before: int, after: int) -> bool:
-        """Return True if a single list excludes both tasks of a task switch, so that it is not recorded.
+        """Return True if a single list excludes both tasks of a switch, so that the switch is not recorded.
 
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_switch_probe_pre (v6.1).
         """

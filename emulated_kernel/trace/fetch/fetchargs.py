@@ -114,7 +114,7 @@ class FetchContext:
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
-    """Whether the probe is in the kernel, not in a program, in which expressions name file offsets."""
+    """Whether the probe is in the kernel. If it is in a program, expressions name file offsets."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
     """For event probes: resolves the event's field that an argument names, after the argument is parsed."""
     in_fprobe: bool = False

@@ -38,7 +38,7 @@ class NamedArgs:
         error: LogError,
         limit: int,
     ) -> None:
-        """Compile names of `function`, or refuse them if BTF does not have it.
+        """Start without compiled names. `function`: the probed function, or None if the BTF lacks it.
 
         `parameter` returns the operation that loads the parameter with an index. `limit` is the maximum
         number of operations.
