@@ -446,7 +446,8 @@ class HitHandling:
         code cannot read user memory (see Arch.reads_user), the host executes a load from it, and the guest
         continues after the load.
         A fault in a step is handled by the probe's fault_handler, or reported to the guest at the probed
-        address. A fault in the relocated form of an emulated instruction is reported there, too.
+        address. A fault in the relocated form of an emulated instruction is always reported at the probed
+        address.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
         """
         target = self._compiler.fixups.get(trap.address)

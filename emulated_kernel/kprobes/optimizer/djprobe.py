@@ -135,7 +135,8 @@ class Djprobes(Optimizer):
     def flush(self) -> None:
         """Write the queued jumps if no CPU or task is in the text that they replace.
 
-        This replaces commit_kprobes() for control files, which can't freeze the tasks that write to them.
+        Control files use this in place of commit_kprobes(), because the tasks that write to them can't be
+        frozen.
         """
         if self.optimizing:
             self._write_if_quiescent()

@@ -79,7 +79,7 @@ class WordEdit(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Remove all functions from the open file's copy of the set; close() then empties the set."""
+        """Remove all functions from the open file's copy; close() then replaces the set by the copy."""
 
 
 class EditedSet(ABC):

@@ -208,7 +208,7 @@ class FunctionProbes:
         return FunctionProbe(title, switch, count, file.let_go)
 
     def _switch(self, on: bool) -> bool:
-        """Switch recording on or off. Return False if it was so already.
+        """Switch recording on or off. Return False if that changes nothing.
 
         Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1).
         """

@@ -1,4 +1,4 @@
-"""build_graphs(): builds the function_graph tracer and the function profiler, which share one graph."""
+"""build_graphs(): builds the function_graph tracer and the function profiler on one FunctionGraph."""
 
 from __future__ import annotations
 
