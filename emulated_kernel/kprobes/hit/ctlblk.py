@@ -23,7 +23,7 @@ class KprobeCtlblk:
     """
 
     python: memoryview
-    """TrapHooks.python: 1 while the guest runs within a hit, so that all its traps go to Python; else 0."""
+    """View of TrapHooks.python: 1 while the guest runs within a hit and its traps go to Python; else 0."""
     running: AggrKprobe | None = None
     """The probe whose hit Python handles on the current CPU."""
     interrupted: list[AggrKprobe] = field(default_factory=list)

@@ -44,7 +44,7 @@ class HitContext(ABC):
 
         `interrupt_flag`: name of a register, and the mask of one of its bits. The bit is set while interrupts
         are enabled, or while they are masked if `has_interrupt_mask` is set.
-        `is_breakpoint_nmi`: see Arch.
+        `is_breakpoint_nmi`: whether Linux handles a breakpoint of the kernel as an NMI.
         """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag

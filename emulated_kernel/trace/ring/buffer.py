@@ -178,7 +178,10 @@ class RingBuffer(RingWriter):
         return control.tail_entries if page == control.tail_page else self._table[self._entries_at + page]
 
     def unread_events(self, index: int) -> list[tuple[int, bytes]]:
-        """Return time stamp and record of each unread event of a sub-buffer. `index`: as unread_count()."""
+        """Return time stamp and record of each unread event of a sub-buffer.
+
+        `index`: 0 for the reader page; see unread_count().
+        """
         control = self._control
         if index == 0:
             events = self._events(control.reader_page, control.reader_read, control.read_stamp)
