@@ -83,7 +83,7 @@ class AggrKprobe(AssemblyOwner):
     flags: KprobeFlag
     """The flags of the address, which may differ from the members' flags."""
     members: tuple[Kprobe, ...] | dict[Kprobe, None] = field(default=(), init=False)
-    """The members, in the reverse order of their handlers' runs.
+    """The members. Their handlers run in the reverse of this order; see `by_run`.
 
     Several members are in a dict, because one of thousands of members must be removed quickly. Most addresses
     have one member, which is in a tuple, because a tuple takes less memory.
@@ -116,7 +116,10 @@ class AggrKprobe(AssemblyOwner):
     has_post_handler: bool = field(default=False, init=False, repr=False)
     """Whether a member has a post_handler or `post_code`, disabled or not. This prevents boosting."""
     detour: DetourBuffer | None = field(default=None, init=False, repr=False)
-    """The detour; None without one, and while nobody has asked for that of a probe registered disabled."""
+    """The detour, or None if the address has none.
+
+    If the probe was registered disabled, the detour is created when the probe is enabled or examined.
+    """
     has_used_detour: bool = field(default=False, init=False, repr=False)
     """Whether the detour has been in use since it was created, so that a CPU may be executing its code."""
     is_patched: bool = field(default=False, init=False)
@@ -303,7 +306,7 @@ class AggrKprobe(AssemblyOwner):
         return None
 
     def run_all_pre_handlers(self, regs: Regs) -> None:
-        """Call the members' pre_handlers in Python, whatever their results are."""
+        """Call the pre_handlers of all members in Python, regardless of their results."""
         for pre_handler, kprobe in self._pre_handlers:
             try:
                 pre_handler(kprobe, regs)

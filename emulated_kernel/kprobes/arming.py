@@ -39,8 +39,8 @@ class Arming:
             return
         self._routes.install(head)
         self._uncover(head)
-        # Linux: a jump that is queued for removal is overwritten with a breakpoint for good, and counts as
-        # optimized.
+        # Linux: a jump that is queued for removal is overwritten with a breakpoint, which stays. The probe
+        # counts as optimized.
         # Deviates: the jump stays.
         optimizer = self._optimizer
         is_stopped = optimizer is not None and head in optimizer.stages

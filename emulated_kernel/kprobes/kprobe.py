@@ -100,7 +100,10 @@ class Kprobe(FailureCount, Generic[RegsT]):
     post_handler: PostHandler[RegsT] | None = None
     """Called after the instruction. A probe with a post_handler is not optimized."""
     program: CompileHandler | None = field(default=None, repr=False)
-    """Emits the pre_handler as guest code; see Kprobes.handler_changed."""
+    """Emits the pre_handler as guest code.
+
+    After a change of the emitted code, call Kprobes.handler_changed().
+    """
     code: str | None = None
     """A handler in assembly, which runs as guest code before the other handlers.
 

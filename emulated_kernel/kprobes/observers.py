@@ -44,7 +44,7 @@ class Observers:
         """
 
     def sight(self) -> Sight:
-        """Return the highest Sight of the probes that have patched the text: the most that one can read.
+        """Return the highest Sight of all probes that have patched the text.
 
         A patch that belongs to no probe counts as Sight.MEMORY. Lock: takes after a change.
         """

@@ -129,9 +129,11 @@ _OLD: dict[str, Any] = {
 
 
 def arm64_profile(version: str, probe_rules: str) -> Profile:
-    """Return the profile for an arm64 kernel of a version, with the kernel's own interface.
+    """Return the profile for an arm64 kernel of a version, with the interface that the kernel itself has.
 
-    Linux has no jump optimization for arm64. Functions return into a breakpoint, as in v6.12.
+    `probe_rules`: name of the rules about places of probes, a key of PROBE_RULES.
+    Linux has no jump optimization for arm64. The return trampoline of hooked functions begins with a
+    breakpoint, as in v6.12.
     """
     return Profile(
         f"linux-{version}",

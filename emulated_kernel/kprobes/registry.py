@@ -53,7 +53,7 @@ class ProbedPlace(NamedTuple):
     address: int
     """Address of the original instruction that the CPU is about to execute."""
     detour: tuple[int, range] | None = None
-    """Entry address of the detour or stub, and range of its addresses. None after the detour's handlers."""
+    """Entry address of the detour or stub, and range of its addresses; None if its handlers have ended."""
     pushed: int = 0
     """Number of bytes that the copy of the instruction has pushed so far."""
     is_calling: bool = False
@@ -237,14 +237,15 @@ class Kprobes:
         if not self.table.all_disarmed and not head.is_disabled:
             self._arming.arm(head)
         if kprobe.length or not head.is_disabled:
-            # The registration of other djprobes depends on a djprobe's region.
+            # The region of a djprobe decides whether another djprobe can be registered near it.
             self._try_to_optimize(head, kprobe)
 
     def _finish_registration(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         """Create the detour of a probe that was registered disabled, if its address can have one.
 
-        Linux: the registration creates the detour. Deviates: it is created when somebody asks for it, or
-        before the probe is enabled. Many events are never enabled, and a detour takes memory and time.
+        Linux creates the detour at the registration. Deviates: the detour is created when a user asks for its
+        state, or before the probe is enabled. Many events are never enabled, and a detour takes memory and
+        time.
         """
         if not (head.is_aggregated or head.rejection or head.is_gone):
             self._try_to_optimize(head, kprobe)
@@ -252,7 +253,7 @@ class Kprobes:
     def _try_to_optimize(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         """Create a detour for the only probe at an address, and queue the probe for optimization.
 
-        If the address cannot have a detour, store the reason. A disabled probe is not queued.
+        If the address cannot have a detour, store the reason in `rejection`. A disabled probe is not queued.
         Mirrors: kernel/kprobes.c:try_to_optimize_kprobe (v6.1).
         """
         if self.optimizer is None or head.is_ftrace or not self.optimizer.wants(kprobe):
@@ -289,7 +290,7 @@ class Kprobes:
         if not head.members:
             if not head.is_disabled:
                 # A jump was reused for a disabled probe.
-                # Linux: it stays in the text for good.
+                # Linux: it stays in the text permanently.
                 self._disarm(head)
             # Linux: while the jump exists, the aggregator stays until the worker has removed the jump.
             if optimizer is None or not optimizer.is_queued(head):
@@ -360,7 +361,7 @@ class Kprobes:
     def commit_kprobes(self) -> None:
         """Write the jumps of registered djprobes.
 
-        Raises: KernelError EOPNOTSUPP (this kernel has no djprobes), EBUSY (a task is in the way).
+        Raises: KernelError EOPNOTSUPP (this kernel has no djprobes), EBUSY (a task stays in a region).
 
         Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.4.
         """

@@ -17,7 +17,7 @@ _KPROBE = "kernel/trace/trace_kprobe.c"
 _HIST = "kernel/trace/trace_events_hist.c"
 _FILTER = "kernel/trace/trace_events_filter.c"
 _FPROBES_OVER_FGRAPH = "fprobe_return()"
-"""Symbol that only kernels have whose fprobes use the function graph; see LinuxRule."""
+"""Symbol that exists only in kernels whose fprobes use the function graph; see LinuxRule."""
 
 
 class InterfaceRule(LinuxRule):

@@ -70,7 +70,7 @@ class KernelSymbols:
         self._sites = sites
         self._freed: dict[str, list[Location]] = {}
         self.version = 0
-        """Count of the changes of the symbol tables; caches of symbols are valid while it is the same."""
+        """Number of changes of the symbol tables; a cache of symbols is valid until this number changes."""
         self.tables_changed()
 
     def tables_changed(self) -> None:

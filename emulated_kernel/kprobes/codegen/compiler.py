@@ -1,7 +1,7 @@
 """Compiler of handlers to guest code: it compiles at a probe's first hit, and again after changes.
 
-Until then, the trap into Python handles the hits, and also if a handler can't be compiled. No other guest
-code runs during a handler in Python, so that compiled code never meets a hit within a hit. Compiling takes as
+Python handles the hits until then, and all hits if a handler can't be compiled. No other guest code runs
+during a handler in Python, so that compiled code never meets a hit within a hit. Compiling takes as
 long as many hits in Python. One request therefore compiles at most MAX_HANDLERS handlers.
 """
 
@@ -89,11 +89,14 @@ class Compiler:
         self.fixups: dict[int, int] = {}
         """Address of an instruction that may fault -> address at which the CPU continues after the fault."""
         self.relocated: dict[int, int] = {}
-        """Address of the relocated form of an emulated instruction -> address of the instruction."""
+        """Address of the relocated form of an emulated instruction -> probed address of this instruction."""
         self.codes: dict[CompiledCode, None] = {}
         """All existing code in the order of its creation, including code that waits to be freed."""
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
-        """Owners, with further parts of a key -> compiled assembly handlers for hits that Python handles."""
+        """(owners of handlers, ..., `in_frame` or target address) -> the owners' compiled assembly handlers.
+
+        Python handles the hits at which these handlers run.
+        """
         self._garbage = garbage
         self._lock = lock
         self._turn = 0
@@ -154,11 +157,12 @@ class Compiler:
         return True
 
     def stub(self, head: AggrKprobe, target: int | None, region: Region | None = None) -> CompiledCode | None:
-        """Compile a handler for breakpoint hits that continues at `target`; None if Python must handle them.
+        """Compile a handler for breakpoint hits, or return None if Python must handle the hits.
 
-        `region`: an emulated instruction, whose relocated form takes the place of a target. Without both, or
-        if the instruction cannot be relocated, the code ends in a breakpoint at `CompiledCode.tail`. The
-        caller sets the route of the breakpoint.
+        `target`: address at which the guest continues after the handler, or None. `region`: an emulated
+        instruction, or None. The relocated form of the instruction follows the handler if it can be compiled.
+        If there is neither a target nor a relocated form, the guest continues at a breakpoint at
+        `CompiledCode.tail`. The caller sets the handler of this breakpoint.
         """
         arch = self._arch
         breakpoint_ = self._arch.breakpoint
@@ -302,9 +306,9 @@ class Compiler:
 
     @_or_none
     def as_handler(self, builder: ProgramBuilder, address: int, target: int) -> CompiledCode | None:
-        """Compile a program as a handler of a probe at `address` would be compiled; it continues at `target`.
+        """Compile a program as if it were a handler of a probe at `address`.
 
-        Return None if there is no room for the code.
+        The code continues at `target`. Return None if there is no room for the code.
         """
         handler = self._handler(builder, address)
         return self._write(builder, handler, self._arch.jump_size, self._going_on_at(target))
@@ -322,9 +326,9 @@ class Compiler:
     def trampoline(self, builder: ProgramBuilder, own: int | None) -> tuple[CompiledCode, int | None] | None:
         """Compile a return trampoline that looks for compiled handlers, and traps to Python if it finds none.
 
-        `own` is the address that functions return to; None: they return to the trampoline itself. Return the
-        code, and the address at which handlers in the trampoline's frame continue, or None without a frame.
-        If there is no room for the code, return None instead of both.
+        `own` is the address that functions return to; None: they return to the trampoline itself.
+        Return the code, and the address at which handlers that use the trampoline's frame continue. The
+        address is None if the trampoline has no frame. If there is no room for the code, return None.
         """
         program = builder.program()
         saves_all = self.saves_all

@@ -19,7 +19,7 @@ class _DeferredPiece:
 
 
 class DeferredFree:
-    """Frees slots, detours and handlers that were taken out of use when they are quiescent.
+    """Frees unused slots, detours and handlers when they are quiescent.
 
     A piece is quiescent when no CPU's register and no live stack holds an address in it. Linux waits for
     grace periods. The longest of them is `synchronize_rcu_tasks`.

@@ -23,9 +23,12 @@ class CompiledCode:
     copied: int = field(default=0, metadata=ADDRESS)
     """Address of the copied instructions after the handler, in a detour."""
     target: int | None = field(default=None, init=False, metadata=ADDRESS)
-    """Address at which a stub for breakpoints continues; None if the host continues, or with a `region`."""
+    """Address at which the guest continues after a stub for breakpoint hits.
+
+    None if the host continues the hit, or if the relocated form of `region` follows the handler.
+    """
     region: Region | None = field(default=None, init=False)
-    """The emulated instruction whose relocated form follows the handler of a stub; None without one."""
+    """The emulated instruction whose relocated form follows the handler of a stub, or None."""
     tail: int = field(default=0, init=False, metadata=ADDRESS)
     """Address of the breakpoint in which the code ends; 0 if the code ends otherwise."""
     retired: bool = field(default=False, init=False)

@@ -50,7 +50,7 @@ class BreakpointDispatch:
         self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
         self.may_lead_jumps = True
-        """Whether a hit may lead the jump in the text to a compiled handler."""
+        """Whether a hit may redirect the jump in the text to a compiled handler."""
         # Bound once, because thousands of probes keep them.
         self._on_first_breakpoint = self._first_by_breakpoint
         self._on_step_end = hits.on_step_end
@@ -123,9 +123,9 @@ class BreakpointDispatch:
             self.breakpoints[step_end] = ended
 
     def _leads_to(self, head: AggrKprobe) -> int | None:
-        """Return the address at which a breakpoint hit continues after its handlers, or None.
+        """Return the address at which a breakpoint hit continues after its handlers.
 
-        None: the instruction is emulated, by Python or by its relocated form at the end of the stub.
+        Return None if the instruction is emulated, by Python or by its relocated form at the end of the stub.
         """
         if head.is_optimized:
             assert head.detour is not None
@@ -179,9 +179,11 @@ class BreakpointDispatch:
         return head.stub is not None
 
     def _make_stub(self, head: AggrKprobe, leads_to: int | None) -> None:
-        """Compile the handlers into a stub that continues at `leads_to`, and route breakpoint hits to it.
+        """Compile the handlers into a stub, and make breakpoint hits enter the stub.
 
-        Without `leads_to`, the relocated form of an emulated instruction is the end of the stub if possible.
+        `leads_to`: address at which the guest continues after the stub. If it is None, the instruction is
+        emulated: if possible by its relocated form at the end of the stub, otherwise by Python.
+        If the handlers cannot be compiled, Python continues to handle the hits.
         """
         hits = self.hits
         insn = head.insn
@@ -222,7 +224,10 @@ class BreakpointDispatch:
             self.compile_detour(head)
 
     def compile_detour(self, head: AggrKprobe) -> None:
-        """Compile the handlers into a detour, if possible, and lead the jump to this detour."""
+        """Compile the handlers into a detour, and redirect the jump to it.
+
+        If the handlers cannot be compiled, Python continues to handle the hits.
+        """
         code = self._compiler.detour(head)
         detour = head.detour
         head.compiled = code

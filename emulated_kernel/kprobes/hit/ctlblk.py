@@ -23,7 +23,7 @@ class KprobeCtlblk:
     """
 
     python: memoryview
-    """TrapHooks.python: 1 while the guest runs within a hit, so that all its traps go to Python; else 0."""
+    """View of TrapHooks.python: 1 while the guest runs within a hit and its traps go to Python; else 0."""
     running: AggrKprobe | None = None
     """The probe whose hit Python handles on the current CPU."""
     interrupted: list[AggrKprobe] = field(default_factory=list)
@@ -62,7 +62,7 @@ class KprobeCtlblk:
         self.python[0] = 1
 
     def resume(self) -> None:
-        """Continue the current hit in Python, after the guest has run within it."""
+        """Undo stay(), because the guest has finished its run within the current hit."""
         self.python[0] = 0
 
     def reset_current(self, head: AggrKprobe) -> None:
@@ -77,7 +77,7 @@ class KprobeCtlblk:
         self.running = head
 
     def restore_previous(self) -> None:
-        """End a hit within another hit, and resume the latter. Mirrors: restore_previous_kprobe (v6.1)."""
+        """End a hit within another hit, which continues. Mirrors: restore_previous_kprobe (v6.1)."""
         self.running = self.interrupted.pop()
 
     def forget_current(self) -> None:

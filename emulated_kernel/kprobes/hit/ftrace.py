@@ -94,7 +94,7 @@ class FtraceSites:
         self._by_call: dict[int, CallHandler] = {}
         """Site -> function that handles the hits of its probes in Python; set from the first hit on."""
         self._deferred_sites: set[int] = set()
-        """Sites that a hit wanted to change while they were being patched; the change follows afterwards."""
+        """Sites whose users changed while the sites were being patched; they are updated afterwards."""
         self._calling: dict[int, int] = {}
         """Site that is armed -> target of its call."""
         self._with_regs: set[int] = set()
@@ -151,9 +151,10 @@ class FtraceSites:
         return [ops for ops in self._ops if site in ops.sites]
 
     def _by_users(self, sites: set[int]) -> list[tuple[list[FtraceOps], set[int]]]:
-        """Return groups of sites that have the same users, newest first.
+        """Divide sites into groups; the sites of a group have the same users.
 
-        Tracers have tens of thousands of sites, so no work is done for each of them.
+        Return the users, newest first, and the sites of each group. Only whole sets are computed, because a
+        loop over the tens of thousands of sites of a tracer would be slow.
         """
         groups: list[tuple[list[FtraceOps], set[int]]] = [([], sites)]
         for ops in self._ops:
@@ -168,7 +169,10 @@ class FtraceSites:
         return groups
 
     def _route(self, users: Sequence[FtraceOps], sites: set[int]) -> None:
-        """Route the calls from sites to their users, which are the same for all of `sites`."""
+        """Set the handler of the calls from `sites`, which all have the same users.
+
+        The handler calls `users`. If there are no users, remove the handler of each site.
+        """
         if not users:
             for site in sites & self._calls.keys():
                 del self._calls[site]
@@ -184,7 +188,7 @@ class FtraceSites:
             self._calls.update({head.address: partial(self._first_by_call, head) for head in heads})
 
     def _handler_for(self, users: Sequence[FtraceOps]) -> Called:
-        """Return a handler that calls the users of a site in their order."""
+        """Return a handler of calls from a site. It calls all `users` of the site in this order."""
         at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
         if len(users) == 1:
             handler = users[0].func
@@ -210,10 +214,10 @@ class FtraceSites:
             on_return(site, frame)
 
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:
-        """Return a handler that calls the handlers of several users of a site, with `in_ops_list` set.
+        """Return a handler that calls `calls`, the handlers of several users of a site.
 
-        `in_ops_list` is that of the KprobeCtlblk. `ends`: clear it after the last call. If False, one of
-        `calls` clears it.
+        KprobeCtlblk.in_ops_list is set during the calls. `ends`: clear it after the last call. If `ends` is
+        False, one of `calls` clears it.
         Mirrors: kernel/trace/ftrace.c:__ftrace_ops_list_func (v6.1).
         """
         call_each = _each([*calls, self._list_ends] if ends else calls)
@@ -419,7 +423,8 @@ class FtraceSites:
     def _update(self, sites: Iterable[int]) -> None:
         """Write at sites the calls or nops that their users require.
 
-        A user is routed before the text calls it, and stays routed until the text has stopped calling it.
+        The handler of a site's calls is set before the text calls, and removed after the text has stopped
+        calling.
         """
         sites = set(sites)
         routed = len(self._calls)
@@ -436,7 +441,7 @@ class FtraceSites:
         self._deferred_sites |= busy
         starting = {}
         for users, members in groups:
-            # A site with several users calls the trampoline. Compiled handlers of a probe start at a hit.
+            # A site with several users calls the trampoline. A probe's site does so until its first hit.
             codes = users[0].codes if len(users) == 1 else {}
             for site in members & calls - busy:
                 target = codes.get(site, self.trampoline)

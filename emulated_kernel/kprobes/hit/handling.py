@@ -1,13 +1,15 @@
 """The state machine of a hit: from the breakpoint, the detour or the fentry call back into the probed code.
 
-    begin           running = the probe -> handlers, as below; if another hit is being handled, the hit is
-                    missed and only the probed instruction runs
+Each row has a state or a kind of hit, and then the steps that follow. Further lines are alternatives.
+
+    begin           KprobeCtlblk.running = the probe -> the row of the kind of hit
+                    if another hit is being handled: the hit is missed, and only the probed instruction runs
     breakpoint      begin -> pre_handler -> end -> the copy -> the probed code, if no Python follows
                     begin -> pre_handler -> singlestep
       singlestep    a copy in a slot -> end of the step -> post_process
                     emulation -> post_process
       post_process  post_handler -> end
-    stub            guest code -> the copy -> the probed code, without any state of the CPU
+    stub            guest code -> the copy -> the probed code; KprobeCtlblk has no state of such a hit
                     guest code, with the relocated form of an emulated instruction -> the probed code
                     or begin -> guest code -> singlestep, if Python has a part in the hit
     detour          begin -> pre_handlers -> end
@@ -55,8 +57,9 @@ class HitHandling:
     """Handles the hits of all CPUs; `BreakpointDispatch` and `FtraceSites` route traps to this class.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler, opt.c:optimized_callback,
-    ftrace.c:kprobe_ftrace_handler (v6.1). Deviates: the interrupt flag isn't cleared around the step; instead
-    `may_interrupt` keeps the machine from delivering an interrupt.
+    ftrace.c:kprobe_ftrace_handler (v6.1).
+    Deviates: the interrupt flag isn't cleared around the step. Instead, the machine delivers interrupts only
+    while may_interrupt() returns True.
     """
 
     def __init__(
@@ -375,9 +378,9 @@ class HitHandling:
     def by_call(self, head: AggrKprobe) -> CallHandler:
         """Return the handler of hits by a call of ftrace's trampoline; it returns False for a missed hit.
 
-        The handler takes the site's address, the saved registers, and a function that calls the site's users
-        that were attached before the probe, or None. It calls this function after the probe's handlers, and
-        not at all if the hit is missed. The trampoline returns to the frame's ip, after the site.
+        The handler takes the site's address, the saved registers, and a function or None. The function calls
+        the site's users that were attached before the probe. The handler calls it after the probe's handlers,
+        but not if the hit is missed. The trampoline returns to the ip of the saved registers.
         """
         ctlblk = self.ctlblk
         keep_cost = head.cost.kept().append
@@ -439,10 +442,12 @@ class HitHandling:
     def fix_fault(self, trap: Trap, regs: Regs) -> bool:
         """Handle an exception in a step or in compiled code; return True if the guest continues at `regs`.
 
-        An access of compiled code continues at its fixup, except a load from user memory that the host
-        executes (see Arch.reads_user). A fault in the relocated form of an emulated instruction belongs to
-        that instruction, and a fault in the step to the probed instruction. If the probe's fault_handler
-        doesn't handle it, the guest gets the fault at the probed address.
+        If a memory access of compiled code faults, the guest continues at the fixup of the access. If guest
+        code cannot read user memory (see Arch.reads_user), the host executes a load from it, and the guest
+        continues after the load.
+        A fault in a step is handled by the probe's fault_handler, or reported to the guest at the probed
+        address. A fault in the relocated form of an emulated instruction is always reported at the probed
+        address.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
         """
         target = self._compiler.fixups.get(trap.address)
@@ -470,7 +475,10 @@ class HitHandling:
         return False
 
     def _load_user(self, regs: Regs, address: int) -> bool:
-        """Execute the load instruction at `address` if it reads user memory; return True in this case."""
+        """Execute the instruction at `address` if it is a load from readable user memory.
+
+        Return False, with nothing changed, if it is not.
+        """
         arch = self._arch
         memory = self._machine.memory
         load = arch.decode_load(memory.read(address, arch.word_size))

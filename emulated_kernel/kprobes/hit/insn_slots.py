@@ -24,7 +24,7 @@ class InsnSlots:
     def __init__(
         self, text: Text, size: int, breakpoint_: bytes, garbage: DeferredFree, lead: bytes = b""
     ) -> None:
-        """Create no slots yet. `size`: minimum size of a slot in bytes; `lead`: code before each slot."""
+        """Start without slots. `size`: minimum size of a slot in bytes; `lead`: code before each slot."""
         self._text = text
         self._waiting = garbage
         self._lead = lead
@@ -71,7 +71,7 @@ class InsnSlots:
     def free(self, slot: int, *, dirty: bool = False, on_free: Callable[[], None] = lambda: None) -> None:
         """Free a slot. A `dirty` slot is reused only after no CPU can be in it any more.
 
-        `on_free` is called at that time.
+        `on_free` is called when the slot can be reused.
         Mirrors: kernel/kprobes.c:__free_insn_slot (v6.1).
         """
         if not dirty:

@@ -36,7 +36,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 class FprobeRegs(Enum):
-    """Sets of registers that handlers of an fprobe can get; others raise AttributeError on access."""
+    """Sets of registers that handlers of an fprobe get. Access to other registers raises AttributeError."""
 
     PT_REGS = auto()
     """All registers."""
@@ -87,12 +87,16 @@ class Fprobe(FailureCount, Generic[RegsT]):
     exit_registers: Sequence[str] = ()
     """Names of the registers that the exit_handler reads."""
     entry_program: CompileHandler | None = None
-    """Emits the entry handler as guest code, for EntryKind.CALL; see Fprobes.handler_changed.
+    """Emits the entry handler as guest code, for EntryKind.CALL.
+
+    After a change of the emitted code, call Fprobes.handler_changed().
 
     The virtual register CALLED has the function's address; ip is unknown.
     """
     exit_program: CompileHandler | None = None
-    """Emits the exit handler as guest code, for EntryKind.RETURN; see Fprobes.handler_changed.
+    """Emits the exit handler as guest code, for EntryKind.RETURN.
+
+    After a change of the emitted code, call Fprobes.handler_changed().
 
     The virtual register CALLED has the function's address; ip is unknown.
     """
@@ -103,9 +107,12 @@ class Fprobe(FailureCount, Generic[RegsT]):
     is_disabled: bool = False
     """Whether the fprobe is disabled, so that its handlers are not called; see Kernel.disable_fprobe."""
     is_over_fgraph: bool = False
-    """Whether enabled_functions shows the functions of Linux 7.2, which uses the function graph."""
+    """Whether enabled_functions shows the handlers of Linux 7.2, whose fprobes use the function graph."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
-    """The variables of `code` and `return_code` by name: the sum over all CPUs of 64-bit numbers."""
+    """Name of a variable of `code` and `return_code` -> its value, the sum of the numbers of all CPUs.
+
+    Each CPU has an unsigned 64-bit number for each variable. The sum is modulo 2**64.
+    """
     _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
     """The assembled handlers of a registered fprobe, which count the calls whose code faulted."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
@@ -126,7 +133,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
 
 
 class PartialRegs:
-    """View of a hit's registers that has only the saved ones; access to others raises AttributeError."""
+    """View of the registers that were saved at a hit. Access to other registers raises AttributeError."""
 
     __slots__ = ("_names", "_regs")
 

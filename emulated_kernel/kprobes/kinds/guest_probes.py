@@ -115,7 +115,7 @@ class GuestProbes:
         """Execute the guest's request `op` for the structure at `probe`.
 
         Raises: KernelError EFAULT (no such memory), EINVAL (unknown op, registered already, or not
-        registered), EOPNOTSUPP (a jprobe, if the profile has none), as `Kprobes` and `Kretprobes` do.
+        registered), EOPNOTSUPP (a jprobe, if the profile has none), errors of `Kprobes` and `Kretprobes`.
         """
         try:
             match op:
@@ -219,7 +219,7 @@ class GuestProbes:
         return _GuestProbe(probe, rp, (entry, leave))
 
     def _instance(self, probe: int, instance: KretprobeInstance) -> int:
-        """Fill in the struct kretprobe_instance before the call's data, and return its guest address."""
+        """Fill in the struct kretprobe_instance of a call, and return its address in the guest."""
         address = instance.data_address
         self._write(address, "kretprobe_instance.rp", probe)
         self._write(address, "kretprobe_instance.ret_addr", instance.ret_addr)

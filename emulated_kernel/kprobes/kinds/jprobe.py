@@ -42,9 +42,9 @@ class Jprobe:
     """
 
     entry: int = field(default=0, metadata=ADDRESS)
-    """Guest address of a function with the same signature."""
+    """Guest address of a function with the signature of the probed function; 0 if `handler` is given."""
     handler: JprobeHandler | None = None
-    """A function in Python with the same signature."""
+    """Python function that is called with the arguments of the probed function; None if `entry` is given."""
     symbol_name: str | None = None
     """Name of the probed function."""
     addr: int | None = field(default=None, metadata=ADDRESS)

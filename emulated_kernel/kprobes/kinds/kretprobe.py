@@ -61,7 +61,10 @@ class Kretprobe(Kprobe[RegsT]):
     handler: KretprobeHandler[RegsT] | None = None
     """Called when the function returns."""
     return_program: CompileHandler | None = None
-    """Emits the handler as guest code, for EntryKind.RETURN; see Kretprobes.handler_changed."""
+    """Emits the handler as guest code, for EntryKind.RETURN.
+
+    After a change of the emitted code, call Kretprobes.handler_changed().
+    """
     return_code: str | None = None
     """A handler in assembly for returns. It shares `cells` with `code`, the handler for entries."""
     entry_handler: KretprobeHandler[RegsT] | None = None
@@ -128,7 +131,7 @@ class Kretprobes:
 
         Raises: KernelError EINVAL (not a function's entry, its return cannot be hooked, registered already, a
         `post_code`), E2BIG (data_size), EOPNOTSUPP (the unified shadow stack, and the function is not
-        traceable), ENOMEM, as `register_kprobe`.
+        traceable), ENOMEM, errors of register_kprobe().
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
         address = self._kprobes.places.function_entry(rp)

@@ -1,7 +1,7 @@
 """Djprobe: jumps that users request by a probe's `length`, and that commit_kprobes() writes.
 
-Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3. Unlike the optimizer, Djprobes does nothing later
-or by itself: the length comes from a tool, and the user decides when the system may wait for the jumps.
+Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3. Unlike the optimizer, Djprobes
+writes no jump by itself: a tool computes the length, and the user decides when commit_kprobes() is called.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Djprobes(Optimizer):
         return next((addr for addr in inner if self._table.get(addr) is not None), None)
 
     def unoptimize(self, head: AggrKprobe, *, force: bool) -> None:
-        """Remove the probe's jump at once, whatever `force` is. Source: section 3.6.2."""
+        """Remove the probe's jump at once, regardless of `force`. Source: section 3.6.2."""
         del force
         super().unoptimize(head, force=True)
 
@@ -121,9 +121,10 @@ class Djprobes(Optimizer):
         return nullcontext(True)
 
     def _write_if_quiescent(self) -> bool:
-        """Write the jumps and free detours; return False if a CPU or task is in the way.
+        """Write the queued jumps, free unused detours, and return True.
 
-        Deviates: the paper doesn't check this, but threads that don't freeze may be in the way.
+        Return False, with nothing done, if a CPU or task may be in the text or in a detour.
+        Deviates: the paper doesn't check this, but threads that don't freeze may be there.
         """
         if not self._scheduler.is_quiescent(self._affected()):
             return False
@@ -132,9 +133,10 @@ class Djprobes(Optimizer):
         return True
 
     def flush(self) -> None:
-        """Write the queued jumps if no CPU or task is in the way now.
+        """Write the queued jumps if no CPU or task is in the text that they replace.
 
-        The control files have no commit_kprobes(), and can't freeze the tasks that write to them.
+        Control files use this in place of commit_kprobes(), because the tasks that write to them can't be
+        frozen.
         """
         if self.optimizing:
             self._write_if_quiescent()

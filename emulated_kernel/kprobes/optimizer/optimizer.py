@@ -175,7 +175,7 @@ class Optimizer:
     # Queries
 
     def wants(self, kprobe: Kprobe) -> bool:  # noqa: ARG002 - djprobe's answer depends on it
-        """Return True if the probe shall get a detour, provided that its address can have one."""
+        """Return True if the probe must get a detour, provided that its address can have a detour."""
         return True
 
     def ask(self, kprobe: Kprobe) -> str:  # noqa: ARG002 - a djprobe gets its length
@@ -303,10 +303,10 @@ class Optimizer:
         self.flush()
 
     def stop_changes(self, on: bool, delay: int | None = None) -> None:
-        """Let changes of jumps stop after each step from now on, or complete them and stop no more.
+        """Make changes of jumps stop after each step from now on. If `on` is False, complete all changes.
 
-        `delay` is the number of jiffies after which each stop ends by itself; without it, stops last. While
-        changes stop, each jump leads to its first detour, and the text only changes at the stops.
+        `delay` is the number of jiffies after which each stop ends by itself; None: a user must end it. While
+        `on` is set, no jump leads to a compiled detour, because a hit must not change the text.
         """
         if on and not self.stages.is_on:
             for head in self._table:
@@ -321,7 +321,7 @@ class Optimizer:
         """Execute the queued requests now. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
 
         Linux: the flush also waits for quiescence. Deviates: the guest doesn't run during the flush. If a CPU
-        or task is in the way, the requests stay queued.
+        or task may be in the text, the requests stay queued.
         """
         if self.optimizing or self.unoptimizing:
             self.work.flush()
@@ -348,7 +348,7 @@ class Optimizer:
         if self._scheduler.is_quiescent(self._affected()):
             self._optimize_all()
             self._free_all()
-        # Changes that have stopped go on without this worker.
+        # Changes that have stopped do not need this worker to continue.
         if len(self.optimizing) + len(self.unoptimizing) > len(self.stages) or self.freeing:
             self._kick()
 
@@ -465,9 +465,10 @@ class Optimizer:
             self._kick()
 
     def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
-        """Return True unless other code has changed the bytes that the probe's jump keeps.
+        """Return True unless other code has changed the kept bytes of the probe's jump.
 
-        These bytes decide where the jump leads. If they have changed, note that in the probe's rejection.
+        Kept bytes are bytes of the original text after the region. They are the end of the jump, and select
+        its target. If they have changed, store this as the reason of the probe's rejection.
         """
         region = detour.region
         kept = detour.jump[len(detour.jump) - region.kept :]

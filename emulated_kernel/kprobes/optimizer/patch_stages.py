@@ -92,7 +92,7 @@ class PatchStages:
                 self._write_next(head)
 
     def finish(self) -> None:
-        """Complete all changes that have stopped."""
+        """Write all remaining steps of each change that has stopped."""
         while self._stops:
             self.go_on()
 

@@ -125,8 +125,8 @@ RET_STACK = 1
 class TaskFields:
     """Finds the fields `rethooks` and `ret_stack` of a task; if task_structs lack both, the host keeps them.
 
-    If the image does not show which task runs, all tasks share one shadow stack. If task_structs have only
-    `rethooks`, there is no RetStack.
+    If no `running_task` is given and the image's ABI table lacks `percpu.current_task`, all tasks share one
+    shadow stack. If task_structs have only `rethooks`, there is no RetStack.
     Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack (v6.1).
     """
 
@@ -139,7 +139,8 @@ class TaskFields:
     ) -> None:
         """Find the fields `rethooks` and `ret_stack` by the offsets in `abi`.
 
-        `abi`: name -> offset in bytes. `running_task`: see ProbedMachine.
+        `abi`: name -> offset in bytes. `running_task`: returns the address of the running
+        task; None if a per-CPU variable holds it.
         """
         self._memory = memory
         self._running_task = running_task

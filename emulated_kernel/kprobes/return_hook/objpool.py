@@ -36,7 +36,9 @@ ENTRIES = 2
 
 
 class ObjpoolStack(RethookListStack):
-    """A CPU takes nodes from its own ring, and from the other CPUs' rings only if its own is empty.
+    """Shadow stack whose pool of free nodes is divided into rings, one for each CPU.
+
+    A CPU takes nodes from its own ring, and from the other CPUs' rings only if its own is empty.
 
     Each ring has space for all nodes, so putting back never fails.
     Mirrors: lib/objpool.c (v6.7).
@@ -184,7 +186,10 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         count_one_less(builder, hook, word)
 
     def _entry(self, builder: ProgramBuilder, hook: int, counter: int) -> None:
-        """Emit code that turns `counter` into its entry's address in the ring SECOND, minus ENTRIES words."""
+        """Emit code that replaces a count in register `counter` by the address of the count's ring entry.
+
+        The address of the ring is in register SECOND. The resulting address is too low by ENTRIES words.
+        """
         builder.emit(
             compute(Arithmetic.AND, counter, self.stack.capacity(hook) - 1),
             compute(Arithmetic.SHL, counter, self.shift),

@@ -46,22 +46,22 @@ from emulated_kernel.util.errors import KernelError
 SHADOW_STACK_SIZE = PAGE_SIZE
 """Size of a task's array in bytes."""
 HOOK = 0
-"""Index, among the words after an entry's data, of the address of the hook."""
+"""Index of the word with the address of the hook, counted from the end of an entry's data."""
 RET_ADDR = 1
-"""Index, among the words after an entry's data, of the real return address."""
+"""Index of the word with the real return address, counted from the end of an entry's data."""
 FRAME = 2
-"""Index, among the words after an entry's data, of the address of the stack slot."""
+"""Index of the word with the address of the stack slot, counted from the end of an entry's data."""
 SIZE = 3
-"""Index, among the words after an entry's data, of the number of words of the whole entry."""
+"""Index of the word with the number of words of the whole entry, counted from the end of an entry's data."""
 TRAILER = 4
 """Number of words in an entry after its data."""
 _USED = 0
-"""Index, among the words after a task's array, of the number of words in use.
+"""Index of the word with the number of words in use, counted from the end of a task's array.
 
 Linux has this number in task_struct.
 """
 _OVERRUNS = 1
-"""Index, among the words after a task's array, of the number of overruns.
+"""Index of the word with the number of overruns, counted from the end of a task's array.
 
 An overrun is a call for which the array had no space. Linux has this number in task_struct.
 """

@@ -96,8 +96,8 @@ class RethookListStack(ShadowStack):
     def high_water(self, hook: int) -> int:
         """Return the highest number of nodes that were in use at the same time.
 
-        It is the number of nodes in which a return address was ever stored. The pool gives out the node that
-        was put back last, so it takes an unused node only if all others are in use.
+        This is the number of nodes in which a return address was ever stored: the pool returns the node that
+        was put back last, so it returns a new node only if all used ones are in use again.
         """
         words = self.words
         at = self.ret_addr_word * self.words.word_size

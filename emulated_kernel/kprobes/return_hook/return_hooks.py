@@ -250,8 +250,8 @@ class ReturnHooks:
         try:
             ret_addr, frame = self.trampoline.replace_return_address(regs)
         except MemoryFault:
-            # Linux: a fault in the handler.
-            # Deviates: a call without a stack is only missed, as it has no return.
+            # Linux: the write to the stack faults in the handler.
+            # Deviates: if the stack cannot be written, the call only counts as missed.
             stack.put_back(hook.address, node)
             hook.miss()
             return False
@@ -284,8 +284,9 @@ class ReturnHooks:
     def _run_asm_handlers(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
     ) -> bool:
-        """Run in the guest the assembly handlers of the calls that return through `frame`.
+        """Run the assembly handlers of the hooked calls that return now, in the guest.
 
+        `frame` is the address of the stack slot whose return address was replaced for these calls.
         Return False if there are no such handlers; then `on_return` is not called.
         """
         if self._has_assembly is None:
@@ -329,7 +330,7 @@ class ReturnHooks:
     # Tasks
 
     def real_return_address(self, task: int, slot: int, address: int) -> int:
-        """Return the content that a task's stack slot had before its function was hooked.
+        """Return the content that a task's stack slot had before the call was hooked.
 
         `slot`: address of the stack slot. `address`: the slot's present content. If no hook has replaced the
         content, return `address`.
@@ -412,7 +413,7 @@ class ReturnHooks:
         self._tasks.look_from(cpu, self._machine.per_cpu_bases[cpu])
 
     def abandon(self) -> None:
-        """Remove the hooked calls of a guest function that the host has called and given up."""
+        """Remove the hooked calls of a guest function that the host has called and does not continue."""
         if not self.stack.hooks or "task_struct.stack" not in self._abi:
             return
         with self._machine.damage.left_out("current task"):

@@ -132,7 +132,7 @@ class ShadowStack(ABC):
         """Take a node and return its address, or 0 if none is left. Raises: MemoryFault (a damaged pool)."""
 
     def put_back(self, hook: int, node: int) -> None:
-        """Put a node that is not pushed back into the hook's pool."""
+        """Return a node, which was taken but not pushed, to the hook's pool."""
         try:
             self._put_back(hook, node)
             self._release_if_unused(hook)

@@ -155,7 +155,7 @@ def unless(register: int, label: Label) -> Op:
 
 
 def count_one_more(builder: ProgramBuilder, hook: int, word: int) -> None:
-    """Emit code that adds 1 to a hook's counter ACTIVE, and raises HIGH_WATER to it if it is greater.
+    """Emit code that adds 1 to a hook's counter ACTIVE, and updates HIGH_WATER, the maximum of ACTIVE.
 
     `hook`: address of the hook. `word`: size of a word in bytes. The code overwrites the virtual registers
     FIRST, SECOND and TASK.

@@ -59,7 +59,7 @@ class Trampoline:
         self.filled_in = 0
         """Address in the trampoline. Code from there on finds the real return address in the stack slot."""
         self.native = 0
-        """Address to which functions return if a hook has a handler in guest code; 0 while there is none."""
+        """Address to which functions return if a hook has a handler in guest code; 0 if no hook has one."""
         self.native_breakpoint: int | None = None
         """Address of the breakpoint that is the native trampoline in the form BREAKPOINT; else None."""
         self._native_code: CompiledCode | None = None
@@ -116,9 +116,9 @@ class Trampoline:
         return None
 
     def adopt_native(self, code: CompiledCode | None) -> None:
-        """Use `code` as the native trampoline; None: have no native trampoline.
+        """Use `code` as the native trampoline, to which hooked functions then return; None: have none.
 
-        The code traps if Python must handle a return.
+        The code traps to the host if Python must handle a return.
         """
         self._native_code = code
         self.native = 0
@@ -158,9 +158,9 @@ class Trampoline:
             self._handle_saved(regs)
 
     def _saved(self, regs: Any) -> tuple[Any, int, int]:
-        """Return the saved registers, the address of the stack slot, and that of the trampoline's target.
+        """Return the saved registers, the address of the stack slot, and the address of a word after them.
 
-        The real return address must be written to the last address, from which the trampoline reads it.
+        The trampoline jumps to the content of this word, so the real return address must be written to it.
         """
         saved = self._frames[regs.sp]
         after = regs.sp + len(self._arch.pt_regs) * self._word

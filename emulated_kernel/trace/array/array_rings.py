@@ -52,7 +52,7 @@ class ArrayRings(ABC):
         self.cpumask = (1 << system.cpus) - 1
         """CPUs whose events are recorded; bit N is set for CPU N."""
         self._expands_alone = expanded and InterfaceRule.ARRAYS_EXPANDED_ALONE in system.interface
-        """Whether the array has its full size independently of the others."""
+        """Whether `is_expanded` is True from the array's creation on, regardless of the top array."""
         self._overwrite = True
         self._tracing_on = True
         self._stopped = 0
@@ -96,7 +96,7 @@ class ArrayRings(ABC):
         return buffers
 
     def allocate(self, shapes: Iterable[RingShape]) -> list[RingMemory]:
-        """Return memory for a ring buffer of each of the shapes.
+        """Return memory for ring buffers, one for each of the shapes.
 
         Raises: KernelError ENOMEM (nothing stays allocated).
         """
@@ -109,7 +109,9 @@ class ArrayRings(ABC):
         return memories
 
     def exchange(self, buffers: Sequence[RingBuffer], shapes: Iterable[RingShape]) -> list[RingMemory]:
-        """Free the memory of buffers, whose records are lost, and return memory for buffers of `shapes`.
+        """Free the memory of `buffers`, and return memory for new buffers, one for each of the shapes.
+
+        The records in `buffers` are lost.
 
         Raises: KernelError ENOMEM (nothing is freed).
         """
@@ -120,7 +122,10 @@ class ArrayRings(ABC):
             return memories
 
     def reshape(self, buffers: Sequence[RingBuffer], shapes: Sequence[RingShape]) -> list[RingBuffer]:
-        """Return empty buffers of `shapes` with the control blocks of `buffers`, whose memory is freed.
+        """Replace each buffer by an empty one of another shape, and return the new buffers.
+
+        `shapes` has the shape for each of `buffers`. A new buffer has the control block of the old buffer,
+        whose memory is freed.
 
         Raises: KernelError ENOMEM (nothing is freed).
         """

@@ -51,11 +51,14 @@ class RawPipe(PipeReader):
         return data
 
     def splice_page(self) -> bytes:
-        """Return one page of splice(2): the next page of the last sub-buffer, or the first of a full one.
+        """Return the next 4096 bytes for splice(2).
+
+        The bytes are the next page of the sub-buffer that the last call returned a part of. If that
+        sub-buffer is finished, they are the first page of the next full one.
 
         Raises: KernelError EAGAIN (no sub-buffer is full), EINVAL (a read(2) has left a part of a page).
-        Deviates: Linux waits for a full sub-buffer unless the call is non-blocking. It refuses a call that
-        is shorter than a sub-buffer; here the next call continues.
+        Deviates: Linux waits for a full sub-buffer unless the call is non-blocking. Linux refuses a call for
+        fewer bytes than a sub-buffer has; here, the next call returns the rest.
         Mirrors: kernel/trace/trace.c:tracing_buffers_splice_read (v6.1)
         """
         if len(self._page) % PAGE_SIZE:

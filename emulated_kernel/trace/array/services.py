@@ -56,7 +56,9 @@ class TracingServices:
     user_data: UserDataSize | None = None
     """Number of bytes of user memory in records of system calls; None if they contain no user memory."""
     is_expanded: bool = False
-    """Whether the top array's buffers have got their full size. They stay small until something is traced.
+    """Whether the top array's buffers have got their full size, or one that was written to buffer_size_kb.
+
+    The buffers stay small until something is traced. Before Linux 6.8, the value belongs to all arrays.
 
     Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
     """

@@ -95,7 +95,7 @@ class Snapshot:
         self.is_allocated = True
 
     def replace(self, buffers: Sequence[RingBuffer]) -> None:
-        """Replace the buffers by `buffers`, which are empty."""
+        """Replace the snapshot's buffers by `buffers`, which are empty."""
         self.buffers[:] = buffers
         self._mark()
 

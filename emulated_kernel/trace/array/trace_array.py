@@ -108,7 +108,7 @@ class TraceArray(ArrayRings, Recorder):
         self.pids = EventPids(self._pids_changed, memory=system.filter_words.memory)
         self._has_pids = False
         self.max_latency_ns = 0
-        """Text of tracing_max_latency as a number of nanoseconds: the last value written to it."""
+        """Value of tracing_max_latency in nanoseconds, as it was last written to the file."""
         self._stamp = system.clocks.converter(LOCAL)
         self._time_start = 0
         self._records_comm = True
@@ -404,7 +404,7 @@ class TraceArray(ArrayRings, Recorder):
         is_exact = InterfaceRule.MARKERS_EXACT in interface
         limit = RAW_MARKER_LIMIT
         if InterfaceRule.LONG_MARKERS in interface:
-            # Linux: before 6.17, the size counts the u32 twice.
+            # Linux: before 6.17, the size of the record counts the id twice.
             limit = MAX_DATA_SIZE - COMMON_SIZE - (0 if is_exact else _ID_SIZE)
         if not _ID_SIZE <= len(data) <= limit:
             raise KernelError(errno.EINVAL, f"raw marker: {len(data)} bytes; write {_ID_SIZE} to {limit}")
@@ -612,9 +612,10 @@ class TraceArray(ArrayRings, Recorder):
         return clocks_text(self.clock)
 
     def set_subbuf_size(self, size_kb: int) -> None:
-        """Set the size of sub-buffers in KiB, rounded up to a power of two, and remove all records.
+        """Set the size of sub-buffers in KiB, rounded up to a power of two.
 
-        The buffers keep their capacity, rounded up.
+        If the size changes, all records are removed. The capacity of the buffers in bytes stays the same,
+        rounded up to whole sub-buffers.
         Deviates: in Linux the counters in `stats` still count the removed records.
         Raises: KernelError EINVAL (0, or more than 512), EBUSY (a trace file is open for reading), ENOMEM.
         Mirrors: kernel/trace/trace.c:buffer_subbuf_size_write (v6.12)

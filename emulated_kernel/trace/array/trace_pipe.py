@@ -68,7 +68,7 @@ class PipeReader:
         self._changed.wait(timeout)
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` once, when the pipe becomes ready or closed; call it now if the pipe is either."""
+        """Call `notify` once: when the pipe becomes ready or closed, or now if it is ready or closed."""
         if self.ready() or self._closed:
             notify()
         else:

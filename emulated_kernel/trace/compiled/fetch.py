@@ -66,7 +66,7 @@ def fits_displacement(value: int) -> bool:
 def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str], *, reads_user: bool = True) -> bool:
     """Return True if guest code can fetch the arguments. `registers` are the registers that it can read.
 
-    `reads_user`: see Arch.
+    `reads_user`: whether guest code can read user memory at any time.
     """
     if sum(arg.count or 1 for arg in args) > MAX_ELEMENTS:
         return False
@@ -81,7 +81,7 @@ def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str], *, reads_user
 
 
 def _is_of_user(arg: ProbeArg) -> bool:
-    """Return True if the argument's definition names user memory."""
+    """Return True if the argument is defined as user memory, such as `+u0(%di)` or type `ustring`."""
     stages = arg.stages
     insns = (*stages.derefs, stages.store, *filter(None, (stages.pointer,)))
     return any(insn.op in (FetchOp.UDEREF, FetchOp.ST_UMEM, FetchOp.ST_USTRING) for insn in insns)

@@ -48,7 +48,10 @@ class NeedResched:
     """
 
     not_needed: int = 0
-    """Bit of the u32 `need_resched` that is 0 while rescheduling is needed. If 0, the u32 is a plain flag."""
+    """Bit of the u32 `need_resched` that is 0 while rescheduling is needed.
+
+    If `not_needed` is 0, the u32 is a plain flag, which is not 0 while rescheduling is needed.
+    """
     task_flag: tuple[int, int] | None = None
     """Offset of a u32 in task_struct, and its bit that is set while rescheduling is needed.
 
@@ -72,14 +75,14 @@ class GuestAddresses:
     comm: int
     """Offset of the task's name in task_struct."""
     need_resched: int | None
-    """Per-CPU offset of the u32 that `resched` describes; None if it has only a task flag."""
+    """Per-CPU offset of the u32 that `resched` describes; None if the kernel uses only a flag of the task."""
     resched: NeedResched
     hardirq_mask: int
     """Bits of the preempt count that are set in a hard interrupt."""
     softirq_mask: int
     """Bits of the preempt count that are set while a softirq is served or softirqs are disabled."""
     interrupt_flag: tuple[str, int]
-    """Register and bit that are set while interrupts are enabled."""
+    """Name of a register, and mask of its bit that is set while interrupts are enabled."""
     last_pid: int
     """Per-CPU offset of a u64: the pid whose name was saved last."""
     event_time: int

@@ -43,7 +43,7 @@ class GuestRecords(TaskObserver):
     ) -> None:
         self._cells = cells
         self.budget = budget
-        """The memory budget to which ring buffers are charged, with a share for each user."""
+        """The memory budget to which ring buffers are charged, with a limit for each user."""
         self._users: dict[int, tuple[int, int]] = {}
         """Address of pages -> their size, and the user to whom they are charged."""
         self._damage = damage

@@ -169,7 +169,7 @@ class RecordEmitter:
         self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
 
     def _clear_irqs_off(self) -> None:
-        """Emit code that clears the flag IRQS_OFF, which VALUE has, if the interrupt flag is set."""
+        """Emit code that clears the flag IRQS_OFF in VALUE if the CPU's interrupt flag is set."""
         flags, interrupts_on = self._places.interrupt_flag
         irqs_off = EntryFlag.IRQS_OFF << _FLAGS_SHIFT
         self._emit(
@@ -228,7 +228,10 @@ class RecordEmitter:
         emit(BranchImmediate(Condition.NE, TEMP, 0, unusual))
 
     def _emit_count_and_need(self, need_resched: int) -> None:
-        """Emit code that sets TEMP to 0 if the u32s preempt_count and `need_resched` are both 0."""
+        """Emit code that sets TEMP to 0 if and only if preempt_count is 0 and no reschedule is needed.
+
+        `need_resched`: per-CPU offset of the u32 that shows whether a reschedule is needed.
+        """
         emit = self._emit
         not_needed = self._places.resched.not_needed
         (offset, size), *others = self._count_loads(need_resched)
@@ -303,7 +306,7 @@ class RecordEmitter:
             emit(Compute(Arithmetic.ADD, TEMP, _LENGTH))
         else:
             emit(ComputeImmediate(Arithmetic.ADD, TEMP, length))
-        # One branch for both conditions: if the event exceeds the page, the sum has a bit above page_bits.
+        # One branch checks the room and the delta: if there is no room, the sum has a bit above page_bits.
         emit(
             ComputeImmediate(Arithmetic.SHL, TEMP, DELTA_BITS - page_bits),
             ComputePerCpu(Arithmetic.SUB, VALUE, stamp, self._high),

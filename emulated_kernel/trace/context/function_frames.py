@@ -126,7 +126,7 @@ class FrameTables:
         return find_frames(insns, entries, {}, arch.registers.sp, by_interrupt=False)
 
     def _wholes(self, symbol: Symbol) -> Sequence[Symbol]:
-        """Return the functions whose code may jump to the symbol's code, because it is a part of theirs.
+        """Return the functions of which the symbol's code may be a part, so that they may jump to it.
 
         For a cold part, this is its function. For a label in assembly, it is the function before the label.
         """

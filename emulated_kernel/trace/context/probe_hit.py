@@ -140,7 +140,9 @@ Mirrors: kernel/trace/ring_buffer.c:trace_recursive_lock, ring_buffer_nest_start
 
 @contextmanager
 def nested_in(hit: ProbeHit) -> Iterator[bool]:
-    """Allow an entry while the entry of the hit is still open; yield False if the nesting is too deep.
+    """Return a context in which an entry is written while the entry of the hit is still open.
+
+    The context yields False if the nesting is too deep, so that the entry must not be written.
 
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_nest_start, ring_buffer_nest_end (v6.1).
     """

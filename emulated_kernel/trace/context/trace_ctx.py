@@ -40,10 +40,11 @@ class HitContext(ABC):
         has_interrupt_mask: bool = False,
         is_breakpoint_nmi: bool = True,
     ) -> None:
-        """Store the masks of the preempt count.
+        """Store the masks of the preempt count, which `abi` has, and the place of the interrupt flag.
 
-        `interrupt_flag` is a register and its bit that is set while interrupts are enabled; with
-        `has_interrupt_mask`, while they are masked. `is_breakpoint_nmi`: see Arch.
+        `interrupt_flag`: name of a register, and the mask of one of its bits. The bit is set while interrupts
+        are enabled, or while they are masked if `has_interrupt_mask` is set.
+        `is_breakpoint_nmi`: whether Linux handles a breakpoint of the kernel as an NMI.
         """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag
@@ -121,8 +122,8 @@ class PerCpuContext(HitContext):
     ) -> None:
         """Map the variables of each CPU.
 
-        `interrupt_flag` is a register and its bit that is set while interrupts are enabled. `areas` are the
-        addresses of the per-CPU areas.
+        `interrupt_flag`: name of a register, and mask of its bit that is set while interrupts are enabled.
+        `areas`: addresses of the per-CPU areas.
         """
         self._variables = [
             (_variable(memory, abi, area, "preempt_count"), _variable(memory, abi, area, "need_resched"))

@@ -20,7 +20,7 @@ _MODULE = ":mod:"
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The events that a word of set_event names. None matches any name."""
+    """The events that a word of set_event names. A field that is None matches any name."""
 
     match: str | None
     """Name of a group or of events."""
@@ -113,7 +113,7 @@ class ArrayEvents:
             event.file(self.recorder).disable()
 
     def set_all(self, events: Iterable[TraceEvent], enabled: bool) -> None:
-        """Enable or disable all of `events` in one step. Raises: KernelError, as set_all_steps()."""
+        """Enable or disable all of `events` in one step. Raises: errors of set_all_steps()."""
         for _ in self.set_all_steps(events, enabled):
             pass
 
@@ -177,7 +177,7 @@ class ArrayEvents:
     def write(self, data: bytes) -> int:
         """Handle one write to set_event in one step, and return the number of bytes taken.
 
-        Raises: KernelError, as write_steps().
+        Raises: errors of write_steps().
         """
         steps = self.write_steps(data)
         while True:

@@ -125,7 +125,7 @@ class TraceEvent(ABC):
     def hold(self) -> None:
         """Add a user of the event, which prevents its removal.
 
-        Raises: KernelError EBUSY (its module is going). Mirrors: trace_event_try_get_ref (v6.1).
+        Raises: KernelError EBUSY (its module is being unloaded). Mirrors: trace_event_try_get_ref (v6.1).
         """
         self.references += 1
 
@@ -327,7 +327,7 @@ class EventFile:
     # Enabling. Mirrors: kernel/trace/trace_events.c:__ftrace_event_enable_disable (v6.1).
 
     def enable(self) -> None:
-        """Record hits of the event. Raises: KernelError, as TraceEvent.enable()."""
+        """Record hits of the event. Raises: errors of TraceEvent.enable()."""
         self.soft_disabled = False
         self.event.enable(self.recorder)
 
@@ -340,7 +340,7 @@ class EventFile:
     def enable_soft(self) -> None:
         """Add a user that needs the event's hits, such as a trigger.
 
-        Raises: KernelError, as TraceEvent.enable().
+        Raises: errors of TraceEvent.enable().
         """
         self._soft_references += 1
         if self._soft_references > 1:
@@ -368,7 +368,7 @@ class EventFile:
     def hold(self) -> None:
         """Enable soft mode for a trigger that switches this event, and prevent the event's removal.
 
-        Raises: KernelError, as TraceEvent.enable().
+        Raises: errors of TraceEvent.enable().
         """
         self.event.hold()
         try:
@@ -387,7 +387,7 @@ class EventFile:
     def add(self, trigger: Trigger, *, last: bool = False) -> None:
         """Add a trigger before the existing ones, or after them if `last` is set.
 
-        Raises: KernelError, as TraceEvent.enable().
+        Raises: errors of TraceEvent.enable().
         Mirrors: kernel/trace/trace_events_trigger.c:register_trigger, trace_event_trigger_enable_disable
         (v6.1).
         """

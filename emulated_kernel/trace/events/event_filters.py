@@ -31,7 +31,7 @@ _CLEAR = "0"
 class EventFilters:
     """Sets, clears and shows the filters of one trace array's events.
 
-    `recorder` is the trace array. The events hold their filters, so a removed event takes its filter along.
+    `recorder` is the trace array. The events hold their filters, so a filter is removed with its event.
     Callers hold the control lock, in the place of Linux's event_mutex.
     Mirrors: kernel/trace/trace_events_filter.c (v6.1).
     """
@@ -59,7 +59,7 @@ class EventFilters:
         """Set the event's filter to the written text. "0" clears the filter.
 
         If the text cannot be parsed, the event has no filter afterwards, and the file shows the error.
-        Raises: KernelError EINVAL (a page or more), ENOMEM, FilterParseError, as parse_event_filter().
+        Raises: KernelError EINVAL (a page or more), ENOMEM, errors of parse_event_filter().
         Mirrors: apply_event_filter (v6.1).
         """
         text = _written(data)

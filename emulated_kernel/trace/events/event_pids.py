@@ -16,7 +16,10 @@ from emulated_kernel.util.limits import Charge, MemoryBudget
 PID_LIMIT = 1 << 30
 """Exclusive upper bound of the pids in a list. Mirrors: kernel/trace/pid_list.h:MAX_PID (v6.1)."""
 BYTES_PER_PID = 200
-"""Memory of the host that a pid in a list takes at most, in bytes: in a set, in order, and its charge."""
+"""Maximum memory of the host, in bytes, that one pid in a list takes.
+
+The pid is in a set and in a sorted list, and a Charge accounts for its memory.
+"""
 _PID_MASK = (1 << 32) - 1
 _SWITCH = "sched_switch"
 
@@ -73,7 +76,7 @@ class PidList:
         return [*self.records_from(0)]
 
     def records_from(self, start: int) -> Iterator[str]:
-        """Return the lines of the file from line `start` on."""
+        """Return the lines of the file from line `start` on; the first line is 0."""
         if self._sorted is None:
             self._sorted = sorted(self.pids)
         return (f"{pid}\n" for pid in islice(self._sorted, start, None))
@@ -120,7 +123,7 @@ class EventPids:
         return (bool(traced) and pid not in traced) or pid in self.untraced.pids
 
     def ignores_switch(self, before: int, after: int) -> bool:
-        """Return True if a single list excludes both tasks of a task switch, so that it is not recorded.
+        """Return True if a single list excludes both tasks of a switch, so that the switch is not recorded.
 
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_switch_probe_pre (v6.1).
         """
@@ -133,7 +136,8 @@ class EventPids:
         """Return True if an event of task `pid` is not recorded.
 
         `payload` is the entry without its common fields.
-        Some events of the scheduler concern a second task: the task that is switched to or woken up.
+        If an event of the scheduler concerns a second task, which is switched to or woken up, the event is
+        recorded also for this task.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_wakeup_probe_pre (v6.1).
         """
         other = event.other_task(payload)

@@ -205,7 +205,7 @@ class _FmtParser:
             operand = self._unary()
             return lambda context: operation(int(operand(context)))
         if self._accept("&"):
-            # The address of a field stands for the field's bytes, as an array does.
+            # The address of a field is represented by the field's bytes, like the address of an array.
             return self._unary()
         if self._accept("("):
             if self._accept("{"):

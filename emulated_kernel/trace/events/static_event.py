@@ -69,7 +69,7 @@ def layout_fields(
     """Compute the offsets of an event's fields, and yield the fields.
 
     `common_size`: size of the kernel's own struct trace_entry in bytes. If `signed_char` is not set, a char
-    is unsigned, whatever the definitions say.
+    is unsigned, regardless of the definitions.
     Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1).
     """
     offset = common_size

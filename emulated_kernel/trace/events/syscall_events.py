@@ -120,7 +120,7 @@ class SyscallEvent(TraceEvent):
     def words(self, raw: bytes, hit: ProbeHit) -> bytes:
         """Return the event's payload after the call's number.
 
-        `raw`: the part after the call's number of a raw_syscalls record.
+        `raw`: the part of a raw_syscalls record that follows the call's number.
         """
 
     def print_line(

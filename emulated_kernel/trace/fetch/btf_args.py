@@ -151,10 +151,9 @@ def find_structure(btf: Btf | None, name: str) -> TypedValue | None:
 def follow_fields(
     value: TypedValue, chain: str, *, is_cast: bool = False
 ) -> Iterator[tuple[int, TypedValue, int]]:
-    """Follow `FIELD.FIELD->FIELD` from a pointer to a structure.
+    """Follow `chain`, a text like `FIELD.FIELD->FIELD`, from a pointer to a structure.
 
-    With `is_cast`, the type of `value` is the structure itself.
-
+    `value`: type of the pointer, or of the structure itself if `is_cast` is set.
     Yield, for each dereference, its offset in bytes, the type of the value at that offset, and the column of
     its last field in `chain`. Raises: FieldError.
     Mirrors: kernel/trace/trace_probe.c:parse_btf_field (v6.12).
@@ -185,9 +184,9 @@ def follow_fields(
 
 
 def _find_member(btf: Btf, structure: int, name: str, column: int) -> tuple[int, Member]:
-    """Return the member `name`, and before it the offset in bits of the structure that contains it.
+    """Find the member `name`. Return the offset in bits of the structure that contains it, and the member.
 
-    That structure is `structure` itself (a type id) or an anonymous member of it.
+    The containing structure is `structure` (a type id) itself or an anonymous member of `structure`.
     Raises: FieldError BAD_BTF_TID (no structure), NO_BTF_FIELD; both with `column`.
     Mirrors: kernel/trace/trace_btf.c:btf_find_struct_member (v6.12).
     """

@@ -173,9 +173,10 @@ def _dentry(word: str, btf: Btf) -> str:
 
 
 def expand_args(words: Sequence[str], context: ExpansionContext, limit: int) -> Sequence[str]:
-    """Return the arguments of a probe's definition after the kernel's expansions; check their number.
+    """Return the arguments of a probe's definition after the expansions that the kernel makes.
 
-    Raises: KernelError, as the expansions, and E2BIG (more than `limit` arguments).
+    Raises: KernelError E2BIG (more than `limit` arguments), errors of expand_meta_args() and
+    expand_dentry_args().
     """
     interface = context.interface
     on_function = context.in_kernel and not context.on_event

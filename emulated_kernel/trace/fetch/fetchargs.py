@@ -114,7 +114,7 @@ class FetchContext:
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
-    """Whether the probe is in the kernel, not in a program, in which expressions name file offsets."""
+    """Whether the probe is in the kernel. If it is in a program, expressions name file offsets."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
     """For event probes: resolves the event's field that an argument names, after the argument is parsed."""
     in_fprobe: bool = False
@@ -383,7 +383,7 @@ class _ArgParser:
         raise self._error(at, ProbeError.BAD_FETCH_ARG)
 
     def _names(self) -> NamedArgs:
-        """Return the compiler of names, and remember it for the type of the value."""
+        """Return a new compiler of names. Store it, because it has the BTF type of the compiled value."""
         from emulated_kernel.trace.fetch.named_args import NamedArgs
 
         context = self._context
@@ -437,7 +437,11 @@ class _ArgParser:
     def _typed(
         self, named: NamedArgs, default: FetchType, type_name: str | None, code: list[FetchInsn]
     ) -> FetchType:
-        """Return the type of a value with a BTF type, and make `code` load a string's address."""
+        """Return the fetch type of a value that `named` has compiled.
+
+        `type_name`: type in the argument, or None; `default`: its fetch type. Without a type in the argument,
+        the BTF type of the value decides. If the type is a string, append the load of its address to `code`.
+        """
         if named.end is not None:
             self._end = named.end
         if type_name is None and named.typed is not None:

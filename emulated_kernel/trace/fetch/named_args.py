@@ -38,7 +38,7 @@ class NamedArgs:
         error: LogError,
         limit: int,
     ) -> None:
-        """Compile names of `function`, or refuse them if BTF does not have it.
+        """Start without compiled names. `function`: the probed function, or None if the BTF lacks it.
 
         `parameter` returns the operation that loads the parameter with an index. `limit` is the maximum
         number of operations.
@@ -117,9 +117,10 @@ class NamedArgs:
     def _fields(
         self, root: FetchInsn, typed: TypedValue, fields: str | None, column: int, *, is_cast: bool = False
     ) -> list[FetchInsn]:
-        """Return `root` and the operations that follow `fields` from its value, whose type is `typed`.
+        """Return `root`, which loads a value, and the operations that follow `fields` from this value.
 
-        `column` is the column of the fields. With `is_cast`, the value points to a structure of that type.
+        `typed`: type of the value. If `is_cast` is set, it is the type that the value points to.
+        `fields`: a text like `FIELD.FIELD->FIELD` at `column`, or None.
         Raises: KernelError (logged).
         """
         code = [root]

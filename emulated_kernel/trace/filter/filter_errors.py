@@ -31,7 +31,7 @@ class FilterError(CommandError):
     INVALID_FILTER = "Meaningless filter expression"
     INVALID_VALUE = "Invalid value (did you forget quotes)?"
     ERRNO = "Error"
-    """Text in error_log if only an errno is known."""
+    """Text in error_log for an error of which only the errno is known."""
     NO_FILTER = "No filter found"
     NO_FUNCTION = "Function not found"
     INVALID_CPULIST = "Invalid cpulist"

@@ -32,7 +32,7 @@ class FilterWords:
     find_function: Callable[[str | int], range | None] = _no_function
     """Returns the addresses of the function with a name, or of the function that contains an address."""
     memory: MemoryBudget = field(default_factory=_no_limit)
-    """Memory of the host for all filters, synthetic events and lists of pids of the kernel."""
+    """Limit of the host memory that all filters, synthetic events and lists of pids of the kernel take."""
 
     @property
     def has_functions(self) -> bool:

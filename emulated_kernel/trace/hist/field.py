@@ -177,7 +177,7 @@ class HistField:
         if self.field is not None:
             return self.field.name
         if self.flags & (Flag.LOG2 | Flag.ALIAS | Flag.BUCKET):
-            # A call chain has no operand, whatever its modifier is.
+            # A call chain has no operand, even if it has a modifier.
             return self.operands[0].full_name(level + 1) if self.operands else ""
         if self.flags & Flag.CPU:
             return "common_cpu"
@@ -251,7 +251,7 @@ class HistField:
 
 
 class Histogram:
-    """Base class of histograms: the fields and the map, which fields, actions and other histograms use."""
+    """Base class of histograms, with the parts that fields, actions and other histograms use."""
 
     def __init__(
         self, triggers: EventTriggers, file: EventFile, log: LastCommandLog, attrs: HistAttrs
@@ -285,7 +285,7 @@ class Histogram:
     def variable(self, name: str) -> HistField | None:
         """Return the variable with this name, or None. Mirrors: find_var_field (v6.1)."""
         for each in self.fields:
-            # The name is compared first: thousands of histograms may be asked, and flags take longer.
+            # The name is compared first, which is faster than flags: there may be thousands of histograms.
             if each.variable == name and each.flags & Flag.VAR:
                 return each
         return None
@@ -334,10 +334,10 @@ def execname_value(hit: HistHit) -> Value:
 
 
 def _chain_value(field: HistField) -> Callable[[HistHit], Value]:
-    """Return the function for the value of a call chain: the callers, WORD bytes each.
+    """Return the function that computes the value of a call chain: WORD bytes for each caller.
 
-    A key takes the chain of its event's field, if it has one. A variable takes the chain of the present hit
-    in any case.
+    The value of a key is the call chain in the field of the event, if the key names a field. The value of a
+    variable is always the call chain of the hit.
     """
     owner = field.owner
     declared = field.field

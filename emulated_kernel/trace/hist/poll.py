@@ -31,9 +31,11 @@ class HistPoll:
         self._shown = self._reported = self._hits()
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """Return POLLIN if the last read did not show all hits, and POLLPRI if there were hits since then.
+        """Return the poll events that the file reports now.
 
-        After POLLPRI was returned, only further hits give it again. Call `notify` once at the next hit.
+        POLLIN: the last read did not show all hits. POLLPRI: there were hits since the last read and since
+        the last call that returned POLLPRI.
+        If `notify` is not None, it is called once, at the next hit.
         """
         hits = self._hits()
         mask = select.POLLIN | select.POLLRDNORM if self._shown != hits else 0
@@ -53,7 +55,7 @@ class HistPoll:
             notify()
 
     def forget(self) -> None:
-        """Stop waiting."""
+        """Remove the `notify` of the last poll(), so that it is not called at the next hit."""
         if self._notify is not None:
             self._notify = None
             self._waiters.remove(self._changed)

@@ -143,9 +143,9 @@ class LineFormatter:
         """Prepare printing in the format that the trace options `flags` select.
 
         `find_event` finds an event by an entry's type. `in_ns` means that the clock counts nanoseconds.
-        `time_start` is the time from which times are counted with the option latency-format. `shows_symbols`:
-        see fields_text(). `limit` is the maximum size of a line in bytes. `columns` describes the columns of
-        common_flags.
+        `time_start` is the time from which times are counted with the option latency-format. `shows_symbols`
+        means that option fields shows words of 64 bits as symbols; see fields_text(). `limit` is the maximum
+        size of a line in bytes. `columns` describes the columns of common_flags.
         """
         self.flags = flags
         self._in_ns = in_ns

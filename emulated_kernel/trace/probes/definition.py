@@ -53,7 +53,7 @@ class ProbePoint:
     """Whether `symbol` is the name of a tracepoint."""
 
     def show(self, word_size: int) -> str:
-        """Return the place as kprobe_events shows it; `-:EVENT PLACE` requires the same text.
+        """Return the place as kprobe_events shows it. PLACE in `-:EVENT PLACE` must equal this text.
 
         Deviates: Linux hashes raw addresses (%p), unless it is booted with `no_hash_pointers`.
         """

@@ -173,7 +173,7 @@ class EventKind(ABC, Generic[D]):
     def write(self, data: bytes) -> int:
         """Execute the commands of one write to the kind's file, and return the number of bytes taken.
 
-        Raises: KernelError, as run_commands().
+        Raises: errors of run_commands().
         """
         return run_commands(data, self._execute, self.printk)
 
@@ -232,7 +232,7 @@ class DynamicEvents:
     def write(self, data: bytes) -> int:
         """Execute the commands of one write to the file, and return the number of bytes taken.
 
-        Raises: KernelError, as run_commands().
+        Raises: errors of run_commands().
         """
         return run_commands(data, self._execute, self._printk)
 

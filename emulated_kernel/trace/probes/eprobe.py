@@ -105,7 +105,7 @@ class Eprobe(TraceProbe):
         """Add the trigger to the target event, in the first trace array that enables this event.
 
         Deviates: in Linux, other trace arrays that enable this event later get no hits. Here they get them.
-        Raises: KernelError, as TraceEvent.enable().
+        Raises: errors of TraceEvent.enable().
         """
         self.target.file(self.event.recorders[0]).add(self._trigger, last=True)
 
@@ -154,7 +154,7 @@ class EventProbes(ProbeKind[Eprobe]):
         commands: EventCommands,
         types: Callable[[], Btf | None] = no_types,
     ) -> None:
-        """Create the registry. `types` returns the kernel's BTF, or None if it has none."""
+        """Create an empty registry. `types` returns the kernel's BTF, or None if the kernel has none."""
         super().__init__(commands)
         self._arch = arch
         self._types = types

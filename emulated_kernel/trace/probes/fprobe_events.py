@@ -147,9 +147,10 @@ class TraceFprobe(TraceKprobe):
         return word == self.symbol[:MAX_ARGSTR_LEN]
 
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """Emit guest code for the handler, as described at TraceKprobe.emit().
+        """Emit guest code for the handler, and return True; see TraceKprobe.emit().
 
-        In addition, return False if the probe is on several functions, because the code has one address.
+        Return False, with nothing emitted, if the probe is on several functions: the address is a constant in
+        the code.
         """
         return len(self._fprobe.functions) == 1 and super().emit(builder, way)
 
@@ -208,7 +209,7 @@ class TraceTprobe(TraceKprobe):
         return False
 
     def enable(self) -> None:
-        """Switch the tracepoint on, and probe its stub. Raises: KernelError, as register_kprobe()."""
+        """Switch the tracepoint on, and probe its stub. Raises: errors of register_kprobe()."""
         point = self.kind.tracepoint(self.symbol)
         stub = None if point is None else point.stub
         if self._point is not None or point is None or stub is None:

@@ -129,9 +129,10 @@ class HandlerCosts:
         return end
 
     def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
-        """Return the median of the nanoseconds by which a hit in `loop` takes longer than one in `empty`.
+        """Return the time in nanoseconds that a hit takes: the median of several measurements.
 
-        Both are addresses of guest loops of `hits` turns. `sample` has the registers at each hit.
+        `loop`: address of a guest loop with a hit in each of its `hits` iterations. `empty`: address of the
+        same loop without the hit, whose time is subtracted. `sample`: registers at each hit.
         """
         from statistics import median
 

@@ -337,7 +337,7 @@ class TraceKprobe(TraceProbe):
     # kprobes are disarmed.
 
     def enable(self) -> None:
-        """Enable the probe in the engine, unless it is gone. Raises: KernelError, as enable_kprobe()."""
+        """Enable the probe in the engine, unless it is gone. Raises: errors of enable_kprobe()."""
         if self.handle is not None and not self.handle.is_gone:
             if isinstance(self.handle, EventKprobe):
                 # Not set before, because a bound method takes memory, and many events are never enabled.
@@ -345,7 +345,7 @@ class TraceKprobe(TraceProbe):
             self.engine.kprobes.enable_kprobe(self.handle)
 
     def disable(self) -> None:
-        """Disable the probe in the engine, unless it is gone. Raises: KernelError, as disable_kprobe()."""
+        """Disable the probe in the engine, unless it is gone. Raises: errors of disable_kprobe()."""
         if self.handle is not None and not self.handle.is_gone:
             self.engine.kprobes.disable_kprobe(self.handle)
 
@@ -463,8 +463,8 @@ class TraceKprobe(TraceProbe):
     ) -> bool:
         """Emit a copy of emit()'s code that uses `places` and `counter`, and writes all records to `target`.
 
-        HandlerCosts measures the copy. Return False if emit() does, and for return probes, because the
-        handler is the smaller part of their cost.
+        HandlerCosts measures the copy. Return False if emit() would return False. Return False also for
+        return probes, because the handler is the smaller part of their cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)

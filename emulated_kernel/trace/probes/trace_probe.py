@@ -82,7 +82,7 @@ class ProbeTraceEvent(TraceEvent):
     def start(self) -> None:
         """Enable all probes of the event, or none if one cannot be enabled.
 
-        Raises: KernelError, as TraceProbe.enable().
+        Raises: errors of TraceProbe.enable().
         Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).
         """
         done: list[TraceProbe] = []
@@ -122,7 +122,7 @@ class TraceProbe(DynEvent):
     @property
     @abstractmethod
     def place_text(self) -> str:
-        """The place as the probe's line shows it; `-:EVENT PLACE` requires the same text."""
+        """The place as the probe's line shows it. PLACE in `-:EVENT PLACE` must equal this text."""
 
     @property
     @abstractmethod

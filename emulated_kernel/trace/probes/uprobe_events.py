@@ -50,7 +50,7 @@ class UprobePoint:
     """Device and inode number of the file."""
 
     def show(self, word_size: int) -> str:
-        """Return the place as uprobe_events shows it; `-:EVENT PLACE` requires the same text."""
+        """Return the place as uprobe_events shows it. PLACE in `-:EVENT PLACE` must equal this text."""
         counter = f"({self.reference:#x})" if self.reference else ""
         return f"{self.path}:0x{self.offset:0{2 * word_size}x}{counter}"
 

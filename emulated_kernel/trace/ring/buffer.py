@@ -178,7 +178,10 @@ class RingBuffer(RingWriter):
         return control.tail_entries if page == control.tail_page else self._table[self._entries_at + page]
 
     def unread_events(self, index: int) -> list[tuple[int, bytes]]:
-        """Return time stamp and record of each unread event of a sub-buffer. `index`: as unread_count()."""
+        """Return time stamp and record of each unread event of a sub-buffer.
+
+        `index`: 0 for the reader page; see unread_count().
+        """
         control = self._control
         if index == 0:
             events = self._events(control.reader_page, control.reader_read, control.read_stamp)
@@ -249,9 +252,10 @@ class RingBuffer(RingWriter):
         return [self._page_in((head + i) % count) for i in range(used)]
 
     def read_page(self, *, full: bool = False) -> bytes | None:
-        """Consume the rest of one sub-buffer, and return it as a page of 4096 << order bytes.
+        """Consume the unread events of one sub-buffer, and return them as a page of 4096 << order bytes.
 
-        Return None if there is no unread event. If `full` is set, ignore the tail page, which is not full.
+        Return None if there is no unread event, or if `full` is set and all unread events are on the tail
+        page, which is not full.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_page (v6.1)
         """
         if not self._take_reader_page():

@@ -196,9 +196,9 @@ class _DamagedBuffer:
         return 0 if self.is_changing else self._end_by_count(page)
 
     def _end_by_count(self, page: int) -> int:
-        """Return the size of a page's data with as many events as were counted, in bytes.
+        """Return the size in bytes of the tail page's data, computed from the counter of its events.
 
-        This replaces the write pointer if it is invalid.
+        The size is used if the write pointer is invalid.
         """
         low = 0
         high = self.capacity
@@ -325,7 +325,7 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
     """Recover the ring buffer of a control block, or return None if the block is empty.
 
     `read` takes an address and a size, and returns memory of the machine.
-    Raises: UnreadableControlBlock, OSError, as `read`.
+    Raises: UnreadableControlBlock, OSError (by `read`).
     """
     if not any(block[: offset_of("aside")]):
         return None

@@ -48,7 +48,7 @@ class RingShape(NamedTuple):
     pages: int
     """Number of sub-buffers, without the reader page."""
     order: int = 0
-    """A sub-buffer has 4096 << order bytes."""
+    """Order of the sub-buffers, which have 4096 << order bytes."""
 
 
 class RingControl(LittleEndianStructure):
@@ -188,7 +188,7 @@ class RecordTarget:
     make_room: Callable[[], bool]
     """Host call that calls RingBuffer.make_room() for the current CPU's buffer."""
     order: int = 0
-    """The buffers' sub-buffers have 4096 << order bytes."""
+    """Order of the buffers' sub-buffers, which have 4096 << order bytes."""
 
 
 def pages_for(size: int, order: int = 0) -> int:
@@ -202,7 +202,10 @@ def pages_for(size: int, order: int = 0) -> int:
 
 
 def memory_size(nr_pages: int, order: int = 0) -> int:
-    """Return the size in bytes of the memory of a ring buffer with `nr_pages` sub-buffers, at any address."""
+    """Return the size in bytes of the memory that a ring buffer with `nr_pages` sub-buffers needs.
+
+    The size is sufficient for any alignment of the memory to pages.
+    """
     page = PAGE_SIZE << order
     return data_start(nr_pages) + page - PAGE_SIZE + (nr_pages + 1) * page
 

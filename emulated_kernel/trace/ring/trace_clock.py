@@ -57,9 +57,10 @@ class ClockSource:
         """clockid_t -> latest time that was returned. Times never decrease, because buffers need an order."""
 
     def converter(self, clock: TraceClock) -> Callable[[int], int] | None:
-        """Return a function that converts nanoseconds to the units of `clock`, or None if they are equal.
+        """Return a function that converts nanoseconds to the units of `clock`.
 
-        The result is None for x86-tsc too, because the time stamp counter runs at 1 GHz.
+        Return None if `clock` counts nanoseconds, or if it is x86-tsc, because the time stamp counter runs at
+        1 GHz.
         """
         if clock.host_clock is not None:
             return partial(self._host_time, clock.host_clock)

@@ -17,7 +17,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 STRING_MAX = 256
 """Maximum size in bytes of a string with its NUL.
 
-In an entry, a string of a declared size takes this many bytes, whatever the size is.
+In an entry, a string of a declared size takes this many bytes, regardless of the declared size.
 """
 _STACK_WORDS = 31
 """Maximum number of words of a call chain in an entry, with its length."""
@@ -113,7 +113,7 @@ class SyntheticField(ABC):
 
 
 class NumberField(SyntheticField):
-    """A number, which takes 8 bytes in an entry whatever its type is."""
+    """A number, which takes 8 bytes in an entry regardless of its declared type."""
 
     @property
     def print_fmt(self) -> str:

@@ -20,7 +20,7 @@ _PAGE = 4096
 """Size of a page in bytes."""
 _SAVED_CMDLINE = Struct("<i16s")
 SAVED_CMDLINES_SIZE = 1 << 20
-"""Number of bytes that is enough to keep all names in memory, whatever the size of the cache."""
+"""Size in bytes of the memory that keeps all names; sufficient for the largest possible cache."""
 UNKNOWN_COMM = "<...>"
 """Name shown for tasks that are not in the cache."""
 _NO_PID = -1

@@ -47,7 +47,10 @@ class ErrorLog:
     def __init__(
         self, clock: Callable[[], int], texts: ErrorTexts = MappingProxyType[CommandError, str]({})
     ) -> None:
-        """Create an empty log. `clock` returns the time in nanoseconds. `texts`: see ErrorTexts."""
+        """Create an empty log. `clock` returns the time in nanoseconds.
+
+        `texts`: the texts of the errors whose text is not the first one of CommandError.texts.
+        """
         self._clock = clock
         self._texts = texts
         self._entries: deque[str] = deque(maxlen=TRACING_LOG_ERRS_MAX)

@@ -8,7 +8,7 @@ from emulated_kernel.util.errors import KernelError
 
 _ULLONG_MAX = (1 << 64) - 1
 _MAX_DECIMAL = 20
-"""Digits of the largest number of 64 bits."""
+"""Number of digits of the largest 64-bit number."""
 _DIGITS = {c: i for i, c in enumerate("0123456789abcdef")} | {c: 10 + i for i, c in enumerate("ABCDEF")}
 
 
@@ -32,7 +32,7 @@ def _radix(text: str, base: int) -> tuple[int, int]:
 def _digits(text: str, start: int, base: int) -> tuple[int, int]:
     """Return the number at index `start`, of any size, and the index of the first character after it."""
     if base == 10 and start == 0 and text.isascii() and text.isdecimal() and len(text) <= _MAX_DECIMAL:
-        # Most numbers, such as the offsets of thousands of probes.
+        # A fast path for most numbers, such as the offsets of thousands of probes.
         return int(text), len(text)
     value = 0
     index = start

@@ -210,7 +210,7 @@ class _Repeated:
     call: bytes = b""
     count: int = 0
     latest: int = 0
-    """Time of the latest repetition, in units of the trace clock."""
+    """Time of the latest repetition of the call, in units of the trace clock."""
 
 
 class CallRecorder:

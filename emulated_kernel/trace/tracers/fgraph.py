@@ -258,9 +258,10 @@ class FunctionGraph:
                 compiler.lead_to(running.entries[kind], code.entry)
 
     def _entries(self, running: _Running, kinds: Mapping[CallKind, Collection[int]]) -> dict[int, int]:
-        """Return a map site -> address of the jump that the site calls; create missing jumps.
+        """Return a map site -> address of the jump that the site calls. Create missing jumps.
 
-        Sites of a kind whose jump has no room are left out, and call the trampoline.
+        If there is no memory for the jump of a kind, the map has no sites of this kind, and they call the
+        trampoline.
         """
         assert self._sites is not None
         found: dict[int, int] = {}

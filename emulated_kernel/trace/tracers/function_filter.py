@@ -42,7 +42,7 @@ class WordEdit(ABC):
     def write(self, data: bytes, position: int) -> int:
         """Execute the first word that ends in `data`, and return the number of bytes taken.
 
-        `position`: file position of the write; 0 begins a new word. Raises: KernelError, as execute().
+        `position`: file position of the write; 0 begins a new word. Raises: errors of execute().
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_write, ftrace_graph_write (v6.1).
         """
         word, size = self._parser.take(data, is_at_start=position == 0)
@@ -79,7 +79,7 @@ class WordEdit(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Remove all functions from the open file's copy of the set; close() then replaces the set by it."""
+        """Remove all functions from the open file's copy; close() then replaces the set by the copy."""
 
 
 class EditedSet(ABC):

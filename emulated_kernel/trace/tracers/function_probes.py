@@ -208,7 +208,10 @@ class FunctionProbes:
         return FunctionProbe(title, switch, count, file.let_go)
 
     def _switch(self, on: bool) -> bool:
-        """Switch recording on or off. Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1)."""
+        """Switch recording on or off. Return False if that changes nothing.
+
+        Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1).
+        """
         changes = self._array.tracing_on is not on
         if changes:
             self._array.set_tracing_on(on)

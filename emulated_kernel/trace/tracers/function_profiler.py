@@ -72,7 +72,7 @@ class FunctionProfiler(GraphUser):
         """Start the profiler with empty profiles, or stop it if `value` is 0.
 
         If the profiler is running already and `value` is not 0, do nothing.
-        Raises: KernelError, as FunctionGraph.register().
+        Raises: errors of FunctionGraph.register().
         """
         if bool(value) is self.is_enabled:
             return

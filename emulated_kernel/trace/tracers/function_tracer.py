@@ -173,7 +173,9 @@ class FunctionPids(PidList):
     """The list of pids in set_ftrace_pid or set_ftrace_notrace_pid, which reads "no pid" if it is empty."""
 
     def records_from(self, start: int) -> Iterator[str]:
-        """Return the lines of the file. As in Linux, "no pid" also replaces the greatest pid + 1.
+        """Return the lines of the file from line `start` on; the first line is 0.
+
+        As in Linux, a line "no pid" replaces the line of the number PID_MAX_LIMIT.
 
         Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1).
         """

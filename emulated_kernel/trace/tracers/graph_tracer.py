@@ -78,7 +78,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._graph.user_changed()
 
     def start(self) -> None:
-        """Begin to record calls. Raises: KernelError, as FunctionGraph.register()."""
+        """Begin to record calls. Raises: errors of FunctionGraph.register()."""
         self._graph.register(self)
 
     def stop(self) -> None:
@@ -101,7 +101,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         """
         target = self._array.ring_target()
         pids = self._pids
-        # Lists that do not fit are not copied.
+        # The length is checked first, so that lists that are too long are not copied.
         if target is None or len(pids.traced.pids) + len(pids.untraced.pids) > MAX_PIDS:
             return None
         return CompiledGraph(

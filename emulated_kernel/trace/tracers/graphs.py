@@ -1,4 +1,4 @@
-"""build_graphs(): build the users of the function graph: function_graph tracer and function profiler."""
+"""build_graphs(): builds the function_graph tracer and the function profiler on one FunctionGraph."""
 
 from __future__ import annotations
 
