@@ -266,7 +266,7 @@ def _build_graphs(
     functions: KernelFunctions,
     addresses: GuestAddresses,
 ) -> tuple[GraphTracer | None, FunctionProfiler | None]:
-    """Build the function_graph tracer and the function profiler; (None, None) if the kernel lacks them."""
+    """Return (function_graph tracer, function profiler), or (None, None) if the kernel lacks them."""
     if not (kernel.has_graph and functions.has_sites):
         return None, None
     top = arrays.top

@@ -42,7 +42,10 @@ ARCHITECTURES: Mapping[str, ElfMachine] = {
 """Name of a supported architecture -> e_machine of its images; the default architecture comes first."""
 
 ELF_MACHINES: Mapping[str, ElfMachine] = {**ARCHITECTURES, "arm64": ElfMachine.AARCH64}
-"""Name of an architecture -> e_machine, also of architectures that only distributions' kernels have."""
+"""Name of an architecture -> e_machine in the ELF headers of its kernels.
+
+In addition to ARCHITECTURES, the map has the architectures that only distributions' kernels have.
+"""
 
 
 @immutable

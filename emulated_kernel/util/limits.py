@@ -200,14 +200,17 @@ class MemoryBudget:
         return max(self._by_user.values(), default=0)
 
     def charge_text(self, text: str) -> Charge:
-        """Charge the memory that the definition `text` takes to the present user.
+        """Charge the memory that the definition `text` takes to the present user; see charge().
 
         Raises: KernelError ENOMEM (a limit would be exceeded).
         """
         return self.charge(BYTES_PER_CHARACTER * len(text))
 
     def charge(self, size: int) -> Charge:
-        """Charge `size` bytes to the present user. Raises: KernelError ENOMEM (a limit would be exceeded)."""
+        """Charge `size` bytes to the present user for as long as the returned object exists.
+
+        Raises: KernelError ENOMEM (a limit would be exceeded).
+        """
         user = self.user()
         if not self.take(size, user):
             why = f"{self._share.value} is reached; remove filters, events or pids first"

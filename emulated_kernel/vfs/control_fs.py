@@ -83,12 +83,12 @@ class ControlFile(FileDescription):
 
     @property
     def reads_host(self) -> bool:
-        """Implement FileDescription.reads_host: writes name host files, and the file can be written."""
+        """Implement FileDescription.reads_host: the file can be written, and writes may name host files."""
         return self.inner.node.reads_host and self.inner.writable
 
     @property
     def writes_at_once(self) -> bool:
-        """Implement FileDescription.writes_at_once: writes name no host files."""
+        """Implement FileDescription.writes_at_once: whether writes to this file never name host files."""
         return not self.inner.node.reads_host
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:

@@ -328,7 +328,10 @@ class FileDescription:
 
     @property
     def writes_at_once(self) -> bool:
-        """Whether write() reads no host file, and takes a view of a front end's buffer. Lock: leaves."""
+        """Whether write() never reads a host file, and accepts a memoryview of a buffer as `data`.
+
+        The front end may use the buffer again between two steps of the write. Lock: leaves.
+        """
         return False
 
     def check(self) -> None:

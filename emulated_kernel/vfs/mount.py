@@ -378,7 +378,7 @@ class Mount:
         return self._opened(handle).reads_host
 
     def writes_at_once(self, handle: int) -> bool:
-        """Return True if write() reads no host file, and takes a view of the caller's buffer."""
+        """Return True if write() to the handle reads no host file, and accepts a memoryview as `data`."""
         return self._opened(handle).writes_at_once
 
     def set_status_flags(self, handle: int, flags: int) -> None:

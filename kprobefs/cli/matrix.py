@@ -33,7 +33,7 @@ LOG_BYTES = 1 << 20
 _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
 HINT_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE)
-"""Patterns for the lines that `run` adds to the command's output."""
+"""Patterns for the lines with hints that `kprobefs run` adds to the command's output."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -216,9 +216,9 @@ def _text(log: Path) -> str:
 
 
 def _blamed(text: str) -> str:
-    """Return the first line that names an error; if there is none, the first line that is not empty.
+    """Return the first line of `text` that probably names an error, or else the first that is not empty.
 
-    A hint of `run` does not count as a line.
+    Hints of `kprobefs run` are ignored. Return "" if there is no other line.
     """
     lines = [line.strip() for line in text.splitlines()]
     written = [line for line in lines if line and not any(hint.fullmatch(line) for hint in HINT_LINES)]

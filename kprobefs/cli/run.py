@@ -91,7 +91,11 @@ def run(
 
 
 def _print_hints(options: MountOptions, directory: str, command: Sequence[str], status: int) -> None:
-    """Print hints about what a command of `run` did not see: hits, records, durations. Disarm all probes."""
+    """Disarm all probes, and print hints for the user on standard error.
+
+    The hints explain why no probe was hit, why no hit was recorded, or why durations are those of the virtual
+    clock. `status`: exit status of the command.
+    """
     from kprobefs.cli.nothing_hint import EndedCommand, nothing_hints
     from kprobefs.definitions.tracefs_files import control_root
 

@@ -30,7 +30,10 @@ NAME = re.compile(
     r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})"
     rf"(?P<graph>{SUFFIX})?"
 )
-"""Pattern for the name of a session's instance and group of probes: own_name(), and SUFFIX with a graph."""
+"""Pattern for the name of a session, which is also the name of its instance and of its group of probes.
+
+The name is own_name(), followed by SUFFIX if the session records a call graph.
+"""
 SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
 PREFIXES = (4, 2)
 """Lengths of the common prefix of a wrong name and a similar symbol; the greater is tried first."""
@@ -195,7 +198,10 @@ class AttachedProbes:
         return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 
     def _output(self) -> TraceOutput:
-        """Return the output, with the formats of the events and the pairs of entry and return."""
+        """Return the object that writes the records of the session's events.
+
+        It gets the text of each event's `format` file, and each return event's entry event.
+        """
         session = self._session
         places = {probe.place: name for name, probe in self._hidden.items() if not probe.is_return}
         returns = {
@@ -237,7 +243,10 @@ class AttachedProbes:
                     )
 
     def _prepare_graph(self, graph: GraphTracer) -> None:
-        """Prepare the tracer of the call graph. Raises: CliError (another session uses it)."""
+        """Prepare the tracer `graph` for the function that the command line names.
+
+        Raises: CliError (another session uses the tracer of this mount), and as GraphTracer.prepare().
+        """
         session = self._session
         assert session.request.graph is not None
         for name in self._files.directories(f"{self._files.tracefs()}instances"):
@@ -355,7 +364,7 @@ class AttachedProbes:
 
 
 class RecordReader:
-    """A child process that writes the records of a trace array as they arrive, from begin() on.
+    """A child process that writes the records of a trace array to an output as they arrive, from begin() on.
 
     The reader is not a thread, because this process must not have threads when it forks the command.
     """
@@ -374,20 +383,24 @@ class RecordReader:
         os.close(ready)
 
     def begin(self) -> None:
-        """Make the process open the files of records, and wait until it has done so or has failed."""
+        """Make the child process open trace_pipe, and wait until it has done so or has failed."""
         with suppress(BrokenPipeError):
             os.write(self._commands, b"\n")
         os.read(self._ready, 1)
 
     def finish(self) -> int:
-        """Make the process write the remaining records and end. Return its exit status."""
+        """Make the child process write the remaining records and end. Return its exit status."""
         os.close(self._commands)
         os.close(self._ready)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)
 
     def _serve(self, array: Path, commands: int, ready: int) -> NoReturn:
-        """Wait for begin(), write records until the pipe is closed and none are left, and end the process."""
+        """Execute the child process: wait for begin(), write records until finish(), and end the process.
+
+        `array`: directory of the trace array. `commands`: pipe that begin() writes to and finish() closes.
+        `ready`: pipe that the child closes when trace_pipe is open.
+        """
         status = 0
         # Hazard: this is a forked copy, so no exception may reach the callers. The mount may end earlier.
         try:

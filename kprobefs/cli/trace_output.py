@@ -54,7 +54,10 @@ class TraceOutput(ABC):
         self.is_empty = True
 
     def prepare(self) -> None:  # noqa: B027 (most kinds need nothing)
-        """Read what is needed to decode the records, in the process that reads the records."""
+        """Read the mount's files that are needed to decode records.
+
+        The process that reads the records calls this method.
+        """
 
     @abstractmethod
     def read(self, pipe: int) -> None:

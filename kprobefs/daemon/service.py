@@ -160,8 +160,8 @@ class Service:
         """Serve until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
 
         Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. After the
-        daemon was killed, another process unmounts the mount and calls `at_killed`. The process also does the
-        work of `orphaned`, whether the daemon was killed or not.
+        daemon was killed, another process (UnmountWatcher) unmounts the mount and calls `at_killed`. When the
+        daemon and its parent have ended, that process does the work `orphaned`, even if neither was killed.
         """
         mountpoints.check_proc()
         # Hazard: libfuse takes over signals with the default action, so this must precede its loading.

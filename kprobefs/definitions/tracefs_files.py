@@ -228,6 +228,6 @@ def host_errors() -> Iterator[None]:
 
 
 def host_error(error: KernelError) -> OSError:
-    """Return the OSError of a system call for a KernelError, such as FileNotFoundError."""
+    """Return the OSError that a system call raises for the errno of `error`, such as FileNotFoundError."""
     number = error.errno or errno.EIO
     return OSError(number, os.strerror(number))

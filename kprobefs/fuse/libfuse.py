@@ -770,11 +770,11 @@ class SessionLoop:
     RELEASEs of other threads.
 
     Replaces: fuse_session_loop().
-    Needed for: ReplyChannels, a reply where the host has no memory, without which a client cannot even be
-    killed (test_session_loop.py:test_who_asks_where_there_is_no_memory_is_answered), and the effect of a
-    close(2) (test_session_loop.py:test_a_request_after_a_close_sees_its_effect).
-    Gains: by READ a fifth of a small pread(2), and a quarter of one of 128 KiB, which libfuse copies again;
-    by RELEASE 4 % of a round of open, read and close.
+    Needed for: ReplyChannels; replies when the host has no free memory, because a client that waits for one
+    cannot even be killed (test_session_loop.py:test_who_asks_where_there_is_no_memory_is_answered); the
+    effect of a close(2) (test_session_loop.py:test_a_request_after_a_close_sees_its_effect).
+    Gains: READ saves a fifth of the time of a small pread(2), and a quarter of the time of one of 128 KiB,
+    whose data libfuse would copy again. RELEASE saves 4 % of the time of an open, read and close.
     """
 
     def __init__(
@@ -940,7 +940,10 @@ class SessionLoop:
         return OPEN_OUT.pack(handle, FOPEN_DIRECT_IO | is_stream * FOPEN_NONSEEKABLE)
 
     def _write(self, _nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
-        """Write to a file whose write reads no host file; return the reply. Other results: see `_answers`."""
+        """Execute a WRITE to a file whose writes read no host files, and return the reply.
+
+        Other results: see `_answers`.
+        """
         _, _, _, uid, gid, pid = IN_HEADER.unpack_from(request)
         handle, offset, _, flags = WRITE_IN.unpack_from(request, IN_HEADER.size)
         with memoryview(request)[IN_HEADER.size + WRITE_IN.size : size] as data:

@@ -397,7 +397,11 @@ class _Operations:
     def write_at_once(
         self, uid: int, gid: int, pid: int, handle: int, offset: int, flags: int, data: Any
     ) -> int | None:
-        """Write `data` for SessionLoop; return None if the write has to wait, which only write() can do."""
+        """Execute a write for SessionLoop, and return the number of bytes written.
+
+        Return None if libfuse must call write() instead: a write to the file may read host files, or this
+        write has to wait.
+        """
         if not self._mount.writes_at_once(handle):
             return None
         if self.reserve.is_scarce:

@@ -179,9 +179,10 @@ def _empty(order: int = 0) -> RingBuffer:
 
 
 def _same_order(buffers: list[RingBuffer], place: ArrayPlace, found: LastRecords) -> list[RingBuffer]:
-    """Replace buffers whose sub-buffers have another size than those with most records.
+    """Return the buffers, with an empty one in place of each whose sub-buffers have the wrong size.
 
-    The sub-buffers of a trace array have one size, which guest code relies on.
+    The right size is that of the buffer with the most records. `found` gets a message about lost records.
+    All sub-buffers of a trace array must have one size, because guest code relies on this.
     """
     order = max(buffers, key=len).order
     lost = sum(len(buffer) for buffer in buffers if buffer.order != order)
