@@ -153,7 +153,10 @@ class Kprobe(FailureCount, Generic[RegsT]):
 
     @property
     def cells(self) -> PerCpuVars:
-        """The variables of `code` and `post_code` by name: the sum over all CPUs of 64-bit numbers."""
+        """Name of a variable of `code` and `post_code` -> its value, the sum of the numbers of all CPUs.
+
+        Each CPU has an unsigned 64-bit number for each variable. The sum is modulo 2**64.
+        """
         if self._cells is None:
             self._cells = PerCpuVars()
         return self._cells

@@ -169,9 +169,9 @@ class Limits:
 
 
 class MemoryBudget:
-    """Memory that clients of one kernel occupy, with a limit for all users and a share for each user.
+    """Memory that clients of one kernel occupy, with a limit for all users together and one for each user.
 
-    Root and the owner of the mount, who are user 0 here, have no share.
+    Root and the owner of the mount are user 0 here. The limit for each user does not apply to them.
     """
 
     def __init__(

@@ -283,9 +283,10 @@ class PendingWrite:
         self._steps: Steps | None = None
         """The steps of the current piece, or None before the piece has begun."""
         self.by_piece = ChunkedWrite(inner, data, offset, self._write)
-        """Function that does a step without the guest; it returns the number of bytes that all pieces took.
+        """Function that does the next step of the write without the guest.
 
-        Raises: YieldLock (more steps follow), KernelError.
+        After the last step, it returns the number of bytes written. Raises: YieldLock (more steps follow),
+        KernelError.
         """
         self.plan: Callable[[], int] | None = None
         """Function that does one step; None before the first step. GuestCalls.write() keeps it here."""
@@ -308,9 +309,10 @@ class PendingWrite:
         self.kept.__exit__(kind, error, traceback)
 
     def step(self) -> int:
-        """Do one more step, and return the number of bytes that all pieces have taken.
+        """Do the next step of the write. After the last step, return the number of bytes written.
 
-        Lock: takes. Raises: YieldLock (more steps follow), WouldBlock, KernelError ESTALE, EIO.
+        Lock: takes. Raises: YieldLock (more steps follow), WouldBlock, KernelError ESTALE (another kernel was
+        booted since the write began), EIO, or an error of the file.
         """
         file = self.file
         with file.fs.lock:
@@ -390,8 +392,9 @@ class GuestCalls:
     def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that the guest needs; see FileSystem.informed().
 
-        If `opened` is empty, the request is a lookup that has found its file. Lock: leaves, unlike the
-        methods below.
+        `opened`: the path of the file that an open(2) opens; "" if the request is the lookup of a path that
+        exists; None for any other request.
+        Lock: leaves, unlike most methods of this class.
         """
         del opened
         return client
@@ -420,10 +423,10 @@ class GuestCalls:
     def repeat_call(
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
-        """Repeat the client's system call on a path in the guest, if the call is one of `names`.
+        """Repeat the client's system call in the guest, if the call is one of `names` or of `by_fd`.
 
-        `more` are the further paths of the call. `by_fd` are names of calls with the same effect on a
-        descriptor.
+        `names`: system calls that name the file by `path`. `more`: further paths of the call, such as the
+        new name in a rename. `by_fd`: system calls that name the file by a descriptor.
         """
 
     def chdir(self, client: Client, path: str) -> None:
@@ -459,7 +462,7 @@ class GuestCalls:
     def write(self, write: PendingWrite) -> int:
         """Do one step of a write: write a piece, or make the guest's call during which the piece is written.
 
-        Return the number of bytes that all pieces have taken. Raises: YieldLock (more pieces follow).
+        After the last step, return the number of bytes written. Raises: YieldLock (more steps follow).
         """
         with self.request(write.client):
             return write.by_piece()
@@ -792,7 +795,10 @@ class ControlFs(FileSystem):
             return self.calls.is_dead
 
     def settled(self) -> AbstractContextManager[object]:
-        """Return a context manager that ends when the changes of its block are saved. Lock: leaves."""
+        """Return a context manager that waits, at the end of its block, until the block's changes are saved.
+
+        If there is no watcher, it does not wait. Lock: leaves.
+        """
         return nullcontext() if self.watcher is None else _settled(self.watcher)
 
     def close(self) -> None:

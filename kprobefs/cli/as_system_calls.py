@@ -150,7 +150,7 @@ class _Waiting:
         self.arguments: tuple[int, ...] = fields[6:]
 
     def check(self) -> None:
-        """Check that the caller still waits. Raises: OSError."""
+        """Check that the task still waits for the result of its call. Raises: OSError (it does not)."""
         fcntl.ioctl(self._listener, _NOTIF_ID_VALID, struct.pack("=Q", self._id))
 
     def finish(self, result: int | None) -> None:

@@ -94,7 +94,10 @@ REFUSED_FILTER = re.compile(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
 
 
 def saved(files: Files, probes: Iterable[ProbeSwitches] | None = None) -> Iterator[str]:
-    """Yield the lines of saved_in_steps(), but no PAUSE."""
+    """Yield the lines that give a new mount the definitions and settings of `files`.
+
+    `probes`: see saved_in_steps(). Raises: CliError.
+    """
     return filter(None, saved_in_steps(files, probes))
 
 

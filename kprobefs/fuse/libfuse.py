@@ -594,7 +594,10 @@ class ReplyChannels:
         return self._nodes is not None and node in self._nodes.removed
 
     def is_lasting(self, node: int) -> bool:
-        """Return True if the node is that of a lasting directory."""
+        """Return True if the node id `node` is that of a directory that exists as long as the mount.
+
+        Return False for the directories `clients_own`, although they exist as long as the mount, too.
+        """
         return node in self._lasting_nodes
 
     def _forget(self, node: int) -> None:

@@ -182,11 +182,11 @@ class Server:
 class _AttributesFor(threading.local):
     """Records whether a client or only libfuse has caused the next getattr in this thread.
 
-    libfuse calls getattr for a stat(2) and for a LOOKUP, which the guest runs as a system call of the client.
-    It also calls getattr to complete its reply to create, mknod, mkdir, symlink and link. The same happens
-    while a client walks through a directory that always exists. Then no client has called stat(2), and the
-    guest runs nothing: these requests call skip_client() first. All calls of one request are made in one
-    thread.
+    libfuse calls getattr for a client's stat(2) and LOOKUP, which the guest repeats as a system call of the
+    client. libfuse also calls getattr to complete its replies to create, mknod, mkdir, symlink and link. The
+    guest must run nothing for this getattr, nor for two kinds of LOOKUP: that of a directory that exists as
+    long as the mount, and one that the guest has repeated already. In these cases, skip_client() is called
+    before libfuse calls getattr. libfuse makes all calls of one request in one thread.
     """
 
     def __init__(self) -> None:

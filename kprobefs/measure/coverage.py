@@ -177,9 +177,10 @@ class FunctionCounter:
     """
 
     def __init__(self, judges: Sequence[Judge], *, is_local: bool) -> None:
-        """Store the judges, one for each kernel.
+        """Store the judges, one for each kernel. A judge returns the verdict for each instruction.
 
-        `is_local`: a verdict depends only on the function's own code and tables.
+        `is_local`: a verdict depends only on the function's own code and tables. Then a function that has
+        the same code in several kernels is examined once.
         """
         self.judges = judges
         self._is_local = is_local

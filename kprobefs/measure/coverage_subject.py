@@ -203,7 +203,11 @@ def _unpacked(path: Path) -> bytes:
 
 
 class RecordedTables:
-    """The tables of recorded functions (ProbedTables). The text between the functions belongs to none."""
+    """Text and tables of a kernel of which a file has only some functions; implements ProbedTables.
+
+    The file is one like tests/oracle/functions-*.json.gz. The text between its functions is unknown: its
+    symbols have the name "?", and no bytes.
+    """
 
     def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:
         """Decode recorded functions. `about` is the file's entry "_meta"; `functions` is name -> entry.

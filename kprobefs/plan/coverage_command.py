@@ -98,9 +98,10 @@ def run(
 
 
 def _whole(path: str | None) -> str | None:
-    """Return the absolute path of a file, for workers in other directories.
+    """Return `path` as an absolute path, because workers may have other working directories.
 
-    Return a name unchanged if it has no directory and is no file, or if it stands for this host.
+    Return `path` unchanged if it is None or does not exist, or if it is `host`, the value that selects the
+    kernel of this host.
     """
     if path is None or path == HOST or not os.path.exists(path):
         return path

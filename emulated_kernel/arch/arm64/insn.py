@@ -26,7 +26,7 @@ class Pattern(NamedTuple):
     value: int
 
     def fits(self, word: int) -> bool:
-        """Return True if an instruction is one of these."""
+        """Return True if the instruction `word` matches the pattern."""
         return word & self.mask == self.value
 
 

@@ -52,9 +52,10 @@ def rip_relative_into(window: range, addr: int, code: bytes) -> Iterator[Referen
 
 
 def immediates(sign: int, text: Iterable[tuple[int, int]], addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over (value, address) of all four bytes in the code at `addr` that may be an address of `text`.
+    """Iterate over (value, address) of 32-bit words in the code at `addr` that may be addresses in `text`.
 
-    `text`: ranges of addresses, of which only the upper bytes are compared. `sign`: upper bits of the values.
+    A word may start at any byte. It is yielded if its upper byte is that of the lower 32 bits of an address
+    in one of the ranges `text`. `sign`: the upper 32 bits of each yielded value.
     """
     uppers = frozenset(
         upper & 0xFF for start, end in text for upper in range(start >> 24, (end - 1 >> 24) + 1)

@@ -219,9 +219,9 @@ def client_call(pid: int, memory: ProcessMemory, instead: str | None = None) -> 
 
 
 def next_fd(pid: int) -> int | None:
-    """Return the descriptor that the process's current open(2) will return, or None if it is unreadable.
+    """Return the descriptor that the process's current open(2) will return: the lowest free one.
 
-    open(2) returns the lowest free descriptor.
+    Return None if /proc/PID/fd cannot be read.
     """
     try:
         used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}

@@ -230,9 +230,10 @@ class Workloads:
         return max(min(running.due - monotonic(), running.left), SLICE)
 
     def _slice(self, running: RunningWorkload) -> None:
-        """Make the rounds that are due, within one slice.
+        """Execute the rounds of a workload that are due; begin none after SLICE seconds.
 
-        An exception other than a round's KernelError ends the workload.
+        End the workload if its duration has passed, the guest is dead, or MAX_FAILURES rounds in succession
+        have failed with KernelError. Any other exception ends the workload at once.
         """
         if running.load is None:
             running.load = self._host.workload(running.order.kind, threading.get_native_id())

@@ -110,10 +110,10 @@ def started_with_kernel(
 def kernel_as_booted(
     source: str, seed: int, cpu: ProductionCpu, progress: Callable[[int, int], None]
 ) -> tuple[LinuxKernel, CpuReport]:
-    """Return a kernel's tables with the text that boot on a production CPU leaves, and the kernel's report.
+    """Return the tables of a kernel that has booted on a production CPU, and its report about the CPU.
 
-    The text has the alternatives of all features of the CPU, also of those that the emulator lacks. The other
-    parameters are those of ensure_cached(). Raises: as ensure_cached().
+    The text in the tables is the patched one. It has the alternatives of all features of the CPU, including
+    those that the emulator lacks. The parameters are those of ensure_cached(). Raises: as ensure_cached().
     """
     path = kernel_file(source)
     place = snapshot.place(path, seed, cpu)

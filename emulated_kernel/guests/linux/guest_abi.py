@@ -69,7 +69,11 @@ class GuestAbi:
     is_word_hashed: bool
     """Whether names of files are hashed by words (CONFIG_DCACHE_WORD_ACCESS), or by bytes."""
     executed: tuple[bytes, ...] = ()
-    """Last bytes of instructions of the kernel that the host executes in place of the CPU."""
+    """Patterns of kernel instructions that the host executes in place of the CPU; empty if there are none.
+
+    A pattern is the last three of an instruction's four bytes in memory. Only arm64 has such instructions:
+    accesses to the registers of the generic timer.
+    """
 
 
 _O_DIRECTORY = 0o200000

@@ -173,8 +173,10 @@ class LinuxKernel:
 
         `word_at` returns the instruction at an address, or None if it is unknown.
 
-        arm64 and riscv64: the table has the address of a function's first nop, which may be in front of the
-        function. On arm64, the call is in place of the second nop at its entry. A landing pad may precede it.
+        x86: an entry of the table is the fentry site. arm64 and riscv64: an entry is the address of a
+        function's first nop, which may be before the function's entry. riscv64: the fentry site is the
+        function's entry. arm64: the site is the second nop from the function's entry on; if a landing pad
+        (bti c) is at the entry, the nops follow the landing pad.
         Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12)
         """
         before = 0 if self.architecture == "x86_64" else self._nops_before

@@ -123,9 +123,10 @@ class FtraceSites:
     # Handling of calls
 
     def _make_on_call(self) -> Callable[[Any], None]:
-        """Return the handler of the trampoline's breakpoint.
+        """Return the handler of the breakpoint in ftrace's trampoline.
 
-        The saved ip is the address after the site, at which the trampoline returns.
+        At the breakpoint, sp points at the saved registers. The saved ip is the address after the fentry
+        site. The trampoline returns to the saved ip, which handlers may change.
         """
         find = self._calls.get
         frames = self._hits.frames

@@ -300,8 +300,9 @@ class HitHandling:
     def by_stub(self, head: AggrKprobe, stub: CompiledCode) -> Callable[[Regs], object]:
         """Return the handler of breakpoint hits for a probe whose handlers are compiled into a stub.
 
-        The handler is a Redirect if no part of the hit needs Python. It is a closure over known values,
-        because no other Python code runs at such a hit.
+        If no part of a hit needs Python, the handler is a Redirect to the stub. Otherwise it is a Python
+        function that enters the stub. For speed, this function is a closure over values that are known
+        before the hit.
         """
         ctlblk = self.ctlblk
         by_python = self.by_breakpoint(head)

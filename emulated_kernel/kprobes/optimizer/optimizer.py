@@ -37,7 +37,10 @@ _STAGES = {
     (False, PokeStep.BREAKPOINT): "breakpoint written over the jump; next: original tail",
     (False, PokeStep.TAIL): "original tail written; next: end",
 }
-"""Whether a jump is being written, and the last step of patching -> text that is shown at the stop."""
+"""(is being optimized, last finished step) -> text for users about a change of a jump that has stopped.
+
+The first item is True if the jump is being written, and False if it is being removed.
+"""
 
 Queue = dict[AggrKprobe, None]
 """One of Linux's lists of probes. It is an ordered set, because thousands of probes are looked up in it."""

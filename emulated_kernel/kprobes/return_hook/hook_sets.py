@@ -85,12 +85,15 @@ class HookSets(TaskObserver):
             yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
 
     def freed(self, task: int) -> None:
-        """Flush the pending calls of an ended task, in a kernel that does not report the end by a trap."""
+        """Discard the hooked calls that an ended task never returned from; `task`: its freed task_struct.
+
+        The built-in guest needs no such event, because rethook_flush_task() traps to the host there.
+        """
         for hooks in self._sets:
             hooks.flush(task)
 
     def drop(self, task: int) -> None:
-        """Remove all pending calls of a task; the task continues as if it had not made the calls."""
+        """Remove all pending calls of a task, because they will never return; see ReturnHooks.drop()."""
         for hooks in self._sets:
             hooks.drop(task)
 

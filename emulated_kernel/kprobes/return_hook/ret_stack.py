@@ -66,7 +66,7 @@ _OVERRUNS = 1
 An overrun is a call for which the array had no space. Linux has this number in task_struct.
 """
 _COUNTS = 2
-"""Number of words that follow a task's array."""
+"""Number of words after a task's array of entries: _USED and _OVERRUNS."""
 
 
 class RetStack(ShadowStack):

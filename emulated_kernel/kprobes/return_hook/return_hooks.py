@@ -383,7 +383,11 @@ class ReturnHooks:
         self._tasks.ended(task)
 
     def drop(self, task: int) -> None:
-        """Remove all pending calls of a task; it continues as if it had not made them."""
+        """Remove all pending calls of a living task, because they will never return.
+
+        The calls are counted as flushed, and their return handlers are not called. Return addresses on the
+        stack are not restored.
+        """
         for address in self.stack.drop(task):
             self._count_flushed(address)
 

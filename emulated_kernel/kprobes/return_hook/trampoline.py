@@ -17,7 +17,10 @@ Returned = Callable[[Any, int], int]
 
 
 class RunAsmHandlers(Protocol):
-    """Function that runs in the guest the assembly handlers of the calls that return through `frame`."""
+    """Function that runs the assembly handlers of the hooked calls that return now, in the guest.
+
+    `frame` is the address of the stack slot whose return address was replaced for these calls.
+    """
 
     def __call__(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]

@@ -24,9 +24,10 @@ HANDLE_SIZE = 4096
 """Number of bytes of Unicorn's handle that are searched for pointers to the CPU and for the error field."""
 _CPU_SIZE = 64 << 10
 _REGISTERS: dict[str, tuple[int, int]] = {}
-"""Name of the CPU model -> index of a pointer in the handle, and offset of the live registers from there.
+"""Name of the CPU model -> place of the live registers that the latest search in Unicorn's memory has found.
 
-They are tried first in the next engine, whose contents prove them.
+The place is the index of a pointer in Unicorn's handle, and an offset from the pointer's target. The search
+in the next engine tries this place first, and uses it only if the registers are there.
 """
 
 

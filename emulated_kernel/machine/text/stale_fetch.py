@@ -115,7 +115,7 @@ class StaleFetch:
         return bytes(really)
 
     def synchronised(self) -> None:
-        """Do nothing: `serialise` is called for each CPU that takes the interrupt of a synchronisation."""
+        """Do nothing, because serialise() has been called for each CPU that text_poke_sync() interrupted."""
 
     def serialise(self, cpu: int) -> None:
         """Drop the prefetched bytes of a CPU, which was interrupted or has trapped."""

@@ -24,9 +24,10 @@ class EntryAddress(int):
 
     @staticmethod
     def of(offset: int, mask: int) -> EntryAddress:
-        """Return the placeholder for byte `offset` of the entry.
+        """Return the placeholder for the address of the string at byte `offset` of the received entry.
 
-        The address is in the page of error pointers, which is never mapped. `mask` has all bits of a word.
+        The placeholder is an address in the last page of the address space, which is the page of error
+        pointers (ERR_PTR) and is never mapped. `mask`: a word with all bits set.
         """
         return EntryAddress((mask & -_PAGE_SIZE) + offset)
 
@@ -123,9 +124,10 @@ class FetchEnvironment:
         return address & self.mask < self._arch.task_size
 
     def read(self, address: int, size: int, user: bool) -> bytes | None:
-        """Return bytes of kernel memory, user memory or the entry, or None if they cannot be read.
+        """Return `size` bytes at an address of kernel or user memory, or None if they cannot be read.
 
-        If `user` is set, an address in kernel space cannot be read.
+        If `user` is set, an address in kernel space cannot be read. An EntryAddress reads the entry that the
+        event probe has received, and zeros after the entry's end.
         """
         address &= self.mask
         if user and not self.is_user(address):

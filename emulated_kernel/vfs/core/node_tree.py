@@ -157,9 +157,9 @@ class NodeTree:
         directory.mkdir(name, mode)
 
     def rmdir(self, _client: Client, path: str) -> None:
-        """Remove a directory by the parent directory's method.
+        """Remove the directory at `path` through its parent's method Directory.rmdir.
 
-        Raises: KernelError ENOTDIR, EBUSY (the root), as Directory.rmdir.
+        Raises: KernelError ENOTDIR, EBUSY (the root), and the errors of a lookup and of Directory.rmdir.
         """
         node = self._directory(path)
         if node.parent is None:

@@ -14,18 +14,19 @@ COST = "/kprobes/stats/kprobes/ev/cost"
 
 
 @pytest.mark.parametrize(
-    ("profile", "offset", "optimized", "expected"),
+    ("profile", "arch", "offset", "optimized", "expected"),
     [
-        ("linux-6.1", 0x5, False, r"hits \d+ median \d+\.\d ns, 2 traps"),
-        ("linux-6.1", 0x5, True, r"hits \d+ median \d+\.\d ns in guest code"),
-        ("linux-6.1", 0xE, False, r"hits \d+ median \d+ ns of the last \d+, 2 traps"),
-        ("linux-6.1-nopreempt", 0x5, False, r"hits \d+ median \d+\.\d ns, 1 trap"),
-        ("kprobes-2010", 0x5, False, r"hits \d+ median \d+\.\d ns, 1 trap"),
-        ("kprobes-2010", 0x58, False, r"hits \d+ median \d+\.\d ns, 2 traps"),
+        ("linux-6.1", "x86_64", 0x5, False, r"hits \d+ median \d+\.\d ns, 2 traps"),
+        ("linux-6.1", "x86_64", 0x5, True, r"hits \d+ median \d+\.\d ns in guest code"),
+        ("linux-6.1", "x86_64", 0xE, False, r"hits \d+ median \d+\.\d ns, 1 trap"),
+        ("linux-6.1", "riscv64", 0xC, False, r"hits \d+ median \d+ ns of the last \d+, 2 traps"),
+        ("linux-6.1-nopreempt", "x86_64", 0x5, False, r"hits \d+ median \d+\.\d ns, 1 trap"),
+        ("kprobes-2010", "x86_64", 0x5, False, r"hits \d+ median \d+\.\d ns, 1 trap"),
+        ("kprobes-2010", "x86_64", 0x58, False, r"hits \d+ median \d+\.\d ns, 2 traps"),
     ],
 )
-def test_each_way(boot: Boot, profile: str, offset: int, optimized: bool, expected: str) -> None:
-    probed = boot(profile)
+def test_each_way(boot: Boot, profile: str, arch: str, offset: int, optimized: bool, expected: str) -> None:
+    probed = boot(profile, arch)
     files = Files(probed.kernel)
     if probed.kernel.kprobes.optimizer is not None:
         files.write("/kprobes/optimization", str(int(optimized)))
@@ -62,10 +63,9 @@ def test_only_whole_hits_are_measured(boot: Boot, monkeypatch: pytest.MonkeyPatc
     readings = iter(range(1, 1 << 20))
     for module in (ctlblk, handling):
         monkeypatch.setattr(module, "perf_counter_ns", lambda: next(readings))
-    probed = boot("linux-6.1")
+    probed = boot("linux-6.1", "riscv64")
     files = Files(probed.kernel)
-    files.write("/kprobes/optimization", "0")
-    files.write("/kprobe_events", "p:ev gcd+0xe")
+    files.write("/kprobe_events", "p:ev gcd+0xc")
     files.write("/tracing/events/kprobes/ev/enable", "1")
     for _ in range(9):
         probed.gcd()

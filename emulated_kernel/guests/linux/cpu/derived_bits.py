@@ -1,6 +1,8 @@
-"""Derivation of a CPU's hidden features from its kernel's reports about its vulnerabilities.
+"""Derives CPU features that /proc/cpuinfo does not name, and the bits of IA32_ARCH_CAPABILITIES.
 
-Source: arch/x86/kernel/cpu/common.c:cpu_set_bug_bits and bugs.c (v6.1.176), read backwards.
+The input is the content of the files in /sys/devices/system/cpu/vulnerabilities. Linux computes these files
+from the features; this module does the reverse.
+Source: arch/x86/kernel/cpu/common.c:cpu_set_bug_bits and bugs.c (v6.1.176).
 """
 
 from __future__ import annotations

@@ -55,7 +55,10 @@ class ClientScheduler:
         self._result = attrgetter(abi.result)
         self._close = abi.syscalls["close"]
         self._arrival = machine.pc.khz // 1000
-        """Cycles added at each arrival at the stub, because the guest's own work needs time to pass."""
+        """Cycles in a microsecond, by which the guest's time advances each time a task arrives at its stub.
+
+        Thus the guest's own work takes time even if instructions are not counted.
+        """
         self._thunk = thunk
         self._need_resched = need_resched
         self.current: LinuxTask | None = current
@@ -63,7 +66,11 @@ class ClientScheduler:
         self._in_call: LinuxTask | None = None
         """The task whose system call waits for the host and is not asleep yet."""
         self.sleep_in_call: int | None = None
-        """Address of guest code in which a task sleeps. When the task wakes there, the host calls woken()."""
+        """Address of the guest code in which a task sleeps while its system call waits for the host.
+
+        When the task wakes there, the host calls woken(). The value is None until the host has written the
+        code.
+        """
         self._answers: dict[LinuxTask, Callable[[], None]] = {}
         """Sleeping task -> function that puts the result of its call into the registers when it has woken."""
 

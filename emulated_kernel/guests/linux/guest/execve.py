@@ -112,7 +112,8 @@ class ExecObserver:
         """Hide the uid from set_cred_ucounts(), so that the task stays in root's count of processes.
 
         All tasks are counted as root's, regardless of their owners.
-        Hazard: an exit decrements the counts of the task's user at that time, which must contain the task.
+        Hazard: when the task exits, Linux decrements the count to which the task's credentials then point.
+        If this were the owner's count, it would be decremented for a task that it never contained.
         """
         if not self._is_executing() or self._uid is not None:
             return

@@ -416,7 +416,11 @@ class LinuxControlCalls(GuestCalls):
             self._return(-EINTR)
 
     def _looks_up(self, regs: Any) -> None:
-        """Finish a lookup in a directory of the host: give the dentry an inode if the tree has its path."""
+        """Finish the guest's lookup of a control file or a directory of control files.
+
+        simple_lookup() has returned. If kprobefs's tree has the dentry's path, let the guest call
+        d_instantiate() with the inode that all directories, or all files, share.
+        """
         self._go_to(self._stubs.lookup_ends)
         if regs.get(self._calls.result):
             return

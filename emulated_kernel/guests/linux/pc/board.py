@@ -45,7 +45,10 @@ class CountedTime:
     """A TimeFollower for a guest whose instructions are counted, and that sees no time except the TSC."""
 
     def __init__(self, khz: int) -> None:
-        """Count nanoseconds for a counter of `khz` cycles in a millisecond."""
+        """Start with no passed time. `khz`: number of cycles of the time counter in a millisecond.
+
+        Guest code counts the passed time in nanoseconds; go_on() converts it to cycles.
+        """
         self._khz = khz
         self._ns = c_uint64()
         self._part = 0

@@ -182,7 +182,7 @@ class LinuxCpu(ABC):
 class PcCpu(LinuxCpu):
     """The x86-64 CPU of a PC. Use it only while the guest is stopped, or inside a hook.
 
-    Raises: HardwareError (the library's CPU state has another layout).
+    Raises: HardwareError (Unicorn's CPU state does not have the layout of `_State`).
     """
 
     def __init__(self, engine: Engine, regs: Regs, memory: LinuxMemory, state: int) -> None:

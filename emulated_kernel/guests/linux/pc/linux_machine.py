@@ -146,10 +146,12 @@ class LinuxMachine(ABC):
 
     @contextmanager
     def ticking_in(self, code: range) -> Iterator[None]:
-        """During the block, deliver timer interrupts in the code of a range, which may busy-wait for jiffies.
+        """Deliver timer interrupts in the code of a range during the `with` statement.
 
-        Invariant: a run stops before a basic block, of which no instruction has been executed.
-        Outside of the block the code runs without the hook, which would call Python for each basic block.
+        The code may busy-wait for jiffies. A hook at each basic block of the code counts the blocks, and
+        stops the run for an interrupt after _TICK_BLOCKS of them or more.
+        Invariant: the hook stops a run before the first instruction of a basic block.
+        The hook calls Python for each basic block, so it is off outside of the `with` statement.
         """
         hook = self._counted.get(code)
         if hook is None:

@@ -174,12 +174,15 @@ class EventBatch:
 class KernelTracepoints:
     """Trace events of the kernel's tracepoints.
 
-    Without `call`, only events that need nothing but a static key are available.
+    An enabled tracepoint calls the kernel's function trace_event_raw_event_EVENT(). Its argument is a
+    trace_event_file that the host has allocated. The file consists of zeros; its address identifies the
+    event. The host replaces trace_event_buffer_reserve(), which returns a page of host-owned memory, and
+    trace_event_buffer_commit(), which passes the record to the event.
 
-    An enabled tracepoint calls the event's own function, with one of the host's addresses as
-    trace_event_file. This file consists of zeros; its address identifies the event. When the function
-    reserves a record, it gets a page of host-owned memory. When the function commits the record, the event
-    receives it. Mirrors: include/trace/trace_events.h:trace_event_raw_event_##call (v6.1).
+    If a tracepoint has a regfunc or unregfunc, the host must call the function to enable or disable the
+    event. If the host cannot call functions of the kernel, such events are not available, except
+    those of system calls.
+    Mirrors: include/trace/trace_events.h:trace_event_raw_event_##call (v6.1).
     """
 
     def __init__(
