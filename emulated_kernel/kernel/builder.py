@@ -215,7 +215,10 @@ def _traced_kernel(
 
 
 def _show_event_directories(machine: Machine, guest: Guest, tracing: TracingComponents) -> None:
-    """Create and remove events' directories in the guest while its text is patched."""
+    """Make the guest create and remove the directories of events, whose functions probes can then hit.
+
+    It does so only while its text is patched.
+    """
     is_patched = partial(bool, machine.text.ledger.words)
     GuestDirectories(tracing.system.events, guest.call_function, is_patched, lambda: machine.is_running)
 

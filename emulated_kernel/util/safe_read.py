@@ -126,14 +126,16 @@ class BoundedFileReader:
         """Return the contents of a regular file. Wait until `deadline`, a time of time.monotonic().
 
         If `deadline` is None, wait without a limit.
-        Raises: as read_regular(), OSError ETIMEDOUT, EBUSY (MAX_BLOCKED_READERS threads are blocked), ENOMEM.
+        Raises: the errors of read_regular(), and OSError ETIMEDOUT, EBUSY (MAX_BLOCKED_READERS threads are
+        blocked), ENOMEM.
         """
         return self._answer(path, lambda: read_regular(path, limit), deadline)
 
     def look(self, path: str | bytes, deadline: float) -> os.stat_result:
         """Return the attributes of a file. Wait until `deadline`, a time of time.monotonic().
 
-        Raises: as stat(2), ValueError (a path with NUL), OSError ETIMEDOUT, EBUSY, ENOMEM, as read().
+        Raises: the errors of stat(2), ValueError (a path with NUL), and OSError ETIMEDOUT, EBUSY and ENOMEM
+        in the same cases as read().
         """
         return self._answer(path, lambda: os.stat(path), deadline)
 

@@ -112,7 +112,7 @@ class ControlFile(FileDescription):
         return retry_yielding_lock(self.fs.lock, step, _go_on)
 
     def _read(self, client: Client, size: int, offset: int) -> bytes:
-        """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), as read()."""
+        """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), and as read()."""
         with self.fs.lock_for(self.path, self.flags):
             if self.fs.lock.is_lent:
                 self.check()
@@ -576,7 +576,10 @@ class ControlFs(FileSystem):
             return self.tree.readdir(path)
 
     def readlink(self, client: Client, path: str) -> str:
-        """Refuse to read a link. Raises: KernelError EINVAL (no control file is a link), as getattr()."""
+        """Refuse to read a link, because no control file is a symbolic link.
+
+        Raises: KernelError EINVAL, and the errors of getattr().
+        """
         with self.lock.observing():
             return self.tree.readlink(client, path)
 

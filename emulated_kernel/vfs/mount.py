@@ -159,9 +159,10 @@ class Mount:
         return entries
 
     def _root_entry(self, prefix: str) -> DirEntry | None:
-        """Return the entry of a prefix in its parent directory, or None if the guest died before.
+        """Return the entry for the root of the file system at `prefix`, as its parent directory lists it.
 
-        The lookup has no client, because it is not the purpose of a client's system call.
+        Return None if the guest died before the entry was read. The root is looked up without a client, so
+        that the guest repeats no system call for it.
         """
         # replace() may install a new dictionary meanwhile, which must not get this kernel's entry.
         roots = self._roots
@@ -288,7 +289,8 @@ class Mount:
     def open(self, client: Client, path: str, flags: int) -> int:
         """Open a file and return the handle for the methods below.
 
-        Raises: KernelError ENFILE (the limit of open files), EIO (the mount has ended), as FileSystem.open.
+        Raises: KernelError ENFILE (the limit of open files), EIO (the mount has ended), and the errors of
+        FileSystem.open.
         """
         fs = self.filesystem_at(path)
         if self._limits is not None:
@@ -296,14 +298,14 @@ class Mount:
         return self._add(fs.open(fs.informed(client, path), path, flags), client)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
-        """Create a regular file, open it, and return its handle. Raises: KernelError, as open()."""
+        """Create a regular file, open it, and return its handle. Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_capacity(self._limits, fs, path, client)
         return self._add(fs.create(fs.informed(client), path, mode, flags), client)
 
     def opendir(self, client: Client, path: str) -> int:
-        """Open a directory, and return its handle for getdents(). Raises: KernelError, as open()."""
+        """Open a directory, and return its handle for getdents(). Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_capacity(self._limits, fs, path, client)

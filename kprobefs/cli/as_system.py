@@ -357,7 +357,7 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
 
 
 def _complete_mounts(work: Path) -> None:
-    """Cover the link /proc/mounts by a complete list, if the real one lacks a tracefs or debugfs."""
+    """If the list in /proc/mounts lacks a tracefs or debugfs, mount a complete list over this link."""
     shown = {(each.fstype, each.directory) for each in mountpoints.mount_points()}
     if PLACES.items() <= {(fstype, place) for fstype, place in shown}:
         return

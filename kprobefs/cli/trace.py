@@ -331,7 +331,10 @@ class AttachedProbes:
             self._report()
 
     def _report(self) -> None:
-        """Print the file that was written, for a terminal, and a hint if its durations are virtual."""
+        """Print which file was written if standard error is a terminal.
+
+        If the output has durations of the virtual clock, also print a hint.
+        """
         session = self._session
         if session.request.output is not None and sys.stderr.isatty():
             print(f"kprobefs: wrote {escape_for_terminal(session.request.output)}", file=sys.stderr)

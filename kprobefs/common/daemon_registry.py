@@ -51,7 +51,7 @@ class Process:
     started: int
     """Clock ticks from the host's boot to the process's start."""
     executable: tuple[int, int]
-    """Device number and inode number of its executable."""
+    """(device number, inode number) of the process's executable."""
 
 
 @dataclass(frozen=True)

@@ -140,12 +140,15 @@ class KnownNodes:
         self.lets_names_last = False
         """Whether names of control files get a validity. If so, their attributes get none."""
         self._lasting: dict[_Key, tuple[float, str]] = {}
-        """Name -> monotonic time in seconds until which the host's kernel may keep the name, and its path."""
+        """Key of a name that the host's kernel may keep -> (time until which it may keep it, path).
+
+        The time is that of time.monotonic(), in seconds.
+        """
         self.ends = 0
         """Number of calls of end_names() so far."""
         self._request = threading.local()
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a context manager for a wait; inside its block, another thread reads requests."""
+        """Function that returns a context manager for a wait; in its block, another thread reads requests."""
 
     def initialise(self, request: bytearray) -> None:
         """Read an INIT request, and set `lets_names_last`.

@@ -105,7 +105,7 @@ PATH_CODEC = "kprobefs_path"
 CACHED_ATTRIBUTES = 500
 """Maximum number of results of stat_bytes() that are cached."""
 VALIDITY = 3600
-"""Seconds for which the host's kernel may use the name of a lasting directory without a new LOOKUP."""
+"""Seconds for which the host's kernel may keep the name of a directory that exists as long as the mount."""
 RENAME_WINDOW = 1.0
 """Seconds after a rename(2) during which the host's kernel may still request the replaced file."""
 REQUEST_SIZE = 128 << 10
@@ -461,20 +461,21 @@ class _ChannelOperations(ctypes.Structure):
 class ReplyChannels:
     """The channels to the host's kernel that libfuse gets with each request; some change libfuse's reply.
 
-    Each directory of a path is a LOOKUP. libfuse has one validity for all names. It is 0 here, because the
-    directory of a deleted event has to be gone at once. These channels give a validity to two kinds of names.
-    The `lasting` directories in the root exist as long as the mount. In the directories `clients_own`, which
-    are lasting, too, only clients change names, so that all names below them last. A file with several links
-    has a node for each name, and the host's kernel does not know that they change together. Therefore such
-    names do not last, and their attributes are requested at each stat(2).
+    The host's kernel looks up each directory of a path, except names with a validity. libfuse has one
+    validity for all names. It is 0 here, because the directory of a deleted event has to be gone at once.
+    These channels give a validity to two kinds of names. One kind is the directories `lasting` in the root,
+    which exist as long as the mount. The other kind is all names below the directories `clients_own`, in
+    which only clients change names; these directories also exist as long as the mount. A file with several
+    links has a node for each name, and the host's kernel does not know that they change together. Therefore
+    such names get no validity, and their attributes are requested at each stat(2).
 
     The host's kernel also gets a larger limit of pages. By default, it splits a read or write of 128 KiB
     whose buffer is not aligned, and the guest makes two calls.
 
     Replaces: libfuse's replies to INIT, LOOKUP and GETATTR, and its ENOENT after a rename(2).
-    Gains: by lasting directories a ninth of a round of open, read and close, and a sixth of a stat(2); by
-    clients' own names a quarter of a round in scratch/.
-    Needed for: the new file instead of ENOENT where rename(2) replaces a file that another client asks for
+    Gains: `lasting` saves a ninth of the time of an open, read and close, and a sixth of that of a stat(2).
+    `clients_own` saves a quarter of the time of an open, read and close in scratch/.
+    Needed for: the new file instead of ENOENT if rename(2) replaces a file that another client looks up
     (test_session_loop.py:test_who_asks_for_what_is_replaced_gets_the_new_file).
     """
 
@@ -489,7 +490,7 @@ class ReplyChannels:
         """Make the channels of `session`, which is the address of a struct fuse_session.
 
         If `walks` is None, only the reply to INIT is changed. Otherwise `walks` is called before libfuse
-        looks up a lasting directory. It must record that no client has requested the attributes that libfuse
+        looks up one of `lasting`. It must record that no client has requested the attributes that libfuse
         requests next. `lasting` and `clients_own` have names of directories in the root; see the class.
         `nodes` learns the nodes of control files; if it is None, they are not learned.
         """
@@ -581,7 +582,10 @@ class ReplyChannels:
         return path is not None
 
     def _send(self, reply: bytearray) -> None:
-        """Send a reply of libfuse, and record the control file's node in it. Raises: OSError (not sent)."""
+        """Send a reply of libfuse. Raises: OSError (not sent).
+
+        If the reply is for a LOOKUP of a control file, also record the node that it contains.
+        """
         looked_up = self._looked_up
         arguments = getattr(looked_up, "arguments", None)
         if arguments is None or self._nodes is None:
@@ -638,9 +642,9 @@ class ReplyChannels:
         return made or self.channel
 
     def _let_directory_last(self, reply: bytearray) -> None:
-        """Give a lasting directory's name a validity in a reply, and give its attributes no validity.
+        """Set the validities in a reply about a directory that exists as long as the mount.
 
-        Without a validity of the attributes, each stat(2) is still a request.
+        Its name gets a validity. Its attributes get none, so that each stat(2) is still a request.
         """
         if len(reply) == ATTR_REPLY_SIZE:
             reply[ATTR_VALIDITIES] = bytes(12)
@@ -739,20 +743,25 @@ class AtOnce(NamedTuple):
     """
 
     read: Callable[[int, int, int, int, int, int, int, int], bytes | int | None]
-    """Reads a file by uid, gid, pid, fh, offset, size, lock owner and flags. Sizes are in bytes.
+    """Reads from an open file.
 
-    Returns the data, or None if the read has to wait, which only libfuse can do.
+    The arguments are the client's uid, gid and pid, the handle fh, offset and size in bytes, the lock owner,
+    and the flags of the request. Returns the data, or None if the read has to wait, which only libfuse can
+    do.
     """
     release: Callable[[int], object]
     """Releases the open file with the handle fh."""
     getattr: Callable[[int, int, int, str], Stat | int]
-    """Returns attributes by uid, gid, pid and the path of a control file."""
+    """Returns the attributes of a control file, given the client's uid, gid and pid, and the path."""
     fgetattr: Callable[[int, int, int, int], Stat | int]
-    """Returns attributes of an open file by uid, gid, pid and fh."""
+    """Returns the attributes of an open file, given the client's uid, gid and pid, and the handle fh."""
     open: Callable[[int, int, int, str, int], tuple[int, bool] | int]
-    """Opens a file by uid, gid, pid, path and flags; returns fh, and whether the file is a stream."""
+    """Opens a file, given the client's uid, gid and pid, path and flags.
+
+    Returns (handle fh, whether the file is a stream).
+    """
     write: Callable[[int, int, int, int, int, int, memoryview], int | None]
-    """Writes to a file by uid, gid, pid, fh, offset, flags and data.
+    """Writes to an open file, given the client's uid, gid and pid, fh, offset in bytes, flags and data.
 
     Returns the number of bytes written, or None if libfuse has to write.
     """

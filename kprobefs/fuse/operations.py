@@ -229,7 +229,7 @@ class _Operations:
         self._pollers = libfuse.PollHandles()
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
-        """Returns a context manager for a wait, during which another thread takes requests."""
+        """Function that returns a context manager for a wait; in its block, another thread takes requests."""
         self.faults = 0
         self.reserve = MemoryReserve()
         self.attributes = _AttributesFor()

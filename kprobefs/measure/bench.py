@@ -426,7 +426,10 @@ def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> Me
 
 
 def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
-    """Wait until the optimizer has written or removed all jumps; first request the jump of a djprobe."""
+    """Wait until the optimizer has written or removed all jumps that are due.
+
+    `enabled`: probe that was just enabled, or None. With a profile of djprobe, request its jump first.
+    """
     kprobes = kernel.kprobes
     if enabled is not None and kprobes.optimizer is not None and kprobes.profile.djprobe is not None:
         kernel.set_optimized(enabled, True)

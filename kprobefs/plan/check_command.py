@@ -145,7 +145,7 @@ def _missing(kernel: PlannedKernel) -> str:
 def _details(path: str, answer: Answer, number: int) -> Iterator[str]:
     """Yield lines of output with the findings about a line, and the reason why its probe has no jump.
 
-    `path`: path of the file. `number`: number of the line.
+    `path`: path of the file. `number`: number of the line in the file, from 1 on.
     """
     where = f"{escape_for_terminal(path)}:{answer.line.number}{f' ({number})' if number else ''}"
     found = [

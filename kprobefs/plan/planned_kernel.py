@@ -35,7 +35,7 @@ _ALLOWED = "kprobes_allow_optimization"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with its returns rewritten in one of the ways in which boot may do so."""
+    """A kernel whose return instructions are rewritten in one of the ways that boot may choose."""
 
     returns: str
     """Name of the way in which returns are rewritten (a value of ReturnThunks); "" if they are unchanged."""

@@ -213,11 +213,17 @@ class Objects(Generic[T]):
     """Named kernel objects that are created and removed; a DynamicDirectory has a subdirectory for each."""
 
     names: Callable[[], Collection[str]]
-    """Returns the current names in the order of readdir. len() of the result must be fast, for nlink."""
+    """Function that returns the current names in the order of readdir.
+
+    len() of the result must be fast, for nlink.
+    """
     find: Callable[[str], T | None]
-    """Returns the object with a name, or None. While the object exists, each call returns the same one."""
+    """Function that returns the object with a name, or None if there is none.
+
+    While an object exists, each call with its name must return that object.
+    """
     make: Callable[[T], Directory]
-    """Creates the directory that shows an object."""
+    """Function that creates the directory that shows an object."""
 
 
 @dataclass(slots=True)

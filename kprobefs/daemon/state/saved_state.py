@@ -386,7 +386,10 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._settled += 1
 
     def _keep_nothing(self, error: Exception) -> None:
-        """Stop saving because of `error`. The journal stays: it names the records of another kernel."""
+        """Stop saving because of `error`.
+
+        The journal's file stays unchanged, because it belongs to the records of an earlier kernel.
+        """
         with self._writing:
             if self._journal is not None:
                 self._journal.close()
