@@ -72,7 +72,7 @@ def build(
             machine.close()
             raise
     except (GuestFault, HardwareError, MemoryFault) as error:
-        # Whatever stops a kernel before its first task is a defect of the image.
+        # A kernel that stops before its first task has a defective image.
         raise KernelError(errno.ENOEXEC, f"{live.core.path.name} doesn't boot: {error}") from error
 
 
@@ -103,7 +103,7 @@ def _build_on_machine(
     observers = Observers(engine.kprobes, machine.text.ledger, len(arch.breakpoint), loops)
     guest.sight = observers.sight
     requests = RequestObserver(clock, engine.kprobes)
-    # The hook sets are missing: this kernel itself drops the pending calls of a task that ends.
+    # The hook sets need no events, because this kernel itself drops the hooked calls of a task that ends.
     guest.runner.events.watch(requests, tracing.guest_records, tracing.arrays)
     _show_event_directories(machine, guest, tracing)
     return BuiltinKernelComponents(

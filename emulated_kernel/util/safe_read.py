@@ -212,7 +212,7 @@ def _reads(descriptor: int, file: os.stat_result) -> bool:
         mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
         return mode != os.O_WRONLY and os.path.samestat(os.fstat(descriptor), file)
     except OSError:
-        # The descriptor of the directory listing itself is closed by now.
+        # The descriptor is the one that listed the directory, which is closed now.
         return False
 
 

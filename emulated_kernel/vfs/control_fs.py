@@ -517,7 +517,7 @@ class ControlFs(FileSystem):
         tree.on_removal = self._end_names
 
     def _end_names(self, removed: str | None) -> None:
-        """Report that names no longer last; see FileSystem.on_names_end."""
+        """Report that a front end must look up names again; `removed`: see FileSystem.on_names_end."""
         if self.on_names_end is not None:
             self.on_names_end(removed)
 
@@ -729,7 +729,10 @@ class ControlFs(FileSystem):
     is_control = True
 
     def name_lasts(self, path: str) -> bool:
-        """Implement FileSystem.name_lasts: the kernel's own names last while the guest sees no lookups."""
+        """Implement FileSystem.name_lasts: return True for names that only the kernel removes.
+
+        Return False for all names while probes could notice lookups.
+        """
         if self.calls.sees_lookups:
             return False
         with self.lock.observing():

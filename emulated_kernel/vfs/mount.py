@@ -203,7 +203,8 @@ class Mount:
             self._await_closes(fs, f"{path}/")
         fs.rmdir(fs.informed(client), path)
         if is_large:
-            # The removed nodes refer to each other. Five directories occupy 40 MB until a full collection.
+            # The removed nodes refer to each other, so only a full garbage collection frees them. Those of
+            # five directories occupy 40 MB.
             gc.collect()
 
     @staticmethod
@@ -317,7 +318,7 @@ class Mount:
             if client.uid:
                 limits.check_user(client.uid)
         except KernelError:
-            # The files that raise the limit can be opened beyond the limit.
+            # Files with which a user can raise the limit can always be opened.
             if not fs.is_always_open(path):
                 raise
 

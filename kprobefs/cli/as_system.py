@@ -228,9 +228,9 @@ def _tree_of_host(fstype: str, work: Path) -> int | None:
         try:
             return _open_tree(_empty_directory(found[0]))
         except (CliError, OSError):
-            # In a user namespace it is locked at its place, where its line is already.
+            # In a user namespace the mount is locked at its place. Tables of mounts already have its line.
             return None
-    # To mount it where the host has it mounted already would set its options anew.
+    # Hazard: if the host has mounted the file system, another mount of it would change its options.
     place = work / fstype
     place.mkdir()
     try:
@@ -246,7 +246,7 @@ def _empty_directory(directory: str) -> str:
     """Return the path of an empty directory in `directory`, or `directory` itself if it has none."""
     for name in sorted(os.listdir(directory)):
         path = f"{directory}/{name}"
-        # debugfs mounts a tracefs at its `tracing` for whoever looks into it.
+        # Hazard: a lookup in debugfs's directory `tracing` would mount a tracefs there.
         if (
             name not in ("tracing", "events")
             and stat.S_ISDIR(os.lstat(path).st_mode)
@@ -279,12 +279,13 @@ def _detach_those_of_host() -> None:
             continue
         topmost = mountpoints.mounted_on(point.directory)
         if topmost is None or topmost.fstype not in PLACES:
-            # Another file system covers it. Hazard: detach() would remove that one, and uncover the host's.
+            # Another file system covers the host's. Hazard: detach() would remove that file system, and
+            # uncover the host's.
             continue
         try:
             mountpoints.detach(point.directory)
         except CliError:
-            # What a user namespace got from the host is locked there.
+            # In a user namespace, the mounts that it inherited from the host are locked.
             if point.directory not in PLACES.values():
                 _mount("tmpfs", point.directory, MS_RDONLY, "tmpfs")
 
@@ -349,7 +350,7 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
     try:
         _mount("/proc", place, MS_BIND)
     except CliError:
-        # An ordinary user's namespace has locked mounts below it.
+        # In an ordinary user's namespace, /proc has locked mounts below it, which must be bound with it.
         _mount("/proc", place, MS_BIND | MS_REC)
     if not real_root:
         _make_read_only(place)
@@ -388,7 +389,7 @@ def _lay_switch(ours: str, switch: str, work: Path) -> None:
         for other in os.listdir(place):
             (made / other).symlink_to(f"{HOST}/{other}")
         _mount(place, str(host), MS_BIND | MS_REC)
-        # Nothing of the host's stays below `work`, which is going to be removed.
+        # Move the mount, so that no host file stays below `work`, which is going to be removed.
         _mount(str(made), place, MS_MOVE)
     _mount(ours, f"{place}/{name}", MS_BIND)
 

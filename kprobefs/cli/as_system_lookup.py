@@ -53,7 +53,7 @@ class Found:
 
         Raises: OSError.
         """
-        # Requests of this process are none of the command's: they would be in its traces.
+        # Ask for cached attributes only: a request of this process would be in the command's traces.
         buffer = ctypes.create_string_buffer(256)
         place, name, flags = (file, b"", _AT_EMPTY_PATH) if isinstance(file, int) else (_AT_FDCWD, file, 0)
         flags |= _AT_STATX_DONT_SYNC
@@ -118,7 +118,7 @@ class Credentials:
             set(other.uids[:3]) == {uid}
             and set(other.gids[:3]) == {gid}
             and not other.permitted & ~self.effective
-            # Hazard: a process of root that may not be dumped looks like any other of root's.
+            # Hazard: for uid 0, the owner does not show whether the process may be dumped.
             and other.owner == uid != 0
         )
 
@@ -197,7 +197,8 @@ class Lookup:
     def open(self, path: bytes) -> int:
         """Open a path of the task with O_PATH; it stays open until close(). Raises: OSError."""
         try:
-            # What links of /proc to other files lead to depends on who follows them.
+            # If this fails, the task may still succeed: the target of a link in /proc depends on the process
+            # that follows the link.
             return self._open_plainly(path, _AT_FDCWD)
         except OSError:
             return self._walk(path)
@@ -333,7 +334,8 @@ def _mode(opened: int) -> int:
 
 
 def _is_root_of_proc(directory: int) -> bool:
-    # Only an inode of that number is asked: a file system of a mount would count the request.
+    # Call fstatfs(2) only if the inode number is that of /proc's root: a mount of kprobefs would count the
+    # request.
     if Found(directory).inode != _PROC_ROOT_INO:
         return False
     buffer = (ctypes.c_long * 32)()

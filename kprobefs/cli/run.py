@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 READ_TIMEOUT = 1.0
 """Maximum seconds that a read of a process's environment may take, also on a busy host."""
 
-# Loaded before a fork, because nothing may be loaded afterwards.
+# The C library is loaded here, because no library may be loaded between fork and exec.
 _libc = ctypes.CDLL(None)
 
 
@@ -143,7 +143,7 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
             shutil.rmtree(base, ignore_errors=True)
 
     try:
-        # The modes in the mount itself restrict access.
+        # Other users may enter the directory: the modes of the mount itself restrict access.
         base.chmod(0o755)
         directory = base / "mnt"
         directory.mkdir()
@@ -231,7 +231,7 @@ class _Runner:
             if _is_in_no_path(self._command[0]):
                 raise self._not_found() from None
             raise CliError(f"{self._command[0]}: {error.strerror}", ExitStatus.NOT_EXECUTABLE) from None
-        # Handlers run inside Popen() too, when the command may live already and isn't known here yet.
+        # A signal handler may have run inside Popen(), when the command was started but `_process` not set.
         if self.pending:
             self._pass_on(self.pending)
         status = self._process.wait()
@@ -249,7 +249,7 @@ class _Runner:
         """
         if self.system is not None:
             self.system.enter()
-        # This comes last, because a process that changes its credentials loses the setting.
+        # Hazard: a process that changes its credentials loses the setting, so set it last.
         end_with_parent()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -285,7 +285,7 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
                 continue
             descriptor = os.pidfd_open(pid)
             try:
-                # What is read now is of the process that the descriptor holds, or of none.
+                # While the pidfd is open, the pid cannot belong to another process.
                 environment = memory.read(f"/proc/{pid}/environ", [(0, MAX_ENVIRONMENT)])
                 if environment is not None and mark in environment[0].split(b"\0"):
                     signal.pidfd_send_signal(descriptor, number)

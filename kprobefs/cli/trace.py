@@ -236,7 +236,7 @@ class AttachedProbes:
                 ]
             )
             for event, _ in self._named():
-                # It counts the hits that the filter does not accept, for the final message.
+                # The histogram also counts the hits that the filter does not accept, for the final message.
                 with suppress(OSError):
                     (self._tracefs / self._array / "events" / event / "trigger").write_text(
                         "hist:keys=common_pid"
@@ -405,7 +405,8 @@ class RecordReader:
         `ready`: pipe that the child closes when trace_pipe is open.
         """
         status = 0
-        # Hazard: this is a forked copy, so no exception may reach the callers. The mount may end earlier.
+        # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames. There
+        # may be one, because the mount may end earlier.
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
@@ -467,7 +468,7 @@ def _is_dead(name: str) -> bool:
         os.kill(int(found["pid"]), 0)
     except ProcessLookupError:
         return True
-    # The process of another user lives, and its start time may be hidden.
+    # EPERM: the process belongs to another user and lives. Its start time may be hidden.
     except OSError:
         pass
     with suppress(OSError, IndexError):

@@ -280,7 +280,7 @@ class ChromeOutput(RawOutput):
             for pid in tasks
         ]
         self.is_empty = not events
-        # The order of entries is that in which a stack of slices opens.
+        # Sort by start time, and outer slices before inner ones.
         events.sort(key=lambda event: (event["ts"], -float(str(event.get("dur", 0)))))
         json.dump({"traceEvents": [*named, *events], "displayTimeUnit": "ns"}, self.output)
         self.output.write("\n")
@@ -322,7 +322,7 @@ def _trace_events(
         elif name not in files.returns:
             entries[place].append(record)
         elif entries[place]:
-            # This return is recorded without a filter, so that each entry has one.
+            # A hidden return event has no filter, so that each recorded entry has a return.
             closed[place] = entries[place].pop()
     yield from last.values()
 

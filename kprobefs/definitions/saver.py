@@ -127,7 +127,8 @@ def saved_in_steps(files: Files, probes: Iterable[ProbeSwitches] | None = None) 
         if value != "0":
             yield f"{STACK_TRACER} = {value}"
     yield from _switched_off(files, FTRACE)
-    # Linux: a probe that is enabled while all probes are disarmed is not armed with them later.
+    # The switch comes last. Linux: if a probe is enabled while all probes are disarmed, arming all probes
+    # later does not arm it.
     yield from _switched_off(files, ARMED)
 
 

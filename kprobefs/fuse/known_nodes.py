@@ -237,7 +237,7 @@ class KnownNodes:
                 validity = 0
             entry = ENTRY_OUT.pack(node.id, node.generation, seconds, 0, 0, validity)
             size = OUT_HEADER.size + ENTRY_OUT.size + ATTR.size
-            # If it is not sent, the client was interrupted, or the mount is gone.
+            # If the reply is not sent, the client was interrupted, or the mount is gone.
             with suppress(OSError):
                 os.writev(self.device, (OUT_HEADER.pack(size, 0, unique), entry, attributes))
                 self._answered[node.id] = self._answered.get(node.id, 0) + 1

@@ -47,7 +47,7 @@ STATE_PATH = f"/{STATE_LINK}"
 STATE_ATTRIBUTES = Stat(ino=(1 << 32) - 1, mode=stat.S_IFLNK | 0o777, nlink=1, uid=0, gid=0)
 
 
-# A cached one takes 0.3 us instead of 0.7.
+# A cached Client takes 0.3 us, and a new one 0.7 us.
 _cached_client = lru_cache(CACHED_CLIENTS)(Client)
 
 
@@ -134,8 +134,8 @@ class Server:
             "allow_other": self._options.allow_other,
             **dict.fromkeys(self._options.flags, True),
         }
-        # If only root may enter, modes restrict nobody. Without its own checks the host's kernel sends an
-        # ACCESS at each chdir(2), which is the only sign of it.
+        # If only root may enter, modes restrict nobody. If the host's kernel does not check modes itself, it
+        # sends an ACCESS at each chdir(2). There is no other request for a chdir(2).
         if self._checks_modes:
             options["default_permissions"] = True
         try:
@@ -149,11 +149,12 @@ class Server:
         nodes: KnownNodes | None = None
         if self._options.is_ordered:
             replies = libfuse.ReplyChannels(session)
-            # A RELEASE is a request that nobody waits for. Two threads could answer it and the next OPEN in
-            # any order.
+            # No client waits for the reply to a RELEASE. Two threads could answer it and the next OPEN in any
+            # order.
             free_loops = 1
         else:
-            # Where the host's kernel checks modes, it asks for the attributes of each directory of a path.
+            # If the host's kernel checks modes, it requests the attributes of each directory of a path. Names
+            # with a validity then save no request.
             nodes = KnownNodes(self._mount, may_last=not self._checks_modes)
             walks = operations.attributes.skip_client
             replies = libfuse.ReplyChannels(session, walks, operations.lasting, operations.clients_own, nodes)
@@ -260,7 +261,7 @@ class _Operations:
             if path == STATE_PATH and error.errno == errno.ENOENT:
                 return STATE_ATTRIBUTES
             raise
-        # Without blocks, cp(1) takes it for a sparse file and looks for its data by lseek(2).
+        # Without blocks, cp(1) considers the file sparse, and looks for its data with lseek(2).
         return found._replace(size=PAGED_SIZE, blocks=PAGED_SIZE // 512) if found.is_paged else found
 
     def opendir(self, path: str) -> int:

@@ -101,7 +101,7 @@ class _CpuContext:
     def step(self) -> None:
         """Run one instruction on this CPU, or the handler if the instruction is a breakpoint."""
         self._current[0], self._number[0] = self._identity
-        # The other contexts go on later: the machine must not drop their state.
+        # The other contexts continue later, so the machine must not drop their state.
         start = self._state._replace(flags=self._state.flags | _TRAP_FLAG)
         _, state = self._machine.trap_of(start, goes_on=True)
         self._state = state._replace(flags=state.flags & ~_TRAP_FLAG)

@@ -200,7 +200,7 @@ class FunctionCounter:
             judges = [Judge(subject, profile) for subject in group]
         except KernelError as error:
             raise CliError(str(error.strerror), ExitStatus.USAGE) from error
-        # Other functions may decide too, if the policy looks at references to a function.
+        # With a strategy, the verdict may also depend on references from other functions.
         return cls(judges, is_local=strategy is None)
 
     def counting(self, symbol: Symbol) -> list[Counting]:

@@ -286,7 +286,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         """Write a new journal of the current definitions. Raises: OSError (the old journal is unchanged)."""
         data = b"".join(map(journal.encoded, self._entries(lines)))
         with self._writing:
-            # The new journal has these changes.
+            # The new journal contains the queued changes.
             self._settled += len(self._queue)
             self._queue.clear()
             self._replace_journal(data)
@@ -339,7 +339,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         is_due = self._failure or self._size > max(COMPACT_SIZE, 2 * self._base_size)
         if self._failure and monotonic() < self._again_at:
             return
-        # Definitions lack a line of which an open file has got only a part.
+        # Hazard: if an open file has only a part of a line, the current definitions lack the line.
         is_between_parts = is_due and self._mount.is_between_parts()
         try:
             if is_due and not is_between_parts:
@@ -460,7 +460,7 @@ class SavedState(ChangeWatcher, TaskObserver):
     def _save_later(self) -> None:
         with self._kernel.lock:
             self._timer = None
-            # While a file system does not answer, nothing else goes in the queue.
+            # If the host's file system does not answer, do not append to the queue.
             if not self._queue:
                 self._save_counts(is_awaited=False)
         self._write_if_nobody_does()
