@@ -76,12 +76,13 @@ class MachineConfig:
     quantum: int = 0
     """Mean number of instructions after which another CPU runs; 0 switches only when a CPU has to wait.
 
-    It is for tests. The seed determines the exact instructions, and each instruction takes 0.1 microseconds.
+    This option is for tests. The seed determines the exact instructions, and each instruction takes 0.1
+    microseconds.
     """
     stale_fetch: bool = False
     """Whether a CPU executes instructions fetched before text changed, until it takes an interrupt.
 
-    It is for tests of text patching, and needs a quantum.
+    This option is for tests of text patching, and requires `quantum`.
     """
     run_budget: float = DEFAULT_RUN_BUDGET
     """Maximum wall time of one guest run, in seconds. A guest that runs longer counts as looping."""

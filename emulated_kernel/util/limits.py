@@ -34,14 +34,11 @@ class Limit(Enum):
     DEFINITION_BYTES = "definition_bytes"
     """Maximum size of the host's memory for all filters, synthetic events and lists of pids, in bytes."""
     USER_DEFINITION_BYTES = "user_definition_bytes"
-    """Maximum part of DEFINITION_BYTES that one user takes.
-
-    It limits users who are neither root nor the owner of the mount.
-    """
+    """Maximum part of DEFINITION_BYTES for one user who is neither root nor the owner of the mount."""
     USER_RECORD_BYTES = "user_record_bytes"
     """Maximum size in bytes of all ring buffers and snapshots that one user has allocated.
 
-    It limits users who are neither root nor the owner of the mount.
+    The limit is for users who are neither root nor the owner of the mount.
     """
     SCRATCH_BYTES = "scratch_bytes"
     """Maximum size of the data in scratch/ and dev/, in bytes; data takes whole pages."""

@@ -540,7 +540,7 @@ class Mount:
 def _informed(fs: FileSystem, client: Callable[[], Client]) -> Callable[[], Client]:
     """Return a function that returns the client of a getattr(), as FileSystem.informed() completes it.
 
-    If the file system sees lookups, call informed() now, while the control lock is free. It can take 0.2 s.
+    If the file system sees lookups, call informed() now, while the control lock is free: it can take 0.2 s.
     For other file systems, return `client` unchanged.
     """
     if not fs.sees_lookups:

@@ -47,9 +47,9 @@ class Found:
     """
 
     def __init__(self, file: int | str, *, only_device: bool = False) -> None:
-        """Read the attributes of `file`, which is a descriptor, or the link to one in /proc.
+        """Read the attributes of `file`, a descriptor or the path of a descriptor's link in /proc.
 
-        `only_device`: ask for the device only, because FUSE refuses the other attributes to some users.
+        `only_device`: read only the device number, because FUSE refuses the other attributes to some users.
 
         Raises: OSError.
         """
@@ -197,8 +197,8 @@ class Lookup:
     def open(self, path: bytes) -> int:
         """Open a path of the task with O_PATH; it stays open until close(). Raises: OSError."""
         try:
-            # If this fails, the task may still succeed: the target of a link in /proc depends on the process
-            # that follows the link.
+            # openat2(2) refuses magic links of /proc here, because their target depends on the process that
+            # follows them. _walk() follows them like the task.
             return self._open_plainly(path, _AT_FDCWD)
         except OSError:
             return self._walk(path)

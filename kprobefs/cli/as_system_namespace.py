@@ -1,8 +1,8 @@
-"""The user namespace of a command under `--as-system`, and the process that looks after it.
+"""The user namespace of a command under `--as-system`, and its helper process.
 
 In a user namespace of its own, the command cannot reach the host's tracefs and debugfs. The kernel does not
-allow it to mount or uncover one, or to reach one through other processes. The helper process stays outside of
-the user namespace, and maps the ids.
+allow the command to mount one of them, to unmount what covers them, or to reach them through other processes.
+The helper process stays outside of the user namespace, and maps the ids.
 """
 
 from __future__ import annotations

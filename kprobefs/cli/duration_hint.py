@@ -1,4 +1,4 @@
-"""A hint at the end of `run` and `trace`, if the durations that they show are those of the virtual clock."""
+"""A hint at the end of `run` and `trace`, if the shown durations are those of the virtual clock."""
 
 from __future__ import annotations
 

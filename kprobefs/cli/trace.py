@@ -96,8 +96,8 @@ class TraceSession:
     def entries(self) -> dict[str, AskedProbe]:
         """Return the hidden probes that the output needs: name of an event -> probe.
 
-        There are two for each probed return: at the function's entry and at its return. The one at the entry
-        fetches the arguments of the first probe there that the user has given.
+        There are two for each probed return: one at the function's entry, and one at its return. The probe at
+        the entry fetches the arguments of the user's first probe at this entry.
         """
         if not self.kind.needs_entries:
             return {}
@@ -200,7 +200,7 @@ class AttachedProbes:
     def _output(self) -> TraceOutput:
         """Return the object that writes the records of the session's events.
 
-        It gets the text of each event's `format` file, and each return event's entry event.
+        The object gets the text of each event's `format` file, and each return event's entry event.
         """
         session = self._session
         places = {probe.place: name for name, probe in self._hidden.items() if not probe.is_return}

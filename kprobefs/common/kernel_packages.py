@@ -76,7 +76,7 @@ def fetch(name: str) -> Path:
 
 
 class _Apt:
-    """Runs apt with package lists of its own, for one suite, which needs no special rights."""
+    """Runs apt for one suite, with its own package lists, so that the user needs no special rights."""
 
     def __init__(self, work: Path, suite: str, name: str, architecture: str) -> None:
         """Fetch the list of the suite's packages for an architecture. Raises: CliError.
@@ -154,8 +154,9 @@ def _archive(name: str) -> str:
 def find(version: str, arch: str = "x86_64") -> Path | None:
     """Return the file of a kernel whose release begins with `version`, or None if the host has none.
 
-    The newest of the files in KERNELS is taken, then of the fetched packages, then of the kernels that were
-    booted, then of the host's. Raises: CliError (a path in KERNELS cannot be read).
+    Four sources are searched in this order: $KPROBEFS_KERNELS, the fetched packages, the kernels that were
+    booted and cached, and /boot. The result is the newest such kernel of the first source that has one.
+    Raises: CliError (a path in $KPROBEFS_KERNELS cannot be read).
     """
     for files in (_named(), _fetched(), _booted(), _of_host()):
         known = ((_kernel(path), path) for path in files)
@@ -203,7 +204,7 @@ def _named() -> Iterator[Path]:
 
 
 def _booted() -> Iterator[Path]:
-    """Yield the files of the kernels that were booted and cached."""
+    """Yield the files of the kernels in the boot cache, if the files still exist."""
     from emulated_kernel.guests.linux.boot import snapshot
 
     for kernel in snapshot.cached():

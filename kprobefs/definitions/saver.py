@@ -224,7 +224,8 @@ class _Array:
 def _is_default(word: str) -> bool:
     """Return True if a word of trace_options, such as noblock, is the default in a new mount.
 
-    The top array's option trace_printk_dest goes off when an instance's goes on, and cannot be set to off.
+    Either value of trace_printk_dest counts as the default in the top array: Linux switches it off when an
+    instance switches its own on, and does not allow users to switch it off.
     """
     if word == "notrace_printk_dest":
         return True

@@ -340,7 +340,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     def getattr(self, path: bytes, stat: int) -> int:
         """Write a file's attributes to the struct stat at the address `stat`.
 
-        Replaces: FUSE.getattr. Gains: those of stat_bytes().
+        Replaces: FUSE.getattr. Gains: see stat_bytes().
         """
         data = stat_bytes(self.operations.getattr(path.decode("utf-8", "surrogateescape")))
         ctypes.memmove(stat, data, len(data))
@@ -349,7 +349,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     def fgetattr(self, path: bytes | None, stat: int, file_info: int) -> int:
         """Write an open file's attributes to the struct stat at the address `stat`.
 
-        Replaces: FUSE.fgetattr. Gains: those of stat_bytes().
+        Replaces: FUSE.fgetattr. Gains: see stat_bytes().
         """
         name = path and path.decode("utf-8", "surrogateescape")
         info = _fuse.fuse_file_info.from_address(file_info)
@@ -490,8 +490,9 @@ class ReplyChannels:
         """Make the channels of `session`, which is the address of a struct fuse_session.
 
         If `walks` is None, only the reply to INIT is changed. Otherwise `walks` is called before libfuse
-        looks up one of `lasting`. It must record that no client has requested the attributes that libfuse
-        requests next. `lasting` and `clients_own` have names of directories in the root; see the class.
+        looks up one of `lasting`. `walks` must record that no client has requested the attributes that
+        libfuse requests next. `lasting` and `clients_own` have names of directories in the root; see the
+        class.
         `nodes` learns the nodes of control files; if it is None, they are not learned.
         """
         self.channel: int = _libfuse.fuse_session_next_chan(session, None)
@@ -696,7 +697,7 @@ def _look_up_again(reply: bytearray) -> None:
 
 
 class _LoopState:
-    """Lets other threads check which request a thread of a SessionLoop is answering."""
+    """The request that a thread of a SessionLoop is answering, which other threads can check."""
 
     def __init__(self, request: bytearray) -> None:
         self._request = request
@@ -777,9 +778,9 @@ class SessionLoop:
     The loop itself answers READ, RELEASE, and WRITE of files whose writes read no host files. It also answers
     LOOKUP, GETATTR and OPEN of control files with known nodes. It passes all other requests to libfuse.
 
-    close(2) returns when its RELEASE is in the queue of /dev/fuse, but no program waits for the reply. If an
-    open file acts when it is closed, a thread that has read a request therefore first waits for earlier
-    RELEASEs of other threads.
+    close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. While
+    the close of an open file would have an effect, a thread that has read a request therefore waits first: it
+    waits until other threads have answered earlier RELEASEs.
 
     Replaces: fuse_session_loop().
     Needed for: ReplyChannels; replies when the host has no free memory, because a client that waits for one
@@ -800,7 +801,8 @@ class SessionLoop:
         """Make a loop over a struct fuse_session.
 
         `nodes` has the nodes of control files. If it is None, libfuse answers their requests. `acting` has
-        the fh of each open file that acts when it is closed, until its release has returned.
+        the handle fh of each open file whose release has an effect that other files show. A handle stays in
+        `acting` until the release has returned.
         """
         self._session = session
         self._replies = replies

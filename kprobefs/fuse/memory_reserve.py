@@ -27,7 +27,8 @@ _M_MMAP_THRESHOLD = -3
 _MAPPED = 132 << 10
 """Size in bytes from which malloc(3) maps an allocation, unless freed memory has space for it.
 
-It is more than the longest reply to a READ, because the first use of each mapped page is a fault.
+The value exceeds the longest reply to a READ. Such a reply must not be mapped, because the first use of each
+mapped page causes a page fault.
 """
 
 ENDING = (b"", b"0", b"nop")

@@ -72,7 +72,7 @@ class PlannedKernel:
 
     @cached_property
     def interface(self) -> Interface:
-        """The interface of tracefs for definitions; a mount of the kernel has the same one."""
+        """The interface of tracefs that a mount of the kernel has; it decides the syntax of definitions."""
         if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
             return interface_named(self.profile.interface)
         from emulated_kernel.guests.linux.probing.detect_interface import detect_interface

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """User and group of the user who mounts. They own each node until chown(2) changes its owner."""
+    """The user who mounts, and this user's group. They own each node until chown(2) changes its owner."""
 
     uid: int = 0
     gid: int = 0

@@ -235,6 +235,9 @@ def show_empty(kernel: Kernel) -> None:
 
 
 def make_again(kernel: Kernel, former: Kernel) -> None:
-    """Create those `last` instances that the kernel `former` has, for its records. Raises: KernelError."""
+    """Create in `kernel` the instances `last` and `last.NAME` that the kernel `former` has.
+
+    The records that `former` shows in them can then be moved to `kernel`. Raises: KernelError.
+    """
     for name in filter(is_last, former.trace_arrays.names()):
         _instance(kernel, name)
