@@ -171,7 +171,7 @@ def _traced_kernel(
     guest: Guest,
     engine: ProbeRegistries,
 ) -> TracedKernel:
-    """Create the objects that tracing needs besides the booted kernel; return both for build_trace()."""
+    """Return the input of build_trace(): the booted kernel, and further objects that tracing needs."""
     kprobes = engine.kprobes
     image = live.core
     memory = machine.memory

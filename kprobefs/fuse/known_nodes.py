@@ -115,7 +115,7 @@ class KnownNodes:
     node. So the LOOKUPs that kprobefs has answered itself are subtracted before libfuse gets the FORGET.
 
     Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files.
-    Gains: two thirds of a round of open, read and close by path.
+    Gains: two thirds of the time of an open, read and close by path.
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:
@@ -153,8 +153,8 @@ class KnownNodes:
     def initialise(self, request: bytearray) -> None:
         """Read an INIT request, and set `lets_names_last`.
 
-        Names get a validity only if the host's kernel has FUSE_EXPIRE_ONLY. With this flag, it looks a name
-        up again, but keeps the directory that it has cached under the name.
+        Names get a validity only if the host's kernel has FUSE_EXPIRE_ONLY. A notification with this flag
+        makes the kernel look a name up again, but keep the directory that it has cached under the name.
         """
         flags, more = INIT_IN.unpack_from(request, IN_HEADER.size)
         can_expire = bool(flags & FUSE_INIT_EXT and more & FUSE_HAS_EXPIRE_ONLY)

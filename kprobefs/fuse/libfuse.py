@@ -255,8 +255,8 @@ def stat_bytes(attributes: Stat) -> bytes:
     ctypes truncates numbers that do not fit, which a damaged guest may return.
 
     Replaces: fusepy's set_st_attrs(), which sets the members of libfuse's structure by name at each request.
-    Gains: a fifth of a round of open, read and close by path, and more than a quarter of a stat(2). A quarter
-    of that is due to the cache: most attributes are requested again unchanged.
+    Gains: a fifth of the time of an open, read and close by path, and more than a quarter of the time of a
+    stat(2). A quarter of the gain is due to the cache: most attributes are requested again unchanged.
     """
     found = _fuse.c_stat()
     found.st_ino = attributes.ino
@@ -361,7 +361,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         """Open a file, and store its handle in the struct fuse_file_info at the address `file_info`.
 
         Replaces: FUSE.open, which decodes the path by PATH_CODEC and finds the operation by its name.
-        Gains: 2 to 3 % of a round of open, read and close.
+        Gains: 2 to 3 % of the time of an open, read and close.
         """
         info = _fuse.fuse_file_info.from_address(file_info)
         self.operations.open(path.decode("utf-8", "surrogateescape"), info)

@@ -73,7 +73,7 @@ def module_of(text: str) -> str | None:
 
 
 def module_name(name: str) -> str:
-    """Return the name of the module in a kernel, for `name`, the name of its file without the ending."""
+    """Return the name that a kernel gives to a module. `name`: name of its file, without the ending."""
     return name.replace("-", "_")
 
 

@@ -34,9 +34,9 @@ def is_last(instance: str) -> bool:
 
 
 def last_names(instances: Iterable[str]) -> dict[str, str]:
-    """Return a map name of an instance -> name of the instance that shows its records.
+    """Return a map name of an earlier instance -> name of the instance that shows its records.
 
-    A name that would be too long is shortened.
+    The name "" means the top directory. A name that would be too long is shortened.
     """
     found: dict[str, str] = {}
     # Long names come last, so that the short ones keep the form that they always have.
@@ -58,9 +58,9 @@ class ArrayPlace:
     name: str
     """Name of the instance; "" for the top directory."""
     controls: tuple[int, ...]
-    """Offsets in each CPU's area of two control blocks, in ascending order.
+    """Offsets of two control blocks from the start of each CPU's area, in ascending order.
 
-    One is that of the array's own buffer, and one is that of its snapshot.
+    One control block is that of the array's own buffer, and the other is that of its snapshot buffer.
     """
     clock: str
     time_start: int
@@ -87,7 +87,7 @@ class LastRecords:
     """The trace records of the previous boot that were found in a file of --state."""
 
     arrays: dict[str, tuple[ArrayPlace, PreviousBootRecords]]
-    """Name of the instance that will show records -> their former location, and the records."""
+    """Name of the instance that will show records -> (former location of the records, the records)."""
     torn: int = 0
     """Number of records that were reserved but not finished."""
     damage: list[str] = field(default_factory=list)
@@ -194,8 +194,8 @@ def _same_order(buffers: list[RingBuffer], place: ArrayPlace, found: LastRecords
 def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:
     """Create the instances that show the records `last`.
 
-    Return a map name of an instance -> reason why it could not be created. Remove these instances from
-    `last`.
+    Return a map name of an instance -> reason why the instance could not be created. Remove from `last` the
+    instances that could not be created.
     """
     events = kernel.tracing.system.events
     # Entries of ftrace itself are printed without an event.

@@ -325,9 +325,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         yield {"counts": self._counts}
 
     def _append(self, entry: Entry, *, is_awaited: bool = True) -> None:
-        """Append a change to the queue, with the ids of events and the buffers that the change has created.
+        """Append the change `entry` to the queue.
 
-        If `is_awaited` is set, settle() of this thread waits for it.
+        If the change has created events or buffers, the entry gets the events' ids or the locations of all
+        buffers. If `is_awaited` is set, settle() of this thread waits until the entry is written.
         """
         if self._journal is None:
             return
